@@ -1,0 +1,194 @@
+"""Files behind a URI: a local path, s3://, gs://, hdfs:// or whatever else pyarrow or fsspec reads.
+
+A local file is published by a rename and an object by its upload, so nobody sees half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import posixpath
+import re
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from pipeline.config import BadInput
+
+
+def is_local(uri: str) -> bool:
+    return re.match(r"^[a-zA-Z][a-zA-Z0-9+.-]+://", uri) is None or uri.startswith("file://")
+
+
+def locate(uri: str) -> tuple[pafs.FileSystem, str]:
+    """The file system of a URI and the path in it.
+
+    Raises BadInput where the scheme is unknown.
+    """
+    if is_local(uri):
+        return pafs.LocalFileSystem(), str(Path(uri.removeprefix("file://")).expanduser().absolute())
+    try:
+        filesystem, path = pafs.FileSystem.from_uri(uri)
+        return filesystem, path
+    except pa.ArrowInvalid:
+        pass
+    try:
+        import fsspec
+
+        other, path = fsspec.core.url_to_fs(uri)
+        return pafs.PyFileSystem(pafs.FSSpecHandler(other)), str(path)
+    except (ImportError, ValueError) as error:
+        raise BadInput(f"{uri}: no file system for this URI ({error})") from None
+
+
+def join(uri: str, *parts: str) -> str:
+    return posixpath.join(uri, *parts)
+
+
+def name_of(uri: str) -> str:
+    return posixpath.basename(uri.rstrip("/"))
+
+
+def exists(uri: str) -> bool:
+    filesystem, path = locate(uri)
+    return bool(filesystem.get_file_info(path).type != pafs.FileType.NotFound)
+
+
+def size_of(uri: str) -> int:
+    filesystem, path = locate(uri)
+    return int(filesystem.get_file_info(path).size or 0)
+
+
+def list_files(uri: str) -> list[str]:
+    """Every file below a folder, sorted; [] where the folder does not exist.
+
+    Names that begin with "." or "_" are passed over, as every Parquet reader does.
+    """
+    filesystem, root = locate(uri)
+    selector = pafs.FileSelector(root, recursive=True, allow_not_found=True)
+    found = []
+    for info in filesystem.get_file_info(selector):
+        below = info.path[len(root) :].lstrip("/")
+        hidden = any(part[:1] in "._" for part in below.split("/"))
+        if info.type == pafs.FileType.File and not hidden:
+            found.append(join(uri, below))
+    return sorted(found)
+
+
+def expand(uris: Sequence[str], option: str = "input") -> list[str]:
+    """The files that the URIs name: a file itself, or all files below a folder.
+
+    Raises BadInput for a URI that is not there, or a folder without files.
+    """
+    files: list[str] = []
+    for uri in uris:
+        filesystem, path = locate(uri)
+        kind = filesystem.get_file_info(path).type
+        if kind == pafs.FileType.NotFound:
+            raise BadInput(f"--{option} {uri}: no such file or folder")
+        found = [uri] if kind == pafs.FileType.File else list_files(uri)
+        if not found:
+            raise BadInput(f"--{option} {uri}: the folder holds no files")
+        files += found
+    return list(dict.fromkeys(files))
+
+
+def open_input(uri: str) -> Any:
+    """A binary, seekable stream (pyarrow.NativeFile) of the stored bytes, not decompressed."""
+    filesystem, path = locate(uri)
+    return filesystem.open_input_file(path)
+
+
+def read_bytes(uri: str) -> bytes:
+    with open_input(uri) as stream:
+        data = stream.read()
+    assert isinstance(data, bytes)
+    return data
+
+
+def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
+    """Writes a whole file, atomically."""
+    filesystem, path = locate(uri)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(f"{path}.{uuid.uuid4().hex}.tmp")
+        with beside.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(path)
+    else:
+        with filesystem.open_output_stream(path) as stream:
+            stream.write(data)
+
+
+def delete(uri: str) -> None:
+    """Removes a file or a folder with all below it, if it is there."""
+    filesystem, path = locate(uri)
+    kind = filesystem.get_file_info(path).type
+    if kind == pafs.FileType.Directory:
+        filesystem.delete_dir(path)
+    elif kind == pafs.FileType.File:
+        filesystem.delete_file(path)
+
+
+def upload(folder: Path, uri: str) -> None:
+    """Copies a local folder's files to `uri`, which may be local too."""
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            write_bytes(join(uri, file.relative_to(folder).as_posix()), file.read_bytes())
+
+
+def local_folder(uri: str, version: str) -> Path:
+    """A local folder with the files of `uri`: itself if it is local, else a cached copy.
+
+    `version` names the contents (a fingerprint), so that a copy is never taken for another version.
+    """
+    if is_local(uri):
+        return Path(locate(uri)[1])
+    name = hashlib.sha256(f"{uri} {version}".encode()).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}" / name
+    if not folder.exists():
+        beside = folder.with_name(f"{name}.{uuid.uuid4().hex}")
+        for file in list_files(uri):
+            write_bytes(str(beside / file[len(uri) :].lstrip("/")), read_bytes(file))
+        try:
+            beside.rename(folder)
+        except OSError:  # another process of this node was faster
+            delete(str(beside))
+    return folder
+
+
+def file_digest(data: bytes | pa.Buffer) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def raw_fingerprint(uris: Sequence[str]) -> str:
+    """Names the contents of raw input files without reading terabytes: name, size, head and tail.
+
+    Heads and tails are 64 KiB: compressed files differ there when they differ anywhere in practice,
+    and unlike a modification time both survive a copy.
+    """
+    total = hashlib.sha256()
+    for uri in sorted(uris, key=name_of):
+        size = size_of(uri)
+        with open_input(uri) as stream:
+            head = stream.read(1 << 16)
+            stream.seek(max(0, size - (1 << 16)))
+            tail = stream.read()
+        total.update(f"{name_of(uri)} {size} {file_digest(head)} {file_digest(tail)}\n".encode())
+    return total.hexdigest()
+
+
+def walk_json(uri: str) -> Iterator[str]:
+    """The JSON files right in a folder, also where their names are hidden from `list_files`."""
+    filesystem, root = locate(uri)
+    selector = pafs.FileSelector(root, recursive=False, allow_not_found=True)
+    for info in sorted(filesystem.get_file_info(selector), key=lambda info: str(info.path)):
+        if info.type == pafs.FileType.File and info.path.endswith(".json"):
+            yield join(uri, posixpath.basename(info.path))
