@@ -1,0 +1,285 @@
+"""What passes from job to job: an immutable directory with a `manifest.json`.
+
+A job asks for a `draft` of its output. Its tasks write files there and mark themselves done, so that
+a killed job goes on where it was; `publish` writes the manifest and makes the directory visible in
+one step. Locally the draft is `<output>.partial` and publishing is a rename; in an object store the
+files lie in place already and the manifest's upload is the step. No manifest, no artifact.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import storage
+from pipeline.config import BadInput, digest, flatten, to_dict
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+_TASKS = "_tasks"
+_REQUEST = "_request.json"
+_NOT_IDENTITY = ("output", "resources")  # where and on what a job runs never changes what comes out
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A published directory."""
+
+    uri: str
+    manifest: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the contents: the same files have the same fingerprint, wherever they lie."""
+        return str(self.manifest["fingerprint"])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(self.manifest["counts"])
+
+    def files(self, prefix: str = "", suffix: str = "") -> list[str]:
+        """URIs of the artifact's files, in order."""
+        names = (entry["path"] for entry in self.manifest["files"])
+        wanted = (name for name in names if name.startswith(prefix) and name.endswith(suffix))
+        return [storage.join(self.uri, name) for name in wanted]
+
+    def rows(self, prefix: str = "") -> int:
+        entries = self.manifest["files"]
+        return sum(entry["rows"] for entry in entries if entry["path"].startswith(prefix))
+
+    def local(self) -> Path:
+        """A local folder with the files."""
+        return storage.local_folder(self.uri, self.fingerprint)
+
+    def reference(self) -> dict[str, Any]:
+        """What a job that reads this artifact writes into its own manifest: its whole ancestry."""
+        names = ("kind", "fingerprint", "run_id", "inputs")
+        return {"uri": self.uri, **{name: self.manifest.get(name) for name in names}}
+
+
+def open_artifact(uri: str, kind: str) -> Artifact:
+    """Returns the artifact at `uri`.
+
+    Raises BadInput if there is none, if it is unfinished, of another kind, or of a later format.
+    """
+    manifest_uri = storage.join(uri, MANIFEST)
+    if not storage.exists(manifest_uri):
+        for partial in {uri + ".partial", uri}:
+            if storage.exists(storage.join(partial, _REQUEST)):
+                raise BadInput(f"{uri}: unfinished; run the job that makes it again, it resumes")
+        raise BadInput(f"{uri}: not a {kind} ({MANIFEST} is missing)")
+    try:
+        manifest = json.loads(storage.read_bytes(manifest_uri))
+        found_kind, found_version = manifest["kind"], manifest["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{manifest_uri}: not a polyrank manifest ({error!r})") from None
+    if found_kind != kind:
+        raise BadInput(f"{uri}: kind is {found_kind!r}; needed here: {kind!r}")
+    if found_version != FORMAT_VERSION:
+        raise BadInput(
+            f"{uri}: format_version is {found_version!r}; this polyrank reads {FORMAT_VERSION}"
+        )
+    return Artifact(uri, manifest)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An output on its way. Plain data, so that tasks on other machines write into it too."""
+
+    uri: str
+    staging: str
+    kind: str
+    config: dict[str, Any]
+    inputs: dict[str, dict[str, Any]]
+    request: str
+    started: float = field(default_factory=time.time)
+
+    def path(self, *parts: str) -> str:
+        """The URI of a file of the draft."""
+        return storage.join(self.staging, *parts)
+
+    def write_table(self, name: str, table: pa.Table, rows_per_group: int = 2048) -> dict[str, Any]:
+        """Writes a Parquet file and returns its entry for the manifest."""
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, compression="zstd", row_group_size=rows_per_group)
+        return self.write_file(name, buffer.getvalue(), table.num_rows)
+
+    def write_file(self, name: str, data: bytes | pa.Buffer, rows: int = 0) -> dict[str, Any]:
+        storage.write_bytes(self.path(name), data)
+        return file_entry(name, data, rows)
+
+    def mark(self, task: str, record: dict[str, Any]) -> None:
+        """Notes that a task's files are complete; `record` is what `records` returns later."""
+        storage.write_bytes(self.path(_TASKS, f"{task}.json"), json.dumps(record).encode())
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """The records of all finished tasks, of this run and of those before it, by task."""
+        return {
+            storage.name_of(uri).removesuffix(".json"): json.loads(storage.read_bytes(uri))
+            for uri in storage.walk_json(self.path(_TASKS))
+        }
+
+    def publish(
+        self,
+        files: Iterable[dict[str, Any]],
+        counts: Mapping[str, int],
+        dropped: Mapping[str, int] | None = None,
+        run_id: str | None = None,
+        **more: Any,
+    ) -> Artifact:
+        """Writes the manifest and makes the artifact visible, in one atomic step."""
+        entries = sorted(files, key=lambda entry: str(entry["path"]))
+        named = [(entry["path"], entry["sha256"]) for entry in entries]
+        manifest = {
+            "kind": self.kind,
+            "format_version": FORMAT_VERSION,
+            "fingerprint": digest(named),
+            "request": self.request,
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.time() - self.started, 1),
+            "config": self.config,
+            "inputs": self.inputs,
+            "counts": dict(counts),
+            "dropped": dict(sorted((dropped or {}).items())),
+            "git_revision": git_revision(),
+            "libraries": library_versions(),
+            "run_id": run_id,
+            **more,
+            "files": entries,
+        }
+        text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
+        if self.staging == self.uri:
+            storage.write_bytes(self.path(MANIFEST), text)
+            self._tidy()
+        else:
+            self._tidy()
+            storage.write_bytes(self.path(MANIFEST), text)
+            Path(self.staging).rename(self.uri)
+        return Artifact(self.uri, manifest)
+
+    def _tidy(self) -> None:
+        """Removes what only a resumed run would need: everything whose name begins with "_"."""
+        filesystem, root = storage.locate(self.staging)
+        for info in filesystem.get_file_info(storage.pafs.FileSelector(root)):
+            if storage.name_of(info.path).startswith("_"):
+                storage.delete(self.path(storage.name_of(info.path)))
+
+
+def draft(
+    uri: str, kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]
+) -> Draft | Artifact:
+    """Returns the draft of an output, with what an earlier killed run of the same job left in it.
+
+    If the same job (kind, settings, contents of the inputs) has published it already, returns the
+    artifact. `config` is the job's dataclass: its fields named like an input stand for that input's
+    contents, and `output` and `resources` do not count.
+
+    Raises BadInput where another job's output, finished or not, is in the way.
+    """
+    references = {
+        name: value.reference() if isinstance(value, Artifact) else value
+        for name, value in inputs.items()
+    }
+    settings = to_dict(config)
+    wanted: dict[str, Any] = {
+        "kind": kind,
+        "inputs": {name: reference["fingerprint"] for name, reference in references.items()},
+        "config": {
+            name: value
+            for name, value in settings.items()
+            if name not in _NOT_IDENTITY and name not in references
+        },
+    }
+    request = digest(wanted)
+    if storage.exists(storage.join(uri, MANIFEST)):
+        found = open_artifact(uri, kind)
+        if found.manifest["request"] == request:
+            return found
+        known = {
+            "inputs": {n: r["fingerprint"] for n, r in found.manifest["inputs"].items()},
+            "config": {n: found.manifest["config"].get(n) for n in wanted["config"]},
+        }
+        raise BadInput(f"{uri}: holds the result of another job ({_difference(known, wanted)}); "
+                       "choose another --output or remove it")  # fmt: skip
+    local = storage.is_local(uri)
+    staging = storage.locate(uri)[1] + ".partial" if local else uri
+    request_uri = storage.join(staging, _REQUEST)
+    if storage.exists(request_uri):
+        earlier = json.loads(storage.read_bytes(request_uri))
+        if digest(earlier) != request:
+            raise BadInput(f"{staging}: holds an unfinished job ({_difference(earlier, wanted)}); "
+                           "finish that one, choose another --output, or remove it")  # fmt: skip
+    elif storage.list_files(uri):
+        raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
+    else:
+        storage.write_bytes(request_uri, json.dumps(wanted).encode())
+    place = storage.locate(uri)[1] if local else uri
+    return Draft(place, staging, kind, settings, references, request)
+
+
+def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> dict[str, Any]:
+    size = data.size if isinstance(data, pa.Buffer) else len(data)
+    return {"path": name, "rows": rows, "bytes": size, "sha256": storage.file_digest(data)}
+
+
+def folder_entries(folder: Path) -> list[dict[str, Any]]:
+    """Manifest entries of all files in a local folder."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return [file_entry(file.relative_to(folder).as_posix(), file.read_bytes()) for file in files]
+
+
+def sum_counts(records: Iterable[Mapping[str, Any]], name: str) -> dict[str, int]:
+    """Adds up the dictionaries of counts that the tasks' records hold under `name`."""
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.get(name, {}))
+    return dict(total)
+
+
+def git_revision() -> str | None:
+    """The code's revision, with "+" where the tree has changes; None outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(("git", *arguments), cwd=here, capture_output=True, text=True, check=True)
+        return run.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def library_versions() -> dict[str, str]:
+    found = {}
+    for name in ("polyrank", "ray", "torch", "transformers", "tokenizers", "pyarrow", "mlflow"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _difference(earlier: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Names the first settings that differ: "max_steps: 3 there, 4 here"."""
+    parts = ("inputs", "config")
+    old = flatten({part: earlier.get(part, {}) for part in parts})
+    new = flatten({part: wanted[part] for part in parts})
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    shown = [
+        f"{name.partition('.')[2]}: {old.get(name)!r} there, {new.get(name)!r} here"
+        for name in changed[:3]
+    ]
+    return "; ".join(shown) or "of another kind"

@@ -1,0 +1,115 @@
+"""MLflow: one run per job, its settings, numbers and ancestry.
+
+The server is what MLFLOW_TRACKING_URI says, else `mlflow.db` in the working directory. The driver
+owns the run; a training worker of rank 0 logs to it by id, so that a restarted worker group goes on
+in the same run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+
+from pipeline.artifact import Artifact, Draft, git_revision
+from pipeline.config import flatten
+
+_MAX_PARAM_CHARACTERS = 500  # MLflow's own bound is 6,000; nobody reads more than this in a table
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that any process can log to."""
+
+    run_id: str
+    tracking_uri: str
+
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Logs the finite numbers, without waiting for the server."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        mlflow.set_tracking_uri(self.tracking_uri)
+        mlflow.log_metrics(finite, step=step, run_id=self.run_id, synchronous=False)
+
+    def flush(self) -> None:
+        mlflow.flush_async_logging()
+
+
+@contextmanager
+def start(job: str, draft: Draft, experiment: str = "polyrank") -> Iterator[Run]:
+    """Opens the run of a job that makes `draft`; a failure inside ends it as FAILED."""
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    mlflow.set_tracking_uri(_absolute(mlflow.get_tracking_uri()))
+    mlflow.set_experiment(experiment)
+    tags = {
+        "job": job,
+        "output_uri": draft.uri,
+        "git_revision": git_revision() or "unknown",
+        "mlflow.note.content": "\n".join(["Made from:", *_tree(draft.inputs)]),
+    }
+    for name, reference in draft.inputs.items():
+        tags[f"input.{name}.uri"] = str(reference["uri"])
+        tags[f"input.{name}.fingerprint"] = str(reference["fingerprint"])
+        tags[f"input.{name}.run_id"] = str(reference.get("run_id"))
+    with mlflow.start_run(run_name=f"{job} {Path(draft.uri).name}", tags=tags) as active:
+        params = flatten(draft.config)
+        mlflow.log_params({k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in params.items()})
+        run = Run(active.info.run_id, mlflow.get_tracking_uri())
+        yield run
+        run.flush()
+
+
+def finish(run: Run, artifact: Artifact, metrics: Mapping[str, float] | None = None) -> None:
+    """Records what came out: fingerprint, counts, drop reasons, the manifest itself."""
+    counts = {f"count.{name}": float(n) for name, n in artifact.counts.items()}
+    dropped = {
+        f"dropped.{_safe(name)}": float(n) for name, n in artifact.manifest["dropped"].items()
+    }
+    run.log({**counts, **dropped, **(metrics or {})})
+    mlflow.set_tag("output_fingerprint", artifact.fingerprint)
+    mlflow.log_dict(artifact.manifest, "manifest.json")
+
+
+def register(name: str, artifact: Artifact, alias: str) -> str:
+    """Makes a published model the registry's `name`@`alias` and returns its version.
+
+    The registry points to the artifact where it lies; nothing is copied.
+    """
+    client = mlflow.MlflowClient()
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    found = client.search_model_versions(f"name = '{name}'")
+    version = next((v for v in found if v.source == artifact.uri), None)
+    if version is None:
+        tags = {"fingerprint": artifact.fingerprint}
+        version = client.create_model_version(
+            name, source=artifact.uri, run_id=artifact.manifest["run_id"], tags=tags
+        )
+    client.set_registered_model_alias(name, alias, version.version)
+    return str(version.version)
+
+
+def _tree(inputs: Mapping[str, Any], depth: int = 0) -> list[str]:
+    lines = []
+    for name, reference in inputs.items():
+        made_by = f", run {reference['run_id']}" if reference.get("run_id") else ""
+        text = f"{name}: {reference['uri']} ({reference['fingerprint'][:16]}{made_by})"
+        lines.append("    " * depth + "* " + text)
+        lines += _tree(reference.get("inputs") or {}, depth + 1)
+    return lines
+
+
+def _absolute(uri: str) -> str:
+    """A relative sqlite path means another file in another process' working directory."""
+    prefix = "sqlite:///"
+    return prefix + str(Path(uri.removeprefix(prefix)).absolute()) if uri.startswith(prefix) else uri
+
+
+def _safe(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
