@@ -1,0 +1,1 @@
+"""Public formats to examples, with Ray Data. The columns are in `schema.py`."""

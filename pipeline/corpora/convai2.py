@@ -1,0 +1,89 @@
+"""ConvAI2 and PersonaChat in ParlAI's text layout, with candidates or without.
+
+    1 your persona: i like to remodel homes.
+    2 hi , how are you doing ?<TAB>great , i am painting .<TAB><TAB>first|second|great , i am painting .
+
+Line numbers restart at 1 with each dialogue. A file is the split that its name begins with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline import storage
+from pipeline.artifact import Draft
+from pipeline.corpora import files, raw
+from pipeline.corpora.schema import EXAMPLE, Split, hash_split
+
+_PERSONA = re.compile(r"(your|partner's) persona: ")
+
+
+def prepare(draft: Draft, uris: list[str], reading: raw.Reading) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks."""
+    return files.prepare(draft, uris, parse, EXAMPLE, reading, "convai2: files to examples")
+
+
+def split_of(name: str, dialogue: str) -> Split:
+    """From the file's name; a file that names none is cut 90 : 5 : 5 by dialogue."""
+    for split, beginnings in _NAMES.items():
+        if name.lower().startswith(beginnings):
+            return split
+    return hash_split(dialogue, (900, 50, 50))
+
+
+_NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "valid": ("valid", "dev"),
+    "test": ("test",),
+}
+
+
+def parse(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[files.Row]:
+    """The examples of a file: one per line that holds an answer."""
+    name = storage.name_of(uri)
+    dialogue, previous, turns = 0, 0, list[str]()
+
+    def reject(reason: str) -> None:
+        account.malformed.add(reason, uri, line_number, line)
+
+    for line_number, line in raw.read_lines(uri, reading):
+        if not line.strip():
+            continue
+        account.records += 1
+        number, _, text = line.partition(" ")
+        if not number.isdigit():
+            reject("no line number")
+            continue
+        if int(number) <= previous or dialogue == 0:
+            dialogue, turns = dialogue + 1, []
+        previous = int(number)
+        text = text.replace("\\n", "\n")
+        if _PERSONA.match(text) and "\t" not in text:
+            turns.append(text)
+            account.dropped["persona line"] += 1
+            continue
+        said, *rest = text.split("\t")
+        response = rest[0] if rest else ""
+        if not response:
+            reject("no answer after a tab")
+            continue
+        candidates = rest[2].split("|") if len(rest) > 2 and rest[2] else None
+        context = [*turns, said]
+        turns += [said, response]
+        if candidates and response not in candidates:
+            reject("answer not among its candidates")
+            continue
+        group = f"{name}/{dialogue}"
+        yield {
+            "example_id": f"{group}/{number}",
+            "group_id": group,
+            "context": context,
+            "response": response,
+            "candidates": candidates,
+            # The right answer stands last in the genuine files.
+            "label": candidates and len(candidates) - 1 - candidates[::-1].index(response),
+            "source": "convai2",
+            "split": split_of(name, group),
+        }

@@ -1,0 +1,167 @@
+"""Raw public files: decompression, whole lines, and an account of every line that is no record.
+
+A stream is recognised by its first bytes, not by its name: Zstandard (with the 2 GiB window of the
+Reddit dumps), bzip2, gzip, xz, or plain.
+"""
+
+from __future__ import annotations
+
+import bz2
+import json
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import zstandard
+
+from pipeline import storage
+from pipeline.artifact import Draft, sum_counts
+from pipeline.config import BadInput, require
+
+_READ_BYTES = 1 << 18
+_MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
+_MAX_SAMPLE_CHARACTERS = 2000
+
+_DECOMPRESSORS: tuple[tuple[bytes, Callable[[], Any]], ...] = (
+    (
+        b"\x28\xb5\x2f\xfd",
+        lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
+    ),
+    (b"BZh", bz2.BZ2Decompressor),
+    (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
+    (b"\xfd7zXZ\x00", lzma.LZMADecompressor),
+)
+_DECOMPRESSION_ERRORS = (zstandard.ZstdError, zlib.error, lzma.LZMAError, OSError, EOFError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How much damage in the input is put up with."""
+
+    max_malformed_share: float = 0.01
+    """Share of records that may be malformed; above it the job stops and says why."""
+    truncated: Literal["stop", "keep"] = "stop"
+    """A compressed file that is cut off or broken: stop, or keep its whole lines up to there."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.max_malformed_share <= 1, "reading.max_malformed_share",
+                self.max_malformed_share, "0 to 1")  # fmt: skip
+
+
+class CutOff(Exception):
+    """The compressed stream ends, or breaks, before its end mark."""
+
+
+def decompressed(uri: str) -> Iterator[bytes]:
+    """Pieces of a file's contents, decompressed.
+
+    Raises CutOff after the last good piece of a broken stream.
+    """
+    with storage.open_input(uri) as stream:
+        piece = stream.read(_READ_BYTES)
+        new = next((new for magic, new in _DECOMPRESSORS if piece.startswith(magic)), None)
+        decompressor = None
+        while piece:
+            if new is None:
+                yield piece
+                piece = b""
+            while piece:  # a file may hold several frames, one after the other
+                decompressor = decompressor or new()
+                try:
+                    data = decompressor.decompress(piece)
+                except _DECOMPRESSION_ERRORS as error:
+                    raise CutOff(f"{uri}: the compressed stream is broken ({error})") from None
+                if data:
+                    yield data
+                piece = decompressor.unused_data if decompressor.eof else b""
+                decompressor = None if decompressor.eof else decompressor
+            piece = stream.read(_READ_BYTES)
+        if decompressor is not None:
+            raise CutOff(f"{uri}: the compressed stream is cut off")
+
+
+def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
+    """The contents in blocks of whole lines, of about `block_bytes` each.
+
+    A line longer than that makes its block longer. Raises CutOff after the last whole line.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        for piece in decompressed(uri):
+            pieces.append(piece)
+            size += len(piece)
+            if size >= block_bytes and b"\n" in piece:
+                data = b"".join(pieces)
+                end = data.rfind(b"\n") + 1
+                yield data[:end]
+                pieces, size = [data[end:]], len(data) - end
+    except CutOff:
+        data = b"".join(pieces)
+        if end := data.rfind(b"\n") + 1:
+            yield data[:end]
+        raise
+    if data := b"".join(pieces):
+        yield data
+
+
+def read_lines(uri: str, reading: Reading) -> Iterator[tuple[int, str]]:
+    """(line number from 1, text without its line end) of a whole text file, blank lines too.
+
+    Bytes that are no UTF-8 become U+FFFD. Lines end at \\n only: U+2028 is text.
+    Raises BadInput for a stream that is cut off, unless those are kept.
+    """
+    number = 0
+    try:
+        for block in line_blocks(uri, 1 << 24):
+            for line in block.decode("utf-8", errors="replace").removesuffix("\n").split("\n"):
+                number += 1
+                yield number, line.removesuffix("\r")
+    except CutOff as error:
+        if reading.truncated == "stop":
+            raise cut_off_input(error, number) from None
+
+
+def cut_off_input(error: CutOff, lines: int) -> BadInput:
+    return BadInput(
+        f"{error} after {lines:,} whole lines; --reading.truncated keep uses what is there"
+    )
+
+
+@dataclass
+class Rejects:
+    """Counts what is no record by reason, and keeps some of each to look at."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, reason: str, file: str, line: int, text: str) -> None:
+        self.counts[reason] += 1
+        if self.counts[reason] <= _MAX_SAMPLES:
+            shown = text[:_MAX_SAMPLE_CHARACTERS]
+            self.samples.append({"reason": reason, "file": file, "line": line, "text": shown})
+
+    def save(self, draft: Draft, task: str) -> None:
+        if self.samples:
+            lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in self.samples)
+            storage.write_bytes(draft.path("rejected", f"{task}.jsonl"), "".join(lines).encode())
+
+
+def check_share(draft: Draft, records: Iterable[Mapping[str, Any]], reading: Reading) -> None:
+    """Raises BadInput where the tasks read nothing, or too much that is malformed."""
+    records = list(records)
+    total = sum_counts(records, "counts").get("records", 0)
+    malformed = sum_counts(records, "malformed")
+    bad = sum(malformed.values())
+    if total == 0:
+        raise BadInput("--input: the files hold no records")
+    if bad > total * reading.max_malformed_share:
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(malformed.items()))
+        raise BadInput(
+            f"{bad:,} of {total:,} records ({bad / total:.1%}) are malformed ({reasons}), more than "
+            f"reading.max_malformed_share {reading.max_malformed_share:g}; "
+            f"see {draft.path('rejected')}"
+        )

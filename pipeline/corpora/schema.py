@@ -1,0 +1,52 @@
+"""The data contract: what a row of a corpus is, whichever public format it came from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import pyarrow as pa
+
+from pipeline.config import require
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+EXAMPLE = pa.schema(
+    [
+        # Unique within a corpus.
+        pa.field("example_id", pa.string(), nullable=False),
+        # Thread, dialogue or article: what a split never cuts.
+        pa.field("group_id", pa.string(), nullable=False),
+        # Turns, OLDEST FIRST, NEWEST LAST; persona lines come before the first turn.
+        pa.field("context", pa.list_(pa.string()), nullable=False),
+        # The right answer: a reply, the next sentence, the rest of an article.
+        pa.field("response", pa.string(), nullable=False),
+        # The texts to choose from, the response among them; null where the source gives none.
+        pa.field("candidates", pa.list_(pa.string())),
+        # The response's place in candidates; null with them.
+        pa.field("label", pa.int32()),
+        # Which format the row was read from.
+        pa.field("source", pa.string(), nullable=False),
+        # The folder that the row lies in.
+        pa.field("split", pa.string(), nullable=False),
+    ]
+)
+
+
+def schema_with(*columns: tuple[str, pa.DataType]) -> pa.Schema:
+    """The schema of a corpus with columns of its own, such as `subreddit` or `title`."""
+    return pa.schema([*EXAMPLE, *(pa.field(name, kind) for name, kind in columns)])
+
+
+def hash_split(group_id: str, parts_per_thousand: Sequence[int]) -> Split:
+    """A group's split: the same in every run, on every machine, whatever else is in the corpus.
+
+    `parts_per_thousand`: the shares of train, valid and test; they add up to 1,000.
+    """
+    require(sum(parts_per_thousand) == 1000, "parts_per_thousand", parts_per_thousand,
+            "three shares that add up to 1000")  # fmt: skip
+    place = int(hashlib.md5(group_id.encode(), usedforsecurity=False).hexdigest(), 16) % 1000
+    train, valid, _ = parts_per_thousand
+    return "train" if place < train else "valid" if place < train + valid else "test"
