@@ -1,0 +1,21 @@
+"""Token outputs to one vector per text (Poly-encoder paper, section 4.2: red(·))."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+Reduction = Literal["first", "mean"]
+
+
+def reduce(hidden_BTD: Tensor, mask_BT: Tensor, reduction: Reduction) -> Tensor:
+    """[B, T, D], [B, T] → [B, D]: the first output, or the mean over all tokens that are no pads.
+
+    The mean counts the special tokens too, as ParlAI's does.
+    """
+    if reduction == "first":
+        return hidden_BTD[:, 0]
+    weight_BT = mask_BT.to(hidden_BTD.dtype)
+    count_B1 = weight_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return (hidden_BTD * (weight_BT / count_B1)[:, :, None]).sum(dim=1)

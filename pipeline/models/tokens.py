@@ -1,0 +1,110 @@
+"""Text to token ids, the same way in training, embedding and serving.
+
+A context is its turns joined by newlines, cut at the LEFT to keep the newest; a candidate is cut at
+the right. Special tokens stand outside of the cut: [CLS] … [SEP], [CLS] context [SEP] candidate [SEP].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from pipeline.config import BadInput
+
+
+class Tokens(NamedTuple):
+    """A padded batch."""
+
+    ids_BT: Tensor
+    """int64; pads at the right."""
+    mask_BT: Tensor
+    """bool; false at pads."""
+    segments_BT: Tensor | None = None
+    """int64; 1 for the second text of a pair. None: one text a row."""
+
+    def to(self, device: torch.device) -> Tokens:
+        """The batch on a device; from pinned memory the copy does not wait."""
+        segments = self.segments_BT
+        return Tokens(
+            self.ids_BT.to(device, non_blocking=True),
+            self.mask_BT.to(device, non_blocking=True),
+            None if segments is None else segments.to(device, non_blocking=True),
+        )
+
+
+class Tokenizer:
+    """A `transformers` tokenizer with the cuts and the padding of this project."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.hf = tokenizer
+        self._fast = tokenizer.backend_tokenizer
+        self._fast.no_truncation()  # some come with a limit of their own (all-MiniLM: 128)
+        self._fast.no_padding()
+        self.cls: int = _special(tokenizer, "cls_token")
+        self.sep: int = _special(tokenizer, "sep_token")
+        self.pad: int = _special(tokenizer, "pad_token")
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Loads `tokenizer.json` from a local model folder.
+
+        Raises BadInput if there is none.
+        """
+        if not (folder / "tokenizer.json").exists():
+            raise BadInput(f"{folder}: the model has no tokenizer (tokenizer.json is missing)")
+        return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+
+    def save(self, folder: Path) -> None:
+        self.hf.save_pretrained(str(folder))
+
+    def __len__(self) -> int:
+        return len(self.hf)
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens, not cut."""
+        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
+        """One row of ids per context, at most `max_tokens` with [CLS] and [SEP]."""
+        keep = max_tokens - 2
+        rows = self.ids(["\n".join(turns) for turns in contexts])
+        return [[self.cls, *row[max(0, len(row) - keep) :], self.sep] for row in rows]
+
+    def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP]."""
+        return [[self.cls, *row[: max_tokens - 2], self.sep] for row in self.ids(texts)]
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
+        """Pads rows of `contexts` or `candidates`."""
+        return self._pad(rows)._replace(segments_BT=None)
+
+    def pairs(
+        self, contexts: Sequence[Sequence[int]], candidates: Sequence[Sequence[int]]
+    ) -> Tokens:
+        """Pads pairs of a row of `contexts` and a row of `candidates`: [CLS] a [SEP] b [SEP]."""
+        rows = [[*a, *b[1:]] for a, b in zip(contexts, candidates, strict=True)]
+        tokens = self._pad(rows)
+        first_B = torch.tensor([len(context) for context in contexts])
+        place_T = torch.arange(tokens.ids_BT.shape[1])
+        segments_BT = ((place_T >= first_B[:, None]) & tokens.mask_BT).long()
+        return tokens._replace(segments_BT=segments_BT)
+
+    def _pad(self, rows: Sequence[Sequence[int]]) -> Tokens:
+        length_B = torch.tensor([len(row) for row in rows])
+        mask_BT = torch.arange(int(length_B.max())) < length_B[:, None]
+        ids_BT = torch.full(mask_BT.shape, self.pad)
+        ids_BT[mask_BT] = torch.tensor([token for row in rows for token in row])
+        return Tokens(ids_BT, mask_BT)
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+    token = getattr(tokenizer, f"{name}_id")
+    if token is None:
+        raise BadInput(f"{tokenizer.name_or_path}: the tokenizer has no {name}")
+    return int(token)
