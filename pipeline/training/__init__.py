@@ -1,0 +1,1 @@
+"""Tokens to trained weights: batches, the one loop, its Ray Train shell."""

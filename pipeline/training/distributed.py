@@ -1,0 +1,56 @@
+"""Negatives from all ranks: candidate vectors gathered with gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """Forward: every rank's rows, in the order of ranks. Backward: each rank's own rows of the sum of
+    all ranks' gradients.
+
+    DistributedDataParallel then divides by the number of ranks, so that with the mean loss over the
+    local contexts the gradient is that of the mean loss over the whole global batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.rows = len(rows)
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total)
+        start = dist.get_rank() * ctx.rows
+        return total[start : start + ctx.rows]
+
+
+def gather_with_gradient(rows: Tensor) -> Tensor:
+    """[N, …] on each of W ranks → [W·N, …] on all of them; the same tensor without a process group.
+
+    Every rank must bring the same number of rows.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    gathered: Tensor = _GatherWithGradient.apply(rows)
+    return gathered
+
+
+def gather(rows: Tensor) -> Tensor:
+    """As `gather_with_gradient`, for what has no gradient."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows.contiguous())
+    return torch.cat(parts)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,167 @@
+"""The Ray Train shell around the loop: workers, process group, checkpoints, restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from ray.experimental import tqdm_ray
+
+from pipeline import storage
+from pipeline.artifact import Draft, folder_entries
+from pipeline.config import require
+from pipeline.tracking import Run
+from pipeline.training.batches import Cursor
+from pipeline.training.loop import LoopConfig, Progress, Task, train
+
+_STATE = "state.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """What a training runs on. It never changes which settings make a model."""
+
+    workers: int = 1
+    """Training processes; on GPUs one each."""
+    cpus_per_worker: int = 0
+    """Cores, and threads, of a worker; 0: the machine's cores shared out among the workers."""
+    gpu: bool = False
+    """One GPU per worker, NCCL between them; else CPU and gloo."""
+    max_restarts: int = 3
+    """Times that dead workers are replaced and go on from the last checkpoint."""
+
+    def __post_init__(self) -> None:
+        require(self.workers >= 1, "resources.workers", self.workers, ">= 1")
+        require(self.cpus_per_worker >= 0, "resources.cpus_per_worker", self.cpus_per_worker,
+                ">= 0")  # fmt: skip
+        require(self.max_restarts >= 0, "resources.max_restarts", self.max_restarts, ">= 0")
+
+
+class Recipe(Protocol):
+    """Builds a rank's task; it travels to the workers."""
+
+    def build(self, rank: int, world: int) -> Task: ...
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """What every worker is told."""
+
+    recipe: Recipe
+    loop: LoopConfig
+    steps: int
+    threads: int
+    model: str
+    run: Run
+    label: str
+
+
+def fit(
+    recipe: Recipe, loop: LoopConfig, steps: int, workers: Workers, draft: Draft, run: Run, label: str
+) -> dict[str, float]:
+    """Trains on the cluster, leaves the model in the draft, and returns the last metrics.
+
+    Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
+    """
+    threads = workers.cpus_per_worker or max(1, (os.cpu_count() or 1) // workers.workers)
+    assignment = _Assignment(recipe, loop, steps, threads, draft.path("_model"), run, label)
+    per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
+    trainer = ray.train.torch.TorchTrainer(
+        _work,
+        train_loop_config={"assignment": assignment},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=workers.workers, use_gpu=workers.gpu, resources_per_worker=per_worker
+        ),
+        run_config=ray.train.RunConfig(
+            name="training",
+            storage_path=draft.path("_checkpoints"),
+            failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    metrics = trainer.fit().metrics or {}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def collect_model(draft: Draft) -> list[dict[str, Any]]:
+    """Moves the trained model into place and returns its files' manifest entries."""
+    folder = storage.local_folder(draft.path("_model"), draft.request)
+    storage.upload(folder, draft.staging)
+    return folder_entries(folder)
+
+
+def _work(config: dict[str, Any]) -> None:
+    """One worker: builds its task, restores the last checkpoint, trains, saves."""
+    assignment: _Assignment = config["assignment"]
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(assignment.threads)
+    device = ray.train.torch.get_device()
+    task = assignment.recipe.build(rank, world)
+    task.module.to(device)
+    state, cursor = _restore(rank, device)
+    model = ray.train.torch.prepare_model(task.module)
+    if assignment.loop.compile:
+        model = torch.compile(model)
+    last: dict[str, float] = {"step": state["step"] if state else 0}
+    bar = None
+    if rank == 0:  # the driver shows it
+        bar = tqdm_ray.tqdm(desc=assignment.label, total=assignment.steps, unit=" steps")
+        bar.update(int(last["step"]))
+
+    def on_progress(progress: Progress) -> None:
+        if bar:
+            bar.update(progress.step - int(last["step"]))
+            assignment.run.log(progress.metrics, progress.step)
+        last.update(progress.metrics, step=progress.step)
+
+    def on_checkpoint(state: dict[str, Any], cursor: Cursor) -> None:
+        _checkpoint(state, cursor, rank, last)
+
+    train(
+        task, model, assignment.loop, assignment.steps, device, rank, on_progress, on_checkpoint,
+        state, cursor,
+    )  # fmt: skip
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            task.save(Path(folder))
+            storage.delete(assignment.model)
+            storage.upload(Path(folder), assignment.model)
+        assignment.run.flush()
+    if bar:
+        bar.close()
+
+
+def _checkpoint(
+    state: dict[str, Any], cursor: Cursor, rank: int, metrics: dict[str, float]
+) -> None:
+    """Every rank saves its cursor; rank 0 what is the same on all."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / f"cursor-{rank}.json").write_text(json.dumps(cursor))
+        if rank == 0:
+            torch.save(state, Path(folder) / _STATE)
+        checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report(dict(metrics), checkpoint=checkpoint)
+
+
+def _restore(rank: int, device: torch.device) -> tuple[dict[str, Any] | None, Cursor | None]:
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None, None
+    with checkpoint.as_directory() as folder:
+        own = Path(folder) / f"cursor-{rank}.json"
+        # With more workers than before, a new one starts where rank 0 stands.
+        path = own if own.exists() else Path(folder) / "cursor-0.json"
+        cursor = Cursor(*json.loads(path.read_text()))
+        state = torch.load(Path(folder) / _STATE, map_location=device, weights_only=True)
+    return state, cursor
+
+

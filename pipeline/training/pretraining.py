@@ -1,0 +1,197 @@
+"""What pre-training is: text pairs with hidden tokens (MLM) and a true or random second text (NUP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.artifact import Artifact
+from pipeline.config import require
+from pipeline.models.pretraining import PretrainingModel, hide_tokens
+from pipeline.models.tokens import Tokenizer, Tokens
+from pipeline.models.transformer import Encoder
+from pipeline.training.batches import Batches, Row, Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """A new encoder. The paper's is BERT-base: 12 layers, width 768, 12 heads."""
+
+    layers: int = 12
+    """Transformer blocks."""
+    width: int = 768
+    """Size of a token's vector."""
+    heads: int = 12
+    """Attention heads in a block."""
+    positions: int = 512
+    """Tokens in a sequence at most."""
+    dropout: float = 0.1
+    """Of embeddings, residuals and attention."""
+
+    def __post_init__(self) -> None:
+        require(self.layers >= 1, "encoder.layers", self.layers, ">= 1")
+        require(self.heads >= 1 and self.width % self.heads == 0, "encoder.width", self.width,
+                f"a multiple of encoder.heads {self.heads}")  # fmt: skip
+        require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """Which pairs, for how long."""
+
+    batch_tokens: int = 32_000
+    """Tokens in a batch over all workers, padding included."""
+    steps: int = 100_000
+    """Batches."""
+    max_context_tokens: int = 180
+    """First text of a pair: its newest tokens."""
+    max_response_tokens: int = 72
+    """Second text of a pair: its first tokens."""
+    hidden_share: float = 0.15
+    """Share of the tokens that are predicted."""
+    random_share: float = 0.5
+    """Share of the pairs with another example's response."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "pretrain.steps", self.steps, ">= 1")
+        longest = self.max_context_tokens + self.max_response_tokens
+        require(self.batch_tokens >= longest, "pretrain.batch_tokens", self.batch_tokens,
+                f">= {longest}, the longest pair")  # fmt: skip
+        for name in ("max_context_tokens", "max_response_tokens"):
+            require(getattr(self, name) >= 3, f"pretrain.{name}", getattr(self, name), ">= 3")
+        for name in ("hidden_share", "random_share"):
+            value = getattr(self, name)
+            require(0 < value < 1, f"pretrain.{name}", value, "between 0 and 1")
+
+
+@dataclass(frozen=True)
+class PretrainBatch:
+    """Pairs, what is hidden in them, and whether the second text is the true one."""
+
+    pairs: Tokens
+    labels_BT: Tensor
+    is_next_B: Tensor
+
+    def to(self, device: torch.device) -> PretrainBatch:
+        return PretrainBatch(
+            self.pairs.to(device), self.labels_BT.to(device), self.is_next_B.to(device)
+        )
+
+
+class _Pair(NamedTuple):
+    context: list[int]
+    response: list[int]
+    is_next: bool
+
+
+class PairMaker:
+    """Rows to pairs; a random response comes from the same window of rows."""
+
+    columns = ("context", "response")
+
+    def __init__(self, tokenizer: Tokenizer, config: PretrainConfig) -> None:
+        self._tokenizer = tokenizer
+        self._config = config
+        self._special = torch.tensor(tokenizer.hf.all_special_ids)
+
+    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Pair]:
+        config = self._config
+        contexts = self._tokenizer.contexts(
+            [row["context"] for row in rows], config.max_context_tokens
+        )
+        responses = self._tokenizer.candidates(
+            [row["response"] for row in rows], config.max_response_tokens
+        )
+        # Scattered over the window: items of one length keep their order, and a batch in which all
+        # pairs are true teaches nothing.
+        draw = torch.rand(len(rows), generator=generator)
+        swapped = (draw < config.random_share).nonzero()[:, 0].tolist()
+        second = list(responses)
+        for place, other in zip(swapped, [*swapped[1:], *swapped[:1]], strict=True):
+            second[place] = responses[other]
+        return [
+            _Pair(context, response, response == true)
+            for context, response, true in zip(contexts, second, responses, strict=True)
+        ]
+
+    def length(self, item: _Pair) -> int:
+        return len(item.context) + len(item.response) - 1
+
+    def collate(self, items: list[_Pair], generator: torch.Generator) -> PretrainBatch:
+        pairs = self._tokenizer.pairs(
+            [item.context for item in items], [item.response for item in items]
+        )
+        hidden, labels_BT = hide_tokens(
+            pairs,
+            self._special,
+            int(self._tokenizer.hf.mask_token_id),
+            len(self._tokenizer),
+            self._config.hidden_share,
+            generator,
+        )
+        is_next_B = torch.tensor([item.is_next for item in items])
+        return PretrainBatch(hidden, labels_BT, is_next_B)
+
+
+class PretrainModule(nn.Module):
+    """The sum of both losses."""
+
+    def __init__(self, model: PretrainingModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: PretrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        mlm, nup = self.model.losses(batch.pairs, batch.labels_BT, batch.is_next_B)
+        return mlm + nup, {"mlm_loss": mlm.detach(), "nup_loss": nup.detach()}
+
+
+@dataclass
+class PretrainTask:
+    """One rank's part of pre-training an encoder."""
+
+    tokenizer: Tokenizer
+    module: PretrainModule
+    batches: Batches[PretrainBatch]
+    new_weights: Iterable[nn.Parameter] = field(default=())  # all are; one rate for all
+
+    def save(self, folder: Path) -> None:
+        self.module.model.encoder.save(folder)
+        self.tokenizer.save(folder)
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """All that a worker needs to build its task."""
+
+    corpus: Artifact
+    tokenizer: Path
+    encoder: EncoderConfig
+    pretrain: PretrainConfig
+    seed: int
+
+    def build(self, rank: int, world: int) -> PretrainTask:
+        """Raises BadInput for settings that do not fit each other or the corpus."""
+        config = self.pretrain
+        longest = config.max_context_tokens + config.max_response_tokens - 1
+        require(longest <= self.encoder.positions, "pretrain.max_context_tokens",
+                config.max_context_tokens,
+                f"with max_response_tokens at most encoder.positions {self.encoder.positions}")  # fmt: skip
+        tokenizer = Tokenizer.load(self.tokenizer)
+        torch.manual_seed(self.seed)
+        settings = self.encoder
+        encoder = Encoder.new(
+            len(tokenizer), settings.layers, settings.width, settings.heads, settings.positions,
+            settings.dropout,
+        )  # fmt: skip
+        pairs = PairMaker(tokenizer, config)
+        rows = Rows.of(self.corpus, "train", pairs.columns, rank, world, self.seed)
+        batches = Batches(rows, pairs, tokens=config.batch_tokens // world)
+        return PretrainTask(tokenizer, PretrainModule(PretrainingModel(encoder)), batches)
+
+    def steps(self, task: PretrainTask) -> int:
+        return self.pretrain.steps

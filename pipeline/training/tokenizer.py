@@ -1,0 +1,93 @@
+"""A tokenizer from a corpus: lower-cased WordPiece (BERT's) or byte-level BPE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pipeline import storage
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput, require
+
+_SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
+            "mask_token": "[MASK]"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """What is learnt."""
+
+    kind: Literal["wordpiece", "bpe"] = "wordpiece"
+    """wordpiece: BERT's pieces and normalisation. bpe: byte-level, nothing is ever unknown."""
+    vocabulary: int = 30_000
+    """Pieces, the special ones included."""
+    min_frequency: int = 2
+    """Pieces that are rarer are not kept."""
+    max_examples: int = 1_000_000
+    """Examples to learn from; more than a million change little."""
+
+    def __post_init__(self) -> None:
+        require(self.vocabulary >= 100, "tokenizer.vocabulary", self.vocabulary, ">= 100")
+        require(self.min_frequency >= 1, "tokenizer.min_frequency", self.min_frequency, ">= 1")
+        require(self.max_examples >= 1, "tokenizer.max_examples", self.max_examples, ">= 1")
+
+
+def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokenizerFast:
+    """Learns from the train splits, in equal parts where `max_examples` is fewer than there are.
+
+    Raises BadInput where a corpus has no train split.
+    """
+    if config.kind == "wordpiece":
+        tokenizer = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=config.vocabulary,
+            min_frequency=config.min_frequency,
+            special_tokens=list(_SPECIAL.values()),
+            show_progress=False,
+        )
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=config.vocabulary,
+            min_frequency=config.min_frequency,
+            special_tokens=list(_SPECIAL.values()),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+    share = -(-config.max_examples // len(corpora))
+    for corpus in corpora:
+        if not corpus.files("train/"):
+            raise BadInput(f"{corpus.uri}: the corpus has no examples in train/")
+    texts = (text for corpus in corpora for text in _texts(corpus, share))
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    tokenizer.save_pretrained(str(folder))
+
+
+def _texts(corpus: Artifact, max_examples: int) -> Iterator[str]:
+    """The newest turn of each context and the response: every comment once or twice, not ten times."""
+    left = max_examples
+    for uri in corpus.files("train/", ".parquet"):
+        with storage.open_input(uri) as stream:
+            for batch in pq.ParquetFile(stream).iter_batches(columns=["context", "response"]):
+                for row in batch.slice(0, left).to_pylist():
+                    yield row["context"][-1]
+                    yield row["response"]
+                left -= min(left, batch.num_rows)
+                if not left:
+                    return
