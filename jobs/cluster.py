@@ -1,0 +1,49 @@
+"""The one place that starts or joins a Ray cluster; jobs and tests use it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+import ray.data
+
+
+@contextmanager
+def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[None]:
+    """A connection to Ray: the one there is, the cluster at RAY_ADDRESS, or one of our own.
+
+    `cpus`: logical CPUs of a cluster of our own; by default as many as the machine has. Ray gives
+    each task and actor as many threads (OMP_NUM_THREADS) as CPUs, so nothing is oversubscribed.
+    `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    if address := os.environ.get("RAY_ADDRESS"):
+        ray.init(address, logging_level=logging.ERROR)
+    else:
+        ray.init(
+            "local",
+            num_cpus=cpus or os.cpu_count(),
+            include_dashboard=dashboard,
+            logging_level=logging.ERROR,
+        )
+    quiet()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def quiet() -> None:
+    """Leaves the terminal to the jobs' own progress bars."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    # Resumed and repeated runs write the same rows in the same order.
+    context.execution_options.preserve_order = True
+    for name in ("ray.data", "ray.train", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.WARNING)

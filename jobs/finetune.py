@@ -1,0 +1,62 @@
+"""A ranker from an encoder: bi-, poly- or cross-encoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jobs import cluster, program
+from pipeline import tracking
+from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.models.ranker import RankerConfig
+from pipeline.training import launch
+from pipeline.training.finetuning import FinetuneConfig, Finetuning
+from pipeline.training.launch import Workers
+from pipeline.training.loop import LoopConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Fine-tunes an encoder into a ranker on a corpus' train split."""
+
+    corpus: str
+    """A corpus (of jobs.prepare_corpus)."""
+    encoder: str
+    """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id."""
+    output: str
+    """Folder of the ranker."""
+    ranker: RankerConfig = field(default_factory=RankerConfig)
+    """The model."""
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    """The task."""
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    """The optimisation."""
+    resources: Workers = field(default_factory=Workers)
+    """What it runs on."""
+    register_as: str = ""
+    """Name in MLflow's registry; the new version gets the alias `candidate`."""
+
+
+def run(config: Config) -> program.Summary:
+    corpus = open_artifact(config.corpus, "corpus")
+    folder, encoder = program.open_encoder(config.encoder)
+    out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
+    if isinstance(out, Artifact):
+        return program.published(out, already_there=True)
+    recipe = Finetuning(corpus, folder, config.ranker, config.finetune, config.loop.seed)
+    task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before any start
+    steps = recipe.steps(task)
+    with cluster.session(), tracking.start("finetune", out) as tracked:
+        label = f"finetune {config.ranker.architecture}"
+        metrics = launch.fit(recipe, config.loop, steps, config.resources, out, tracked, label)
+        parameters = sum(value.numel() for value in task.ranker.parameters())
+        counts = {"steps": steps, "parameters": parameters}
+        files = launch.collect_model(out)
+        ranker = out.publish(files, counts, run_id=tracked.run_id, metrics=metrics)
+        tracking.finish(tracked, ranker)
+        if config.register_as:
+            tracking.register(config.register_as, ranker, "candidate")
+    return program.published(ranker, already_there=False, metrics=metrics)
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "finetune")

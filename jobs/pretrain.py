@@ -1,0 +1,65 @@
+"""An encoder from scratch: masked language model and next utterance (or sentence)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jobs import cluster, program
+from pipeline import tracking
+from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.training import launch
+from pipeline.training.launch import Workers
+from pipeline.training.loop import LoopConfig
+from pipeline.training.pretraining import EncoderConfig, PretrainConfig, Pretraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Pre-trains an encoder on pairs of a corpus: MLM + NUP (Reddit), MLM + NSP (Wikipedia pairs)."""
+
+    corpus: str
+    """A corpus (of jobs.prepare_corpus)."""
+    tokenizer: str
+    """A tokenizer (of jobs.train_tokenizer)."""
+    output: str
+    """Folder of the encoder: a plain `transformers` directory and manifest.json."""
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    """The model."""
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    """The task."""
+    loop: LoopConfig = field(
+        default_factory=lambda: LoopConfig(
+            learning_rate=2e-4, schedule="inverse_sqrt", weight_decay=0.0, betas=(0.9, 0.98)
+        )
+    )
+    """The optimisation; the paper's by default."""
+    resources: Workers = field(default_factory=Workers)
+    """What it runs on."""
+
+
+def run(config: Config) -> program.Summary:
+    corpus = open_artifact(config.corpus, "corpus")
+    tokenizer = open_artifact(config.tokenizer, "tokenizer")
+    inputs = {"corpus": corpus, "tokenizer": tokenizer}
+    out = draft(config.output, "encoder", config, inputs)
+    if isinstance(out, Artifact):
+        return program.published(out, already_there=True)
+    recipe = Pretraining(
+        corpus, tokenizer.local(), config.encoder, config.pretrain, config.loop.seed
+    )
+    task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before any start
+    steps = recipe.steps(task)
+    with cluster.session(), tracking.start("pretrain", out) as tracked:
+        metrics = launch.fit(
+            recipe, config.loop, steps, config.resources, out, tracked, "pretrain"
+        )
+        parameters = sum(value.numel() for value in task.module.model.encoder.parameters())
+        counts = {"steps": steps, "parameters": parameters}
+        files = launch.collect_model(out)
+        encoder = out.publish(files, counts, run_id=tracked.run_id, metrics=metrics)
+        tracking.finish(tracked, encoder)
+    return program.published(encoder, already_there=False, metrics=metrics)
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "pretrain")

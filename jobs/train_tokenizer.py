@@ -1,0 +1,45 @@
+"""A tokenizer from the train splits of corpora."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobs import program
+from pipeline import storage, tracking
+from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
+from pipeline.training import tokenizer
+from pipeline.training.tokenizer import TokenizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Learns a tokenizer from corpora, for an encoder that is pre-trained from scratch."""
+
+    corpus: tuple[str, ...]
+    """Corpora (of jobs.prepare_corpus)."""
+    output: str
+    """Folder of the tokenizer: tokenizer.json and manifest.json."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """What is learnt."""
+
+
+def run(config: Config) -> program.Summary:
+    corpora = {uri: open_artifact(uri, "corpus") for uri in config.corpus}
+    inputs = {f"corpus.{number}": corpus for number, corpus in enumerate(corpora.values())}
+    out = draft(config.output, "tokenizer", config, inputs)
+    if isinstance(out, Artifact):
+        return program.published(out, already_there=True)
+    with tracking.start("train_tokenizer", out) as tracked, tempfile.TemporaryDirectory() as folder:
+        learnt = tokenizer.learn(list(corpora.values()), config.tokenizer)
+        tokenizer.save(learnt, Path(folder))
+        storage.upload(Path(folder), out.staging)
+        counts = {"vocabulary": len(learnt)}
+        done = out.publish(folder_entries(Path(folder)), counts, run_id=tracked.run_id)
+        tracking.finish(tracked, done)
+    return program.published(done, already_there=False)
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "train_tokenizer")
