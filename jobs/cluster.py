@@ -23,13 +23,14 @@ def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[None]:
         yield
         return
     if address := os.environ.get("RAY_ADDRESS"):
-        ray.init(address, logging_level=logging.ERROR)
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
     else:
         ray.init(
             "local",
             num_cpus=cpus or os.cpu_count(),
             include_dashboard=dashboard,
             logging_level=logging.ERROR,
+            log_to_driver=False,
         )
     quiet()
     try:
@@ -39,11 +40,14 @@ def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Leaves the terminal to the jobs' own progress bars."""
+    """Leaves the terminal to the jobs' own progress bars.
+
+    What workers print is in Ray's log files and dashboard; what they raise reaches the driver.
+    """
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     # Resumed and repeated runs write the same rows in the same order.
     context.execution_options.preserve_order = True
     for name in ("ray.data", "ray.train", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.ERROR)

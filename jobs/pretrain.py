@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.models.transformer import Shape
 from pipeline.training import launch
 from pipeline.training.launch import Workers
 from pipeline.training.loop import LoopConfig
-from pipeline.training.pretraining import EncoderConfig, PretrainConfig, Pretraining
+from pipeline.training.pretraining import PretrainConfig, Pretraining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Config:
     """A tokenizer (of jobs.train_tokenizer)."""
     output: str
     """Folder of the encoder: a plain `transformers` directory and manifest.json."""
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    encoder: Shape = field(default_factory=Shape)
     """The model."""
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     """The task."""

@@ -1,7 +1,7 @@
-"""The frame of every job: its configuration in, one line of JSON out, and exit codes that mean something.
+"""The frame of every job: its configuration in, one line of JSON out, exit codes with a meaning.
 
-0: done, or nothing left to do. 2: bad usage, configuration or input, said in one line. Anything else:
-failed; the same command again resumes.
+0: done, or nothing left to do. 2: bad usage, configuration or input, said in one line. Anything
+else: failed; the same command again resumes.
 """
 
 from __future__ import annotations
@@ -50,17 +50,26 @@ def published(artifact: Artifact, already_there: bool, **more: Any) -> Summary:
 
 
 def open_encoder(uri: str) -> tuple[Path, dict[str, Any]]:
-    """(local folder, reference) of an encoder: ours, any `transformers` directory, or a hub id."""
+    """(local folder, reference) of an encoder.
+
+    It may be ours, a ranker's (its context encoder), any `transformers` directory, or a hub id.
+    """
     if storage.exists(storage.join(uri, MANIFEST)):
-        encoder = open_artifact(uri, "encoder")
-        return encoder.local(), encoder.reference()
+        artifact = open_artifact(uri, "encoder", "ranker")
+        folder = artifact.local()
+        if artifact.kind == "ranker":
+            names = ("context_encoder", "encoder")
+            folder = next(folder / name for name in names if (folder / name).exists())
+        return folder, artifact.reference()
     if not storage.exists(uri) and storage.is_local(uri) and uri.count("/") == 1:
         try:
             patterns = ["*.json", "*.safetensors", "*.txt"]
             uri = snapshot_download(uri, allow_patterns=patterns)
         except Exception as error:  # the hub's client raises a dozen kinds
             reason = str(error).splitlines()[0]
-            raise BadInput(f"--encoder {uri}: no such folder, nor to be had from the hub ({reason})") from None
+            raise BadInput(
+                f"--encoder {uri}: no such folder, nor to be had from the hub ({reason})"
+            ) from None
     if not storage.exists(storage.join(uri, "config.json")):
         raise BadInput(f"--encoder {uri}: not a model directory (config.json is missing)")
     folder = storage.local_folder(uri, "external")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline import storage
@@ -30,7 +31,9 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _TASKS = "_tasks"
 _REQUEST = "_request.json"
-_NOT_IDENTITY = ("output", "resources")  # where and on what a job runs never changes what comes out
+# Where and on what a job runs, and how much damage in its input it puts up with, decide whether
+# something comes out, never what.
+_NOT_IDENTITY = ("output", "resources", "reading")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Artifact:
 
     uri: str
     manifest: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.manifest["kind"])
 
     @property
     def fingerprint(self) -> str:
@@ -69,11 +76,13 @@ class Artifact:
         return {"uri": self.uri, **{name: self.manifest.get(name) for name in names}}
 
 
-def open_artifact(uri: str, kind: str) -> Artifact:
-    """Returns the artifact at `uri`.
+def open_artifact(uri: str, *kinds: str) -> Artifact:
+    """Returns the artifact at `uri`, which is of one of the `kinds`.
 
     Raises BadInput if there is none, if it is unfinished, of another kind, or of a later format.
     """
+    kind = " or ".join(kinds)
+    uri = uri.rstrip("/")
     manifest_uri = storage.join(uri, MANIFEST)
     if not storage.exists(manifest_uri):
         for partial in {uri + ".partial", uri}:
@@ -85,8 +94,8 @@ def open_artifact(uri: str, kind: str) -> Artifact:
         found_kind, found_version = manifest["kind"], manifest["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{manifest_uri}: not a polyrank manifest ({error!r})") from None
-    if found_kind != kind:
-        raise BadInput(f"{uri}: kind is {found_kind!r}; needed here: {kind!r}")
+    if found_kind not in kinds:
+        raise BadInput(f"{uri}: kind is {found_kind!r}; needed here: {kind}")
     if found_version != FORMAT_VERSION:
         raise BadInput(
             f"{uri}: format_version is {found_version!r}; this polyrank reads {FORMAT_VERSION}"
@@ -172,9 +181,16 @@ class Draft:
     def _tidy(self) -> None:
         """Removes what only a resumed run would need: everything whose name begins with "_"."""
         filesystem, root = storage.locate(self.staging)
-        for info in filesystem.get_file_info(storage.pafs.FileSelector(root)):
+        for info in filesystem.get_file_info(pafs.FileSelector(root)):
             if storage.name_of(info.path).startswith("_"):
                 storage.delete(self.path(storage.name_of(info.path)))
+
+
+def request_of(
+    kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]
+) -> str:
+    """Names what a job would make: the same for the same kind, settings and contents of inputs."""
+    return digest(_describe(kind, config, inputs)[2])
 
 
 def draft(
@@ -184,24 +200,11 @@ def draft(
 
     If the same job (kind, settings, contents of the inputs) has published it already, returns the
     artifact. `config` is the job's dataclass: its fields named like an input stand for that input's
-    contents, and `output` and `resources` do not count.
+    contents, and `output`, `resources` and `reading` do not count.
 
     Raises BadInput where another job's output, finished or not, is in the way.
     """
-    references = {
-        name: value.reference() if isinstance(value, Artifact) else value
-        for name, value in inputs.items()
-    }
-    settings = to_dict(config)
-    wanted: dict[str, Any] = {
-        "kind": kind,
-        "inputs": {name: reference["fingerprint"] for name, reference in references.items()},
-        "config": {
-            name: value
-            for name, value in settings.items()
-            if name not in _NOT_IDENTITY and name not in references
-        },
-    }
+    references, settings, wanted = _describe(kind, config, inputs)
     request = digest(wanted)
     if storage.exists(storage.join(uri, MANIFEST)):
         found = open_artifact(uri, kind)
@@ -216,13 +219,14 @@ def draft(
     local = storage.is_local(uri)
     staging = storage.locate(uri)[1] + ".partial" if local else uri
     request_uri = storage.join(staging, _REQUEST)
-    if storage.exists(request_uri):
+    resumed = storage.exists(request_uri)
+    if (local or not resumed) and storage.is_occupied(uri):
+        raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
+    if resumed:
         earlier = json.loads(storage.read_bytes(request_uri))
         if digest(earlier) != request:
             raise BadInput(f"{staging}: holds an unfinished job ({_difference(earlier, wanted)}); "
                            "finish that one, choose another --output, or remove it")  # fmt: skip
-    elif storage.list_files(uri):
-        raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
     else:
         storage.write_bytes(request_uri, json.dumps(wanted).encode())
     place = storage.locate(uri)[1] if local else uri
@@ -270,6 +274,27 @@ def library_versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def _describe(
+    kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """(references to the inputs, all settings, what tells this job from another)"""
+    references = {
+        name: value.reference() if isinstance(value, Artifact) else value
+        for name, value in inputs.items()
+    }
+    settings = to_dict(config)
+    wanted = {
+        "kind": kind,
+        "inputs": {name: reference["fingerprint"] for name, reference in references.items()},
+        "config": {
+            name: value
+            for name, value in settings.items()
+            if name not in _NOT_IDENTITY and name not in references
+        },
+    }
+    return references, settings, wanted
 
 
 def _difference(earlier: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -41,7 +41,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     """
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     description = (config_class.__doc__ or "").strip()
-    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(
+        prog=prog, description=description, exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument("--config", action="config", help="A YAML file with any of the options.")
     parser.add_class_arguments(config_class, nested_key=None)
     fields = _option_types(config_class)
@@ -106,8 +108,12 @@ def _option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:
-    """Dashes to underscores; `--list a b` to one JSON value; a bare `--flag` to `--flag true`."""
+    """Dashes to underscores; `--list a b` to one JSON value; a bare `--flag` to `--flag true`.
+
+    `--config` comes first, wherever it stands: jsonargparse lets the later one win.
+    """
     normal: list[str] = []
+    config: list[str] = []
     position = 0
     while position < len(argv):
         argument = argv[position]
@@ -130,8 +136,8 @@ def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:
             values = ["true"]
         if typing.get_origin(hint) is tuple and not (len(values) == 1 and values[0][:1] == "["):
             values = [json.dumps(values)]
-        normal += [name, *values]
-    return normal
+        (config if name == "--config" else normal).extend([name, *values])
+    return config + normal
 
 
 def _one_line(error: ArgumentError, fields: dict[str, Any]) -> str:

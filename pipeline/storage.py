@@ -38,7 +38,7 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
     except pa.ArrowInvalid:
         pass
     try:
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
 
         other, path = fsspec.core.url_to_fs(uri)
         return pafs.PyFileSystem(pafs.FSSpecHandler(other)), str(path)
@@ -80,10 +80,19 @@ def list_files(uri: str) -> list[str]:
     return sorted(found)
 
 
+def is_occupied(uri: str) -> bool:
+    """Whether a file is there, or a folder that holds anything, hidden or not."""
+    filesystem, path = locate(uri)
+    kind = filesystem.get_file_info(path).type
+    if kind == pafs.FileType.Directory:
+        return bool(filesystem.get_file_info(pafs.FileSelector(path)))
+    return bool(kind != pafs.FileType.NotFound)
+
+
 def expand(uris: Sequence[str], option: str = "input") -> list[str]:
     """The files that the URIs name: a file itself, or all files below a folder.
 
-    Raises BadInput for a URI that is not there, or a folder without files.
+    Raises BadInput for a URI that is not there, a folder without files, or no URI at all.
     """
     files: list[str] = []
     for uri in uris:
@@ -95,6 +104,8 @@ def expand(uris: Sequence[str], option: str = "input") -> list[str]:
         if not found:
             raise BadInput(f"--{option} {uri}: the folder holds no files")
         files += found
+    if not files:
+        raise BadInput(f"--{option}: no file is named")
     return list(dict.fromkeys(files))
 
 
@@ -116,7 +127,8 @@ def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
     filesystem, path = locate(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(f"{path}.{uuid.uuid4().hex}.tmp")
+        # Hidden: a write that is killed leaves it behind.
+        beside = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}.tmp")
         with beside.open("wb") as stream:
             stream.write(data)
             stream.flush()

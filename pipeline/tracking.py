@@ -30,11 +30,15 @@ class Run:
     run_id: str
     tracking_uri: str
 
-    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Logs the finite numbers, without waiting for the server."""
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    def log(
+        self, metrics: Mapping[str, float], step: int | None = None, wait: bool = False
+    ) -> None:
+        """Logs the finite numbers, without waiting for the server unless told to."""
+        finite = {
+            _safe(name): float(value) for name, value in metrics.items() if math.isfinite(value)
+        }
         mlflow.set_tracking_uri(self.tracking_uri)
-        mlflow.log_metrics(finite, step=step, run_id=self.run_id, synchronous=False)
+        mlflow.log_metrics(finite, step=step, run_id=self.run_id, synchronous=wait)
 
     def flush(self) -> None:
         mlflow.flush_async_logging()
@@ -68,10 +72,9 @@ def start(job: str, draft: Draft, experiment: str = "polyrank") -> Iterator[Run]
 def finish(run: Run, artifact: Artifact, metrics: Mapping[str, float] | None = None) -> None:
     """Records what came out: fingerprint, counts, drop reasons, the manifest itself."""
     counts = {f"count.{name}": float(n) for name, n in artifact.counts.items()}
-    dropped = {
-        f"dropped.{_safe(name)}": float(n) for name, n in artifact.manifest["dropped"].items()
-    }
-    run.log({**counts, **dropped, **(metrics or {})})
+    dropped = {f"dropped.{name}": float(n) for name, n in artifact.manifest["dropped"].items()}
+    # Waits: to start the threads that would log it later and to end them again takes 2 s.
+    run.log({**counts, **dropped, **(metrics or {})}, wait=True)
     mlflow.set_tag("output_fingerprint", artifact.fingerprint)
     mlflow.log_dict(artifact.manifest, "manifest.json")
 
@@ -85,7 +88,8 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     found = client.search_model_versions(f"name = '{name}'")
-    version = next((v for v in found if v.source == artifact.uri), None)
+    named = (artifact.uri, artifact.fingerprint)
+    version = next((v for v in found if (v.source, v.tags.get("fingerprint")) == named), None)
     if version is None:
         tags = {"fingerprint": artifact.fingerprint}
         version = client.create_model_version(
@@ -112,4 +116,5 @@ def _absolute(uri: str) -> str:
 
 
 def _safe(name: str) -> str:
+    """MLflow refuses a whole batch of metrics for one "@" in a name."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)

@@ -45,16 +45,13 @@ def parse(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[fi
     name = storage.name_of(uri)
     dialogue, previous, turns = 0, 0, list[str]()
 
-    def reject(reason: str) -> None:
-        account.malformed.add(reason, uri, line_number, line)
-
-    for line_number, line in raw.read_lines(uri, reading):
+    for at, line in raw.read_lines(uri, reading):
         if not line.strip():
             continue
         account.records += 1
         number, _, text = line.partition(" ")
         if not number.isdigit():
-            reject("no line number")
+            account.malformed.add("no line number", uri, at, line)
             continue
         if int(number) <= previous or dialogue == 0:
             dialogue, turns = dialogue + 1, []
@@ -62,18 +59,18 @@ def parse(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[fi
         text = text.replace("\\n", "\n")
         if _PERSONA.match(text) and "\t" not in text:
             turns.append(text)
-            account.dropped["persona line"] += 1
+            account.dropped["persona line (part of contexts)"] += 1
             continue
         said, *rest = text.split("\t")
         response = rest[0] if rest else ""
         if not response:
-            reject("no answer after a tab")
+            account.malformed.add("no answer after a tab", uri, at, line)
             continue
         candidates = rest[2].split("|") if len(rest) > 2 and rest[2] else None
         context = [*turns, said]
         turns += [said, response]
         if candidates and response not in candidates:
-            reject("answer not among its candidates")
+            account.malformed.add("answer not among its candidates", uri, at, line)
             continue
         group = f"{name}/{dialogue}"
         yield {

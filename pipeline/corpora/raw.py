@@ -25,11 +25,14 @@ _READ_BYTES = 1 << 18
 _MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
 _MAX_SAMPLE_CHARACTERS = 2000
 
+
+def _zstd() -> Any:
+    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+
+
 _DECOMPRESSORS: tuple[tuple[bytes, Callable[[], Any]], ...] = (
-    (
-        b"\x28\xb5\x2f\xfd",
-        lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
-    ),
+    (b"\x28\xb5\x2f\xfd", _zstd),
+    (b"\x50\x2a\x4d\x18", _zstd),  # a skippable frame, with which pzstd begins
     (b"BZh", bz2.BZ2Decompressor),
     (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
     (b"\xfd7zXZ\x00", lzma.LZMADecompressor),
@@ -63,11 +66,13 @@ def decompressed(uri: str) -> Iterator[bytes]:
     with storage.open_input(uri) as stream:
         piece = stream.read(_READ_BYTES)
         new = next((new for magic, new in _DECOMPRESSORS if piece.startswith(magic)), None)
+        if new is None:
+            while piece:
+                yield piece
+                piece = stream.read(_READ_BYTES)
+            return
         decompressor = None
         while piece:
-            if new is None:
-                yield piece
-                piece = b""
             while piece:  # a file may hold several frames, one after the other
                 decompressor = decompressor or new()
                 try:

@@ -314,7 +314,10 @@ def _thread_hashes(threads: pa.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
         int(hashlib.md5(thread.encode(), usedforsecurity=False).hexdigest(), 16) & (2**62 - 1)
         for thread in encoded.dictionary.to_pylist()
     ]
-    return np.array(hashes, np.int64)[encoded.indices.to_numpy(zero_copy_only=False)]
+    found: np.ndarray[Any, np.dtype[np.int64]] = np.array(hashes, np.int64)[
+        encoded.indices.to_numpy(zero_copy_only=False)
+    ]
+    return found
 
 
 def _sorted_by_bucket(comments: pa.Table, buckets: int) -> pa.Buffer:
@@ -356,8 +359,8 @@ def _build_bucket(
     files = []
     for split in ("train", "test"):
         rows = examples.filter(pc.equal(examples["split"], split))
-        for part, start in enumerate(range(0, rows.num_rows, rules.rows_per_shard)):
-            name = f"{split}/part-{bucket:05d}-{part:03d}.parquet"
+        for number, start in enumerate(range(0, rows.num_rows, rules.rows_per_shard)):
+            name = f"{split}/part-{bucket:05d}-{number:03d}.parquet"
             files.append(draft.write_table(name, rows.slice(start, rules.rows_per_shard)))
     counts = {"examples": examples.num_rows}
     for split, number in Counter(examples["split"].to_pylist()).items():
@@ -426,7 +429,7 @@ def build_examples(comments: pa.Table, rules: Rules) -> tuple[pa.Table, dict[str
 def split_of(hashes: np.ndarray[Any, Any], train_share: float) -> list[str]:
     """PolyAI's split: train if (1 + MD5 mod 4096) / 4096 < the share."""
     train = (1 + (hashes & 4095)) / 4096 < train_share
-    return np.where(train, "train", "test").tolist()
+    return [str(name) for name in np.where(train, "train", "test")]
 
 
 def _descends_from_root(parent: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import html
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ def parse(
             "split": hash_split(article.id, _SPLIT),
         }
         if options.task == "pairs":
-            for number, (sentence, following) in enumerate(zip(long, long[1:], strict=False)):
+            for number, (sentence, following) in enumerate(itertools.pairwise(long)):
                 name = f"{article.id}/{number}"
                 yield {**common, "example_id": name, "context": [sentence], "response": following}
         else:

@@ -118,8 +118,8 @@ class RankerScorer:
         contexts = [question.context for question in questions]
         if self.ranker.config.architecture == "cross":
             candidates = [question.candidates for question in questions]
-            scores = inference.pair_scores(self.ranker, contexts, candidates, self.batch_tokens)
-            return [row.numpy() for row in scores]
+            rows = inference.pair_scores(self.ranker, contexts, candidates, self.batch_tokens)
+            return [row.numpy() for row in rows]
         place = {text: 0 for question in questions for text in question.candidates}
         texts = list(place)
         place = {text: number for number, text in enumerate(texts)}
@@ -129,8 +129,8 @@ class RankerScorer:
         found = []
         with torch.inference_mode():
             for number, question in enumerate(questions):
-                rows = torch.tensor([place[text] for text in question.candidates])
+                chosen = torch.tensor([place[text] for text in question.candidates])
                 one = slice(number, number + 1)
-                scores = network.scores(context_NMD[one], mask_NM[one], vectors_ND[rows])
+                scores = network.scores(context_NMD[one], mask_NM[one], vectors_ND[chosen])
                 found.append(scores[0].numpy())
         return found

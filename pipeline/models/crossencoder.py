@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.models.tokens import Tokens
@@ -22,5 +23,6 @@ class CrossEncoder(nn.Module):
     def score_pairs(self, tokens: Tokens) -> Tensor:
         """[N] for N pairs, float32."""
         hidden_ND = self.encoder(tokens)[:, 0] * self.output_scaling
-        scores_N1: Tensor = self.score(hidden_ND)
-        return scores_N1[:, 0].float()
+        with torch.autocast(hidden_ND.device.type, enabled=False):  # bf16 would tie near scores
+            scores_N1: Tensor = self.score(hidden_ND.float())
+        return scores_N1[:, 0]

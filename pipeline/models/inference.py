@@ -68,7 +68,7 @@ def pair_scores(
 
     lengths = [len(context_rows[owner[place]]) + len(row) - 1 for place, row in enumerate(flat)]
     scores = _in_batches(ranker, lengths, batch_tokens, forward)
-    return list(scores.split([len(texts) for texts in candidates]))
+    return list(torch.split(scores, [len(texts) for texts in candidates]))
 
 
 def _in_batches(

@@ -14,9 +14,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -65,6 +66,11 @@ class RankerConfig:
     """Candidates keep their first tokens, [CLS] and [SEP] included."""
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(RankerConfig).items():
+            if get_origin(kind) is Literal:  # ranker.json is not read by jsonargparse
+                allowed = get_args(kind)
+                value = getattr(self, name)
+                require(value in allowed, f"ranker.{name}", value, ", ".join(allowed))
         for name in ("m", "output_scaling", "code_init_std"):
             require(getattr(self, name) > 0, f"ranker.{name}", getattr(self, name), "above 0")
         for name in ("max_context_tokens", "max_candidate_tokens"):
@@ -142,15 +148,18 @@ def load_ranker(folder: Path) -> Ranker:
         raise BadInput(f"{folder}: not a ranker ({_SETTINGS} is missing)")
     try:
         config = from_dict(RankerConfig, json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise BadInput(f"{path}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput(f"{path}: not the settings of a ranker ({error!r})") from None
     name = "encoder" if config.architecture == "cross" else "context_encoder"
     encoder = Encoder.load(folder / name)
     network = _network(config, encoder)
     if isinstance(network, (BiEncoder, PolyEncoder)) and not config.share_towers:
         network.candidate_encoder = Encoder.load(folder / "candidate_encoder")
     expected = _head(network)
-    found = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
+    try:
+        found = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
+    except SafetensorError as error:
+        raise BadInput(f"{folder / _HEAD}: not to be read ({error})") from None
     shapes = {name: list(value.shape) for name, value in expected.items()}
     if {name: list(value.shape) for name, value in found.items()} != shapes:
         raise BadInput(f"{folder / _HEAD}: does not fit {_SETTINGS}, which needs {shapes}")

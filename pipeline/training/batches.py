@@ -24,6 +24,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 
 BatchT = TypeVar("BatchT")
+BatchT_co = TypeVar("BatchT_co", covariant=True)
 Row = dict[str, Any]
 
 
@@ -35,10 +36,12 @@ class Cursor(NamedTuple):
     batch: int = 0
 
 
-class Collator(Protocol[BatchT]):
+class Collator(Protocol[BatchT_co]):
     """What a task makes of rows."""
 
-    columns: Sequence[str]
+    @property
+    def columns(self) -> Sequence[str]:
+        """Columns of the corpus that `prepare` needs."""
 
     def prepare(self, rows: list[Row], generator: torch.Generator) -> list[Any]:
         """Tokenises a window of rows, which come in random order; one item per row."""
@@ -46,7 +49,7 @@ class Collator(Protocol[BatchT]):
     def length(self, item: Any) -> int:
         """Tokens that an item takes in a batch, before padding."""
 
-    def collate(self, items: list[Any], generator: torch.Generator) -> BatchT:
+    def collate(self, items: list[Any], generator: torch.Generator) -> BatchT_co:
         """Items to one padded batch; all chance comes from `generator`."""
 
 
@@ -112,8 +115,9 @@ class Batches(Generic[BatchT]):
 
     def __post_init__(self) -> None:
         if len(self.rows) < max(1, self.examples):
-            raise BadInput(f"the split has {len(self.rows) * self.rows.world:,} examples, too few "
-                           f"for a batch of {self.examples} on each of {self.rows.world} workers")  # fmt: skip
+            have = len(self.rows) * self.rows.world
+            raise BadInput(f"the split has {have:,} examples, too few for a batch of "
+                           f"{self.examples} on each of {self.rows.world} workers")  # fmt: skip
 
     @property
     def steps_per_epoch(self) -> int:
@@ -149,15 +153,15 @@ class Batches(Generic[BatchT]):
         rng = np.random.default_rng([self.rows.seed, epoch, window, self.rows.rank])
         shuffled = [rows[i] for i in rng.permutation(len(rows))]
         items = self.collator.prepare(shuffled, self._generator(epoch, window))
+        if self.examples:  # what an epoch leaves over is any rows, not the longest
+            items = items[: len(items) // self.examples * self.examples]
         items.sort(key=self.collator.length)
         batches = self._cut(items)
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def _cut(self, items: list[Any]) -> list[list[Any]]:
         if self.examples:
-            # What is left over stands anywhere in the order of lengths, so it is not the longest.
-            whole = len(items) // self.examples * self.examples
-            starts = range(0, whole, self.examples)
+            starts = range(0, len(items), self.examples)
             return [items[start : start + self.examples] for start in starts]
         batches: list[list[Any]] = [[]]
         for item in items:  # ascending: an item is the longest of its batch

@@ -39,7 +39,7 @@ def gather_with_gradient(rows: Tensor) -> Tensor:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rows
-    gathered: Tensor = _GatherWithGradient.apply(rows)
+    gathered: Tensor = _GatherWithGradient.apply(rows)  # type: ignore[no-untyped-call]
     return gathered
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,14 +16,15 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from ray.experimental import tqdm_ray
+from ray.util.queue import Queue
+from tqdm import tqdm
 
 from pipeline import storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import require
 from pipeline.tracking import Run
 from pipeline.training.batches import Cursor
-from pipeline.training.loop import LoopConfig, Progress, Task, train
+from pipeline.training.loop import LoopConfig, Progress, train
 
 _STATE = "state.pt"
 
@@ -48,7 +52,8 @@ class Workers:
 class Recipe(Protocol):
     """Builds a rank's task; it travels to the workers."""
 
-    def build(self, rank: int, world: int) -> Task: ...
+    def build(self, rank: int, world: int) -> Any:
+        """A `Task`."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class _Assignment:
     threads: int
     model: str
     run: Run
-    label: str
+    progress: Queue
 
 
 def fit(
@@ -72,23 +77,48 @@ def fit(
     Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
     """
     threads = workers.cpus_per_worker or max(1, (os.cpu_count() or 1) // workers.workers)
-    assignment = _Assignment(recipe, loop, steps, threads, draft.path("_model"), run, label)
     per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
-    trainer = ray.train.torch.TorchTrainer(
-        _work,
-        train_loop_config={"assignment": assignment},
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=workers.workers, use_gpu=workers.gpu, resources_per_worker=per_worker
-        ),
-        run_config=ray.train.RunConfig(
-            name="training",
-            storage_path=draft.path("_checkpoints"),
-            failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-        ),
-    )
-    metrics = trainer.fit().metrics or {}
+    with _progress_bar(label, steps) as progress:
+        assignment = _Assignment(
+            recipe, loop, steps, threads, draft.path("_model"), run, progress
+        )  # fmt: skip
+        trainer = ray.train.torch.TorchTrainer(
+            _work,
+            train_loop_config={"assignment": assignment},
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=workers.workers, use_gpu=workers.gpu, resources_per_worker=per_worker
+            ),
+            run_config=ray.train.RunConfig(
+                name="training",
+                storage_path=draft.path("_checkpoints"),
+                failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
+                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            ),
+        )
+        metrics = trainer.fit().metrics or {}
     return {name: float(value) for name, value in metrics.items()}
+
+
+@contextmanager
+def _progress_bar(label: str, steps: int) -> Iterator[Queue]:
+    """A queue for rank 0's (step, loss); what comes out of it is a bar on the driver's terminal."""
+    progress = Queue(actor_options={"num_cpus": 0})
+
+    def show() -> None:
+        with tqdm(desc=label, total=steps, unit="step") as bar:
+            while (news := progress.get()) is not None:
+                step, loss = news
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                bar.update(step - bar.n)  # a restarted worker goes back to its checkpoint
+
+    thread = threading.Thread(target=show, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield progress
+    finally:
+        progress.put(None)
+        thread.join()
+        progress.shutdown()
 
 
 def collect_model(draft: Draft) -> list[dict[str, Any]]:
@@ -112,14 +142,10 @@ def _work(config: dict[str, Any]) -> None:
     if assignment.loop.compile:
         model = torch.compile(model)
     last: dict[str, float] = {"step": state["step"] if state else 0}
-    bar = None
-    if rank == 0:  # the driver shows it
-        bar = tqdm_ray.tqdm(desc=assignment.label, total=assignment.steps, unit=" steps")
-        bar.update(int(last["step"]))
 
     def on_progress(progress: Progress) -> None:
-        if bar:
-            bar.update(progress.step - int(last["step"]))
+        if rank == 0:
+            assignment.progress.put((progress.step, progress.metrics["loss"]))
             assignment.run.log(progress.metrics, progress.step)
         last.update(progress.metrics, step=progress.step)
 
@@ -136,8 +162,6 @@ def _work(config: dict[str, Any]) -> None:
             storage.delete(assignment.model)
             storage.upload(Path(folder), assignment.model)
         assignment.run.flush()
-    if bar:
-        bar.close()
 
 
 def _checkpoint(

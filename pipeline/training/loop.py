@@ -106,7 +106,7 @@ def train(
     every rank every `checkpoint_every_steps` and at the end; `state` and `cursor` of an earlier call
     continue it.
 
-    Raises FloatingPointError when the loss stops being a number.
+    Raises FloatingPointError when the loss or the gradient stops being a number.
     """
     optimizer = _optimizer(task, config)
     first = 0
@@ -136,8 +136,9 @@ def train(
         save = done % config.checkpoint_every_steps == 0 or done == steps
         if save or done % config.log_every_steps == 0:
             metrics = meter.read()
-            if not math.isfinite(metrics["loss"]):
-                raise FloatingPointError(f"step {done}: the loss is {metrics['loss']}")
+            for name in ("loss", "gradient_norm"):  # a gradient spoils weights that the loss has not met
+                if not math.isfinite(metrics[name]):
+                    raise FloatingPointError(f"step {done}: the {name} is {metrics[name]}")
             on_progress(Progress(done, {**metrics, "learning_rate": rate}))
         if save:
             weights = task.module.state_dict()

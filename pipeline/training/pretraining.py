@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -14,30 +14,8 @@ from pipeline.artifact import Artifact
 from pipeline.config import require
 from pipeline.models.pretraining import PretrainingModel, hide_tokens
 from pipeline.models.tokens import Tokenizer, Tokens
-from pipeline.models.transformer import Encoder
+from pipeline.models.transformer import Encoder, Shape
 from pipeline.training.batches import Batches, Row, Rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
-    """A new encoder. The paper's is BERT-base: 12 layers, width 768, 12 heads."""
-
-    layers: int = 12
-    """Transformer blocks."""
-    width: int = 768
-    """Size of a token's vector."""
-    heads: int = 12
-    """Attention heads in a block."""
-    positions: int = 512
-    """Tokens in a sequence at most."""
-    dropout: float = 0.1
-    """Of embeddings, residuals and attention."""
-
-    def __post_init__(self) -> None:
-        require(self.layers >= 1, "encoder.layers", self.layers, ">= 1")
-        require(self.heads >= 1 and self.width % self.heads == 0, "encoder.width", self.width,
-                f"a multiple of encoder.heads {self.heads}")  # fmt: skip
-        require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "0 to below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +70,7 @@ class _Pair(NamedTuple):
 class PairMaker:
     """Rows to pairs; a random response comes from the same window of rows."""
 
-    columns = ("context", "response")
+    columns: Sequence[str] = ("context", "response")
 
     def __init__(self, tokenizer: Tokenizer, config: PretrainConfig) -> None:
         self._tokenizer = tokenizer
@@ -170,7 +148,7 @@ class Pretraining:
 
     corpus: Artifact
     tokenizer: Path
-    encoder: EncoderConfig
+    encoder: Shape
     pretrain: PretrainConfig
     seed: int
 
@@ -183,14 +161,11 @@ class Pretraining:
                 f"with max_response_tokens at most encoder.positions {self.encoder.positions}")  # fmt: skip
         tokenizer = Tokenizer.load(self.tokenizer)
         torch.manual_seed(self.seed)
-        settings = self.encoder
-        encoder = Encoder.new(
-            len(tokenizer), settings.layers, settings.width, settings.heads, settings.positions,
-            settings.dropout,
-        )  # fmt: skip
+        special = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
+        encoder = Encoder.new(self.encoder, len(tokenizer), special)
         pairs = PairMaker(tokenizer, config)
         rows = Rows.of(self.corpus, "train", pairs.columns, rank, world, self.seed)
-        batches = Batches(rows, pairs, tokens=config.batch_tokens // world)
+        batches: Batches[PretrainBatch] = Batches(rows, pairs, tokens=config.batch_tokens // world)
         return PretrainTask(tokenizer, PretrainModule(PretrainingModel(encoder)), batches)
 
     def steps(self, task: PretrainTask) -> int:

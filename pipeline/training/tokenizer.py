@@ -48,7 +48,7 @@ def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokeniz
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(
+        trainer: trainers.Trainer = trainers.WordPieceTrainer(
             vocab_size=config.vocabulary,
             min_frequency=config.min_frequency,
             special_tokens=list(_SPECIAL.values()),

@@ -1,0 +1,1 @@
+"""What answers: a FastAPI application on Ray Serve."""
