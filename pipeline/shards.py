@@ -2,35 +2,90 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray.data
 from tqdm import tqdm
 
 from pipeline.artifact import Draft
+from pipeline.config import require
 
 Work = Callable[[Draft, str, Any], dict[str, Any]]
 
 
-def run_tasks(draft: Draft, tasks: Mapping[str, Any], work: Work, label: str) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Actors:
+    """Processes that keep a model in memory. They never change what comes out."""
+
+    actors: int = 1
+    """Processes; on GPUs one each."""
+    cpus_per_actor: int = 0
+    """Cores, and threads, of each; 0: the machine's cores shared out among the actors."""
+    gpu: bool = False
+    """One GPU per actor."""
+
+    def __post_init__(self) -> None:
+        require(self.actors >= 1, "resources.actors", self.actors, ">= 1")
+        require(self.cpus_per_actor >= 0, "resources.cpus_per_actor", self.cpus_per_actor, ">= 0")
+
+
+def run_tasks(
+    draft: Draft, tasks: Mapping[str, Any], work: Work, label: str
+) -> list[dict[str, Any]]:
     """Runs `work(draft, name, argument)` for every task that is not marked yet.
 
     `work` writes files of its own into the draft and returns a record (JSON-ready), with which the
     task is marked. Returns the records of all `tasks`, in their order.
     """
+
+    def run(row: dict[str, Any]) -> dict[str, Any]:
+        draft.mark(row["task"], work(draft, row["task"], row["argument"]))
+        return {"task": row["task"]}
+
+    return _run(draft, tasks, label, lambda dataset: dataset.map(run))
+
+
+def run_tasks_on_actors(
+    draft: Draft, tasks: Mapping[str, Any], make: Callable[[], Work], label: str, actors: Actors
+) -> list[dict[str, Any]]:
+    """As `run_tasks`, on actors that each call `make()` once for the `work` they do."""
+    cpus = actors.cpus_per_actor or max(1, (os.cpu_count() or 1) // actors.actors)
+
+    def run(dataset: Any) -> Any:
+        return dataset.map(
+            _Actor,
+            fn_constructor_args=(draft, make),
+            compute=ray.data.ActorPoolStrategy(size=actors.actors),
+            num_cpus=cpus,
+            num_gpus=1 if actors.gpu else None,
+        )
+
+    return _run(draft, tasks, label, run)
+
+
+class _Actor:
+    def __init__(self, draft: Draft, make: Callable[[], Work]) -> None:
+        self._draft, self._work = draft, make()
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        record = self._work(self._draft, row["task"], row["argument"])
+        self._draft.mark(row["task"], record)
+        return {"task": row["task"]}
+
+
+def _run(
+    draft: Draft, tasks: Mapping[str, Any], label: str, run: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
     done = draft.records()
     missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in done]
-    progress = tqdm(desc=label, total=len(tasks), initial=len(tasks) - len(missing), unit="task")
-    if missing:
-
-        def run(row: dict[str, Any]) -> dict[str, Any]:
-            draft.mark(row["task"], work(draft, row["task"], row["argument"]))
-            return {"task": row["task"]}
-
-        dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map(run)
-        for _ in dataset.iter_rows():
-            progress.update()
-        done = draft.records()
-    progress.close()
+    started = len(tasks) - len(missing)
+    with tqdm(desc=label, total=len(tasks), initial=started, unit="task") as progress:
+        if missing:
+            dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
+            for _ in run(dataset).iter_rows():
+                progress.update()
+            done = draft.records()
     return [done[name] for name in tasks]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,24 +46,44 @@ class Run:
 
 
 @contextmanager
-def start(job: str, draft: Draft, experiment: str = "polyrank") -> Iterator[Run]:
+def start(job: str, draft: Draft) -> Iterator[Run]:
     """Opens the run of a job that makes `draft`; a failure inside ends it as FAILED."""
+    name = f"{job} {Path(draft.uri).name}"
+    with _open(job, name, draft.inputs, draft.config, {"output_uri": draft.uri}) as run:
+        yield run
+
+
+@contextmanager
+def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
+    """Opens the run of an evaluation, which makes no artifact."""
+    inputs = {"model": model.reference(), "corpus": corpus.reference()}
+    with _open("evaluate", f"evaluate {Path(model.uri).name}", inputs, settings, {}) as run:
+        yield run
+
+
+@contextmanager
+def _open(
+    job: str,
+    name: str,
+    inputs: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
+    more_tags: dict[str, str],
+) -> Iterator[Run]:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(_absolute(mlflow.get_tracking_uri()))
-    mlflow.set_experiment(experiment)
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
     tags = {
         "job": job,
-        "output_uri": draft.uri,
         "git_revision": git_revision() or "unknown",
-        "mlflow.note.content": "\n".join(["Made from:", *_tree(draft.inputs)]),
+        "mlflow.note.content": "\n".join(["Made from:", *_tree(inputs)]),
+        **more_tags,
     }
-    for name, reference in draft.inputs.items():
-        tags[f"input.{name}.uri"] = str(reference["uri"])
-        tags[f"input.{name}.fingerprint"] = str(reference["fingerprint"])
-        tags[f"input.{name}.run_id"] = str(reference.get("run_id"))
-    with mlflow.start_run(run_name=f"{job} {Path(draft.uri).name}", tags=tags) as active:
-        params = flatten(draft.config)
+    for input_name, reference in inputs.items():
+        for field in ("uri", "fingerprint", "run_id"):
+            tags[f"input.{input_name}.{field}"] = str(reference.get(field))
+    with mlflow.start_run(run_name=name, tags=tags) as active:
+        params = flatten(settings)
         mlflow.log_params({k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in params.items()})
         run = Run(active.info.run_id, mlflow.get_tracking_uri())
         yield run

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -212,9 +213,12 @@ def parse_lines(data: bytes, uri: str, first_line: int, rejects: raw.Rejects) ->
     """JSON lines to a table of `_FIELDS`, all strings; lines that are no comment go to `rejects`.
 
     Arrow's parser reads a whole block at 100 MB/s and refuses it whole for one bad line; only then
-    is each line looked at on its own.
+    is each line looked at on its own. What it lets pass is caught here: no field, null for a record,
+    two records on a line. A null right at the start would crash it (pyarrow 25).
     """
     try:
+        if not re.match(rb"\s*\{", data):
+            raise pa.ArrowInvalid
         table = paj.read_json(
             io.BytesIO(data),
             read_options=paj.ReadOptions(use_threads=False, block_size=len(data) + 1),
@@ -224,7 +228,8 @@ def parse_lines(data: bytes, uri: str, first_line: int, rejects: raw.Rejects) ->
         )
         table = table.select(_FIELDS)
         table.validate(full=True)  # UTF-8
-        if not any(column.null_count for column in table.columns):
+        lines = data.count(b"\n") + (not data.endswith(b"\n"))
+        if table.num_rows == lines and not any(column.null_count for column in table.columns):
             return table.combine_chunks()
     except (pa.ArrowInvalid, UnicodeDecodeError):
         pass

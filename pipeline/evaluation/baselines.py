@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from pipeline.evaluation.metrics import Floats
+from pipeline.arrays import Floats
 from pipeline.evaluation.ranking import Question
 
 _WORD = r"(?u)\b\w+\b"

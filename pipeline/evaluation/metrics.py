@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from pipeline.arrays import Floats, Ints
 
 
 def pessimistic_rank(scores: Floats, label: int) -> int:

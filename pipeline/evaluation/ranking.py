@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import torch
 
 from pipeline import storage
+from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.evaluation.metrics import Floats, Ints, pessimistic_rank
+from pipeline.evaluation.metrics import pessimistic_rank
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker
 

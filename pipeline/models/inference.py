@@ -18,6 +18,11 @@ from pipeline.models.transformer import use_bf16
 BATCH_TOKENS = 16_384
 
 
+def best_device() -> torch.device:
+    """The GPU that this process may use, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def candidate_vectors(
     ranker: Ranker, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS
 ) -> Tensor:

@@ -1,0 +1,1 @@
+"""Candidate pools: embedded once, memory-mapped, searched exactly."""
