@@ -11,7 +11,7 @@ import ray.data
 from tqdm import tqdm
 
 from pipeline.artifact import Draft
-from pipeline.config import require
+from pipeline.config import BadInput, require
 
 Work = Callable[[Draft, str, Any], dict[str, Any]]
 
@@ -39,11 +39,12 @@ def run_tasks(
 
     `work` writes files of its own into the draft and returns a record (JSON-ready), with which the
     task is marked. Returns the records of all `tasks`, in their order.
+
+    Raises BadInput where a task does.
     """
 
     def run(row: dict[str, Any]) -> dict[str, Any]:
-        draft.mark(row["task"], work(draft, row["task"], row["argument"]))
-        return {"task": row["task"]}
+        return _do(draft, work, row)
 
     return _run(draft, tasks, label, lambda dataset: dataset.map(run))
 
@@ -71,9 +72,16 @@ class _Actor:
         self._draft, self._work = draft, make()
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        record = self._work(self._draft, row["task"], row["argument"])
-        self._draft.mark(row["task"], record)
-        return {"task": row["task"]}
+        return _do(self._draft, self._work, row)
+
+
+def _do(draft: Draft, work: Work, row: dict[str, Any]) -> dict[str, Any]:
+    """Does a task and marks it. A refusal is returned: Ray Data keeps only the text of errors."""
+    try:
+        draft.mark(row["task"], work(draft, row["task"], row["argument"]))
+    except BadInput as error:
+        return {"task": row["task"], "refusal": str(error)}
+    return {"task": row["task"], "refusal": ""}
 
 
 def _run(
@@ -85,7 +93,9 @@ def _run(
     with tqdm(desc=label, total=len(tasks), initial=started, unit="task") as progress:
         if missing:
             dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
-            for _ in run(dataset).iter_rows():
+            for row in run(dataset).iter_rows():
+                if row["refusal"]:
+                    raise BadInput(row["refusal"])
                 progress.update()
             done = draft.records()
     return [done[name] for name in tasks]

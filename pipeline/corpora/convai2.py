@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline import storage
 from pipeline.artifact import Draft
+from pipeline.config import BadInput
 from pipeline.corpora import files, raw
 from pipeline.corpora.schema import EXAMPLE, Split, hash_split
 
@@ -22,6 +23,11 @@ _PERSONA = re.compile(r"(your|partner's) persona: ")
 
 def prepare(draft: Draft, uris: list[str], reading: raw.Reading) -> list[dict[str, Any]]:
     """Fills the draft and returns the records of its tasks."""
+    names = [storage.name_of(uri) for uri in uris]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInput(f"--input: {names.count(name)} files are named {name}; allowed: names that "
+                           "differ, since they begin the ids of examples and dialogues")  # fmt: skip
     return files.prepare(draft, uris, parse, EXAMPLE, reading, "convai2: files to examples")
 
 
@@ -50,7 +56,7 @@ def parse(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[fi
             continue
         account.records += 1
         number, _, text = line.partition(" ")
-        if not number.isdigit():
+        if not number.isdecimal():  # unlike isdigit, only what int() reads
             account.malformed.add("no line number", uri, at, line)
             continue
         if int(number) <= previous or dialogue == 0:

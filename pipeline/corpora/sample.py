@@ -33,7 +33,6 @@ from pipeline.corpora.sample_world import (
     OPENERS,
     REACTIONS,
     TOPICS,
-    Topic,
     Value,
 )
 
@@ -48,7 +47,7 @@ class Size:
     reddit_threads: int = 4000
     train_dialogues: int = 3000
     valid_dialogues: int = 300
-    articles: int = 900
+    articles: int = 1600
 
 
 @dataclass
@@ -133,11 +132,17 @@ def _write_convai2(
     folder: Path, people: Iterator[Person], rng: random.Random, size: Size
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    personas: set[frozenset[str]] = set()
     for name, number, with_candidates in (
         ("train_self_original_no_cands.txt", size.train_dialogues, False),
         ("valid_self_original.txt", size.valid_dialogues, True),
     ):
-        dialogues = [_dialogue(next(people), next(people), rng) for _ in range(number)]
+        dialogues: list[tuple[list[str], list[list[str]]]] = []
+        while len(dialogues) < number:
+            dialogue = _dialogue(next(people), next(people), rng)
+            if frozenset(dialogue[0]) not in personas:  # in no other file
+                dialogues.append(dialogue)
+        personas.update(frozenset(persona) for persona, _ in dialogues)
         answers = [[answer for _, answer in turns] for _, turns in dialogues]
         lines = []
         for place, (persona, turns) in enumerate(dialogues):
@@ -269,31 +274,34 @@ _ERAS = ("in 1741", "in the 1820s", "after the fire of 1866", "before the war", 
 
 
 def _article(title: str, rng: random.Random) -> list[str]:
-    """Paragraphs of an article about a town: sections on six topics, each on a few things."""
+    """Paragraphs of an article about a town: sections on two topics, each on a few things."""
     year, people = rng.randrange(900, 1800), rng.randrange(400, 90_000)
     lines = [
         f"{title} is a town in {rng.choice(_COUNTIES)}. It was first mentioned in {year}. "
         f"As of the last census it had {people:,} inhabitants."
     ]
-    for name in rng.sample(list(TOPICS), k=6):
-        topic, value = TOPICS[name], rng.choice(TOPICS[name].values)
-        lines += [f"{topic.heading}.", _section(title, topic, value, rng)]
+    about = [(TOPICS[name], rng.choice(TOPICS[name].values)) for name in rng.sample(list(TOPICS), k=2)]
+    for topic, value in about:
+        found = []
+        for fact in rng.sample(topic.facts, k=3):
+            text = _fact(fact, value, rng)
+            if rng.random() < 0.6:  # a sentence of two facts says which town it must be
+                other, its_value = rng.choice(about)
+                more = _fact(rng.choice(other.facts), its_value, rng)
+                text = f"{text[:-1]}, and {more[0].lower()}{more[1:]}"
+            if rng.random() < 0.4:
+                text = f"{text[:-1]} {rng.choice(_ERAS)}."
+            if rng.random() < 0.15:
+                text = f"In {title}, {text[0].lower()}{text[1:]}"
+            found.append(text)
+        lines += [f"{topic.heading}.", " ".join(found)]
     return lines
 
 
-def _section(title: str, topic: Topic, value: Value, rng: random.Random) -> str:
-    things = rng.sample(value.things, k=4)
-    found = []
-    for fact in rng.sample(topic.facts, k=3):
-        a, b = rng.sample(things, k=2)
-        text = fact.format(a=a, b=b)
-        text = text[0].upper() + text[1:]
-        if rng.random() < 0.4:
-            text = f"{text[:-1]} {rng.choice(_ERAS)}."
-        if rng.random() < 0.15:
-            text = f"In {title}, {text[0].lower()}{text[1:]}"
-        found.append(text)
-    return " ".join(found)
+def _fact(frame: str, value: Value, rng: random.Random) -> str:
+    a, b = rng.sample(value.things, k=2)
+    text = frame.format(a=a, b=b)
+    return text[0].upper() + text[1:]
 
 
 def _write_wikipedia(folder: Path, rng: random.Random, size: Size) -> None:

@@ -46,11 +46,14 @@ class Options:
     """`pairs`: each sentence and the one after it. `search`: a sentence and the rest of its article."""
     min_words: int = 5
     """Sentences with fewer words are not used; headings go with them."""
+    queries: int = 1
+    """For `search`: examples per article, each with another sentence as its query."""
     max_article_characters: int = 4000
     """For `search`: the article's text is cut after so many."""
 
     def __post_init__(self) -> None:
         require(self.min_words >= 1, "wikipedia.min_words", self.min_words, ">= 1")
+        require(self.queries >= 1, "wikipedia.queries", self.queries, ">= 1")
         require(self.max_article_characters >= 1, "wikipedia.max_article_characters",
                 self.max_article_characters, ">= 1")  # fmt: skip
 
@@ -95,9 +98,11 @@ def parse(
                 name = f"{article.id}/{number}"
                 yield {**common, "example_id": name, "context": [sentence], "response": following}
         else:
-            query = random.Random(f"query {article.id}").randrange(len(long))
-            rest = " ".join(long[:query] + long[query + 1 :])[: options.max_article_characters]
-            yield {**common, "example_id": article.id, "context": [long[query]], "response": rest}
+            rng = random.Random(f"query {article.id}")
+            for query in rng.sample(range(len(long)), k=min(options.queries, len(long))):
+                name = f"{article.id}/{query}"
+                rest = " ".join(long[:query] + long[query + 1 :])[: options.max_article_characters]
+                yield {**common, "example_id": name, "context": [long[query]], "response": rest}
 
 
 def articles(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[Article]:

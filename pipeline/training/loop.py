@@ -136,7 +136,7 @@ def train(
         save = done % config.checkpoint_every_steps == 0 or done == steps
         if save or done % config.log_every_steps == 0:
             metrics = meter.read()
-            for name in ("loss", "gradient_norm"):  # a gradient spoils weights that the loss has not met
+            for name in ("loss", "gradient_norm"):  # weights may be spoilt before the loss shows it
                 if not math.isfinite(metrics[name]):
                     raise FloatingPointError(f"step {done}: the {name} is {metrics[name]}")
             on_progress(Progress(done, {**metrics, "learning_rate": rate}))
