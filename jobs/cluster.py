@@ -12,20 +12,22 @@ import ray.data
 
 
 @contextmanager
-def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[None]:
+def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[str]:
     """A connection to Ray: the one there is, the cluster at RAY_ADDRESS, or one of our own.
+
+    Yields the dashboard's address, "" where there is none.
 
     `cpus`: logical CPUs of a cluster of our own; by default as many as the machine has. Ray gives
     each task and actor as many threads (OMP_NUM_THREADS) as CPUs, so nothing is oversubscribed.
     `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
     """
     if ray.is_initialized():
-        yield
+        yield ""
         return
     if address := os.environ.get("RAY_ADDRESS"):
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+        context = ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
     else:
-        ray.init(
+        context = ray.init(
             "local",
             num_cpus=cpus or os.cpu_count(),
             include_dashboard=dashboard,
@@ -34,7 +36,7 @@ def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[None]:
         )
     quiet()
     try:
-        yield
+        yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
     finally:
         ray.shutdown()
 

@@ -1,0 +1,187 @@
+"""What all tests share: one local Ray, one MLflow data base, the sample files, and jobs to run."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# Ray, torch and the tokenizers read these once, when they are imported.
+os.environ.pop("RAY_ADDRESS", None)  # never a cluster that others use
+os.environ.pop("MLFLOW_EXPERIMENT_NAME", None)
+os.environ.pop("POLYRANK_AUTHOR_SALT", None)
+os.environ.update(
+    RAY_AUTH_TOKEN=secrets.token_hex(32),  # else Ray writes one into the home directory
+    RAY_DATA_PARQUET_FOOTER_NUM_ACTORS="1",
+    RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+)
+import mlflow
+import pytest
+from hypothesis import settings
+
+from jobs import cluster, prepare_corpus  # `jobs` sets Ray's other defaults before ray is there
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.corpora import sample
+
+ROOT = Path(__file__).parents[1]
+
+settings.register_profile("polyrank", derandomize=True, deadline=None, database=None)
+settings.load_profile("polyrank")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One MLflow data base for the session (its migrations take seconds), outside of the tree."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    os.environ["MLFLOW_TRACKING_URI"] = uri
+    mlflow.set_tracking_uri(uri)
+    mlflow.create_experiment("polyrank", artifact_location=str(folder / "artifacts"))
+    return uri
+
+
+@pytest.fixture(scope="session")
+def local_ray(tracking_uri: str):
+    """A Ray of 2 logical CPUs; jobs that run in this process use it."""
+    with cluster.session(cpus=2):
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data and golden numbers beside the checkout."""
+    folder = Path(os.environ.get("POLYRANK_SHARED", ROOT.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real_data(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All real data unpacked: 0.5 GB. What lies in `shared / "data"` already needs no unpacking."""
+    folder = tmp_path_factory.mktemp("real") / "data"
+    subprocess.run([shared / "data" / "unpack", folder], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sample_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The raw sample files of all corpora, small."""
+    folder = tmp_path_factory.mktemp("sample")
+    size = sample.Size(reddit_threads=300, train_dialogues=400, valid_dialogues=80, articles=60)
+    sample.generate(folder, seed=0, size=size)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def convai2_corpus(
+    local_ray, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Artifact:
+    """The published corpus of the sample files: `train` without, `valid` with 20 candidates."""
+    output = str(tmp_path_factory.mktemp("corpora") / "convai2")
+    files = (str(sample_files / "convai2"),)
+    prepare_corpus.run(prepare_corpus.Config(corpus="convai2", input=files, output=output))
+    return open_artifact(output, "corpus")
+
+
+@pytest.fixture(scope="session")
+def reddit_corpus(
+    local_ray, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Artifact:
+    """The published corpus of the sample dumps, redacted and hashed: `train` and `test`."""
+    output = str(tmp_path_factory.mktemp("corpora") / "reddit")
+    files = (str(sample_files / "reddit_dump"),)
+    prepare_corpus.run(prepare_corpus.Config(corpus="reddit", input=files, output=output))
+    return open_artifact(output, "corpus")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a user sees of a job."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The last line of standard output."""
+        assert self.code == 0, self.stderr
+        return json.loads(self.stdout.splitlines()[-1])
+
+    @property
+    def refusal(self) -> str:
+        """The one line that says what is wrong with the input."""
+        assert self.code == 2, (self.code, self.stderr)
+        lines = [line for line in self.stderr.splitlines() if line.startswith("python -m jobs.")]
+        assert len(lines) == 1, self.stderr
+        assert "Traceback" not in self.stderr
+        return lines[0]
+
+
+@pytest.fixture
+def run_job(local_ray, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """`run_job("prepare_corpus", "--corpus", …)`: a job's `main` in this process, on `local_ray`."""
+
+    def run(verb: str, *arguments: object) -> Finished:
+        module = import_module(f"jobs.{verb}")
+        monkeypatch.setattr(sys, "argv", [verb, *map(str, arguments)])
+        capfd.readouterr()
+        code = 0
+        try:
+            module.program.main(module.Config, module.run, verb)
+        except SystemExit as stop:
+            code = stop.code
+        return Finished(code, *capfd.readouterr())
+
+    return run
+
+
+def job_command(verb: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments)]
+
+
+@pytest.fixture(scope="session")
+def submit_job(tracking_uri: str):
+    """`python -m jobs.<verb> …` as a user runs it, in a process and on a Ray of its own."""
+
+    def submit(verb: str, *arguments: object) -> Finished:
+        command = job_command(verb, *arguments)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return submit
+
+
+@pytest.fixture
+def start_job(tracking_uri: str):
+    """Starts `python -m jobs.<verb> …` and returns its process, the leader of a group of its own."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(verb: str, *arguments: object) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            job_command(verb, *arguments),
+            cwd=ROOT,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):  # Ray's agents outlive their raylet by a minute
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

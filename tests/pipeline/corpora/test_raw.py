@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifact import Draft, draft
+from pipeline.config import BadInput
+from pipeline.corpora import raw
+from pipeline.corpora.raw import CutOff, Reading, Rejects, line_blocks, read_lines
+
+
+def zstd_of_dumps(data: bytes) -> bytes:
+    """One frame that declares a 2 GiB window, its size unknown: what the public dumps are."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return compressor.compress(data) + compressor.flush()
+
+
+def zstd_parallel(data: bytes) -> bytes:
+    """What pzstd writes: a skippable frame before each frame."""
+    frame = zstandard.compress(data)
+    return b"\x50\x2a\x4d\x18\x04\x00\x00\x00" + len(frame).to_bytes(4, "little") + frame
+
+
+FORMATS = {
+    "plain": bytes,
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": zstandard.compress,
+    "zst, 2 GiB window": zstd_of_dumps,
+    "zst of pzstd": zstd_parallel,
+}
+compressed = pytest.mark.parametrize("name", [name for name in FORMATS if name != "plain"])
+
+LINES = [json.dumps({"id": n, "body": f"this is comment {n} of them"}) for n in range(30_000)]
+DATA = "".join(line + "\n" for line in LINES).encode()
+
+
+@dataclass(frozen=True)
+class Config:
+    reading: Reading = field(default_factory=Reading)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Draft:
+    found = draft(str(tmp_path / "out"), "corpus", Config(), {})
+    assert isinstance(found, Draft)
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    def write(data: bytes) -> str:
+        (tmp_path / "file").write_bytes(data)
+        return str(tmp_path / "file")
+
+    return write
+
+
+def lines_of(uri: str, **reading: object) -> list[str]:
+    return [text for _, text in read_lines(uri, Reading(**reading))]
+
+
+# Formats
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_lines(file, name):
+    assert lines_of(file(FORMATS[name](DATA))) == LINES
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_several_frames_is_read_to_its_end(file, name):
+    pack = FORMATS[name]
+    parts = [DATA[:1000], DATA[1000:1001], DATA[1001:]]
+    assert lines_of(file(b"".join(map(pack, parts)))) == LINES
+
+
+@compressed
+def test_a_stream_that_is_cut_off_is_refused_with_the_number_of_its_whole_lines(file, name):
+    data = FORMATS[name](DATA)
+    uri = file(data[: len(data) * 2 // 3])
+    whole = lines_of(uri, truncated="keep")
+    assert whole == LINES[: len(whole)]
+    with pytest.raises(BadInput) as caught:
+        lines_of(uri)
+    assert f"{uri}: the compressed stream is" in str(caught.value)
+    assert f"after {len(whole):,} whole lines; --reading.truncated keep" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gz", "bz2", "zst, 2 GiB window"])
+def test_most_of_a_stream_that_is_cut_off_near_its_end_can_be_kept(file, name):
+    rng_free = [f"{n} {n * 2654435761 % 2**32:x} {n * 40503 % 2**16:x}" for n in range(300_000)]
+    data = FORMATS[name]("\n".join(rng_free).encode())
+    whole = lines_of(file(data[:-100]), truncated="keep")
+    assert len(rng_free) // 2 < len(whole) < len(rng_free)
+    assert whole == rng_free[: len(whole)]
+
+
+@compressed
+def test_a_stream_cut_off_in_its_head_has_no_lines(file, name):
+    uri = file(FORMATS[name](DATA)[:7])
+    with pytest.raises(BadInput, match="after 0 whole lines"):
+        lines_of(uri)
+    assert lines_of(uri, truncated="keep") == []
+
+
+@compressed
+def test_rubbish_after_the_stream_is_refused(file, name):
+    with pytest.raises(BadInput, match="broken"):
+        lines_of(file(FORMATS[name](DATA) + b"rubbish"))
+
+
+# Lines
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"a", ["a"]),
+        (b"a\n", ["a"]),
+        (b"\na\n\n", ["", "a", ""]),
+        (b"a\r\nb\r\n", ["a", "b"]),
+        ("a\u2028b\x0bc\x85d\n".encode(), ["a\u2028b\x0bc\x85d"]),
+        (b"\xff\xfe\n", ["\ufffd\ufffd"]),
+    ],
+)
+def test_lines_end_at_line_feeds_only_and_are_numbered_from_1(file, data, lines):
+    assert list(read_lines(file(data), Reading())) == list(enumerate(lines, start=1))
+
+
+@given(st.lists(st.binary(max_size=40)), st.integers(1, 60), st.integers(1, 20))
+def test_blocks_are_whole_lines_and_together_the_file(pieces, block_bytes, step):
+    data = b"\n".join(pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        chunks = [data[start : start + step] for start in range(0, len(data), step)]
+        patch.setattr(raw, "decompressed", lambda uri: iter(chunks))
+        blocks = list(line_blocks("uri", block_bytes))
+    assert b"".join(blocks) == data
+    assert all(block.endswith(b"\n") for block in blocks[:-1])
+    assert all(blocks)
+
+
+def test_blocks_before_a_cut_hold_whole_lines(file):
+    blocks = []
+    with pytest.raises(CutOff):
+        for block in line_blocks(file(gzip.compress(DATA)[:-5000]), 1000):
+            blocks.append(block)  # those before the cut
+    kept = b"".join(blocks)
+    assert len(kept) > len(DATA) // 2
+    assert kept.endswith(b"\n") and DATA.startswith(kept)
+
+
+# Rejected lines
+
+
+def test_of_each_reason_all_are_counted_and_the_first_are_kept(out):
+    rejects = Rejects()
+    for number in range(100):
+        rejects.add("not JSON", "dump", number, "x" * 10_000)
+    rejects.add("no field id", "dump", 100, "{}")
+    rejects.save(out, "task")
+    assert rejects.counts == {"not JSON": 100, "no field id": 1}
+    text = Path(out.path("rejected", "task.jsonl")).read_text()
+    saved = [json.loads(line) for line in text.splitlines()]
+    assert [s["line"] for s in saved] == [*range(20), 100]
+    assert saved[-1] == {"reason": "no field id", "file": "dump", "line": 100, "text": "{}"}
+    assert len(saved[0]["text"]) == 2000
+
+
+def test_where_nothing_is_rejected_no_file_is_written(out):
+    Rejects().save(out, "task")
+    assert not Path(out.path("rejected")).exists()
+
+
+def records(total: int, **malformed: int) -> list[dict[str, object]]:
+    return [{"counts": {"records": total - 1}, "malformed": malformed}, {"counts": {"records": 1}}]
+
+
+def test_malformed_records_up_to_the_bound_are_put_up_with(out):
+    raw.check_share(out, records(1000, bad=10), Reading())
+    raw.check_share(out, records(1000), Reading(max_malformed_share=0))
+    raw.check_share(out, records(1000, bad=1000), Reading(max_malformed_share=1))
+
+
+def test_malformed_records_above_the_bound_are_refused_by_reason(out):
+    with pytest.raises(BadInput) as caught:
+        raw.check_share(out, records(1000, worse=2, bad=9), Reading())
+    for part in ("11 of 1,000", "1.1%", "9 bad, 2 worse", "max_malformed_share", "rejected"):
+        assert part in str(caught.value)
+
+
+def test_input_without_records_is_refused(out):
+    with pytest.raises(BadInput, match="no records"):
+        raw.check_share(out, [{"counts": {}}], Reading(max_malformed_share=1))
+
+
+@pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])
+def test_a_share_outside_0_to_1_is_refused(share):
+    with pytest.raises(BadInput, match=r"reading\.max_malformed_share: .* 0 to 1"):
+        Reading(max_malformed_share=share)

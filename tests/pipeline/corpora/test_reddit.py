@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.corpora import raw, reddit
+from pipeline.corpora.reddit import Privacy, Rules, build_examples, normalise, parse_lines
+
+PLAIN = Privacy(redact="off", authors="plain", salt="")
+Comment = dict[str, Any]
+Example = tuple[Any, ...]
+
+
+# The oracle: PolyAI's rules once more, on dictionaries, comment by comment.
+
+
+def oracle_trim(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    text = text[: most + 1]
+    while len(text) > 1 and text[-1].isalnum() == text[-2].isalnum():
+        text = text[:-1]
+    return text[:-1]
+
+
+def oracle(comments: list[Comment], rules: Rules | None = None) -> Counter[Example]:
+    rules = rules or Rules()
+    threads: dict[str, dict[str, Comment]] = defaultdict(dict)
+    for comment in comments:
+        thread = re.sub("^t[0-9]_", "", comment["link_id"])
+        threads[thread].setdefault(comment["id"], comment)
+
+    def skipped(comment: Comment) -> bool:
+        body = comment["body"]
+        long, short = len(body) > rules.max_characters, len(body) < rules.min_characters
+        return long or short or body in ("[deleted]", "[removed]")
+
+    examples: Counter[Example] = Counter()
+    for thread, by_id in threads.items():
+        place = int(hashlib.md5(thread.encode()).hexdigest(), 16) % 4096
+        split = "train" if (1 + place) / 4096 < rules.train_share else "test"
+        replies = defaultdict(list)
+        paths: deque[list[Comment]] = deque()
+        for comment in by_id.values():
+            parent = re.sub("^t[0-9]_", "", comment["parent_id"])
+            if parent in by_id:
+                replies[parent].append(comment)
+            else:
+                paths.append([comment])
+        while paths:
+            path = paths.popleft()
+            paths.extend([*path, reply] for reply in replies[path[-1]["id"]])
+            if len(path) > 1 and not skipped(path[-1]) and not skipped(path[-2]):
+                turns = [oracle_trim(c["body"], rules.max_characters) for c in path]
+                context = tuple(turns[:-1][-rules.max_context_turns :])
+                authors = (path[-2]["author"], path[-1]["author"])
+                row = (thread, path[-1]["id"], context, turns[-1], *authors)
+                examples[(*row, path[-1]["subreddit"], split)] += 1
+    return examples
+
+
+def as_examples(rows: list[dict[str, Any]]) -> Counter[Example]:
+    """Our rows in the oracle's form."""
+    found: Counter[Example] = Counter()
+    for row in rows:
+        assert (row["source"], row["candidates"], row["label"]) == ("reddit", None, None)
+        thread, comment = row["example_id"].split("/")
+        assert thread == row["group_id"]
+        authors = (row["context_author"], row["response_author"])
+        found[
+            thread, comment, tuple(row["context"]), row["response"], *authors,
+            row["subreddit"], row["split"]
+        ] += 1  # fmt: skip
+    return found
+
+
+def lines_of(comments: list[Any]) -> bytes:
+    return "".join(json.dumps(comment) + "\n" for comment in comments).encode()
+
+
+def parsed(comments: list[Any]) -> pa.Table:
+    return parse_lines(lines_of(comments), "dump", 1, raw.Rejects())
+
+
+def examples_of(
+    comments: list[Comment], rules: Rules | None = None, privacy: Privacy = PLAIN
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    rules = rules or Rules()
+    table, dropped = build_examples(normalise(parsed(comments), rules, privacy), rules)
+    return table.to_pylist(), dropped
+
+
+def comment(name: str, parent: str | None = None, body: str = "a text that is long enough", **more):
+    return {
+        "id": name,
+        "link_id": "t3_th",
+        "parent_id": f"t1_{parent}" if parent else "t3_th",
+        "body": body,
+        "author": f"author of {name}",
+        "subreddit": "sub",
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def sample_comments(sample_files: Path) -> list[Comment]:
+    files = sorted((sample_files / "reddit_dump").iterdir())
+    lines = [text for file in files for _, text in raw.read_lines(str(file), raw.Reading())]
+    return [json.loads(line) for line in lines]
+
+
+# Rules
+
+
+def test_the_sample_dump_gives_the_examples_of_an_independent_implementation(sample_comments):
+    rows, dropped = examples_of(sample_comments)
+    assert as_examples(rows) == oracle(sample_comments)
+    assert {row["split"] for row in rows} == {"train", "test"}
+    assert len(rows) + sum(dropped.values()) == len(sample_comments)
+
+
+_names = st.sampled_from("abcdefgh")
+_bodies = st.one_of(
+    st.sampled_from(["[deleted]", "[removed]", "too short", "2 short", "é" * 9, "w" * 127]),
+    st.sampled_from(["wo rd " * 21 + "x", "wo rd " * 22, "w" * 128, "!" * 300, "w, " * 60]),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=160),
+)
+_forests = st.lists(
+    st.builds(
+        lambda thread, name, parent, body: comment(
+            name, parent, body, link_id=f"t3_{thread}", parent_id=parent or f"t3_{thread}"
+        ),
+        thread=st.sampled_from(["x1", "y2", "t1_z"]),
+        name=_names,
+        parent=st.one_of(st.none(), _names, _names.map("t1_{}".format)),
+        body=_bodies,
+    ),
+    max_size=25,
+)
+_rules = st.builds(
+    Rules,
+    max_characters=st.sampled_from([127, 9, 30]),
+    min_characters=st.sampled_from([9, 0, 5]),
+    max_context_turns=st.sampled_from([10, 1, 3]),
+    train_share=st.sampled_from([0.9, 0.5, 1.0]),
+)
+
+
+@given(_forests, _rules)
+@example([comment("a", "b"), comment("b", "a"), comment("c", "a")], Rules())
+@example([comment("a", "a")], Rules())
+@example([], Rules())
+def test_any_threads_give_the_examples_of_an_independent_implementation(comments, rules):
+    rows, dropped = examples_of(comments, rules)
+    assert as_examples(rows) == oracle(comments, rules)
+    assert len(rows) + sum(dropped.values()) == len(comments)
+
+
+def test_a_context_runs_from_the_oldest_turn_to_the_newest():
+    chain = [comment(f"c{n}", f"c{n - 1}" if n else None, f"comment number {n}") for n in range(14)]
+    rows, _ = examples_of(chain)
+    last = next(row for row in rows if row["response"] == "comment number 13")
+    assert last["context"] == [f"comment number {n}" for n in range(3, 13)]
+
+
+def test_a_deleted_comment_further_up_stays_in_the_context():
+    rows, _ = examples_of(
+        [comment("a", None, "[deleted]"), comment("b", "a"), comment("c", "b", "the last of them")]
+    )
+    assert [(row["context"][0], row["response"]) for row in rows] == [
+        ("[deleted]", "the last of them")
+    ]
+
+
+def test_comments_that_give_no_example_are_counted_by_reason():
+    long, short = "x" * 128, "x" * 8
+    comments = [
+        comment("root"),
+        comment("orphan", "nowhere"),
+        comment("long", "root", long),
+        comment("after", "long"),
+        comment("short", "root", short),
+        comment("gone", "root", "[deleted]"),
+        comment("removed", "gone", "[removed]"),
+        comment("circle", "circle"),
+        comment("good", "root"),
+        comment("good", "root", "the second of that name"),
+    ]
+    rows, dropped = examples_of(comments)
+    assert [row["example_id"] for row in rows] == ["th/good"]
+    assert dropped == {
+        "answers no comment that is there": 2,
+        "response too long": 1,
+        "context too long": 1,
+        "response too short": 1,
+        "response deleted": 2,
+        "thread runs in a circle": 1,
+        "duplicate id": 1,
+    }
+
+
+@pytest.mark.parametrize(("length", "made"), [(8, False), (9, True), (127, True), (128, False)])
+def test_the_bounds_on_length_are_part_of_what_is_allowed(length, made):
+    rows, _ = examples_of([comment("a"), comment("b", "a", "x" * length)])
+    assert len(rows) == made
+
+
+def test_of_4096_hashes_the_first_3686_are_for_training():
+    hashes = np.array([0, 3685, 3686, 4095, 4096 + 3685, 4096 + 3686])
+    train, test = "train", "test"
+    assert reddit.split_of(hashes, 0.9) == [train, train, test, test, train, test]
+
+
+@given(st.text(), st.integers(1, 20))
+def test_a_trimmed_text_is_the_beginning_of_it_cut_at_the_edge_of_a_word(text, most):
+    cut = reddit.trim(text, most)
+    assert cut == oracle_trim(text, most)
+    assert text.startswith(cut) and len(cut) <= most
+
+
+def test_a_chain_of_ten_thousand_answers_is_no_circle():
+    chain = [comment(str(n), str(n - 1) if n else None) for n in range(10_000)]
+    rows, dropped = examples_of(chain)
+    assert len(rows) == 9_999
+    assert dropped == {"answers no comment that is there": 1}
+
+
+@pytest.mark.parametrize(
+    ("rule", "field"),
+    [
+        ({"max_characters": 0}, "max_characters"),
+        ({"min_characters": 128}, "min_characters"),
+        ({"max_context_turns": 0}, "max_context_turns"),
+        ({"train_share": 0}, "train_share"),
+        ({"train_share": 1.1}, "train_share"),
+        ({"rows_per_shard": 0}, "rows_per_shard"),
+    ],
+)
+def test_a_rule_outside_its_range_is_refused(rule, field):
+    with pytest.raises(BadInput, match=rf"^reddit\.{field}: .* allowed: "):
+        Rules(**rule)
+
+
+# Lines
+
+
+def reason_of(line: bytes) -> str:
+    """What our parser says of a line among good ones."""
+    rejects = raw.Rejects()
+    good = [lines_of([comment("before")]), lines_of([comment("after")])]
+    table = parse_lines(good[0] + line + b"\n" + good[1], "dump", 7, rejects)
+    assert [table["id"][0].as_py(), table["id"][-1].as_py()] == ["before", "after"]
+    if not rejects.counts:
+        return ""
+    assert table.num_rows == 2
+    assert [sample["line"] for sample in rejects.samples] == [8]
+    return rejects.samples[0]["reason"]
+
+
+GOOD = json.dumps(comment("c")).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"rubbish", "not JSON"),
+        (GOOD[:-10], "not JSON"),
+        (GOOD + GOOD, "not JSON"),
+        (b"[1, 2]", "not a JSON object"),
+        (b"null", "not a JSON object"),
+        (b'"text"', "not a JSON object"),
+        (b"[" * 100_000, "not JSON"),
+        (GOOD.replace(b'"body"', b'"bodi"'), "no field body"),
+        (json.dumps(comment("c", link_id=None)).encode(), "no field link_id"),
+        (json.dumps(comment("c", body=5)).encode(), "field body is no string"),
+        (json.dumps(comment("c", id=12)).encode(), "field id is no string"),
+        (json.dumps(comment("c", author=["x"])).encode(), "field author is no string"),
+        (json.dumps(comment("c", body="\ud83d half")).encode(), "field body is no text"),
+        (GOOD.replace(b"enough", b"\xff\xfe"), "not UTF-8"),
+    ],
+)
+def test_a_line_that_is_no_comment_is_set_aside_with_its_reason(line, reason):
+    assert reason_of(line) == reason
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"  \t",
+        GOOD,
+        GOOD + b"\r",
+        json.dumps(comment("0012", body="1e5 2011-01-01T00:00:00")).encode(),
+        json.dumps(comment("c", edited={"a": [1, "x", None]}, score="?")).encode(),
+        json.dumps(comment("c", body="a\u2028b\x85c\nd \U0001f600"), ensure_ascii=False).encode(),
+    ],
+)
+def test_a_line_that_is_a_comment_or_blank_is_no_reject(line):
+    assert reason_of(line) == ""
+
+
+_values = st.one_of(st.text(), st.none(), st.integers(), st.booleans(), st.floats(), st.just([]))
+_mostly_texts = st.one_of(st.text(), st.text(), st.text(), st.text(), _values)
+_lines = st.one_of(
+    st.fixed_dictionaries(
+        {name: st.text() for name in comment("c")}, optional={"score": _values, "edited": _values}
+    ),
+    st.fixed_dictionaries({name: _mostly_texts for name in comment("c")}),
+    st.dictionaries(st.sampled_from(list(comment("c"))), _mostly_texts),
+    _values,
+)
+
+
+@given(st.lists(_lines), st.booleans())
+@example([None], True)  # a block that begins so crashes pyarrow 25
+def test_the_fast_parser_reads_what_a_plain_one_reads(values, ascii_only):
+    lines = [json.dumps(value, ensure_ascii=ascii_only) for value in values]
+    rejects = raw.Rejects()
+    table = parse_lines("\n".join(lines).encode(errors="replace"), "dump", 1, rejects)
+
+    def is_comment(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            isinstance(value.get(name), str) for name in comment("c")
+        )
+
+    good = [{name: value[name] for name in comment("c")} for value in values if is_comment(value)]
+    assert [{name: row[name] for name in comment("c")} for row in table.to_pylist()] == good
+    assert rejects.counts.total() == len(values) - len(good)
+
+
+# Privacy
+
+
+def test_the_rules_look_at_a_text_as_it_was_written():
+    comments = [
+        comment("a", None, "u/somebody"),  # 10 characters, redacted 6
+        comment("b", "a", "a@b.io " * 18 + "x"),  # 127 characters, redacted 145
+    ]
+    rows, _ = examples_of(comments, privacy=Privacy(redact="on", authors="hash", salt="s"))
+    assert [(row["context"], row["response"]) for row in rows] == [
+        (["<user>"], "<email> " * 18 + "x")
+    ]
+
+
+def test_by_name_or_by_hash_the_examples_are_the_same(sample_comments):
+    plain, _ = examples_of(sample_comments)
+    private = Privacy(redact="on", authors="hash", salt="s")
+    hidden, _ = examples_of(sample_comments, privacy=private)
+    assert [row["example_id"] for row in hidden] == [row["example_id"] for row in plain]
+    pairs = zip(plain, hidden, strict=True)
+    authors = {(p["response_author"], h["response_author"]) for p, h in pairs}
+    assert len(authors) == len({name for name, _ in authors}) == len({name for _, name in authors})
+
+
+# The corpus
+
+
+def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
+    local_ray, sample_files, sample_comments, tmp_path, monkeypatch
+):
+    from jobs import prepare_corpus
+
+    monkeypatch.setattr(reddit, "BUCKET_BYTES", 5_000)
+    config = prepare_corpus.Config(
+        corpus="reddit",
+        input=(str(sample_files / "reddit_dump"),),
+        output=str(tmp_path / "out"),
+        redact="off",
+        authors="plain",
+        reddit=Rules(rows_per_shard=50),
+    )
+    summary = prepare_corpus.run(config)
+    files = sorted((tmp_path / "out").glob("*/*.parquet"))
+    assert len({file.name.split("-")[1] for file in files}) > 3
+    tables = [pq.read_table(file, partitioning=None) for file in files]
+    assert max(table.num_rows for table in tables) <= 50
+    for file, table in zip(files, tables, strict=True):
+        assert set(table["split"].to_pylist()) == {file.parent.name}
+    rows = [row for table in tables for row in table.to_pylist()]
+    assert as_examples(rows) == oracle(sample_comments)
+    assert summary["counts"]["examples"] == len(rows)
+    assert summary["counts"]["records"] == len(sample_comments)
+    assert sum(summary["dropped"].values()) == len(sample_comments) - len(rows)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.corpora import wikipedia
+from pipeline.corpora.files import Account
+from pipeline.corpora.raw import Reading
+from pipeline.corpora.wikipedia import Options, sentences
+
+HEAD = '<doc id="{id}" url="https://en.wikipedia.org/wiki?curid={id}" title="{title}">\n{title}\n\n'
+FOUR = [f"This is the {n} sentence of it." for n in ("first", "second", "third", "fourth")]
+
+
+def doc(text: str, name: str = "12", title: str = "Autism") -> str:
+    return HEAD.format(id=name, title=title) + text + "\n</doc>\n"
+
+
+def read(folder: Path, text: str, **options: Any) -> tuple[list[dict[str, Any]], Account]:
+    (folder / "wiki_00").write_text(text, encoding="utf-8")
+    account = Account()
+    uri = str(folder / "wiki_00")
+    return list(wikipedia.parse(uri, Reading(), account, Options(**options))), account
+
+
+# Pairs and search
+
+
+def test_pairs_are_each_sentence_and_the_one_after_it(tmp_path):
+    rows, account = read(tmp_path, doc(" ".join(FOUR[:2]) + "\n\n" + " ".join(FOUR[2:])))
+    assert [(row["context"], row["response"]) for row in rows] == [
+        ([FOUR[0]], FOUR[1]),
+        ([FOUR[1]], FOUR[2]),
+        ([FOUR[2]], FOUR[3]),
+    ]
+    assert len({row["example_id"] for row in rows}) == 3
+    assert {(row["group_id"], row["title"], row["source"]) for row in rows} == {
+        ("12", "Autism", "wikipedia")
+    }
+    assert (account.records, account.dropped, account.malformed.counts) == (1, {}, {})
+
+
+def test_search_asks_with_one_sentence_for_the_article_without_it(tmp_path):
+    articles = "".join(doc(" ".join(FOUR), str(n), f"Article {n}") for n in range(40))
+    rows, _ = read(tmp_path, articles, task="search")
+    assert len(rows) == 40
+    for row in rows:
+        (query,) = row["context"]
+        assert row["response"] == " ".join(text for text in FOUR if text != query)
+        assert (row["candidates"], row["label"]) == (None, None)
+    assert {row["context"][0] for row in rows} == set(FOUR)
+    assert read(tmp_path, articles, task="search")[0] == rows
+
+
+def test_search_may_ask_several_times_for_an_article_each_time_with_another_sentence(tmp_path):
+    rows, _ = read(tmp_path, doc(" ".join(FOUR)), task="search", queries=3)
+    assert len({row["context"][0] for row in rows}) == len(rows) == 3
+    assert len({row["example_id"] for row in rows}) == 3
+    assert {row["group_id"] for row in rows} == {"12"}
+    rows, _ = read(tmp_path, doc(" ".join(FOUR)), task="search", queries=9)
+    assert {row["context"][0] for row in rows} == set(FOUR)
+
+
+def test_search_cuts_long_articles(tmp_path):
+    rows, _ = read(tmp_path, doc(" ".join(FOUR)), task="search", max_article_characters=40)
+    assert [len(row["response"]) for row in rows] == [40]
+
+
+def test_headings_and_short_sentences_are_left_out(tmp_path):
+    rows, _ = read(tmp_path, doc(f"Geology.\n{FOUR[0]} Too short.\nBibliography\n{FOUR[1]}"))
+    assert [(row["context"], row["response"]) for row in rows] == [([FOUR[0]], FOUR[1])]
+    rows, _ = read(tmp_path, doc(f"{FOUR[0]} Too short. {FOUR[1]}"), min_words=2)
+    assert [row["response"] for row in rows] == ["Too short.", FOUR[1]]
+
+
+def test_splits_never_cut_an_article(tmp_path):
+    articles = "".join(doc(" ".join(FOUR), str(n), f"Article {n}") for n in range(300))
+    rows, _ = read(tmp_path, articles)
+    pairs = {(row["group_id"], row["split"]) for row in rows}
+    assert len(pairs) == 300
+    shares = [sum(split == name for _, split in pairs) for name in ("train", "valid", "test")]
+    assert shares[0] > 240 and min(shares) >= 5
+
+
+def test_escaped_titles_and_texts_are_read_as_what_they_mean(tmp_path):
+    first = "Dungeons &amp; Dragons is a fantasy game."
+    rows, _ = read(tmp_path, doc(f"{first} {FOUR[0]}", title="Dungeons &amp; Dragons"))
+    assert rows[0]["title"] == "Dungeons & Dragons"
+    assert rows[0]["context"] == ["Dungeons & Dragons is a fantasy game."]
+
+
+# Documents
+
+
+def test_empty_and_one_sentence_articles_are_counted(tmp_path):
+    rows, account = read(tmp_path, doc("") + doc(FOUR[0]) + doc(" ".join(FOUR)))
+    assert len(rows) == 3
+    assert (account.records, account.dropped) == (3, {"fewer than 2 sentences": 2})
+
+
+def test_a_document_without_an_end_is_counted_and_the_others_are_read(tmp_path):
+    unclosed = doc(" ".join(FOUR), "1", "Open").replace("</doc>\n", "")
+    rows, account = read(tmp_path, unclosed + doc(" ".join(FOUR), "2") + unclosed)
+    assert {row["group_id"] for row in rows} == {"2"}
+    assert account.records == 3
+    assert account.malformed.counts == {"document without an end": 2}
+
+
+def test_text_outside_of_documents_is_counted(tmp_path):
+    rows, account = read(tmp_path, "stray\n\n" + doc(" ".join(FOUR)) + "\nstray too\n")
+    assert len(rows) == 3
+    assert account.malformed.counts == {"text outside a document": 2}
+    assert [sample["line"] for sample in account.malformed.samples] == [1, 9]
+
+
+def test_a_document_that_has_no_id_is_counted(tmp_path):
+    rows, account = read(tmp_path, doc("", name="") + doc(" ".join(FOUR)))
+    assert len(rows) == 3
+    assert account.malformed.counts["document without id or title"] == 1
+
+
+def test_a_file_of_another_format_is_all_malformed(tmp_path):
+    rows, account = read(tmp_path, '{"id": 1}\n{"id": 2}\n')
+    assert (rows, account.records) == ([], 2)
+    assert account.malformed.counts.total() == 2
+
+
+@pytest.mark.parametrize("option", ["min_words", "queries", "max_article_characters"])
+def test_options_outside_their_range_are_refused(option):
+    with pytest.raises(BadInput, match=rf"^wikipedia\.{option}: 0 is not allowed; allowed: >= 1"):
+        Options(**{option: 0})
+
+
+# Sentences
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["One ends here.", "Another begins."],
+        ["Is it so?", "It is!", "Good."],
+        ["Dr. Smith met Mrs. Jones at St. Paul.", "They left."],
+        ["J. R. R. Tolkien wrote it.", "He was English."],
+        ["It cost approx. 5 dollars, cf. Fig. 3.", "Then it rose."],
+        ["The U.S. Army came, e.g. Gen. Lee.", "It won."],
+        ['He said "Go away."', '"No," she said.'],
+        ["(It was so.)", "(Then it was not.)"],
+        ["It is version 2.0 of it.", "9 more came."],
+        ["no capital. so no end."],
+        ["Wait... for it."],
+        ["one"],
+    ],
+)
+def test_sentences_end_before_a_capital_but_not_after_an_abbreviation(parts):
+    assert sentences(" ".join(parts)) == parts
+
+
+@given(st.text(st.sampled_from("aA1 .!?\"')]([\nDr")))
+def test_sentences_are_the_text_without_a_character_lost(text):
+    found = sentences(text)
+    assert "".join("".join(found).split()) == "".join(text.split())
+    assert all(part and part == part.strip() for part in found)
+
+
+def test_the_sample_files_are_read_to_the_last_article(sample_files):
+    folder = sample_files / "wikipedia" / "extracted" / "AA"
+    account = Account()
+    rows = [
+        row
+        for file in sorted(folder.iterdir())
+        for row in wikipedia.parse(str(file), Reading(), account, Options(task="search"))
+    ]
+    assert account.records == 60
+    assert len(rows) + account.dropped.total() == 60
+    assert not account.malformed.counts

@@ -1,0 +1,157 @@
+"""Batches by length: the same answers in the same order, within the budget, also after OOM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.config import BadInput
+from pipeline.models import inference
+
+RNG = torch.Generator().manual_seed(0)
+
+
+def sentence(words):
+    return " ".join(f"w{number}" for number in torch.randint(200, (words,), generator=RNG).tolist())
+
+
+TEXTS = [sentence(words) for words in (3, 9, 0, 1, 9, 5, 2, 7, 30)]
+CONTEXTS = [[sentence(words), sentence(2)] for words in (4, 1, 20, 0, 9, 2)]
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch):
+    """Where the hardware has bf16, a batch and one row differ in the third digit."""
+    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The shapes [rows, tokens] of all batches that go through a ranker's tokenizer."""
+    shapes = []
+
+    def watch(ranker):
+        pad = ranker.tokenizer._pad
+
+        def record(rows):
+            shapes.append((len(rows), max(map(len, rows))))
+            return pad(rows)
+
+        monkeypatch.setattr(ranker.tokenizer, "_pad", record)
+        return shapes
+
+    return watch
+
+
+def dual(tiny, **config):
+    return tiny.ranker(**{"architecture": "poly", **config})
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_candidates_come_in_their_order_and_as_one_by_one(tiny, budget):
+    ranker = dual(tiny)
+    together = inference.candidate_vectors(ranker, TEXTS, budget)
+    alone = torch.cat([inference.candidate_vectors(ranker, [text]) for text in TEXTS])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert torch.cdist(alone, alone).fill_diagonal_(9).min() > 0.01  # no two could be swapped
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+@pytest.mark.parametrize("codes", ["learnt", "first_m"])
+def test_contexts_come_in_their_order_with_their_masks(tiny, codes, budget):
+    ranker = dual(tiny, context_codes=codes, m=6)
+    vectors, mask = inference.context_vectors(ranker, CONTEXTS, budget)
+    lengths = [len(row) for row in ranker.context_rows(CONTEXTS)]
+    present = [6 if codes == "learnt" else min(6, length) for length in lengths]
+    assert mask.sum(dim=1).tolist() == present
+    for place, context in enumerate(CONTEXTS):
+        alone, _ = inference.context_vectors(ranker, [context])
+        torch.testing.assert_close(
+            vectors[place, mask[place]], alone[0, mask[place]], rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_pairs_come_by_context_and_as_one_by_one(tiny, budget):
+    ranker = tiny.ranker(architecture="cross")
+    candidates = [TEXTS[:4], TEXTS[4:5], TEXTS[2:9], [], TEXTS[:2], TEXTS[1:3]]
+    together = inference.pair_scores(ranker, CONTEXTS, candidates, budget)
+    assert [len(scores) for scores in together] == [4, 1, 7, 0, 2, 2]
+    for context, texts, scores in zip(CONTEXTS, candidates, together, strict=True):
+        for text, score in zip(texts, scores, strict=True):
+            alone = inference.pair_scores(ranker, [context], [[text]])[0]
+            torch.testing.assert_close(score, alone[0], rtol=0, atol=1e-5)
+
+
+def test_batches_are_sorted_and_bounded_by_their_tokens(tiny, batches):
+    ranker = dual(tiny)
+    shapes = batches(ranker)
+    inference.candidate_vectors(ranker, TEXTS, 24)
+    assert sum(rows for rows, _ in shapes) == len(TEXTS)
+    assert all(rows * longest <= 24 for rows, longest in shapes)
+    longest = [tokens for _, tokens in shapes]
+    assert longest == sorted(longest, reverse=True)
+    assert max(rows for rows, _ in shapes) > 1
+
+
+def test_a_text_over_the_budget_goes_alone(tiny, batches):
+    ranker = dual(tiny)
+    shapes = batches(ranker)
+    inference.candidate_vectors(ranker, TEXTS, 1)
+    assert [rows for rows, _ in shapes] == [1] * len(TEXTS)
+
+
+def test_results_are_float32_on_the_cpu_without_graph(tiny):
+    ranker = dual(tiny)
+    vectors, mask = inference.context_vectors(ranker, CONTEXTS)
+    for result in (vectors, inference.candidate_vectors(ranker, TEXTS)):
+        assert (result.dtype, result.device.type, result.requires_grad) == (
+            torch.float32, "cpu", False,
+        )  # fmt: skip
+    assert mask.dtype == torch.bool
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """A ranker whose candidate tower has no memory for more than `limit` rows; its batch sizes."""
+
+    def limit_to(ranker, limit):
+        sizes = []
+        encode = ranker.dual.encode_candidates
+
+        def limited(tokens):
+            sizes.append(len(tokens.ids_BT))
+            if sizes[-1] > limit:
+                raise torch.OutOfMemoryError("too many rows")
+            return encode(tokens)
+
+        monkeypatch.setattr(ranker.network, "encode_candidates", limited)
+        return sizes
+
+    return limit_to
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_batch_that_does_not_fit_is_halved_until_it_does(tiny, small_memory, limit):
+    expected = inference.candidate_vectors(dual(tiny), TEXTS)
+    ranker = dual(tiny)
+    sizes = small_memory(ranker, limit)
+    vectors = inference.candidate_vectors(ranker, TEXTS)
+    torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
+    fitted = [size for size in sizes if size <= limit]
+    assert sum(fitted) == len(TEXTS)
+    assert sizes[-1] <= limit < sizes[0]
+
+
+def test_one_text_that_does_not_fit_is_an_error(tiny, small_memory):
+    ranker = dual(tiny)
+    small_memory(ranker, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        inference.candidate_vectors(ranker, TEXTS)
+
+
+def test_the_wrong_architecture_is_refused(tiny):
+    with pytest.raises(BadInput, match="cross"):
+        inference.candidate_vectors(tiny.ranker(architecture="cross"), TEXTS)
+    with pytest.raises(BadInput, match="bi"):
+        inference.pair_scores(tiny.ranker(architecture="bi"), CONTEXTS[:1], [TEXTS])

@@ -1,0 +1,85 @@
+"""The in-batch softmax loss against float64 loops, and the exclusion of false negatives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.models.losses import false_negatives, ranking_loss
+
+
+def oracle_loss(scores, labels, excluded):
+    """Mean over rows of -log softmax at the label, over the columns that count."""
+    losses = []
+    for row, label, out in zip(scores, labels, excluded, strict=True):
+        counted = row[~out]
+        largest = counted.max()
+        losses.append(largest + np.log(np.exp(counted - largest).sum()) - row[label])
+    return np.mean(losses)
+
+
+@st.composite
+def cases(draw):
+    """Scores [B, C], labels, and a key per column, some of them the same."""
+    batch, columns = draw(st.integers(1, 5)), draw(st.integers(1, 7))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scores = draw(st.sampled_from([0.1, 1.0, 30.0])) * rng.standard_normal((batch, columns))
+    labels = draw(st.lists(st.integers(0, columns - 1), min_size=batch, max_size=batch))
+    keys = draw(st.lists(st.integers(-2, 2), min_size=columns, max_size=columns))
+    return scores.astype(np.float32), labels, keys
+
+
+@given(cases())
+def test_loss_is_softmax_cross_entropy_over_the_columns_that_count(case):
+    scores, labels, keys = case
+    label_B = torch.tensor(labels)
+    excluded = false_negatives(torch.tensor(keys), label_B)
+    loss = ranking_loss(torch.tensor(scores), label_B, excluded)
+    expected = oracle_loss(scores.astype(np.float64), labels, excluded.numpy())
+    assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@given(cases())
+def test_false_negatives_are_other_columns_with_the_right_text(case):
+    _, labels, keys = case
+    expected = [
+        [key == keys[label] and column != label for column, key in enumerate(keys)]
+        for label in labels
+    ]
+    assert false_negatives(torch.tensor(keys), torch.tensor(labels)).tolist() == expected
+
+
+def test_a_response_that_occurs_twice_is_not_pushed_away():
+    scores = torch.randn(3, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    label_B = torch.arange(3)
+    excluded = false_negatives(torch.tensor([7, 8, 7]), label_B)
+    ranking_loss(scores, label_B, excluded).backward()
+    pushed = scores.grad > 0
+    assert pushed.tolist() == [
+        [False, True, False],
+        [True, False, True],
+        [False, True, False],
+    ]
+    assert scores.grad[0, 2] == scores.grad[2, 0] == 0
+
+
+def test_batch_of_one_text_only_costs_nothing():
+    label_B = torch.arange(4)
+    excluded = false_negatives(torch.zeros(4, dtype=torch.long), label_B)
+    assert ranking_loss(torch.randn(4, 4), label_B, excluded).item() == 0
+
+
+@pytest.mark.shared
+def test_loss_of_parlais_scores(shared):
+    stored = np.load(shared / "golden/polyencoder_head.npz")
+    names = [name for name in stored if name.endswith(".scores")]
+    assert len(names) == 7
+    for name in names:
+        scores = stored[name]
+        labels = np.arange(len(scores))
+        expected = oracle_loss(scores.astype(np.float64), labels, np.zeros(scores.shape, bool))
+        loss = ranking_loss(torch.tensor(scores), torch.tensor(labels))
+        assert loss.item() == pytest.approx(expected, abs=1e-5), name

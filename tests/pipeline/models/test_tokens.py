@@ -1,0 +1,117 @@
+"""How texts are cut, framed, padded and paired."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from pipeline.config import BadInput
+from pipeline.models.tokens import Tokenizer
+
+PAD, CLS, SEP = 0, 2, 3
+words = st.lists(st.integers(0, 199), max_size=15)
+
+
+def text(numbers):
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def ids(numbers):
+    return [number + 5 for number in numbers]
+
+
+@given(st.lists(words, min_size=1, max_size=4), st.integers(2, 20))
+def test_context_keeps_its_newest_tokens_and_both_special_ones(tiny, turns, max_tokens):
+    (row,) = tiny.tokenizer().contexts([[text(turn) for turn in turns]], max_tokens)
+    everything = ids([number for turn in turns for number in turn])
+    assert len(row) == min(max_tokens, len(everything) + 2)
+    assert row == [CLS, *everything[max(0, len(everything) - (max_tokens - 2)) :], SEP]
+
+
+@given(words, st.integers(2, 20))
+def test_candidate_keeps_its_first_tokens_and_both_special_ones(tiny, numbers, max_tokens):
+    (row,) = tiny.tokenizer().candidates([text(numbers)], max_tokens)
+    assert row == [CLS, *ids(numbers)[: max_tokens - 2], SEP]
+
+
+def test_turns_are_joined_by_newlines():
+    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "a": 4, "b": 5, "\n": 6}
+    fast = FastTokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    assert Tokenizer(hf).contexts([["a", "ab", "b"]], 20) == [[1, 4, 6, 4, 5, 6, 5, 2]]
+
+
+def test_a_limit_or_padding_that_the_tokenizer_came_with_is_ignored(tiny, tmp_path):
+    hf = tiny.hf_tokenizer()
+    hf.backend_tokenizer.enable_truncation(4)
+    hf.backend_tokenizer.enable_padding(length=40)
+    hf.save_pretrained(tmp_path)
+    rows = Tokenizer.load(tmp_path).candidates([text(range(10)), "w1"], 72)
+    assert [len(row) for row in rows] == [12, 3]
+
+
+@given(st.lists(words.map(ids), min_size=1, max_size=5))
+def test_batch_pads_at_the_right_and_masks_the_pads(tiny, bodies):
+    rows = [[CLS, *body, SEP] for body in bodies]
+    tokens = tiny.tokenizer().batch(rows)
+    assert tokens.segments_BT is None
+    assert tokens.ids_BT.dtype == torch.int64
+    assert tokens.mask_BT.dtype == torch.bool
+    longest = max(map(len, rows))
+    for row, own_ids, own_mask in zip(rows, tokens.ids_BT, tokens.mask_BT, strict=True):
+        pads = longest - len(row)
+        assert own_ids.tolist() == row + [PAD] * pads
+        assert own_mask.tolist() == [True] * len(row) + [False] * pads
+
+
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=5))
+def test_pairs_are_laid_out_as_bert_tokenizers_do(tiny, pairs):
+    hf = tiny.hf_tokenizer()
+    hf.backend_tokenizer.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
+    first, second = ([text(pair[side]) for pair in pairs] for side in (0, 1))
+    theirs = hf(first, second, padding=True, return_token_type_ids=True)
+    tokenizer = tiny.tokenizer()
+    contexts = tokenizer.contexts([[one] for one in first], 100)
+    ours = tokenizer.pairs(contexts, tokenizer.candidates(second, 100))
+    assert ours.ids_BT.tolist() == theirs["input_ids"]
+    assert ours.mask_BT.long().tolist() == theirs["attention_mask"]
+    assert ours.segments_BT.tolist() == theirs["token_type_ids"]
+
+
+def test_moving_a_batch_takes_all_of_its_parts_along(tiny):
+    tokenizer = tiny.tokenizer()
+    moved = tokenizer.pairs([[CLS, 5, SEP]], [[CLS, 6, SEP]]).to(torch.device("meta"))
+    assert {part.device.type for part in moved} == {"meta"}
+    assert tokenizer.batch([[CLS, SEP]]).to(torch.device("meta")).segments_BT is None
+
+
+def test_saved_tokenizer_is_the_same_to_us_and_to_transformers(tiny, tmp_path):
+    tiny.tokenizer().save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    sentence = "w1 w199 unheard-of w7"
+    assert loaded.ids([sentence]) == [[6, 204, 1, 12]]
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    assert plain(sentence, add_special_tokens=False)["input_ids"] == [6, 204, 1, 12]
+    assert len(loaded) == len(plain) == tiny.vocabulary
+
+
+def test_folder_without_tokenizer_is_refused_in_one_line(tmp_path):
+    with pytest.raises(BadInput, match=r"tokenizer\.json is missing") as refusal:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["cls_token", "sep_token", "pad_token"])
+def test_tokenizer_without_a_special_token_is_refused(tiny, name):
+    hf = tiny.hf_tokenizer()
+    setattr(hf, name, None)
+    with pytest.raises(BadInput, match=f"no {name}"):
+        Tokenizer(hf)

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import shards
+from pipeline.artifact import Artifact, Draft, draft, open_artifact, sum_counts
+from pipeline.config import BadInput
+from pipeline.corpora.raw import Reading
+
+
+@dataclass(frozen=True)
+class Workers:
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    output: str = ""
+    max_steps: int = 3
+    names: tuple[str, ...] = ("a", "b")
+    resources: Workers = field(default_factory=Workers)
+
+
+@dataclass(frozen=True)
+class ReadingConfig:
+    reading: Reading = field(default_factory=Reading)
+
+
+SOURCE = {"uri": "raw", "kind": "raw", "fingerprint": "f00d"}
+
+
+def begin(uri: object, config: object = None, **inputs: object) -> Draft:
+    found = draft(str(uri), "thing", config or Config(), inputs or {"input": SOURCE})
+    assert isinstance(found, Draft)
+    return found
+
+
+def publish(uri: object, files: dict[str, bytes] | None = None, **inputs: object) -> Artifact:
+    out = begin(uri, **inputs)
+    entries = [out.write_file(name, data) for name, data in (files or {"x/1": b"one"}).items()]
+    return out.publish(entries, {"rows": 1})
+
+
+def refusal(uri: object, config: object = None, **inputs: object) -> str:
+    with pytest.raises(BadInput) as caught:
+        draft(str(uri), "thing", config or Config(), inputs or {"input": SOURCE})
+    return str(caught.value)
+
+
+def read_refusal(uri: object, kind: str = "thing") -> str:
+    with pytest.raises(BadInput) as caught:
+        open_artifact(str(uri), kind)
+    return str(caught.value)
+
+
+# Publishing
+
+
+def test_a_published_artifact_opens_with_what_its_manifest_says(tmp_path):
+    out = begin(tmp_path / "a")
+    table = pa.table({"n": [1, 2, 3]})
+    entries = [out.write_table("test/1.parquet", table), out.write_table("train/1.parquet", table)]
+    made = out.publish(
+        reversed(entries), {"rows": 6}, {"too short": 2, "deleted": 1}, "run", extra=[1]
+    )
+    found = open_artifact(str(tmp_path / "a"), "thing")
+    assert found == made
+    assert found.files() == [str(tmp_path / "a" / n) for n in ("test/1.parquet", "train/1.parquet")]
+    assert found.files("train/", ".parquet") == [str(tmp_path / "a" / "train" / "1.parquet")]
+    assert (found.rows(), found.rows("test/")) == (6, 3)
+    assert pq.read_table(found.files()[0]) == table
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    assert manifest["counts"] == {"rows": 6}
+    assert manifest["dropped"] == {"deleted": 1, "too short": 2}
+    assert manifest["config"]["max_steps"] == 3
+    assert manifest["inputs"]["input"]["fingerprint"] == "f00d"
+    assert (manifest["run_id"], manifest["extra"]) == ("run", [1])
+    assert {"format_version", "git_revision", "libraries", "seconds"} <= set(manifest)
+
+
+def test_an_unpublished_draft_is_refused_as_unfinished(tmp_path):
+    out = begin(tmp_path / "a")
+    out.write_file("x", b"x")
+    assert not (tmp_path / "a").exists()
+    for uri in (tmp_path / "a", f"{tmp_path}/a/"):
+        assert "unfinished" in read_refusal(uri)
+
+
+def test_publishing_leaves_no_draft_and_nothing_that_only_a_resumed_run_needs(tmp_path):
+    out = begin(tmp_path / "a")
+    out.mark("task", {"counts": {}})
+    out.write_file("_scratch/1", b"x")
+    out.publish([out.write_file("x/1", b"one")], {})
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"x", "manifest.json"}
+
+
+def test_a_job_killed_right_before_the_last_step_leaves_nothing_and_can_be_run_again(
+    tmp_path, monkeypatch
+):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish(tmp_path / "a")
+    read_refusal(tmp_path / "a")
+    assert publish(tmp_path / "a").fingerprint == publish(tmp_path / "b").fingerprint
+
+
+def test_in_an_object_store_the_manifest_is_the_last_step():
+    memory = fsspec.filesystem("memory")
+    try:
+        out = begin("memory://bucket/a")
+        out.mark("task", {})
+        entry = out.write_file("x/1", b"one")
+        assert "unfinished" in read_refusal("memory://bucket/a")
+        made = begin("memory://bucket/a").publish([entry], {})
+        assert set(memory.find("/bucket/a")) == {"/bucket/a/manifest.json", "/bucket/a/x/1"}
+        assert draft("memory://bucket/a", "thing", Config(), {"input": SOURCE}) == made
+    finally:
+        memory.store.clear()
+
+
+# Fingerprints
+
+
+def test_the_fingerprint_is_the_same_wherever_the_files_lie(tmp_path):
+    made = publish(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "elsewhere")
+    assert open_artifact(str(tmp_path / "elsewhere"), "thing").fingerprint == made.fingerprint
+    assert publish(tmp_path / "again").fingerprint == made.fingerprint
+
+
+@pytest.mark.parametrize(
+    "files", [{"x/1": b"two"}, {"x/2": b"one"}, {"x/1": b"one", "x/2": b""}, {}]
+)
+def test_the_fingerprint_differs_when_the_contents_do(tmp_path, files):
+    out = begin(tmp_path / "b")
+    other = out.publish([out.write_file(name, data) for name, data in files.items()], {})
+    assert other.fingerprint != publish(tmp_path / "a").fingerprint
+
+
+# Asking for the same output again
+
+
+def test_the_same_job_again_gets_the_artifact_that_is_there(tmp_path):
+    made = publish(tmp_path / "a")
+    assert draft(str(tmp_path / "a"), "thing", Config(), {"input": SOURCE}) == made
+
+
+def test_where_and_on_what_a_job_runs_does_not_make_it_another(tmp_path):
+    made = publish(tmp_path / "a")
+    config = Config(output="elsewhere", resources=Workers(8))
+    moved = {**SOURCE, "uri": "moved"}
+    assert draft(str(tmp_path / "a"), "thing", config, {"input": moved}) == made
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_settings_are_refused_naming_the_setting(tmp_path, finished):
+    publish(tmp_path / "a") if finished else begin(tmp_path / "a")
+    message = refusal(tmp_path / "a", Config(max_steps=4))
+    assert "max_steps: 3 there, 4 here" in message
+    assert "names" not in message
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_input_is_refused_naming_it(tmp_path, finished):
+    publish(tmp_path / "a") if finished else begin(tmp_path / "a")
+    message = refusal(tmp_path / "a", input={**SOURCE, "fingerprint": "beef"})
+    assert "input: 'f00d' there, 'beef' here" in message
+
+
+def test_a_job_that_stopped_at_damaged_input_resumes_with_more_tolerance(tmp_path):
+    begin(tmp_path / "a", ReadingConfig()).mark("task", {"n": 1})
+    tolerant = ReadingConfig(Reading(truncated="keep", max_malformed_share=0.5))
+    assert begin(tmp_path / "a", tolerant).records() == {"task": {"n": 1}}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".hidden", "deep/notes.txt"])
+def test_files_that_no_job_made_are_refused_before_any_work(tmp_path, name):
+    (tmp_path / "a" / name).parent.mkdir(parents=True)
+    (tmp_path / "a" / name).write_text("mine")
+    assert "no polyrank job made" in refusal(tmp_path / "a")
+    assert not (tmp_path / "a.partial").exists()
+
+
+def test_a_file_in_the_place_of_the_output_is_refused(tmp_path):
+    (tmp_path / "a").write_text("mine")
+    assert str(tmp_path / "a") in refusal(tmp_path / "a")
+
+
+def test_an_empty_folder_is_not_in_the_way(tmp_path):
+    (tmp_path / "a").mkdir()
+    assert publish(tmp_path / "a").files() == [str(tmp_path / "a" / "x" / "1")]
+
+
+# Reading
+
+
+def test_a_folder_without_a_manifest_is_no_artifact(tmp_path):
+    assert f"{tmp_path}: not a thing" in read_refusal(tmp_path)
+    assert "not a thing" in read_refusal(tmp_path / "none")
+
+
+def test_another_kind_is_refused(tmp_path):
+    publish(tmp_path / "a")
+    message = read_refusal(tmp_path / "a", kind="pool")
+    assert "kind is 'thing'; needed here: pool" in message
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_format_version_is_refused(tmp_path, version):
+    made = publish(tmp_path / "a")
+    changed = {**made.manifest, "format_version": version}
+    (tmp_path / "a" / "manifest.json").write_text(json.dumps(changed))
+    message = read_refusal(tmp_path / "a")
+    assert f"format_version is {version!r}" in message and "reads 1" in message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "thing"}', '"thing"'])
+def test_a_manifest_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    assert "not a polyrank manifest" in read_refusal(tmp_path)
+
+
+def test_the_manifest_tells_the_whole_ancestry(tmp_path):
+    child = publish(tmp_path / "child", input=publish(tmp_path / "parent"))
+    reference = child.manifest["inputs"]["input"]
+    assert reference["uri"] == str(tmp_path / "parent")
+    assert reference["inputs"] == {"input": SOURCE}
+
+
+# Tasks
+
+
+def test_a_second_run_does_only_what_the_first_left_undone(local_ray, tmp_path):
+    tasks = {f"task-{number}": number for number in range(6)}
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    fail = tmp_path / "fail"
+    fail.touch()
+
+    def work(out: Draft, task: str, number: int) -> dict[str, object]:
+        (calls / f"{task} {len(list(calls.glob(f'{task} *')))}").touch()
+        if number == 4 and fail.exists():
+            raise RuntimeError("killed")
+        return {"files": [out.write_file(f"x/{task}", b"%d" % number)], "counts": {"n": number}}
+
+    with pytest.raises(Exception, match="killed"):
+        shards.run_tasks(begin(tmp_path / "a"), tasks, work, "first")
+    done = set(begin(tmp_path / "a").records())
+    assert "task-4" not in done
+    begun = {path.name.split()[0] for path in calls.iterdir()}
+    fail.unlink()
+
+    out = begin(tmp_path / "a")
+    records = shards.run_tasks(out, tasks, work, "second")
+    assert [record["counts"]["n"] for record in records] == list(range(6))
+    called = [path.name.split()[0] for path in calls.iterdir()]
+    assert {task for task in tasks if called.count(task) > 1} == begun - done
+    resumed = out.publish([file for record in records for file in record["files"]], {})
+
+    whole = begin(tmp_path / "b")
+    records = shards.run_tasks(whole, tasks, work, "uninterrupted")
+    other = whole.publish([file for record in records for file in record["files"]], {})
+    assert resumed.fingerprint == other.fingerprint
+
+
+def test_a_finished_job_starts_no_task(tmp_path):
+    out = begin(tmp_path / "a")
+    out.mark("one", {"n": 1})
+    out.mark("two", {"n": 2})
+
+    def work(*_: object) -> dict[str, object]:
+        raise AssertionError
+
+    assert shards.run_tasks(out, {"two": 0, "one": 0}, work, "nothing") == [{"n": 2}, {"n": 1}]
+
+
+def test_what_a_task_refuses_is_refused_by_the_job(local_ray, tmp_path):
+    def work(_: Draft, task: str, number: int) -> dict[str, object]:
+        if number:
+            raise BadInput(f"{task} is bad")
+        return {}
+
+    with pytest.raises(BadInput, match=r"^task-1 is bad$"):
+        shards.run_tasks(begin(tmp_path / "a"), {"task-0": 0, "task-1": 1}, work, "refused")
+    assert set(begin(tmp_path / "a").records()) == {"task-0"}
+
+
+def test_counts_of_tasks_add_up_by_name():
+    records = [{"counts": {"a": 1, "b": 2}}, {"counts": {"b": 3}}, {}]
+    assert sum_counts(records, "counts") == {"a": 1, "b": 5}

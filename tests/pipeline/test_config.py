@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput, digest, flatten, from_dict, parse, require, to_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A group."""
+
+    share: float = 0.5
+    """A share."""
+    ks: tuple[int, ...] = (1, 5)
+    """Some numbers."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.share <= 1, "inner.share", self.share, "0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A job."""
+
+    input: tuple[str, ...]
+    """Some files."""
+    max_steps: int = 3
+    """A number."""
+    mode: Literal["fast", "slow"] = "fast"
+    """A choice."""
+    keep: bool = False
+    """A flag."""
+    name: str = "x"
+    """A text."""
+    inner: Inner = field(default_factory=Inner)
+    """A group."""
+
+
+def read(line: str) -> Config:
+    return parse(Config, line.split(), "python -m jobs.test")
+
+
+def refusal(line: str) -> str:
+    with pytest.raises(BadInput) as caught:
+        read(line)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def yaml(tmp_path: Path):
+    def write(text: str) -> Path:
+        file = tmp_path / "config.yaml"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def test_what_nobody_sets_has_its_default():
+    assert read("--input a") == Config(input=("a",))
+
+
+def test_a_file_beats_the_defaults_and_the_command_line_beats_the_file(yaml):
+    file = yaml("max_steps: 7\nmode: slow\ninner:\n  share: 0.25\n")
+    config = read(f"--config {file} --input a --max-steps 9")
+    assert config == Config(input=("a",), max_steps=9, mode="slow", inner=Inner(share=0.25))
+
+
+def test_the_command_line_beats_the_file_wherever_the_file_is_named(yaml):
+    file = yaml("max_steps: 7\ninput: [b, c]\n")
+    for line in (f"--max-steps 9 --config {file}", f"--max-steps=9 --config={file}"):
+        assert read(line) == Config(input=("b", "c"), max_steps=9)
+
+
+@pytest.mark.parametrize("option", ["--max-steps 4", "--max_steps 4", "--max-steps=4"])
+def test_dashes_underscores_and_equals_signs_mean_the_same(option):
+    assert read(f"--input a {option}").max_steps == 4
+
+
+def test_a_list_option_takes_several_values_until_the_next_option():
+    config = read("--input a b --inner.ks 2 3 4 --mode slow")
+    assert config == Config(input=("a", "b"), mode="slow", inner=Inner(ks=(2, 3, 4)))
+
+
+def test_texts_that_look_like_numbers_stay_texts():
+    assert read("--input 0012 1e5 --name 2011-01-01") == Config(
+        input=("0012", "1e5"), name="2011-01-01"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--keep", True), ("--keep true", True), ("--keep=false", False)]
+)
+def test_a_flag_alone_means_true(option, value):
+    assert read(f"--input a {option} --max-steps 4") == Config(
+        input=("a",), keep=value, max_steps=4
+    )
+
+
+@pytest.mark.parametrize("option", ["--max-stepz", "--inner.nope", "--max-step", "--inner.shar"])
+def test_an_unknown_option_is_refused_with_the_known_ones(option):
+    message = refusal(f"--input a {option} 1")
+    assert option.replace("-", "_").strip("_") in message
+    assert "inner.share" in message and "max_steps" in message
+
+
+def test_an_unknown_key_in_the_file_is_refused_with_the_known_ones(yaml):
+    message = refusal(f"--input a --config {yaml('inner: {shara: 1}')}")
+    assert "shara" in message and "inner.share" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "parts"),
+    [
+        ("--max-steps x", ["max_steps", "'x'", "int"]),
+        ("--max-steps 2.5", ["max_steps", "'2.5'", "int"]),
+        ("--keep maybe", ["keep", "'maybe'", "bool"]),
+        ("--mode medium", ["mode", "'medium'", "'fast', 'slow'"]),
+        ("--inner.share 2", ["inner.share", "2.0", "0 to 1"]),
+        ("--inner.share=-1", ["inner.share", "-1.0", "0 to 1"]),
+        ("--inner.share .nan", ["inner.share", "nan", "0 to 1"]),
+        ("--inner.ks 1 b", ["inner.ks"]),
+        ("--max-steps", ["max_steps"]),
+        ("--max-steps 3 4", ["4"]),
+    ],
+)
+def test_a_wrong_value_is_refused_naming_field_value_and_what_is_allowed(option, parts):
+    message = refusal(f"--input a {option}")
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_wrong_value_in_the_file_is_refused(yaml):
+    message = refusal(f"--input a --config {yaml('inner: {share: 3}')}")
+    assert "inner.share" in message and "0 to 1" in message
+
+
+def test_a_missing_option_is_named():
+    assert refusal("--max-steps 1").startswith("--input: missing")
+
+
+@pytest.mark.parametrize("text", ["max_steps: [1\n", "- 1\n- 2\n", "just words\n"])
+def test_a_file_that_holds_no_options_is_refused(yaml, text):
+    refusal(f"--input a --config {yaml(text)}")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    assert "none.yaml" in refusal(f"--input a --config {tmp_path}/none.yaml")
+
+
+def test_stray_words_are_refused():
+    assert "stray" in refusal("stray --input a")
+
+
+def test_help_shows_the_docstrings_and_exits_with_0(capsys):
+    with pytest.raises(SystemExit) as stop:
+        read("--help")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--inner.share" in shown and "A share." in shown
+
+
+_configs = st.builds(
+    Config,
+    input=st.lists(st.text()).map(tuple),
+    max_steps=st.integers(),
+    mode=st.sampled_from(["fast", "slow"]),
+    keep=st.booleans(),
+    name=st.text(),
+    inner=st.builds(
+        Inner, share=st.floats(0, 1), ks=st.lists(st.integers()).map(tuple)
+    ),
+)  # fmt: skip
+
+
+@given(_configs)
+def test_a_config_survives_the_way_through_plain_values(config):
+    assert from_dict(Config, to_dict(config)) == config
+
+
+@given(_configs)
+def test_flat_names_are_those_of_the_command_line(config):
+    flat = flatten(to_dict(config))
+    assert set(flat) == {
+        "input", "max_steps", "mode", "keep", "name", "inner.share", "inner.ks"
+    }  # fmt: skip
+    assert flat["inner.share"] == config.inner.share
+
+
+def test_a_digest_does_not_depend_on_the_order_of_names():
+    assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
+    assert digest({"a": 1, "b": [1, 2]}) != digest({"a": 1, "b": [2, 1]})

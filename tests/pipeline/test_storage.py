@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pipeline import storage
+from pipeline.config import BadInput
+
+
+def write(folder: Path, *names: str) -> list[str]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"text of {name}")
+    return [str(folder / name) for name in names]
+
+
+@pytest.fixture
+def memory():
+    """An object store in this process."""
+    yield "memory://bucket"
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_folder_stands_for_the_files_below_it_without_hidden_ones(tmp_path):
+    b, a = write(tmp_path, "x/b", "x/deep/a")
+    write(tmp_path, "x/.hidden", "x/_tasks/c", "x/.git/d")
+    assert storage.expand([str(tmp_path / "x")]) == [b, a]
+
+
+def test_a_file_named_twice_is_read_once(tmp_path):
+    a, b = write(tmp_path, "x/a", "x/b")
+    assert storage.expand([b, str(tmp_path / "x"), b]) == [b, a]
+
+
+def test_a_file_named_by_itself_may_be_hidden(tmp_path):
+    (hidden,) = write(tmp_path, "_a")
+    assert storage.expand([hidden]) == [hidden]
+
+
+def test_input_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(BadInput, match=f"^--input {tmp_path}/none: no such file or folder$"):
+        storage.expand([str(tmp_path / "none")])
+
+
+def test_a_folder_without_files_is_refused(tmp_path):
+    (tmp_path / "inner").mkdir()
+    with pytest.raises(BadInput, match="holds no files"):
+        storage.expand([str(tmp_path)])
+
+
+def test_no_input_at_all_is_refused():
+    with pytest.raises(BadInput, match="--input"):
+        storage.expand([])
+
+
+def test_an_unknown_scheme_is_named():
+    with pytest.raises(BadInput, match=r"^nope://x/y: no file system for this URI"):
+        storage.expand(["nope://x/y"])
+
+
+@pytest.mark.parametrize("scheme", ["local", "file", "memory"])
+def test_files_are_written_listed_read_and_deleted_alike_everywhere(scheme, tmp_path, memory):
+    root = {"local": str(tmp_path), "file": f"file://{tmp_path}", "memory": memory}[scheme]
+    uri = storage.join(root, "a", "b.txt")
+    assert not storage.exists(uri)
+    storage.write_bytes(uri, b"one")
+    storage.write_bytes(uri, b"three")
+    assert storage.read_bytes(uri) == b"three"
+    assert (storage.size_of(uri), storage.name_of(uri)) == (5, "b.txt")
+    assert storage.list_files(root) == storage.expand([root]) == [uri]
+    storage.delete(storage.join(root, "a"))
+    assert not storage.exists(uri)
+    assert storage.list_files(root) == []
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_new_to_read(tmp_path, monkeypatch):
+    (uri,) = write(tmp_path, "a")
+
+    def power_cut(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", power_cut)
+    with pytest.raises(KeyboardInterrupt):
+        storage.write_bytes(uri, b"new")
+    assert storage.read_bytes(uri) == b"text of a"
+    assert storage.list_files(str(tmp_path)) == [uri]
+
+
+def test_a_remote_folder_is_copied_once_for_each_version(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage.tempfile, "gettempdir", lambda: str(tmp_path))
+    uri = storage.join(memory, "model")
+    storage.write_bytes(storage.join(uri, "deep", "a"), b"1")
+    first = storage.local_folder(uri, "v1")
+    assert (first / "deep" / "a").read_bytes() == b"1"
+    storage.write_bytes(storage.join(uri, "deep", "a"), b"2")
+    assert storage.local_folder(uri, "v1") == first
+    assert (storage.local_folder(uri, "v2") / "deep" / "a").read_bytes() == b"2"
+
+
+def test_a_local_folder_is_its_own_copy(tmp_path):
+    assert storage.local_folder(str(tmp_path), "v1") == tmp_path
+    assert storage.local_folder(f"file://{tmp_path}", "v1") == tmp_path
+
+
+def test_raw_files_have_the_same_fingerprint_wherever_they_lie_and_in_any_order(tmp_path):
+    here = write(tmp_path / "here", "a", "b")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    there = [str(tmp_path / "there" / name) for name in ("b", "a")]
+    os.utime(there[0], (1, 1))
+    assert storage.raw_fingerprint(here) == storage.raw_fingerprint(there)
+
+
+@pytest.mark.parametrize("change", ["head", "tail", "size", "name", "another file"])
+def test_raw_files_that_differ_have_another_fingerprint(tmp_path, change):
+    data = os.urandom(1 << 18)
+    file = tmp_path / "a"
+    file.write_bytes(data)
+    files = [str(file)]
+    before = storage.raw_fingerprint(files)
+    if change == "head":
+        file.write_bytes(b"%c" % (data[0] ^ 1) + data[1:])
+    elif change == "tail":
+        file.write_bytes(data[:-1] + b"%c" % (data[-1] ^ 1))
+    elif change == "size":
+        file.write_bytes(data[: 1 << 17] + data[: 1 << 16] + data[1 << 17 :])
+    elif change == "name":
+        files = [str(file.rename(tmp_path / "b"))]
+    else:
+        files += write(tmp_path, "b")
+    assert storage.raw_fingerprint(files) != before

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from pipeline import tracking
+from pipeline.artifact import Artifact, Draft, draft
+
+
+@dataclass(frozen=True)
+class Loop:
+    max_steps: int = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    output: str = ""
+    name: str = "x"
+    loop: Loop = field(default_factory=Loop)
+
+
+SOURCE = {"uri": "raw/dump.zst", "kind": "raw", "fingerprint": "f00d"}
+
+
+def begin(folder: Path, config: Config | None = None, **inputs: object) -> Draft:
+    out = draft(str(folder), "thing", config or Config(), inputs or {"input": SOURCE})
+    assert isinstance(out, Draft)
+    return out
+
+
+def make(folder: Path, text: bytes = b"one", **inputs: object) -> Artifact:
+    """A job from its start to the end of its run."""
+    out = begin(folder, **inputs)
+    with tracking.start("make_thing", out) as run:
+        file = out.write_file("x", text)
+        made = out.publish([file], {"rows": 5}, {"field a(b) is no string": 2}, run.run_id)
+        tracking.finish(run, made, {"R@1/20": 0.5, "loss": math.nan})
+    return made
+
+
+def run_of(artifact: Artifact) -> mlflow.entities.Run:
+    return mlflow.MlflowClient().get_run(artifact.manifest["run_id"])
+
+
+def test_a_run_holds_settings_counts_drops_and_metrics(tmp_path):
+    run = run_of(make(tmp_path / "a"))
+    assert run.info.status == "FINISHED"
+    assert run.data.params["loop.max_steps"] == "3"
+    assert run.data.params["name"] == "x"
+    assert run.data.metrics["count.rows"] == 5
+    assert run.data.metrics["dropped.field a_b_ is no string"] == 2
+    assert "loss" not in run.data.metrics
+    assert run.data.metrics["R_1/20"] == 0.5
+
+
+def test_a_run_names_its_inputs_its_code_and_what_came_out(tmp_path):
+    made = make(tmp_path / "a")
+    tags = run_of(made).data.tags
+    assert tags["job"] == "make_thing"
+    assert tags["output_uri"] == str(tmp_path / "a")
+    assert tags["output_fingerprint"] == made.fingerprint
+    assert tags["git_revision"] == (made.manifest["git_revision"] or "unknown")
+    assert tags["input.input.uri"] == SOURCE["uri"]
+    assert tags["input.input.fingerprint"] == SOURCE["fingerprint"]
+
+
+def test_a_run_shows_the_whole_ancestry_with_the_runs_that_made_it(tmp_path):
+    parent = make(tmp_path / "parent")
+    child = make(tmp_path / "child", corpus=parent)
+    tags = run_of(child).data.tags
+    assert tags["input.corpus.run_id"] == parent.manifest["run_id"]
+    note = tags["mlflow.note.content"]
+    assert str(tmp_path / "parent") in note and parent.manifest["run_id"] in note
+    assert SOURCE["uri"] in note
+
+
+def test_a_run_keeps_the_manifest(tmp_path):
+    made = make(tmp_path / "a")
+    file = mlflow.artifacts.download_artifacts(
+        run_id=made.manifest["run_id"], artifact_path="manifest.json", dst_path=str(tmp_path)
+    )
+    assert json.loads(Path(file).read_text()) == made.manifest
+
+
+def test_a_run_takes_any_number_of_input_files_and_long_settings(tmp_path):
+    many = {**SOURCE, "uri": " ".join(f"s3://bucket/RC_{n:06d}.zst" for n in range(5000))}
+    out = begin(tmp_path / "a", Config(name="y" * 10_000), input=many)
+    with tracking.start("make_thing", out) as run:
+        pass
+    data = mlflow.MlflowClient().get_run(run.run_id).data
+    assert data.tags["input.input.uri"].startswith("s3://bucket/RC_000000.zst")
+    assert data.params["name"].startswith("yyy")
+
+
+def test_a_failed_job_ends_its_run_as_failed(tmp_path):
+    with pytest.raises(ZeroDivisionError), tracking.start("bad", begin(tmp_path / "a")) as run:
+        raise ZeroDivisionError
+    assert mlflow.MlflowClient().get_run(run.run_id).info.status == "FAILED"
+    assert mlflow.active_run() is None
+
+
+def test_another_process_can_log_to_the_run_by_its_id(tmp_path):
+    with tracking.start("train", begin(tmp_path / "a")) as run:
+        elsewhere = tracking.Run(run.run_id, run.tracking_uri)
+        for step in range(3):
+            elsewhere.log({"loss": 1 / (step + 1), "bad": math.inf}, step)
+        elsewhere.flush()
+    history = mlflow.MlflowClient().get_metric_history(run.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(0, 1.0), (1, 0.5), (2, 1 / 3)]
+    assert "bad" not in mlflow.MlflowClient().get_run(run.run_id).data.metrics
+
+
+def test_a_registered_model_points_to_where_it_lies_and_to_its_run(tmp_path):
+    made = make(tmp_path / "a")
+    version = tracking.register("points", made, "candidate")
+    found = mlflow.MlflowClient().get_model_version_by_alias("points", "candidate")
+    assert (str(found.version), found.source) == (version, made.uri)
+    assert found.run_id == made.manifest["run_id"]
+    assert found.tags["fingerprint"] == made.fingerprint
+
+
+def test_an_alias_moves_to_the_model_registered_last(tmp_path):
+    first, second = make(tmp_path / "a"), make(tmp_path / "b", b"two")
+    old = tracking.register("moves", first, "candidate")
+    new = tracking.register("moves", second, "candidate")
+    assert old != new
+    client = mlflow.MlflowClient()
+    assert client.get_model_version_by_alias("moves", "candidate").source == second.uri
+
+
+def test_the_same_model_is_registered_once_whatever_its_aliases(tmp_path):
+    made = make(tmp_path / "a")
+    versions = {tracking.register("once", made, alias) for alias in ("candidate", "champion")}
+    assert len(versions) == 1
+    found = mlflow.MlflowClient().get_model_version("once", versions.pop())
+    assert set(found.aliases) == {"candidate", "champion"}
+
+
+def test_a_model_made_anew_in_the_same_place_is_another_version(tmp_path):
+    first = make(tmp_path / "a")
+    old = tracking.register("anew", first, "candidate")
+    shutil.rmtree(tmp_path / "a")
+    second = make(tmp_path / "a", b"two")
+    assert tracking.register("anew", second, "candidate") != old
+    found = mlflow.MlflowClient().get_model_version_by_alias("anew", "candidate")
+    assert found.tags["fingerprint"] == second.fingerprint
+
+
+def test_a_relative_sqlite_path_means_the_same_file_in_every_process(
+    tmp_path, tracking_uri, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri("sqlite:///here.db")
+    try:
+        with tracking.start("make_thing", begin(tmp_path / "a")) as run:
+            pass
+    finally:
+        mlflow.set_tracking_uri(tracking_uri)
+    assert run.tracking_uri == f"sqlite:///{tmp_path}/here.db"

@@ -1,0 +1,231 @@
+"""Which rows stand in which batch: each once an epoch, whatever the rank, wherever resumed."""
+
+from __future__ import annotations
+
+import threading
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.training.batches import Batches, Cursor, Rows
+
+WORLDS = (1, 2, 3)
+
+
+class Lengths:
+    """Items are (number of the row, its length), the number of words in its response."""
+
+    columns = ("example_id", "response")
+
+    def prepare(self, rows, generator):
+        return [(int(row["example_id"][1:]), len(row["response"].split())) for row in rows]
+
+    def length(self, item):
+        return item[1]
+
+    def collate(self, items, generator):
+        return items, int(torch.randint(1 << 30, (1,), generator=generator))
+
+
+def lengths(count):
+    """From 1 to 13, not in order."""
+    return [1 + 7 * number % 13 for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def corpora(tiny):
+    """A corpus of so many rows, in files of 20 and row groups of 7."""
+    made = {}
+
+    def make(count):
+        if count not in made:
+            rows = [{"response": " ".join(["w1"] * length)} for length in lengths(count)]
+            made[count] = tiny.corpus(rows, rows_per_file=20, rows_per_group=7)
+        return made[count]
+
+    return make
+
+
+def rows_of(corpus, rank=0, world=1, seed=0):
+    return Rows.of(corpus, "train", Lengths.columns, rank, world, seed)
+
+
+def batches_of(corpus, rank=0, world=1, seed=0, **settings):
+    return Batches(rows_of(corpus, rank, world, seed), Lengths(), **settings)
+
+
+def take(batches, count, cursor=None):
+    walk = batches.start(cursor or Cursor())
+    try:
+        return list(islice(walk, count))
+    finally:
+        walk.close()
+
+
+def epoch_of(batches, epoch=0):
+    """The items of an epoch's batches; the first batch of the next one ends it."""
+    found = []
+    walk = batches.start(Cursor(epoch))
+    for (items, _), cursor in walk:
+        if cursor.epoch != epoch:
+            break
+        found.append(items)
+    walk.close()
+    return found
+
+
+def numbers(batches):
+    return [number for items in batches for number, _ in items]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_ranks_share_the_split_without_overlap(corpora, world, epoch):
+    shares = [
+        [row["example_id"] for row in rows.read(epoch, 0, len(rows))]
+        for rows in (rows_of(corpora(50), rank, world) for rank in range(world))
+    ]
+    assert {len(share) for share in shares} == {50 // world}
+    together = [name for share in shares for name in share]
+    assert len(set(together)) == len(together) == 50 // world * world
+
+
+def test_all_columns_that_are_asked_for_come_and_no_others(corpora):
+    (row,) = rows_of(corpora(50)).read(0, 3, 4)
+    assert tuple(row) == Lengths.columns
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 50), st.integers(0, 60), st.integers(1, 3))
+def test_a_part_of_a_share_is_that_part_of_it(corpora, start, stop, world):
+    rows = rows_of(corpora(50), rank=world - 1, world=world)
+    assert rows.read(1, start, stop) == rows.read(1, 0, len(rows))[start:stop]
+
+
+def test_epochs_and_seeds_read_in_different_orders(corpora):
+    orders = {
+        tuple(row["example_id"] for row in rows_of(corpora(50), seed=seed).read(epoch, 0, 50))
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert len(orders) == 4
+
+
+@pytest.mark.parametrize("settings", [{"examples": 5}, {"tokens": 40}])
+@pytest.mark.parametrize("window_rows", [5, 20, 4096])
+def test_an_epoch_sees_each_row_once(corpora, settings, window_rows):
+    for epoch in (0, 1):
+        batches = batches_of(corpora(50), window_rows=window_rows, **settings)
+        assert sorted(numbers(epoch_of(batches, epoch))) == list(range(50))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("window_rows", [1, 12, 4096])
+def test_every_rank_has_the_same_number_of_batches(corpora, world, window_rows):
+    """61 rows: neither ranks nor batches divide them."""
+    counts = set()
+    for rank in range(world):
+        batches = batches_of(corpora(61), rank, world, examples=4, window_rows=window_rows)
+        epoch = epoch_of(batches)
+        assert {len(items) for items in epoch} == {4}
+        assert len(set(numbers(epoch))) == len(epoch) * 4
+        counts |= {len(epoch), batches.steps_per_epoch}
+    assert counts == {61 // world // 4}
+
+
+def test_rows_left_over_by_an_epoch_are_not_always_the_longest(corpora):
+    """Six of 50 rows in a batch: two are left over. Their lengths are 1 to 13."""
+    left = set()
+    for epoch in range(8):
+        used = set(numbers(epoch_of(batches_of(corpora(50), examples=6), epoch)))
+        assert len(used) == 48
+        left |= set(range(50)) - used
+    assert min(lengths(50)[number] for number in left) < 8
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 120), st.sampled_from([7, 20, 4096]), st.integers(0, 5))
+def test_batches_stay_within_their_tokens_padding_included(corpora, tokens, window_rows, seed):
+    epoch = epoch_of(batches_of(corpora(50), seed=seed, tokens=tokens, window_rows=window_rows))
+    for items in epoch:
+        assert len(items) == 1 or len(items) * max(length for _, length in items) <= tokens
+    assert sorted(numbers(epoch)) == list(range(50))
+
+
+def test_batches_hold_similar_lengths_in_random_order(corpora):
+    epoch = epoch_of(batches_of(corpora(130), examples=10))
+    lengths = [[length for _, length in items] for items in epoch]
+    spans = [(min(row), max(row)) for row in lengths]
+    assert all(longest - shortest <= 1 for shortest, longest in spans)
+    assert spans != sorted(spans)
+
+
+@pytest.mark.parametrize("settings", [{"examples": 4}, {"tokens": 30}])
+def test_any_cursor_goes_on_with_the_same_batches(corpora, settings):
+    """Over more than two epochs: same rows and the same chance in `collate`."""
+    batches = batches_of(corpora(50), rank=1, world=2, window_rows=9, **settings)
+    whole = take(batches, 30)
+    assert whole[-1][1].epoch >= 2
+    for place, (_, cursor) in enumerate(whole[:-2]):
+        again = batches_of(corpora(50), rank=1, world=2, window_rows=9, **settings)
+        assert take(again, 2, cursor) == whole[place + 1 : place + 3]
+
+
+def test_batches_follow_from_the_seed_and_differ_between_epochs(corpora):
+    runs = [batches_of(corpora(50), seed=seed, examples=5) for seed in (1, 1, 2)]
+    first, same, other = (take(batches, 10) for batches in runs)
+    assert first == same
+    assert first != other
+    batches = batches_of(corpora(50), examples=5)
+    assert epoch_of(batches, 0) != epoch_of(batches, 1)
+
+
+def test_chance_in_collate_differs_between_batches_and_ranks(corpora):
+    draws = [
+        draw
+        for rank in (0, 1)
+        for (_, draw), _ in take(batches_of(corpora(50), rank, 2, tokens=30), 20)
+    ]
+    assert len(set(draws)) == 40
+
+
+@pytest.mark.parametrize(("world", "examples"), [(1, 51), (2, 26), (3, 17)])
+def test_too_few_examples_for_one_batch_are_refused(corpora, world, examples):
+    with pytest.raises(BadInput, match=f"too few for a batch of {examples} on each of {world}"):
+        batches_of(corpora(50), 0, world, examples=examples)
+    assert batches_of(corpora(50), 0, world, examples=examples - 1).steps_per_epoch == 1
+
+
+def test_fewer_examples_than_workers_are_refused(corpora):
+    with pytest.raises(BadInput, match="too few"):
+        batches_of(corpora(2), 0, 3, tokens=30)
+
+
+def test_a_corpus_without_the_split_is_refused(tiny, corpora):
+    with pytest.raises(BadInput, match="no examples in valid/"):
+        Rows.of(corpora(50), "valid", Lengths.columns, 0, 1, 0)
+
+
+class Broken(Lengths):
+    def collate(self, items, generator):
+        raise RuntimeError("cannot collate")
+
+
+def test_an_error_in_the_thread_reaches_the_loop(corpora):
+    batches = Batches(rows_of(corpora(50)), Broken(), examples=5)
+    with pytest.raises(RuntimeError, match="cannot collate"):
+        next(batches.start(Cursor()))
+
+
+def test_the_thread_ends_with_its_iterator(corpora):
+    before = set(threading.enumerate())
+    walk = batches_of(corpora(50), examples=5).start(Cursor())
+    next(walk)
+    (thread,) = set(threading.enumerate()) - before
+    walk.close()
+    thread.join(timeout=30)
+    assert not thread.is_alive()

@@ -1,0 +1,138 @@
+"""Two processes with half a batch each learn what one process learns from the whole batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.models.ranker import load_ranker
+from pipeline.training.distributed import gather, gather_with_gradient, rank
+from pipeline.training.finetuning import DualCollator, DualModule
+
+KINDS = {
+    "bi": {"architecture": "bi"},
+    "bi_shared": {"architecture": "bi", "share_towers": True},
+    "poly": {"architecture": "poly"},
+}
+WORLD = 2
+# The third and the last response are the same text, on different ranks: no negatives of each other.
+ROWS = [
+    {"context": ["w1 w2", "w3"], "response": "w4"},
+    {"context": ["w5"], "response": "w6 w7 w8 w9"},
+    {"context": ["w10 w11 w12 w13"], "response": "w14 w15"},
+    {"context": ["w16 w17"], "response": "w18 w19 w20"},
+    {"context": ["w21"], "response": "w22"},
+    {"context": ["w23 w24 w25 w26 w27"], "response": "w14 w15"},
+]
+
+
+def losses_and_gradients(folder, kind, own_rank, world):
+    """One step's mean loss over all ranks, and the gradients after it."""
+    ranker = load_ranker(folder / kind)
+    model = module = DualModule(ranker.network)
+    if world > 1:
+        model = DistributedDataParallel(module)
+    collator, generator = DualCollator(ranker), torch.Generator()
+    share = len(ROWS) // world
+    rows = ROWS[own_rank * share : (own_rank + 1) * share]
+    loss, shown = model(collator.collate(collator.prepare(rows, generator), generator))
+    loss.backward()
+    means = torch.stack([loss.detach(), shown["accuracy"]])
+    if world > 1:
+        dist.all_reduce(means)
+    gradients = {name: value.grad for name, value in module.named_parameters()}
+    return {"means": means / world, "gradients": gradients}
+
+
+def work(folder, own_rank):
+    """One of the two processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=own_rank, world_size=WORLD
+    )
+    found = {kind: losses_and_gradients(folder, kind, own_rank, WORLD) for kind in KINDS}
+    rows = torch.full((2, 3), float(own_rank), requires_grad=True)
+    gathered = gather_with_gradient(rows)
+    (gathered * torch.arange(4.0)[:, None] * (own_rank + 1)).sum().backward()
+    found["gather"] = {
+        "rank": rank(),
+        "with_gradient": gathered.detach(),
+        "without": gather(rows.detach()),
+        "gradient": rows.grad,
+    }
+    torch.save(found, folder / f"{own_rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    for kind, config in KINDS.items():
+        tiny.ranker(**config).save(folder / kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """What each of the two processes found."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(number)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for number in range(WORLD)
+    ]  # fmt: skip
+    try:
+        output = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
+    return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(WORLD)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind):
+    alone = losses_and_gradients(folder, kind, 0, 1)
+    assert alone["means"][0] > 0.1
+    for found in ranks:
+        torch.testing.assert_close(found[kind]["means"], alone["means"])
+        assert found[kind]["gradients"].keys() == alone["gradients"].keys()
+        for name, gradient in alone["gradients"].items():
+            ours = found[kind]["gradients"][name]
+            torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_all_ranks_gather_the_same_rows_in_the_order_of_ranks(ranks):
+    expected = torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2)
+    for number, found in enumerate(ranks):
+        assert found["gather"]["rank"] == number
+        assert torch.equal(found["gather"]["with_gradient"], expected)
+        assert torch.equal(found["gather"]["without"], expected)
+
+
+def test_gradient_of_gathered_rows_is_the_sum_over_ranks(ranks):
+    """Row r is multiplied by r on the first rank and by 2 r on the second."""
+    for number, found in enumerate(ranks):
+        rows = torch.tensor([[0.0], [1.0]]) + 2 * number
+        assert torch.equal(found["gather"]["gradient"], (3 * rows).expand(2, 3))
+
+
+def test_without_a_process_group_nothing_is_gathered():
+    rows = torch.ones(2, 3, requires_grad=True)
+    assert gather_with_gradient(rows) is rows
+    assert gather(rows) is rows
+    assert rank() == 0
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), int(sys.argv[2]))

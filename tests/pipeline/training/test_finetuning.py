@@ -1,0 +1,249 @@
+"""What a ranker is fine-tuned on: batches, negatives and losses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.models import inference
+from pipeline.models.ranker import RankerConfig, load_ranker
+from pipeline.training.batches import Cursor
+from pipeline.training.finetuning import (
+    DualCollator,
+    DualModule,
+    FinetuneConfig,
+    Finetuning,
+    PairCollator,
+    PairModule,
+)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def collated(collator, rows, seed=0):
+    return collator.collate(collator.prepare(rows, generator(seed)), generator(seed))
+
+
+def texts_of(tokens, place):
+    """The words of one row of a batch, [CLS] and [SEP] left out."""
+    ids = tokens.ids_BT[place, tokens.mask_BT[place]].tolist()
+    return " ".join(f"w{number - 5}" for number in ids if number > 4)
+
+
+def candidates_of(batch, place):
+    """The candidates' texts of one example of a pair batch."""
+    count = len(batch.pairs.ids_BT) // len(batch.label_B)
+    second = batch.pairs.segments_BT > 0
+    alone = batch.pairs._replace(mask_BT=second)
+    return [texts_of(alone, place * count + number) for number in range(count)]
+
+
+def softmax_loss(scores, labels, excluded):
+    losses = []
+    for row, label, out in zip(scores, labels, excluded, strict=True):
+        kept = np.where(out, -np.inf, row)
+        losses.append(np.log(np.exp(kept - kept.max()).sum()) + kept.max() - row[label])
+    return np.mean(losses)
+
+
+DUAL_ROWS = [
+    {"context": ["w1 w2", "w3"], "response": "w4"},
+    {"context": ["w5"], "response": "w6 w7 w8"},
+    {"context": ["w9 w10 w11"], "response": "w4"},
+    {"context": ["w12"], "response": "w13"},
+]
+
+
+def test_dual_batch_holds_contexts_and_their_responses(tiny):
+    batch = collated(DualCollator(tiny.ranker()), DUAL_ROWS)
+    for place, row in enumerate(DUAL_ROWS):
+        assert texts_of(batch.contexts, place) == " ".join(row["context"])
+        assert texts_of(batch.responses, place) == row["response"]
+
+
+def test_keys_are_equal_where_the_responses_are(tiny):
+    keys = collated(DualCollator(tiny.ranker()), DUAL_ROWS).key_B.tolist()
+    assert [keys.index(key) for key in keys] == [0, 1, 0, 3]
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_dual_loss_is_the_softmax_over_all_responses_but_repeated_ones(tiny, architecture):
+    ranker = tiny.ranker(architecture=architecture)
+    with torch.no_grad():
+        loss, shown = DualModule(ranker.network)(collated(DualCollator(ranker), DUAL_ROWS))
+        vectors, mask = inference.context_vectors(ranker, [row["context"] for row in DUAL_ROWS], 1)
+        candidates = inference.candidate_vectors(ranker, [row["response"] for row in DUAL_ROWS], 1)
+        scores = ranker.dual.scores(vectors, mask, candidates).double().numpy()
+    excluded = np.zeros((4, 4), bool)
+    excluded[0, 2] = excluded[2, 0] = True
+    assert loss.item() == pytest.approx(softmax_loss(scores, range(4), excluded), rel=1e-4)
+    best = np.where(excluded, -np.inf, scores).argmax(axis=1)
+    assert shown["accuracy"].item() == pytest.approx((best == np.arange(4)).mean())
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch):
+    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+
+
+PAIR_ROWS = [
+    {"context": ["w1 w2"], "response": "w3", "candidates": ["w4", "w5 w6", "w3", "w7"]},
+    {"context": ["w8"], "response": "w9 w10", "candidates": None},
+    {"context": ["w11"], "response": "w12", "candidates": ["w12", "w13"]},
+    {"context": ["w14"], "response": "w3", "candidates": []},
+]
+
+
+def test_pair_loss_is_the_softmax_over_each_contexts_own_candidates(tiny):
+    ranker = tiny.ranker(architecture="cross")
+    batch = collated(PairCollator(ranker, 3), PAIR_ROWS)
+    with torch.no_grad():
+        loss, shown = PairModule(ranker.cross)(batch)
+    contexts = [row["context"] for row in PAIR_ROWS]
+    candidates = [candidates_of(batch, place) for place in range(4)]
+    scores = torch.stack(inference.pair_scores(ranker, contexts, candidates)).double().numpy()
+    expected = softmax_loss(scores, batch.label_B.tolist(), np.zeros((4, 4), bool))
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    hits = scores.argmax(axis=1) == batch.label_B.numpy()
+    assert shown["accuracy"].item() == pytest.approx(hits.mean())
+
+
+@pytest.mark.parametrize("negatives", [1, 2, 3, 6])
+def test_negatives_are_the_given_ones_then_other_responses(tiny, negatives):
+    batch = collated(PairCollator(tiny.ranker(architecture="cross"), negatives), PAIR_ROWS)
+    responses = {row["response"] for row in PAIR_ROWS}
+    for place, row in enumerate(PAIR_ROWS):
+        found = candidates_of(batch, place)
+        assert len(found) == negatives + 1
+        label = int(batch.label_B[place])
+        assert found[label] == row["response"]
+        assert found.count(row["response"]) == 1
+        given = {text for text in row["candidates"] or [] if text != row["response"]}
+        wrong = set(found) - {row["response"]}
+        assert len(wrong & given) == min(negatives, len(given))
+        assert wrong <= given | responses
+
+
+def test_negatives_follow_from_the_generator_and_change_with_it(tiny):
+    collator = PairCollator(tiny.ranker(architecture="cross"), 2)
+    found = [collated(collator, PAIR_ROWS, seed).pairs.ids_BT for seed in (1, 1, 2)]
+    assert torch.equal(found[0], found[1])
+    assert found[0].shape != found[2].shape or not torch.equal(found[0], found[2])
+
+
+def test_rows_with_one_response_in_all_still_make_a_batch(tiny):
+    """Nothing else to choose from: better than to search for ever."""
+    rows = [{"context": ["w1"], "response": "w2", "candidates": None}] * 3
+    batch = collated(PairCollator(tiny.ranker(architecture="cross"), 2), rows)
+    assert candidates_of(batch, 0) == ["w2", "w2", "w2"]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 20))
+def test_length_is_at_least_what_an_item_takes_in_its_batch(tiny, candidates, context):
+    rows = [{"context": [" ".join(["w1"] * context)], "response": "w0",
+             "candidates": [" ".join(["w2"] * words) for words in candidates]}]  # fmt: skip
+    collator = PairCollator(tiny.ranker(architecture="cross"), 4)
+    (item,) = collator.prepare(rows, generator())
+    longest = collator.collate([item], generator()).pairs.ids_BT.shape[1]
+    assert collator.length(item) == longest + 1  # the candidate's own [CLS] is not in the pair
+
+
+def test_moving_batches_takes_all_of_their_parts_along(tiny):
+    meta = torch.device("meta")
+    dual = collated(DualCollator(tiny.ranker()), DUAL_ROWS).to(meta)
+    assert dual.contexts.ids_BT.is_meta
+    assert dual.responses.mask_BT.is_meta
+    assert dual.key_B.is_meta
+    pair = collated(PairCollator(tiny.ranker(architecture="cross"), 1), PAIR_ROWS).to(meta)
+    assert pair.pairs.segments_BT.is_meta
+    assert pair.label_B.is_meta
+
+
+def recipe(tiny, count=40, architecture="poly", **finetune):
+    rows = [{"context": [f"w{number}"], "response": f"w{number + 50}"} for number in range(count)]
+    ranker = RankerConfig(
+        architecture=architecture, m=3, max_context_tokens=24, max_candidate_tokens=12
+    )
+    settings = {"batch_examples": 8, **finetune}
+    return Finetuning(
+        tiny.corpus(rows), tiny.encoder_folder(), ranker, FinetuneConfig(**settings), seed=0
+    )
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
+def test_ranks_start_from_the_same_weights_and_share_the_batch(tiny, architecture):
+    made = recipe(tiny, architecture=architecture)
+    tasks = [made.build(rank, 2) for rank in (0, 1)]
+    states = [task.module.state_dict() for task in tasks]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert [task.batches.examples for task in tasks] == [4, 4]
+    assert [made.steps(task) for task in tasks] == [15, 15]
+
+
+@pytest.mark.parametrize(("architecture", "shapes"), [
+    ("bi", []), ("poly", [(3, 16)]), ("cross", [(1, 16), (1,)]),
+])  # fmt: skip
+def test_only_codes_and_heads_are_new_weights(tiny, architecture, shapes):
+    task = recipe(tiny, architecture=architecture).build(0, 1)
+    assert [tuple(value.shape) for value in task.new_weights] == shapes
+
+
+@pytest.mark.parametrize(("settings", "steps"), [
+    ({}, 15), ({"epochs": 1.5}, 8), ({"epochs": 0}, 0), ({"max_steps": 4}, 4),
+    ({"max_steps": 400}, 15), ({"batch_examples": 20, "epochs": 1}, 2),
+])  # fmt: skip
+def test_steps_are_epochs_up_to_a_limit(tiny, settings, steps):
+    made = recipe(tiny, **settings)
+    assert made.steps(made.build(0, 1)) == steps
+
+
+@pytest.mark.parametrize("architecture", ["poly", "cross"])
+def test_dropout_can_be_switched_off(tiny, architecture):
+    for dropout, same in ((0.0, True), (0.3, False), (None, False)):
+        task = recipe(tiny, architecture=architecture, dropout=dropout).build(0, 1)
+        batch = next(task.batches.start(Cursor()))[0]
+        task.module.train()
+        losses = {task.module(batch)[0].item() for _ in range(3)}
+        assert (len(losses) == 1) is same
+
+
+def test_what_a_task_saves_is_a_ranker(tiny, tmp_path):
+    task = recipe(tiny).build(0, 1)
+    with torch.no_grad():
+        task.ranker.dual.codes_MD.fill_(0.25)
+    task.save(tmp_path)
+    loaded = load_ranker(tmp_path)
+    assert loaded.config == task.ranker.config
+    assert (loaded.dual.codes_MD == 0.25).all()
+
+
+def refused(tiny, world=1, **settings):
+    with pytest.raises(BadInput) as caught:
+        recipe(tiny, **settings).build(0, world)
+    return str(caught.value)
+
+
+def test_a_batch_that_workers_cannot_share_is_refused(tiny):
+    message = refused(tiny, world=3, batch_examples=8)
+    assert message == ("finetune.batch_examples: 8 is not allowed; "
+                       "allowed: a multiple of the 3 workers")  # fmt: skip
+
+
+def test_a_corpus_smaller_than_a_batch_is_refused(tiny):
+    assert "too few for a batch of 41" in refused(tiny, batch_examples=41)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("batch_examples", 1), ("negatives", 0), ("epochs", -1), ("max_steps", -1), ("dropout", 1.0),
+    ("dropout", -0.1),
+])  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(BadInput, match=rf"finetune\.{name}: {value} is not allowed; allowed: "):
+        FinetuneConfig(**{name: value})

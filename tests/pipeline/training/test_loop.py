@@ -1,0 +1,294 @@
+"""The loop: killed and resumed it ends the same; it learns; it stops at what is no number."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config import BadInput
+from pipeline.models.ranker import RankerConfig
+from pipeline.models.transformer import Shape
+from pipeline.training.batches import Cursor
+from pipeline.training.finetuning import FinetuneConfig, Finetuning
+from pipeline.training.loop import LoopConfig, rate_share, train
+from pipeline.training.pretraining import PretrainConfig, Pretraining
+
+CPU = torch.device("cpu")
+
+
+class Killed(Exception):
+    """Stands for a SIGKILL right after a checkpoint."""
+
+
+class Run:
+    """A training, what it reported, and its checkpoints as bytes, as a disk keeps them."""
+
+    def __init__(self, task, steps, *, kill_at=0, checkpoint=None, disk=None, **config):
+        self.task = task
+        self.progress, self.checkpoints = [], {} if disk is None else disk
+        state, cursor = None, None
+        if checkpoint:
+            saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
+            state, cursor = saved["state"], Cursor(*saved["cursor"])
+        settings = {"checkpoint_every_steps": 5, "log_every_steps": 1, "precision": "fp32"}
+
+        def on_checkpoint(state, cursor):
+            buffer = io.BytesIO()
+            torch.save({"state": state, "cursor": list(cursor)}, buffer)
+            self.checkpoints[state["step"]] = buffer.getvalue()
+            if state["step"] == kill_at:
+                raise Killed
+
+        train(task, task.module, LoopConfig(**{**settings, **config}), steps, CPU, 0,
+              self.progress.append, on_checkpoint, state, cursor)  # fmt: skip
+
+    @property
+    def weights(self):
+        return self.task.module.state_dict()
+
+    def shown(self, name):
+        return [progress.metrics[name] for progress in self.progress]
+
+
+def echoes(tiny, count=40):
+    """Responses that repeat a word of their context, in contexts of various lengths."""
+    rows = [
+        {"context": [f"w{number}"] * (1 + number % 5), "response": f"w{number} w{number + 60}"}
+        for number in range(count)
+    ]
+    return tiny.corpus(rows, rows_per_group=16)
+
+
+def marked(tiny):
+    """As `echoes`, and given candidates of which only the right one has the word w199."""
+    rows = [
+        {"context": [f"w{number}"], "response": f"w{number} w199",
+         "candidates": [f"w{other} w{198 if other != number else 199}" for other in range(40)]}
+        for number in range(40)
+    ]  # fmt: skip
+    return tiny.corpus(rows)
+
+
+def finetuning(tiny, corpus, seed=0, **ranker):
+    settings = {"max_context_tokens": 24, "max_candidate_tokens": 12, "m": 4, **ranker}
+    config = FinetuneConfig(batch_examples=8, negatives=3, dropout=0.2)
+    recipe = Finetuning(corpus, tiny.encoder_folder(), RankerConfig(**settings), config, seed)
+    return recipe.build(0, 1)
+
+
+def pretraining(tiny, corpus, seed=0):
+    config = PretrainConfig(batch_tokens=100, max_context_tokens=24, max_response_tokens=12)
+    recipe = Pretraining(corpus, tiny.encoder_folder(), Shape(**tiny.shape), config, seed)
+    return recipe.build(0, 1)
+
+
+TASKS = {
+    "poly": lambda tiny, corpus, **more: finetuning(tiny, corpus, architecture="poly", **more),
+    "cross": lambda tiny, corpus, **more: finetuning(tiny, corpus, architecture="cross", **more),
+    "pretraining": pretraining,
+}
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_killed_in_mid_epoch_and_resumed_ends_with_the_same_weights(tiny, kind):
+    """Bit for bit, dropout on; 13 steps, killed at 5 or 10, where an epoch is 5 or so."""
+    corpus = echoes(tiny, 44)
+
+    def run(**more):
+        return Run(TASKS[kind](tiny, corpus), 13, learning_rate=1e-3, **more)
+
+    whole = run()
+    assert list(whole.checkpoints) == [5, 10, 13]
+    cursors = [torch.load(io.BytesIO(saved))["cursor"] for saved in whole.checkpoints.values()]
+    assert any(batch for _, _, batch in cursors[:2])  # in mid-epoch indeed
+    for step in (5, 10):
+        resumed = run(checkpoint=whole.checkpoints[step])
+        assert same(resumed.weights, whole.weights)
+        assert [progress.step for progress in resumed.progress] == list(range(step + 1, 14))
+        assert resumed.shown("loss") == whole.shown("loss")[step:]
+
+
+def test_a_run_that_dies_twice_ends_with_the_same_weights(tiny):
+    corpus, disk = echoes(tiny), {0: None}
+
+    def run(**more):
+        return Run(TASKS["poly"](tiny, corpus), 12, checkpoint_every_steps=3, **more)
+
+    for kill_at in (3, 9):
+        with pytest.raises(Killed):
+            run(kill_at=kill_at, checkpoint=disk[max(disk)], disk=disk)
+    assert same(run(checkpoint=disk[max(disk)]).weights, run().weights)
+
+
+def test_weights_depend_on_the_seeds_of_data_and_dropout(tiny):
+    """Else the tests above would pass whatever was restored."""
+    corpus = echoes(tiny)
+    runs = [
+        Run(finetuning(tiny, corpus, seed=data, architecture="bi"), 5, seed=dropout).weights
+        for data, dropout in ((0, 0), (0, 0), (1, 0), (0, 1))
+    ]
+    assert same(runs[0], runs[1])
+    assert not same(runs[0], runs[2])
+    assert not same(runs[0], runs[3])
+
+
+def test_a_finished_run_has_nothing_left_to_do(tiny):
+    corpus = echoes(tiny)
+    whole = Run(TASKS["poly"](tiny, corpus), 5)
+    again = Run(TASKS["poly"](tiny, corpus), 5, checkpoint=whole.checkpoints[5])
+    assert again.progress == []
+    assert same(again.weights, whole.weights)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamax"])
+@pytest.mark.parametrize("kind", ["poly", "cross"])
+def test_loss_goes_down_on_a_task_that_can_be_learnt(tiny, kind, optimizer):
+    run = Run(TASKS[kind](tiny, marked(tiny)), 60, learning_rate=5e-3, optimizer=optimizer)
+    losses = run.shown("loss")
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert sum(run.shown("accuracy")[-5:]) > sum(run.shown("accuracy")[:5])
+
+
+def test_masked_words_are_learnt(tiny):
+    run = Run(pretraining(tiny, echoes(tiny)), 80, learning_rate=5e-3)
+    losses = run.shown("mlm_loss")
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+class Numbers:
+    """Batches that are the numbers 0, 1, 2, …"""
+
+    def start(self, cursor):
+        return ((torch.tensor(float(n)), Cursor(0, 0, n + 1)) for n in range(cursor.batch, 1000))
+
+
+class ToyTask:
+    """A module of one matrix, one bias and one new matrix, and the loss that it is given."""
+
+    def __init__(self, loss):
+        self.batches = Numbers()
+        self.module = nn.Module()
+        self.module.matrix = nn.Parameter(torch.ones(2, 2))
+        self.module.new = nn.Parameter(torch.ones(2, 2))
+        self.module.bias = nn.Parameter(torch.ones(2))
+        self.module.forward = lambda batch: (loss(self.module, batch), {"number": batch})
+        self.new_weights = [self.module.new]
+
+
+def zero(module, batch):
+    return sum((value * 0).sum() for value in module.parameters())
+
+
+def test_checkpoints_and_reports_come_when_they_are_due():
+    run = Run(ToyTask(zero), 10, checkpoint_every_steps=4, log_every_steps=3)
+    assert list(run.checkpoints) == [4, 8, 10]
+    assert [progress.step for progress in run.progress] == [3, 4, 6, 8, 9, 10]
+    # Means over the steps since the last report, of the numbers 0 to 9.
+    assert run.shown("number") == [1, 3, 4.5, 6.5, 8, 9]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad_step", [1, 3, 5])
+def test_a_loss_that_is_no_number_stops_the_run_before_its_checkpoint(value, bad_step):
+    def loss(module, batch):
+        return zero(module, batch) + torch.where(batch == bad_step - 1, value, 1.0)
+
+    disk = {}
+    with pytest.raises(FloatingPointError, match="step 5: the loss is"):
+        Run(ToyTask(loss), 9, checkpoint_every_steps=5, log_every_steps=5, disk=disk)
+    assert disk == {}
+
+
+def test_a_gradient_that_is_no_number_stops_the_run_before_its_checkpoint():
+    """The loss itself may be finite; the weights would not be any more."""
+
+    def loss(module, batch):
+        return zero(module, batch) + torch.sqrt((module.bias * 0).sum())
+
+    disk = {}
+    with pytest.raises(FloatingPointError, match="step 1: the gradient_norm is"):
+        Run(ToyTask(loss), 1, disk=disk)
+    assert disk == {}
+
+
+def test_decay_spares_biases_and_new_weights_learn_faster():
+    """Without gradients only weight decay moves anything: by 1 - rate · decay a step."""
+    run = Run(ToyTask(zero), 1, learning_rate=0.2, weight_decay=0.1, new_weights_factor=5.0,
+              warmup_share=0.0, schedule="constant")  # fmt: skip
+    rate = run.progress[0].metrics["learning_rate"]
+    assert run.weights["matrix"][0, 0].item() == pytest.approx(1 - rate * 0.1)
+    assert run.weights["new"][0, 0].item() == pytest.approx(1 - 5 * rate * 0.1)
+    assert run.weights["bias"].tolist() == [1, 1]
+
+
+def test_gradients_are_clipped_and_their_norm_is_shown():
+    """Not clipped, Adamax' second step would be next to nothing beside its first."""
+
+    def loss(module, batch):
+        return zero(module, batch) + (module.matrix.sum() * torch.where(batch == 0, 1e3, 1e-2))
+
+    run = Run(ToyTask(loss), 2, optimizer="adamax", betas=(0.0, 0.5), weight_decay=0.0,
+              max_gradient_norm=1e-3, learning_rate=0.1)  # fmt: skip
+    assert run.shown("gradient_norm") == pytest.approx([2e3, 2e-2], rel=1e-4)
+    # Both clipped to the same size, so both steps are full ones.
+    moved = 1 - run.weights["matrix"][0, 0].item()
+    assert moved == pytest.approx(sum(run.shown("learning_rate")), rel=0.01)
+
+
+def shares(steps, **config):
+    return [rate_share(step, steps, LoopConfig(**config)) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "inverse_sqrt", "constant"])
+@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
+@pytest.mark.parametrize("warmup_share", [0.0, 0.1, 0.5])
+def test_rates_rise_then_fall_and_stay_between_0_and_the_peak(schedule, steps, warmup_share):
+    rates = shares(steps, schedule=schedule, warmup_share=warmup_share)
+    assert all(0 < rate <= 1 for rate in rates)
+    top = rates.index(max(rates))
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert top <= warmup_share * steps + 1
+    assert max(rates) > 0.9 or warmup_share * steps < 10
+
+
+def test_warmup_is_linear():
+    rates = shares(1000, warmup_share=0.2)
+    assert rates[99] == pytest.approx(0.5, abs=0.01)
+    assert {round(rates[step + 1] - rates[step], 12) for step in range(199)} == {round(1 / 201, 12)}
+
+
+def test_linear_falls_by_equal_steps_to_nothing():
+    rates = shares(1000, warmup_share=0.2, schedule="linear")
+    assert rates[600] == pytest.approx(0.5, abs=0.01)
+    assert rates[-1] < 0.002
+    assert {round(rates[s] - rates[s + 1], 9) for s in range(200, 999)} == {round(1 / 801, 9)}
+
+
+def test_inverse_sqrt_halves_at_four_times_the_warmup():
+    rates = shares(1000, warmup_share=0.1, schedule="inverse_sqrt")
+    assert rates[399] == pytest.approx(0.5)
+    assert rates[899] == pytest.approx(1 / 3)
+
+
+def test_constant_stays_at_the_peak():
+    assert set(shares(1000, warmup_share=0.1, schedule="constant")[100:]) == {1.0}
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("learning_rate", 0.0), ("warmup_share", 1.0), ("warmup_share", -0.1),
+    ("new_weights_factor", 0.0), ("max_gradient_norm", 0.0), ("checkpoint_every_steps", 0),
+    ("log_every_steps", 0),
+])  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(BadInput, match=rf"loop\.{name}: {value} is not allowed; allowed: "):
+        LoopConfig(**{name: value})

@@ -1,0 +1,132 @@
+"""A tokenizer learnt from a corpus."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from transformers import AutoTokenizer
+
+from pipeline.config import BadInput
+from pipeline.models.tokens import Tokenizer
+from pipeline.training.tokenizer import TokenizerConfig, learn, save
+
+ROWS = [
+    {"context": ["Older turns stay out: xylophone", "The cat sat on the mat."],
+     "response": "Where did THE cat sit?"},
+    {"context": ["Is there a café in Zürich?"], "response": "Yes, there is a café in Zürich."},
+] * 5  # fmt: skip
+KINDS = ["wordpiece", "bpe"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tiny):
+    return tiny.corpus(ROWS)
+
+
+def learnt(corpora, kind="wordpiece", **config):
+    return learn(corpora, TokenizerConfig(**{"kind": kind, "vocabulary": 400, **config}))
+
+
+def pieces(tokenizer, text):
+    return tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_come_first_and_work_with_our_tokenizer(corpus, kind):
+    ours = Tokenizer(learnt([corpus], kind))
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert ours.hf.convert_tokens_to_ids(names) == [0, 1, 2, 3, 4]
+    assert (ours.pad, ours.cls, ours.sep, ours.hf.mask_token_id) == (0, 2, 3, 4)
+    assert sorted(ours.hf.all_special_ids) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frequent_words_are_one_piece_in_any_case(corpus, kind):
+    tokenizer = learnt([corpus], kind)
+    assert len(pieces(tokenizer, "is there")) == 2
+    assert pieces(tokenizer, "iS tHeRe") == pieces(tokenizer, "is there")
+
+
+def test_wordpiece_strips_accents_and_splits_punctuation_as_bert_does(corpus):
+    tokenizer = learnt([corpus])
+    assert pieces(tokenizer, "CAFÉ,cat") == ["cafe", ",", "cat"]
+    assert tokenizer.decode(tokenizer("Where, cat?", add_special_tokens=False)["input_ids"]) == (
+        "where, cat?"
+    )
+
+
+def test_wordpiece_says_unknown_where_a_letter_is_new(corpus):
+    assert pieces(learnt([corpus]), "ж") == ["[UNK]"]
+
+
+@pytest.mark.parametrize("text", ["жук 🐞 never seen", "tab\tand\nnewline", "日本語"])
+def test_bpe_knows_every_text_and_gives_it_back(corpus, text):
+    tokenizer = learnt([corpus], "bpe")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vocabulary_is_bounded(tiny, kind):
+    rows = [{"response": f"{letter}{other}{letter}"} for letter in string.ascii_lowercase
+            for other in string.ascii_lowercase]  # fmt: skip
+    corpus = tiny.corpus(rows)
+    size = 300
+    tokenizer = learnt([corpus], kind, vocabulary=size, min_frequency=1)
+    assert len(tokenizer) == size
+    assert sorted(tokenizer.get_vocab().values()) == list(range(size))
+
+
+def test_bpe_is_the_same_each_time(corpus):
+    """WordPiece is not: the trainer of `tokenizers` breaks ties by the order of a hash map."""
+    first, second = (learnt([corpus], "bpe").get_vocab() for _ in range(2))
+    assert first == second
+
+
+def test_rare_pieces_are_not_kept(tiny):
+    corpus = tiny.corpus([{"response": "often"}] * 5 + [{"response": "rarely"}])
+    assert len(pieces(learnt([corpus], min_frequency=5), "often")) == 1
+    assert len(pieces(learnt([corpus], min_frequency=5), "rarely")) > 1
+    assert len(pieces(learnt([corpus], min_frequency=1), "rarely")) == 1
+
+
+def test_older_turns_are_not_counted_again(corpus):
+    """Ten examples of one thread would count its first comment ten times."""
+    assert pieces(learnt([corpus]), "xylophone") != ["xylophone"]
+
+
+def test_examples_are_limited_in_equal_parts_of_the_corpora(tiny):
+    first, second = (
+        tiny.corpus([{"context": ["w"], "response": word} for word in words], rows_per_file=2)
+        for words in (["aaa"] * 3 + ["bbb"] * 3, ["ccc"] * 3 + ["ddd"] * 3)
+    )
+    tokenizer = learnt([first, second], max_examples=6, vocabulary=100)
+    assert [len(pieces(tokenizer, word)) for word in ("aaa", "ccc")] == [1, 1]
+    assert pieces(tokenizer, "bbb") == pieces(tokenizer, "ddd") == ["[UNK]"]
+
+
+def test_only_the_train_split_is_learnt_from(tiny, corpus):
+    with pytest.raises(BadInput, match="no examples in train/"):
+        learnt([corpus, tiny.corpus(ROWS, split="valid")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_tokenizer_is_the_same_to_us_and_to_transformers(corpus, tmp_path, kind):
+    tokenizer = learnt([corpus], kind)
+    save(tokenizer, tmp_path)
+    text = "Where did the café sit?"
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert Tokenizer.load(tmp_path).ids([text]) == [expected]
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False)["input_ids"]
+        == expected
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocabulary", 99), ("min_frequency", 0),
+                                             ("max_examples", 0)])  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(BadInput, match=rf"tokenizer\.{name}: {value} is not allowed; allowed: "):
+        TokenizerConfig(**{name: value})
