@@ -237,14 +237,15 @@ def _ask(work: Path, port: int) -> dict[str, Any]:
 def _say_further(config: Config, minutes: float, dashboard: str) -> None:
     tracking = os.environ["MLFLOW_TRACKING_URI"]
     body = json.dumps({"context": ["how is work going ?"], "pool": "replies", "top_k": 3})
+    url = f"http://127.0.0.1:{config.port}"
     again = "" if config.keep else " (python -m jobs.demo --keep leaves it up)"
     print(f"""
 == Done in {minutes:.1f} minutes. To look further{again}:
 
    runs, curves, lineage   .venv/bin/mlflow ui --backend-store-uri {tracking}
    Ray's dashboard         {dashboard or "not started"}
-   the interface           http://127.0.0.1:{config.port}/docs
-   ask it                  curl -s 127.0.0.1:{config.port}/rank -H 'content-type: application/json' -d '{body}'
+   the interface           {url}/docs
+   ask it                  curl -s {url}/rank -H 'content-type: application/json' -d '{body}'
    look into a pool        .venv/bin/python -m jobs.search --pool {config.work}/pools/replies \\
                                --model {config.work}/rankers/poly --context "how is work going ?"
 """, flush=True)  # fmt: skip
@@ -263,7 +264,8 @@ def _stage(title: str, verb: str, *argv: str) -> program.Summary:
     for name in ("counts", "dropped"):
         if numbers := summary.get(name):
             print(f"   {name}: " + ", ".join(f"{n:,} {what}" for what, n in numbers.items()))
-    if losses := {k: n for k, n in summary.get("metrics", {}).items() if "loss" in k or k == "accuracy"}:
+    metrics = summary.get("metrics", {})
+    if losses := {k: n for k, n in metrics.items() if "loss" in k or k == "accuracy"}:
         print("   " + ", ".join(f"{name} {value:.3f}" for name, value in losses.items()))
     done = "already done" if summary.get("already_done") else f"{time.monotonic() - began:.1f} s"
     print(f"   {done}", flush=True)

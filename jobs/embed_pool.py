@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs import cluster, program
 from pipeline import storage, tracking
-from pipeline.artifact import Artifact, draft, open_artifact, request_of
+from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_of
 from pipeline.config import require
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval import embed
@@ -45,8 +45,9 @@ class Config:
 def run(config: Config) -> program.Summary:
     model = open_artifact(config.model, "ranker")
     dimensions = load_ranker(model.local()).dual.candidate_encoder.width
-    files = storage.expand(config.candidates, "candidates")
-    fingerprint = storage.raw_fingerprint(files)
+    found = storage.expand(config.candidates, "candidates")
+    files = [file for file in found if storage.name_of(file) != MANIFEST]
+    fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -42,16 +43,22 @@ class Config:
 def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
     fingerprint = storage.raw_fingerprint(files)
-    source = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
-    out = draft(config.output, "corpus", config, {"input": source})
+    inputs: dict[str, Any] = {
+        "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
+    }
+    # Without a key of its own a corpus gets one that only who has the dump can know.
+    key = os.environ.get("POLYRANK_AUTHOR_SALT") or storage.raw_fingerprint(files, purpose="authors")
+    if config.corpus == "reddit" and config.authors == "hash":
+        # Enough of the key's hash to notice another key, too little to find the key by.
+        shown = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
+        inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": shown}
+    out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("prepare_corpus", out) as tracked:
         records: list[dict[str, Any]]
         if config.corpus == "reddit":
-            # Without a key of its own a corpus gets one that only who has the dump can know.
-            salt = os.environ.get("POLYRANK_AUTHOR_SALT") or fingerprint
-            privacy = reddit.Privacy(redact=config.redact, authors=config.authors, salt=salt)
+            privacy = reddit.Privacy(redact=config.redact, authors=config.authors, salt=key)
             records = reddit.prepare(out, files, config.reddit, config.reading, privacy)
         elif config.corpus == "convai2":
             records = convai2.prepare(out, files, config.reading)

@@ -55,24 +55,22 @@ def run_tasks_on_actors(
     """As `run_tasks`, on actors that each call `make()` once for the `work` they do."""
     cpus = actors.cpus_per_actor or max(1, (os.cpu_count() or 1) // actors.actors)
 
+    class Actor:
+        def __init__(self) -> None:
+            self._work = make()
+
+        def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+            return _do(draft, self._work, row)
+
     def run(dataset: Any) -> Any:
         return dataset.map(
-            _Actor,
-            fn_constructor_args=(draft, make),
+            Actor,
             compute=ray.data.ActorPoolStrategy(size=actors.actors),
             num_cpus=cpus,
             num_gpus=1 if actors.gpu else None,
         )
 
     return _run(draft, tasks, label, run)
-
-
-class _Actor:
-    def __init__(self, draft: Draft, make: Callable[[], Work]) -> None:
-        self._draft, self._work = draft, make()
-
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        return _do(self._draft, self._work, row)
 
 
 def _do(draft: Draft, work: Work, row: dict[str, Any]) -> dict[str, Any]:

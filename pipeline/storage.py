@@ -20,6 +20,9 @@ import pyarrow.fs as pafs
 
 from pipeline.config import BadInput
 
+_PIECE_BYTES = 1 << 16
+_WHOLE_BYTES = 1 << 24
+
 
 def is_local(uri: str) -> bool:
     return re.match(r"^[a-zA-Z][a-zA-Z0-9+.-]+://", uri) is None or uri.startswith("file://")
@@ -180,20 +183,26 @@ def file_digest(data: bytes | pa.Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def raw_fingerprint(uris: Sequence[str]) -> str:
-    """Names the contents of raw input files without reading terabytes: name, size, head and tail.
+def raw_fingerprint(uris: Sequence[str], whole: bool = False, purpose: str = "") -> str:
+    """Names the contents of raw input files, wherever they lie: by name, size and pieces.
 
-    Heads and tails are 64 KiB: compressed files differ there when they differ anywhere in practice,
-    and unlike a modification time both survive a copy.
+    Files of up to 16 MiB count with every byte; of larger ones, dumps of terabytes among them, 16
+    pieces of 64 KiB, the first and the last too. `whole`: every byte of all files. `purpose` makes
+    another name of the same contents.
     """
-    total = hashlib.sha256()
+    total = hashlib.sha256(purpose.encode())
     for uri in sorted(uris, key=name_of):
         size = size_of(uri)
+        digest = hashlib.sha256()
         with open_input(uri) as stream:
-            head = stream.read(1 << 16)
-            stream.seek(max(0, size - (1 << 16)))
-            tail = stream.read()
-        total.update(f"{name_of(uri)} {size} {file_digest(head)} {file_digest(tail)}\n".encode())
+            if whole or size <= _WHOLE_BYTES:
+                while piece := stream.read(1 << 20):
+                    digest.update(piece)
+            else:
+                for number in range(16):
+                    stream.seek((size - _PIECE_BYTES) * number // 15)
+                    digest.update(stream.read(_PIECE_BYTES))
+        total.update(f"{name_of(uri)} {size} {digest.hexdigest()}\n".encode())
     return total.hexdigest()
 
 

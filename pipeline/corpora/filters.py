@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 # number or an address in prose stays. A false hit costs a word of one text.
 _TAGS = (
     (r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}", "<email>"),
+    (r"(reddit\.com/)(?:u|user)/[A-Za-z0-9_-]{3,20}", r"\1<user>"),
     (r"(^|[^A-Za-z0-9_/.])/?[uU]/[A-Za-z0-9_-]{3,20}", r"\1<user>"),
     (r"\b(25[0-5]|2[0-4]\d|1?\d?\d)(\.(25[0-5]|2[0-4]\d|1?\d?\d)){3}\b", "<ip>"),
     (r"(\+\d{1,3}[ .-]?)?(\(\d{2,4}\) ?|\b\d{3}[ .-])\d{3}[ .-]\d{4}\b", "<phone>"),

@@ -30,7 +30,7 @@ from pipeline.corpora.schema import hash_split, schema_with
 
 _SPLIT = (900, 50, 50)
 _SCHEMA = schema_with(("title", pa.string()))
-_DOC = re.compile(r'<doc id="([^"]*)" url="[^"]*" title="([^"]*)"')
+_DOC = re.compile(r'<doc id="([^"]*)".*? title="(.*)">')
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
 _ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|approx|Inc|Ltd|Co|Corp|Gen|Col|Sgt|Lt"
@@ -118,9 +118,8 @@ def articles(uri: str, reading: raw.Reading, account: files.Account) -> Iterator
             article = Article(start[1], html.unescape(start[2]), [])
             if not (article.id and article.title):
                 account.malformed.add("document without id or title", uri, number, line)
-                article = None
         elif line == "</doc>":
-            if article:
+            if article and article.id and article.title:
                 yield article
             article = None
         elif article:

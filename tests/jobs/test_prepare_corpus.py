@@ -183,10 +183,6 @@ def test_hashes_depend_on_the_salt_and_on_nothing_else(prepare, dump, tmp_path, 
     assert not set(found[0].values()) & set(found[2].values())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="without POLYRANK_AUTHOR_SALT the key is the input's fingerprint, which the manifest shows",
-)
 def test_the_published_corpus_does_not_give_away_the_key_of_its_hashes(reddit_corpus, dump):
     from pipeline.corpora.filters import hash_names
 

@@ -1,0 +1,32 @@
+# make demo                         the whole path on sample corpora; make demo KEEP=1 leaves it up
+# make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
+# make test                         all tests
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+.PHONY: demo test lint openapi clean
+
+demo: .venv/installed
+	$(BIN)/python -m jobs.demo $(if $(DATA),--data $(DATA) --work .demo-data) \
+	    $(if $(ENCODER),--encoder $(ENCODER)) $(if $(KEEP),--keep)
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# After a change of the HTTP interface; a test compares.
+openapi: .venv/installed
+	$(BIN)/python -m serve.api > serve/openapi.json
+
+clean:
+	rm -rf .demo .demo-data .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The mark is made last, so that an install that was cut off is done again.
+.venv/installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
