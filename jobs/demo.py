@@ -215,8 +215,7 @@ def _serve(work: Path, port: int) -> None:
 def _ask(work: Path, port: int) -> dict[str, Any]:
     """Real requests about examples that no training has seen."""
     corpora = f"{work}/corpora"
-    # A question of the dialogue, not its greeting.
-    dialogue = _example(f"{corpora}/convai2", at=1)
+    dialogue = _example(f"{corpora}/convai2")
     print("\n== A dialogue, and its 20 candidates ranked\n")
     for turn in dialogue["context"]:
         print(f"   | {turn}")
@@ -226,7 +225,7 @@ def _ask(work: Path, port: int) -> dict[str, Any]:
     print("\n   the same against the pool of replies of other people\n")
     pooled = _post(port, "/rank", {"context": dialogue["context"], "pool": "replies", "top_k": 3})
     _show(pooled["results"], dialogue["response"])
-    article = _example(f"{corpora}/articles", at=0)
+    article = _example(f"{corpora}/articles")
     print(f"\n== A sentence, and the articles it may come from\n\n   | {article['context'][0]}")
     request = {"context": article["context"], "pool": "articles", "top_k": 3}
     articles = _post(port, "/articles/rank", request)
@@ -280,11 +279,12 @@ def _gpus() -> bool:
     return bool(ray.cluster_resources().get("GPU"))
 
 
-def _example(corpus: str, at: int) -> dict[str, Any]:
+def _example(corpus: str) -> dict[str, Any]:
+    """The first held-out example with something to go by: a greeting has a hundred right replies."""
     uri = open_artifact(corpus, "corpus").files("valid/", ".parquet")[0]
     with storage.open_input(uri) as stream:
-        row: dict[str, Any] = pq.read_table(stream).slice(at, 1).to_pylist()[0]
-    return row
+        rows: list[dict[str, Any]] = pq.read_table(stream).to_pylist()
+    return next((row for row in rows if len(row["context"][-1].split()) >= 8), rows[0])
 
 
 def _post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:

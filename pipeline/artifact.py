@@ -82,7 +82,7 @@ def open_artifact(uri: str, *kinds: str) -> Artifact:
     Raises BadInput if there is none, if it is unfinished, of another kind, or of a later format.
     """
     kind = " or ".join(kinds)
-    uri = uri.rstrip("/")
+    uri = storage.absolute(uri.rstrip("/"))
     manifest_uri = storage.join(uri, MANIFEST)
     if not storage.exists(manifest_uri):
         for partial in {uri + ".partial", uri}:
@@ -206,6 +206,7 @@ def draft(
     """
     references, settings, wanted = _describe(kind, config, inputs)
     request = digest(wanted)
+    uri = storage.absolute(uri.rstrip("/"))
     if storage.exists(storage.join(uri, MANIFEST)):
         found = open_artifact(uri, kind)
         if found.manifest["request"] == request:
@@ -217,7 +218,7 @@ def draft(
         raise BadInput(f"{uri}: holds the result of another job ({_difference(known, wanted)}); "
                        "choose another --output or remove it")  # fmt: skip
     local = storage.is_local(uri)
-    staging = storage.locate(uri)[1] + ".partial" if local else uri
+    staging = f"{uri}.partial" if local else uri
     request_uri = storage.join(staging, _REQUEST)
     resumed = storage.exists(request_uri)
     if (local or not resumed) and storage.is_occupied(uri):
@@ -229,8 +230,7 @@ def draft(
                            "finish that one, choose another --output, or remove it")  # fmt: skip
     else:
         storage.write_bytes(request_uri, json.dumps(wanted).encode())
-    place = storage.locate(uri)[1] if local else uri
-    return Draft(place, staging, kind, settings, references, request)
+    return Draft(uri, staging, kind, settings, references, request)
 
 
 def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> dict[str, Any]:

@@ -49,6 +49,11 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
         raise BadInput(f"{uri}: no file system for this URI ({error})") from None
 
 
+def absolute(uri: str) -> str:
+    """The URI as every process means it: a worker's directory is not the driver's."""
+    return locate(uri)[1] if is_local(uri) else uri
+
+
 def join(uri: str, *parts: str) -> str:
     return posixpath.join(uri, *parts)
 
@@ -106,7 +111,7 @@ def expand(uris: Sequence[str], option: str = "input") -> list[str]:
         found = [uri] if kind == pafs.FileType.File else list_files(uri)
         if not found:
             raise BadInput(f"--{option} {uri}: the folder holds no files")
-        files += found
+        files += map(absolute, found)
     if not files:
         raise BadInput(f"--{option}: no file is named")
     return list(dict.fromkeys(files))

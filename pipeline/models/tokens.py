@@ -45,6 +45,7 @@ class Tokenizer:
         self._fast = tokenizer.backend_tokenizer
         self._fast.no_truncation()  # some come with a limit of their own (all-MiniLM: 128)
         self._fast.no_padding()
+        self._fast.encode_special_tokens = True  # "[SEP]" in somebody's text is text
         self.cls: int = _special(tokenizer, "cls_token")
         self.sep: int = _special(tokenizer, "sep_token")
         self.pad: int = _special(tokenizer, "pad_token")

@@ -49,7 +49,7 @@ class Pool:
 
         Raises BadInput where there is none, or where a file is not what the manifest says.
         """
-        uri = uri.rstrip("/")
+        uri = storage.absolute(uri.rstrip("/"))
         if storage.exists(storage.join(uri, CURRENT)):
             version = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
             uri = storage.join(uri, version)
