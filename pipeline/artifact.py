@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import time
 from collections import Counter
@@ -31,9 +32,11 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _TASKS = "_tasks"
 _REQUEST = "_request.json"
-# Where and on what a job runs, and how much damage in its input it puts up with, decide whether
-# something comes out, never what.
-_NOT_IDENTITY = ("output", "resources", "reading")
+# Where and on what a job runs, how much damage in its input it puts up with, how often it reports and
+# what the result is called in the registry never decide what comes out.
+_NOT_IDENTITY = re.compile(
+    r"(output|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_steps)"
+)
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ def draft(
             return found
         known = {
             "inputs": {n: r["fingerprint"] for n, r in found.manifest["inputs"].items()},
-            "config": {n: found.manifest["config"].get(n) for n in wanted["config"]},
+            "config": {n: flatten(found.manifest["config"]).get(n) for n in wanted["config"]},
         }
         raise BadInput(f"{uri}: holds the result of another job ({_difference(known, wanted)}); "
                        "choose another --output or remove it")  # fmt: skip
@@ -290,8 +293,8 @@ def _describe(
         "inputs": {name: reference["fingerprint"] for name, reference in references.items()},
         "config": {
             name: value
-            for name, value in settings.items()
-            if name not in _NOT_IDENTITY and name not in references
+            for name, value in flatten(settings).items()
+            if not _NOT_IDENTITY.fullmatch(name) and name not in references
         },
     }
     return references, settings, wanted

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
 from ray.serve.config import BackpressureConfig
 
+from pipeline import storage
 from serve.api import create_app
 from serve.ranker import Engine, open_pools
 
@@ -55,5 +56,8 @@ def build(args: Args) -> serve.Application:
 
     Raises BadInput.
     """
-    open_pools(args.model, args.pools)
+    model = storage.absolute(args.model)  # a replica's directory is not this process'
+    pools = [storage.absolute(uri) for uri in args.pools]
+    open_pools(model, pools)
+    args = args.model_copy(update={"model": model, "pools": pools})
     return Ranker.options(name=args.name).bind(args)  # type: ignore[attr-defined]

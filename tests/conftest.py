@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,11 +30,19 @@ os.environ.update(
 )
 import mlflow
 import pytest
+import torch
 from hypothesis import settings
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from jobs import cluster, prepare_corpus  # `jobs` sets Ray's other defaults before ray is there
-from pipeline.artifact import Artifact, open_artifact
+from jobs import cluster, finetune, prepare_corpus  # `jobs` sets Ray's defaults before ray is there
+from pipeline import storage
+from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
 from pipeline.corpora import sample
+from pipeline.models.ranker import RankerConfig, new_ranker
+from pipeline.models.tokens import Tokenizer
+from pipeline.models.transformer import Encoder, Shape
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,6 +114,41 @@ def reddit_corpus(
     files = (str(sample_files / "reddit_dump"),)
     prepare_corpus.run(prepare_corpus.Config(corpus="reddit", input=files, output=output))
     return open_artifact(output, "corpus")
+
+
+@pytest.fixture(scope="session")
+def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
+    """`tiny_ranker("poly", seed=0)`: a published ranker of random weights; a byte is a token."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("rankers")
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
+               "sep_token": "[SEP]", "mask_token": "[MASK]"}  # fmt: skip
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate([*special.values(), *alphabet])}
+    fast = FastTokenizer(models.BPE(vocabulary, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, **special))
+    shape = Shape(layers=1, width=16, heads=2, positions=96, init_std=0.2)
+
+    @functools.cache
+    def publish(architecture: str, seed: int = 0) -> Artifact:
+        folder = root / f"{architecture}-{seed}"
+        torch.manual_seed(seed)
+        places = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
+        Encoder.new(shape, len(vocabulary), places).save(folder / "encoder")
+        tokenizer.save(folder / "encoder")
+        model = RankerConfig(
+            architecture=architecture, m=3, max_context_tokens=48, max_candidate_tokens=32
+        )
+        new_ranker(model, folder / "encoder", seed).save(folder / "files")
+        config = finetune.Config(
+            corpus="none", encoder="none", output=str(folder / "ranker"), ranker=model
+        )
+        out = draft(config.output, "ranker", config, {})
+        storage.upload(folder / "files", out.staging)
+        return out.publish(folder_entries(folder / "files"), {"steps": 0})
+
+    return publish
 
 
 @dataclass(frozen=True)
