@@ -9,6 +9,8 @@ import os
 _LOCAL_RAY = {
     # A Ray of our own listens on 127.0.0.1 only (without it, on every interface of the machine).
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # It asks for a token, and clients send theirs only if told to. A cluster's own setting stands.
+    "RAY_AUTH_MODE": "token",
 }
 _EVERY_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -16,8 +18,6 @@ _EVERY_RAY = {
     "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "2",
     # The end of training is noticed after 0.5 s instead of 2 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # `ray start` and local clusters ask for a token; clients send it only if told to.
-    "RAY_AUTH_MODE": "token",
     # Errors of a job are shown once, by the job.
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "1",
 }

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def run(config: Config) -> program.Summary:
         minutes = (time.monotonic() - began) / 60
         _say_further(config, minutes, dashboard)
         if config.keep:
-            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+            with suppress(KeyboardInterrupt):
+                signal.pause()
         serve.shutdown()
     return {"output": str(work), "minutes": round(minutes, 2), "table": table, "answers": answers}
 

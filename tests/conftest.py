@@ -138,9 +138,14 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
         Encoder.new(shape, len(vocabulary), places).save(folder / "encoder")
         tokenizer.save(folder / "encoder")
         model = RankerConfig(
-            architecture=architecture, m=3, max_context_tokens=48, max_candidate_tokens=32
-        )
-        new_ranker(model, folder / "encoder", seed).save(folder / "files")
+            architecture=architecture, m=3, code_init_std=1.0, max_context_tokens=48,
+            max_candidate_tokens=32,
+        )  # fmt: skip
+        ranker = new_ranker(model, folder / "encoder", seed)
+        with torch.no_grad():
+            for parameter in ranker.parameters():  # the towers differ, as after training
+                parameter += 0.1 * torch.randn_like(parameter)
+        ranker.save(folder / "files")
         config = finetune.Config(
             corpus="none", encoder="none", output=str(folder / "ranker"), ranker=model
         )

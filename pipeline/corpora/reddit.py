@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.json as paj
 import ray.data
 from tqdm import tqdm
 
@@ -35,13 +32,12 @@ from pipeline import shards, storage
 from pipeline.artifact import Draft
 from pipeline.config import BadInput, require
 from pipeline.corpora import filters, raw
+from pipeline.corpora.reddit_lines import parse_lines
 from pipeline.corpora.schema import schema_with
 
 BLOCK_BYTES = 16 << 20  # 16 MiB of JSON is some 30,000 comments and 0.3 s of work
 BUCKET_BYTES = 32 << 20  # of compressed input per bucket: some 0.3 GB once decompressed
 
-_FIELDS = ("id", "link_id", "parent_id", "body", "author", "subreddit")
-_RAW = pa.schema([(name, pa.string()) for name in _FIELDS])
 _DELETED = pa.array(["[deleted]", "[removed]"])
 _SCHEMA = schema_with(
     ("subreddit", pa.string()), ("context_author", pa.string()), ("response_author", pa.string())
@@ -207,64 +203,6 @@ def _parse_block(
             "file_record": pa.array([row["file_record"]], pa.string()),
         }
     )
-
-
-def parse_lines(data: bytes, uri: str, first_line: int, rejects: raw.Rejects) -> pa.Table:
-    """JSON lines to a table of `_FIELDS`, all strings; lines that are no comment go to `rejects`.
-
-    Arrow's parser reads a whole block at 100 MB/s and refuses it whole for one bad line; only then
-    is each line looked at on its own. What it lets pass is caught here: no field, null for a record,
-    two records on a line. A null right at the start would crash it (pyarrow 25).
-    """
-    try:
-        if not re.match(rb"\s*\{", data):
-            raise pa.ArrowInvalid
-        table = paj.read_json(
-            io.BytesIO(data),
-            read_options=paj.ReadOptions(use_threads=False, block_size=len(data) + 1),
-            parse_options=paj.ParseOptions(
-                explicit_schema=_RAW, unexpected_field_behavior="ignore"
-            ),
-        )
-        table = table.select(_FIELDS)
-        table.validate(full=True)  # UTF-8
-        lines = data.count(b"\n") + (not data.endswith(b"\n"))
-        if table.num_rows == lines and not any(column.null_count for column in table.columns):
-            return table.combine_chunks()
-    except (pa.ArrowInvalid, UnicodeDecodeError):
-        pass
-    rows = []
-    for number, line in enumerate(data.split(b"\n"), start=first_line):
-        if not line.strip():
-            continue
-        reason, comment = _parse_line(line)
-        if reason:
-            rejects.add(reason, uri, number, line.decode("utf-8", errors="replace"))
-        else:
-            rows.append(comment)
-    return pa.Table.from_pylist(rows, schema=_RAW)
-
-
-def _parse_line(line: bytes) -> tuple[str, dict[str, str]]:
-    """(reason for rejection or "", the fields)."""
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return "not UTF-8", {}
-    except (ValueError, RecursionError):
-        return "not JSON", {}
-    if not isinstance(record, dict):
-        return "not a JSON object", {}
-    for name in _FIELDS:
-        if record.get(name) is None:
-            return f"no field {name}", {}
-        if not isinstance(record[name], str):
-            return f"field {name} is no string", {}
-        try:
-            record[name].encode()
-        except UnicodeEncodeError:  # half of a surrogate pair
-            return f"field {name} is no text", {}
-    return "", {name: record[name] for name in _FIELDS}
 
 
 def normalise(comments: pa.Table, rules: Rules, privacy: Privacy) -> pa.Table:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
-from pipeline.corpora.reddit import Privacy, Rules, build_examples, normalise, parse_lines
+from pipeline.corpora.reddit import Privacy, Rules, build_examples, normalise
+from pipeline.corpora.reddit_lines import parse_lines
 
 PLAIN = Privacy(redact="off", authors="plain", salt="")
 Comment = dict[str, Any]
