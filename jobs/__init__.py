@@ -18,8 +18,6 @@ _EVERY_RAY = {
     "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "2",
     # The end of training is noticed after 0.5 s instead of 2 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # Errors of a job are shown once, by the job.
-    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "1",
 }
 for _name, _value in {**_EVERY_RAY, **({} if "RAY_ADDRESS" in os.environ else _LOCAL_RAY)}.items():
     os.environ.setdefault(_name, _value)

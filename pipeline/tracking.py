@@ -11,16 +11,18 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlflow
+from mlflow.exceptions import MlflowException
 
 from pipeline.artifact import Artifact, Draft, git_revision
 from pipeline.config import flatten
 
+_SQLITE = "sqlite:///"
 _MAX_PARAM_CHARACTERS = 500  # MLflow's own bound is 6,000; nobody reads more than this in a table
 
 
@@ -72,7 +74,7 @@ def _open(
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(_absolute(mlflow.get_tracking_uri()))
-    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
+    _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
     tags = {
         "job": job,
         "git_revision": git_revision() or "unknown",
@@ -120,6 +122,16 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
     return str(version.version)
 
 
+def _set_experiment(name: str) -> None:
+    """Files of runs lie beside a data base of our own, not in whichever directory a job runs."""
+    uri = mlflow.get_tracking_uri()
+    if uri.startswith(_SQLITE) and mlflow.get_experiment_by_name(name) is None:
+        folder = Path(uri.removeprefix(_SQLITE)).parent / "mlruns"
+        with suppress(MlflowException):  # another job was faster
+            mlflow.create_experiment(name, artifact_location=str(folder))
+    mlflow.set_experiment(name)
+
+
 def _tree(inputs: Mapping[str, Any], depth: int = 0) -> list[str]:
     lines = []
     for name, reference in inputs.items():
@@ -132,8 +144,9 @@ def _tree(inputs: Mapping[str, Any], depth: int = 0) -> list[str]:
 
 def _absolute(uri: str) -> str:
     """A relative sqlite path means another file in another process' working directory."""
-    prefix = "sqlite:///"
-    return prefix + str(Path(uri.removeprefix(prefix)).absolute()) if uri.startswith(prefix) else uri
+    if not uri.startswith(_SQLITE):
+        return uri
+    return _SQLITE + str(Path(uri.removeprefix(_SQLITE)).absolute())
 
 
 def _safe(name: str) -> str:
