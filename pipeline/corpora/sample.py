@@ -19,7 +19,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zstandard
 
@@ -111,20 +111,31 @@ def _people(rng: random.Random) -> Iterator[Person]:
 # ConvAI2
 
 
-def _dialogue(me: Person, partner: Person, rng: random.Random) -> tuple[list[str], list[list[str]]]:
-    """(my persona, [[what the partner says, what I answer], …])"""
+class _Turn(NamedTuple):
+    """What the partner says, what I answer, and what the answer is about: my value of a topic."""
+
+    said: str
+    answer: str
+    about: tuple[str, ...]
+
+
+def _dialogue(me: Person, partner: Person, rng: random.Random) -> tuple[list[str], list[_Turn]]:
+    """(my persona, my turns)"""
     topics = rng.sample(list(TOPICS), k=3)
     persona = [f"your persona: {me.statement(topic)} ." for topic in topics]
-    turns = [[rng.choice(GREETINGS), rng.choice(GREETING_REPLIES)]] if rng.random() < 0.3 else []
+    turns = []
+    if rng.random() < 0.3:
+        turns.append(_Turn(rng.choice(GREETINGS), rng.choice(GREETING_REPLIES), ()))
     for topic in rng.sample(topics, k=rng.randrange(1, 4)):
         said = rng.choice(REACTIONS)
         if rng.random() < 0.15:
             said = partner.reply(rng.choice(list(TOPICS))) + " ."
         question = rng.choice(TOPICS[topic].questions)
         said = " ".join(f"{said} {question}".replace("*", "").split())
-        turns.append([said, me.answer(topic, question)])
+        about = me.values[topic].statements
+        turns.append(_Turn(said, me.answer(topic, question), about))
         if rng.random() < 0.2:  # what it is about stands only further up
-            turns.append([rng.choice(FOLLOW_UPS), me.reply(topic)])
+            turns.append(_Turn(rng.choice(FOLLOW_UPS), me.reply(topic), about))
     return persona, turns
 
 
@@ -137,25 +148,29 @@ def _write_convai2(
         ("train_self_original_no_cands.txt", size.train_dialogues, False),
         ("valid_self_original.txt", size.valid_dialogues, True),
     ):
-        dialogues: list[tuple[list[str], list[list[str]]]] = []
+        dialogues: list[tuple[list[str], list[_Turn]]] = []
         while len(dialogues) < number:
             dialogue = _dialogue(next(people), next(people), rng)
             if frozenset(dialogue[0]) not in personas:  # in no other file
                 dialogues.append(dialogue)
         personas.update(frozenset(persona) for persona, _ in dialogues)
-        answers = [[answer for _, answer in turns] for _, turns in dialogues]
+        every = [turn for _, turns in dialogues for turn in turns]
         lines = []
-        for place, (persona, turns) in enumerate(dialogues):
-            elsewhere = [text for at, texts in enumerate(answers) if at != place for text in texts]
+        for persona, turns in dialogues:
             numbered = list(persona)
-            for said, answer in turns:
-                fields = [said, answer]
+            for turn in turns:
+                fields = [turn.said, turn.answer]
                 if with_candidates:
-                    wrong = sorted({text for text in elsewhere if text != answer})
-                    fields += ["", "|".join([*rng.sample(wrong, CANDIDATES - 1), answer])]
+                    fields += ["", "|".join([*_wrong(turn, every, rng), turn.answer])]
                 numbered.append("\t".join(fields))
             lines += [f"{line} {text}\n" for line, text in enumerate(numbered, start=1)]
         (folder / name).write_text("".join(lines), encoding="utf-8")
+
+
+def _wrong(turn: _Turn, every: list[_Turn], rng: random.Random) -> list[str]:
+    """Other people's answers that are wrong here: about something else, or another value of it."""
+    wrong = sorted({other.answer for other in every if other.about != turn.about})
+    return rng.sample(wrong, CANDIDATES - 1)
 
 
 # ---------------------------------------------------------------------------------------------------
