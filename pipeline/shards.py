@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from tqdm import tqdm
 
 from pipeline.artifact import Draft
 from pipeline.config import BadInput, require
+from pipeline.resources import cpus_each
 
 Work = Callable[[Draft, str, Any], dict[str, Any]]
 
@@ -23,7 +23,7 @@ class Actors:
     actors: int = 1
     """Processes; on GPUs one each."""
     cpus_per_actor: int = 0
-    """Cores, and threads, of each; 0: the machine's cores shared out among the actors."""
+    """Cores, and threads, of each; 0: the cluster's cores shared out among the actors."""
     gpu: bool = False
     """One GPU per actor."""
 
@@ -53,7 +53,7 @@ def run_tasks_on_actors(
     draft: Draft, tasks: Mapping[str, Any], make: Callable[[], Work], label: str, actors: Actors
 ) -> list[dict[str, Any]]:
     """As `run_tasks`, on actors that each call `make()` once for the `work` they do."""
-    cpus = actors.cpus_per_actor or max(1, (os.cpu_count() or 1) // actors.actors)
+    cpus = actors.cpus_per_actor or cpus_each(actors.actors)
 
     class Actor:
         def __init__(self) -> None:

@@ -13,11 +13,12 @@ import functools
 import hashlib
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +41,7 @@ ROWS = pa.schema(
     ]
 )
 _PLAN = "plan"
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def _plan(draft: Draft, files: list[str], config: EmbedConfig) -> dict[str, Any]
     for file in tqdm(files, desc="read candidates", unit="file"):
         for key, text in _read(file, config):
             read += 1
-            if not isinstance(text, str):
+            if not _is_text(text):
                 dropped["text is not a string"] += 1
                 continue
             if not text.strip():
@@ -115,18 +117,19 @@ def _plan(draft: Draft, files: list[str], config: EmbedConfig) -> dict[str, Any]
                 continue
             text_hash = content_hash(text)
             key = text_hash if not config.id_column else key
-            if not isinstance(key, (str, int)) or isinstance(key, bool) or key == "":
+            key = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
+            if not _is_text(key) or key == "":
                 dropped["id is neither a string nor an integer"] += 1
                 continue
             if text_hash in hashes:
                 dropped["the same text again"] += 1
                 continue
-            if str(key) in ids:
+            if key in ids:
                 dropped["the same id again"] += 1
                 continue
-            ids.add(str(key))
+            ids.add(key)
             hashes.add(text_hash)
-            waiting.append({"id": str(key), "text": text, "content_hash": text_hash})
+            waiting.append({"id": key, "text": text, "content_hash": text_hash})
             if len(waiting) == config.rows_per_shard:
                 write()
     if waiting:
@@ -161,6 +164,11 @@ def _read(uri: str, config: EmbedConfig) -> Iterator[tuple[Any, Any]]:
                            "files with one JSON object per line")  # fmt: skip
         _require_columns(f"{uri}, line {number}", columns, list(row))
         yield row.get(config.id_column), row[config.text_column]
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Whether it is a string that UTF-8 can hold: JSON's may have half of a surrogate pair."""
+    return isinstance(value, str) and not _HALF_PAIR.search(value)
 
 
 def _require_columns(where: str, wanted: list[str], found: list[str]) -> None:

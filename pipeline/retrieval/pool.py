@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import storage
-from pipeline.arrays import Floats
+from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 
@@ -96,6 +96,13 @@ class Pool:
         at = place - (self.ends[shard - 1] if shard else 0)
         table = self.rows[shard]
         return Row(table["id"][at].as_py(), table["text"][at].as_py())
+
+    def vectors_at(self, places: Ints) -> Floats:
+        """The vectors [N, D] at N ascending places."""
+        parts = np.split(places, np.searchsorted(places, self.ends[:-1]))
+        starts = (0, *self.ends[:-1])
+        found = [m[p - s] for m, p, s in zip(self.vectors, parts, starts, strict=True)]
+        return np.concatenate(found)
 
 
 def current_uri(pools: str, name: str) -> str:

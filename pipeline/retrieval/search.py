@@ -17,7 +17,8 @@ from pipeline.models.polyencoder import Attention
 from pipeline.retrieval.pool import Pool
 
 _BLOCK_ROWS = 8192
-# A score is a float32 sum of M products: the bound may be exceeded by its rounding.
+# Logits, bounds and scores of a block are rounded to float32; rows so close count as tied until
+# float64 decides.
 _SLACK = 1e-5
 
 
@@ -55,7 +56,8 @@ def search(
     [Q, M]: false for vectors that do not count; each context has one at least. `attention`: of the
     candidate over the vectors, as in `poly_scores`.
 
-    Raises BadInput for shapes that do not fit the pool, and for top_k < 1.
+    Raises BadInput for shapes that do not fit the pool, for vectors that are not finite, and for
+    top_k < 1.
     """
     one = np.asarray(vectors).ndim == 2
     found = top_rows(
@@ -88,47 +90,64 @@ def top_rows(
     mask = np.ones((count, m), bool) if mask_QM is None else np.asarray(mask_QM, bool)
     if mask.shape != (count, m) or not mask.any(axis=1).all():
         raise BadInput("vector_mask: one true value at least for each context, in the vectors' shape")
+    if not np.isfinite(queries).all():
+        raise BadInput("vectors: not finite; allowed: numbers")
     scale = float(width) ** -0.5 if attention == "scaled_dot" else 1.0
     flat = queries.reshape(count * m, width).T
-    best = [_Best(top_k) for _ in range(count)]
+    best = [_Best(top_k, scale) for _ in range(count)]
     at = 0
     for matrix in pool.vectors:
         for start in range(0, len(matrix), _BLOCK_ROWS):
             block = matrix[start : start + _BLOCK_ROWS]
             logits_NQM = (block @ flat).reshape(len(block), count, m)
             for number, keep in enumerate(best):
-                logits_NM = logits_NQM[:, number, mask[number]]
-                keep.offer(logits_NM, scale, at)
+                keep.offer(logits_NQM[:, number, mask[number]], at)
             at += len(block)
-    return Found(
-        np.stack([keep.places for keep in best]), np.stack([keep.scores for keep in best]), True
-    )
+    kept = min(top_k, len(pool))
+    places, scores = np.empty((count, kept), np.int64), np.empty((count, kept), np.float32)
+    for number, keep in enumerate(best):
+        vectors_MD = queries[number, mask[number]].astype(np.float64)
+        places[number], scores[number] = keep.final(pool, vectors_MD)
+    return Found(places, scores, True)
 
 
 class _Best:
-    """The best rows of one context so far, best first."""
+    """The best rows of one context so far, and those that only rounding tells from them."""
 
-    def __init__(self, top_k: int) -> None:
+    def __init__(self, top_k: int, scale: float) -> None:
         self._top_k = top_k
-        self.scores: Floats = np.empty(0, np.float32)
-        self.places: Ints = np.empty(0, np.int64)
+        self._scale = scale
+        self._scores: Floats = np.empty(0, np.float32)
+        self._places: Ints = np.empty(0, np.int64)  # ascending
+        self._reach = -np.inf
 
-    def offer(self, logits_NM: Floats, scale: float, first: int) -> None:
+    def offer(self, logits_NM: Floats, first: int) -> None:
         """Takes in the rows of a block whose place in the pool begins at `first`."""
-        rows = np.arange(len(logits_NM))
-        if logits_NM.shape[1] == 1:
-            scores = logits_NM[:, 0]
-        else:
-            bound_N = logits_NM.max(axis=1)
-            if len(self.scores) == self._top_k:
-                rows = np.flatnonzero(bound_N + _SLACK * np.abs(bound_N) >= self.scores[-1])
-            chosen_RM = logits_NM[rows]
-            weights_RM = np.exp((chosen_RM - bound_N[rows, None]) * scale)
-            scores = (weights_RM * chosen_RM).sum(axis=1) / weights_RM.sum(axis=1)
-        scores = np.concatenate([self.scores, scores])
-        places = np.concatenate([self.places, rows + first])
-        if len(scores) > 4 * self._top_k:  # a sort of the few that matter
+        bound_N = logits_NM.max(axis=1)
+        rows = np.flatnonzero(bound_N + _SLACK * np.abs(bound_N) >= self._reach)
+        scores = np.concatenate([self._scores, _scores(logits_NM[rows], self._scale)])
+        places = np.concatenate([self._places, rows + first])
+        if len(scores) > self._top_k:
             cut = np.partition(scores, -self._top_k)[-self._top_k]
-            scores, places = scores[scores >= cut], places[scores >= cut]
-        order = np.argsort(-scores, kind="stable")[: self._top_k]  # places ascend, so ties keep them
-        self.scores, self.places = scores[order].astype(np.float32), places[order]
+            self._reach = cut - _SLACK * abs(cut)
+            near = scores >= self._reach
+            scores, places = scores[near], places[near]
+        self._scores, self._places = scores, places
+
+    def final(self, pool: Pool, vectors_MD: Floats) -> tuple[Ints, Floats]:
+        """(places, scores) of the top k, best first; ties by place."""
+        parts: list[Floats] = [np.empty(0)]
+        for start in range(0, len(self._places), _BLOCK_ROWS):
+            rows_ND = pool.vectors_at(self._places[start : start + _BLOCK_ROWS])
+            parts.append(_scores(rows_ND.astype(np.float64) @ vectors_MD.T, self._scale))
+        scores = np.concatenate(parts).astype(np.float32)
+        order = np.argsort(-scores, kind="stable")[: self._top_k]
+        return self._places[order], scores[order]
+
+
+def _scores(logits_NM: Floats, scale: float) -> Floats:
+    """[N]"""
+    if logits_NM.shape[1] == 1:
+        return logits_NM[:, 0]
+    weights_NM = np.exp((logits_NM - logits_NM.max(axis=1, keepdims=True)) * scale)
+    return np.asarray((weights_NM * logits_NM).sum(axis=1) / weights_NM.sum(axis=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from pipeline import storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import require
+from pipeline.resources import cpus_each
 from pipeline.tracking import Run
 from pipeline.training.batches import Cursor
 from pipeline.training.loop import LoopConfig, Progress, train
@@ -36,7 +36,7 @@ class Workers:
     workers: int = 1
     """Training processes; on GPUs one each."""
     cpus_per_worker: int = 0
-    """Cores, and threads, of a worker; 0: the machine's cores shared out among the workers."""
+    """Cores, and threads, of a worker; 0: the cluster's cores shared out among the workers."""
     gpu: bool = False
     """One GPU per worker, NCCL between them; else CPU and gloo."""
     max_restarts: int = 3
@@ -76,7 +76,7 @@ def fit(
 
     Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
     """
-    threads = workers.cpus_per_worker or max(1, (os.cpu_count() or 1) // workers.workers)
+    threads = workers.cpus_per_worker or cpus_each(workers.workers)
     per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
     with _progress_bar(label, steps) as progress:
         assignment = _Assignment(
