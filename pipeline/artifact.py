@@ -35,7 +35,7 @@ _REQUEST = "_request.json"
 # Where and on what a job runs, how much damage in its input it puts up with, how often it reports and
 # what the result is called in the registry never decide what comes out.
 _NOT_IDENTITY = re.compile(
-    r"(output|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_steps)"
+    r"(output|pools|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_steps)"
 )
 
 
@@ -203,7 +203,7 @@ def draft(
 
     If the same job (kind, settings, contents of the inputs) has published it already, returns the
     artifact. `config` is the job's dataclass: its fields named like an input stand for that input's
-    contents, and `output`, `resources` and `reading` do not count.
+    contents, and what `_NOT_IDENTITY` names does not count.
 
     Raises BadInput where another job's output, finished or not, is in the way.
     """

@@ -203,7 +203,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    codes = {404: "not_found", 405: "method_not_allowed", 503: "not_ready"}
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 503: "not_ready"}
     code = codes.get(error.status_code, "http_error")
     return _error(error.status_code, code, f"{request.url.path}: {error.detail}")
 

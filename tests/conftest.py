@@ -43,6 +43,7 @@ from pipeline.corpora import sample
 from pipeline.models.ranker import RankerConfig, new_ranker
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
+from pipeline.retrieval import embed
 
 ROOT = Path(__file__).parents[1]
 
@@ -150,10 +151,28 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
             corpus="none", encoder="none", output=str(folder / "ranker"), ranker=model
         )
         out = draft(config.output, "ranker", config, {})
+        if isinstance(out, Artifact):
+            return out
         storage.upload(folder / "files", out.staging)
         return out.publish(folder_entries(folder / "files"), {"steps": 0})
 
     return publish
+
+
+@pytest.fixture
+def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Embeds in this process, without Ray, whose actors take seconds to start; returns what it did."""
+    done: list[str] = []
+
+    def run(draft, tasks, make, label, actors):
+        work = make()
+        for name in [name for name in tasks if name not in draft.records()]:
+            draft.mark(name, work(draft, name, tasks[name]))
+            done.append(name)
+        return [draft.records()[name] for name in tasks]
+
+    monkeypatch.setattr(embed, "run_tasks_on_actors", run)
+    return done
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import numpy as np
@@ -26,7 +27,7 @@ def pool_of(rows_ND, cuts=()) -> Pool:
     ids = pa.array(f"id{n}" for n in range(len(rows_ND)))
     whole = pa.table([ids, ids, ids], ROWS)
     edges = [0, *sorted(cuts), len(rows_ND)]
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(itertools.pairwise(edges))
     return Pool(
         Artifact("memory", {"dimensions": rows_ND.shape[1]}), "pool", "v", 
         tuple(rows_ND[a:b] for a, b in spans), tuple(whole[a:b] for a, b in spans), tuple(edges[1:]),
@@ -147,20 +148,20 @@ def test_ids_are_those_of_the_rows():
     assert answer.scores.tolist() == [9.0, 7.0, 5.0]
 
 
-def test_rows_of_the_same_vector_keep_their_order_wherever_they_lie_in_a_block(monkeypatch):
+@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("block_rows", [1, 4, 7, 100, 1000])
+def test_rows_of_the_same_vector_keep_their_order_wherever_they_lie_in_a_block(
+    monkeypatch, block_rows, m
+):
     """A matrix product rounds a row's last bits as its place in the block and the block's size say."""
     rng = np.random.default_rng(2)
-    row, vectors = rng.normal(size=100), rng.normal(size=(5, 100))
-    rows = rng.normal(size=(400, 100))
-    same = np.arange(3, 400, 7)
-    rows[same] = row
-    vectors[0] = row  # so that they are the best
-    for block_rows in (1, 64, 150, 1000):
-        monkeypatch.setattr(module, "_BLOCK_ROWS", block_rows)
-        for m in (1, 5):
-            found = top_rows(pool_of(rows), vectors[None, :m], 20)
-            assert found.places[0].tolist() == same[:20].tolist()
-            assert len(set(found.scores[0])) == 1
+    rows, vectors = rng.normal(size=(403, 100)), rng.normal(size=(1, m, 100))
+    same = np.r_[5:403:7, 401, 402]
+    rows[same] = vectors[0, 0]  # the best by far
+    monkeypatch.setattr(module, "_BLOCK_ROWS", block_rows)
+    found = top_rows(pool_of(rows, cuts=[6, 301]), vectors, 30)
+    assert found.places[0].tolist() == same[:30].tolist()
+    assert len(set(found.scores[0])) == 1
 
 
 # Pruning. Where the vectors are the unit vectors, the rows are the logits themselves.

@@ -1,0 +1,241 @@
+"""`jobs.embed_pool`: versions, CURRENT, refusals, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import mlflow
+import pytest
+import torch
+
+from jobs import finetune
+from pipeline import storage
+from pipeline.artifact import draft, folder_entries
+from pipeline.config import BadInput
+from pipeline.models.ranker import load_ranker
+from pipeline.retrieval.pool import Pool
+
+inline = pytest.mark.usefixtures("actors_in_process")
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"id": n, "text": t}) + "\n" for n, t in enumerate(texts)))
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    return write(tmp_path / "texts.jsonl", [f"text {n}" for n in range(9)])
+
+
+@pytest.fixture
+def embed(run_job, tiny_ranker, tmp_path):
+    """The job on a file, into pool "p" of `tmp_path / "pools"`."""
+
+    def run(file: Path, *options: object, model: str = "", pools: str = ""):
+        return run_job(
+            "embed_pool", "--model", model or tiny_ranker("poly").uri, "--candidates", file,
+            "--pools", pools or tmp_path / "pools", "--name", "p", *options
+        )  # fmt: skip
+
+    return run
+
+
+def current(pools: Path) -> str:
+    return (pools / "p" / "CURRENT").read_text().strip()
+
+
+def versions(pools: Path) -> list[str]:
+    return sorted(path.name for path in (pools / "p").glob("v-*"))
+
+
+@inline
+def test_the_summary_the_run_and_the_pool_say_the_same(embed, texts, tiny_ranker, tmp_path):
+    write(texts, ["a", "b", "a", ""])
+    summary = embed(texts).summary
+    pool = Pool.open(summary["pool"])
+    assert summary["job"] == "embed_pool"
+    assert summary["version"] == pool.version == current(tmp_path / "pools")
+    assert summary["output"] == pool.artifact.uri == str(tmp_path / "pools" / "p" / pool.version)
+    assert summary["current"] == str(tmp_path / "pools" / "p" / "CURRENT")
+    assert summary["already_done"] is False
+    assert summary["counts"] == {"records": 4, "candidates": 2, "shards": 1}
+    assert summary["dropped"] == {"the same text again": 1, "text is empty": 1}
+    assert [pool.row(place) for place in range(len(pool))] == [("0", "a"), ("1", "b")]
+    pool.require_model(tiny_ranker("poly"))
+    run = mlflow.MlflowClient().get_run(pool.artifact.manifest["run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["count.candidates"] == 2
+    assert run.data.metrics["dropped.text is empty"] == 1
+    assert run.data.tags["input.model.fingerprint"] == tiny_ranker("poly").fingerprint
+    assert run.data.tags["output_fingerprint"] == summary["fingerprint"]
+
+
+@inline
+def test_the_same_texts_and_model_again_leave_nothing_to_do(
+    embed, texts, actors_in_process, tmp_path
+):
+    first = embed(texts).summary
+    (tmp_path / "moved").mkdir()
+    moved = texts.rename(tmp_path / "moved" / texts.name)
+    actors_in_process.clear()
+    again = embed(moved, pools=f"{tmp_path}/pools/").summary  # the same contents, elsewhere
+    assert again == {**first, "already_done": True}
+    assert actors_in_process == []
+    assert versions(tmp_path / "pools") == [first["version"]]
+
+
+@inline
+@pytest.mark.parametrize("change", ["texts", "model", "setting"])
+def test_other_texts_or_another_model_make_a_version_beside_and_current_names_it(
+    embed, texts, tiny_ranker, tmp_path, change
+):
+    old = embed(texts).summary
+    reader = Pool.open(old["pool"])
+    if change == "texts":
+        write(texts, ["other"])
+    model = tiny_ranker("poly", seed=1).uri if change == "model" else ""
+    options = ("--embed.rows-per-shard", 2) if change == "setting" else ()
+    new = embed(texts, *options, model=model).summary
+    assert new["already_done"] is False
+    assert versions(tmp_path / "pools") == sorted([old["version"], new["version"]])
+    assert current(tmp_path / "pools") == new["version"] != old["version"]
+    assert len(reader) == len(Pool.open(old["output"])) == 9
+
+
+@inline
+def test_a_version_that_is_there_becomes_current_again(embed, texts, tmp_path):
+    contents = texts.read_text()
+    old = embed(texts).summary
+    embed(write(texts, ["other"]))
+    texts.write_text(contents)
+    assert embed(texts).summary["already_done"] is True
+    assert current(tmp_path / "pools") == old["version"]
+
+
+@inline
+def test_a_corpus_split_is_a_source_of_candidates(embed, convai2_corpus):
+    options = ("--embed.text-column", "response", "--embed.id-column", "example_id")
+    summary = embed(Path(convai2_corpus.uri) / "train", *options).summary
+    assert summary["counts"]["records"] == convai2_corpus.counts["examples.train"]
+    assert summary["counts"]["candidates"] == len(Pool.open(summary["pool"]))
+
+
+@inline
+def test_ids_may_be_hashes_of_the_texts(embed, texts):
+    pool = Pool.open(embed(texts, "--embed.id-column", "").summary["pool"])
+    assert {len(pool.row(place).id) for place in range(9)} == {32}
+
+
+# Refusals: exit code 2, one line, and nothing that looks like a pool
+
+
+@inline
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ("", "no text to embed"),
+        ('{"id": 1, "text": " "}\n', "no text to embed ({'text is empty': 1})"),
+        ('{"id": 1, "body": "a"}\n', "line 1: no column 'text'; there are: id, body"),
+        ("id,text\n", "line 1: not a JSON object"),
+    ],
+)
+def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, contents, message):
+    texts.write_text(contents)
+    for _ in range(2):  # what the first run leaves does not change what the second says
+        assert message in embed(texts).refusal
+    assert not (tmp_path / "pools" / "p" / "CURRENT").exists()
+    assert not [name for name in versions(tmp_path / "pools") if not name.endswith(".partial")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "MODEL/cross"), "'cross' has no candidate vectors; allowed: bi, poly"),
+        (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
+        (("--model", "nowhere"), "not a ranker (manifest.json is missing)"),
+        (("--candidates", "nowhere.jsonl"), "--candidates nowhere.jsonl: no such file or folder"),
+        (("--name", "a/b"), "name: 'a/b' is not allowed"),
+        (("--name", ""), "name: '' is not allowed"),
+        (("--embed.rows-per-shard", "0"), "embed.rows_per_shard: 0 is not allowed; allowed: >= 1"),
+        (("--resources.actors", "0"), "resources.actors: 0 is not allowed; allowed: >= 1"),
+    ],
+)
+def test_bad_usage_is_refused_before_anything_is_written(
+    embed, texts, tiny_ranker, convai2_corpus, tmp_path, options, message
+):
+    real = {"MODEL/cross": tiny_ranker("cross").uri, "CORPUS": convai2_corpus.uri}
+    assert message in embed(texts, *(real.get(option, option) for option in options)).refusal
+    assert not (tmp_path / "pools").exists()
+
+
+# Failures and kills
+
+
+def with_nan(model: Path, folder: Path) -> str:
+    """A published copy of a ranker with a weight that is not a number; its URI."""
+    ranker = load_ranker(model)
+    with torch.no_grad():
+        next(ranker.dual.candidate_encoder.parameters()).fill_(torch.nan)
+    ranker.save(folder / "files")
+    config = finetune.Config(corpus="", encoder="", output=f"{folder}/nan", ranker=ranker.config)
+    out = draft(config.output, "ranker", config, {})
+    storage.upload(folder / "files", out.staging)
+    return out.publish(folder_entries(folder / "files"), {}).uri
+
+
+@inline
+def test_weights_that_are_not_numbers_fail_the_job_and_leave_current(
+    embed, texts, tiny_ranker, tmp_path
+):
+    good = embed(texts).summary
+    with pytest.raises(FloatingPointError, match="vectors that are not finite"):
+        embed(texts, model=with_nan(tiny_ranker("poly").local(), tmp_path))
+    assert current(tmp_path / "pools") == good["version"]
+    (failed,) = set(versions(tmp_path / "pools")) - {good["version"]}
+    assert failed.endswith(".partial")
+    run = mlflow.search_runs(experiment_names=["polyrank"], max_results=1).iloc[0]
+    assert (run["tags.job"], run["status"]) == ("embed_pool", "FAILED")
+
+
+def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
+    embed, start_job, tiny_ranker, texts, tmp_path, request
+):
+    """The killed and the resumed run on Ray's actors."""
+    pools = tmp_path / "pools"
+    write(texts, [f"another text {n}" for n in range(120)])
+    options = ("--embed.rows-per-shard", 2, "--resources.cpus-per-actor", 1)
+
+    process = start_job(
+        "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
+        "--pools", pools, "--name", "p", *options
+    )  # fmt: skip
+    while not list(pools.glob("p/*.partial/_tasks/part-*.json")):
+        try:  # waits a little
+            process.wait(timeout=0.02)
+        except subprocess.TimeoutExpired:
+            continue
+        pytest.fail("the job ended before it had done anything")
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    (tasks,) = pools.glob("p/*.partial/_tasks")
+    assert 0 < len(list(tasks.glob("part-*.json"))) < 60
+    assert [path.name for path in (pools / "p").iterdir()] == [tasks.parent.name]  # no CURRENT
+    with pytest.raises(BadInput, match="unfinished"):
+        Pool.open(str(tasks.parent).removesuffix(".partial"))
+
+    resumed = embed(texts, *options).summary
+    request.getfixturevalue("actors_in_process")
+    whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
+    assert (resumed["already_done"], whole["already_done"]) == (False, False)
+    assert resumed["fingerprint"] == whole["fingerprint"]
+    assert resumed["counts"] == whole["counts"] == {"records": 120, "candidates": 120, "shards": 60}
+    assert current(pools) == resumed["version"] == whole["version"]
+    ours, theirs = (Pool.open(summary["pool"]).artifact for summary in (resumed, whole))
+    assert ours.manifest["files"] == theirs.manifest["files"]
+    folders = [Path(artifact.uri) for artifact in (ours, theirs)]
+    names = [sorted(str(path.relative_to(f)) for path in f.rglob("*")) for f in folders]
+    assert names[0] == names[1]

@@ -1,0 +1,119 @@
+"""Tasks that run once each, however often the job is killed. On a real Ray."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifact import Draft, draft
+from pipeline.config import BadInput
+from pipeline.shards import Actors, run_tasks, run_tasks_on_actors
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+TASKS = {"c": 3, "a": 1, "b": 2, "d": 4}
+
+
+@pytest.fixture
+def out(tmp_path) -> Draft:
+    return draft(str(tmp_path / "out"), "pool", Actors(), {})
+
+
+# Functions inside functions: Ray's workers cannot import the module of a test.
+
+
+@pytest.fixture
+def square():
+    """Work: writes a file, and returns a record."""
+
+    def work(draft, name, argument):
+        return {"file": draft.write_file(name, b"." * argument), "square": argument**2}
+
+    return work
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes work that says which process did it; leaves a file every time that it is called."""
+
+    def make():
+        tempfile.mkstemp(prefix="made-", dir=tmp_path)
+
+        def work(draft, name, argument):
+            return {"process": os.getpid(), "argument": argument}
+
+        return work
+
+    return make
+
+
+@pytest.fixture
+def refusing():
+    """Work that refuses the argument 2, and fails for 4."""
+
+    def work(draft, name, argument):
+        if argument == 2:
+            raise BadInput("task b: 2 is not allowed;\nallowed: others")
+        if argument == 4:
+            raise ArithmeticError("four")
+        return {}
+
+    return work
+
+
+def test_records_come_in_the_tasks_order_and_their_files_are_there(out, square):
+    records = run_tasks(out, TASKS, square, "square")
+    assert [record["square"] for record in records] == [9, 1, 4, 16]
+    for name, argument in TASKS.items():
+        assert Path(out.path(name)).stat().st_size == argument
+    assert set(out.records()) == set(TASKS)
+
+
+def test_tasks_that_are_marked_are_not_run_again(out, square):
+    for name in ("a", "d"):
+        out.mark(name, {"square": "from before"})
+    out.mark("elsewhere", {"square": "of no concern"})
+    records = run_tasks(out, TASKS, square, "square")
+    assert [record["square"] for record in records] == [9, "from before", 4, "from before"]
+    assert not Path(out.path("a")).exists()
+
+
+def test_with_nothing_left_to_do_no_work_is_started(out):
+    for name in TASKS:
+        out.mark(name, {"name": name})
+    work = object()  # cannot be called
+    assert run_tasks(out, TASKS, work, "-") == [{"name": name} for name in TASKS]
+    assert run_tasks_on_actors(out, TASKS, work, "-", Actors()) == run_tasks(out, TASKS, work, "-")
+    assert run_tasks(out, {}, work, "-") == []
+
+
+def test_a_refusal_is_raised_word_for_word_and_its_task_is_not_marked(out, refusing):
+    with pytest.raises(BadInput, match=r"^task b: 2 is not allowed;\nallowed: others$"):
+        run_tasks(out, {"a": 1, "b": 2}, refusing, "-")
+    assert "b" not in out.records()
+
+
+def test_a_failure_is_raised_and_another_run_does_the_rest(out, refusing, square):
+    with pytest.raises(Exception, match="ArithmeticError: four"):
+        run_tasks(out, {"a": 1, "d": 4}, refusing, "-")
+    assert "d" not in out.records()
+    assert run_tasks(out, {"d": 4}, square, "-")[0]["square"] == 16
+
+
+@pytest.mark.parametrize("actors", [1, 2])
+def test_each_actor_makes_its_work_once_for_all_its_tasks(out, make, tmp_path, actors):
+    resources = Actors(actors=actors, cpus_per_actor=1)
+    records = run_tasks_on_actors(out, TASKS, make, "-", resources)
+    assert [record["argument"] for record in records] == list(TASKS.values())
+    processes = {record["process"] for record in records}
+    assert len(processes) <= actors
+    assert os.getpid() not in processes
+    assert len(list(tmp_path.glob("made-*"))) == actors
+
+
+@pytest.mark.parametrize("field", ["actors", "cpus_per_actor"])
+def test_resources_out_of_range_are_refused(field):
+    with pytest.raises(BadInput, match=f"^resources.{field}: -1 is not allowed"):
+        Actors(**{field: -1})

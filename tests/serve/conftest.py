@@ -1,0 +1,70 @@
+"""Published pools of tiny rankers, and engines over them."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from jobs import embed_pool
+from pipeline.artifact import Artifact, draft
+from pipeline.models import inference
+from pipeline.models.ranker import load_ranker
+from pipeline.retrieval.embed import ROWS
+from pipeline.retrieval.pool import make_current
+
+REPLIES = {f"r{number:02d}": text for number, text in enumerate((
+    "i am a nurse .", "it rains .", "we sold the boat last year", "hi !", "my dog likes snow",
+    "tea , please", "the harbour froze in 1741", "no", "a long reply that is cut somewhere in it",
+    "do you play chess ?", "yes", "I PAINT WALLS",
+))}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fp32() -> Iterator[None]:
+    """Where the hardware has bf16, a batch and one row differ in the third digit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inference, "use_bf16", lambda device: False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_pool(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`tiny_pool(model, "replies")`: the URI of a pool that holds REPLIES."""
+
+    @functools.cache
+    def publish(model_uri: str, fingerprint: str, name: str) -> str:
+        pools = tmp_path_factory.mktemp("pools")
+        uri = str(pools / name / "v-1")
+        config = embed_pool.Config(model=model_uri, candidates=(), pools=str(pools), name=name)
+        model = {"uri": model_uri, "kind": "ranker", "fingerprint": fingerprint}
+        out = draft(uri, "pool", config, {"model": model})
+        ranker = load_ranker(Path(model_uri))
+        entries = []
+        items = list(REPLIES.items())
+        for shard, part in enumerate((items[:5], items[5:])):
+            rows = [{"id": key, "text": text, "content_hash": text} for key, text in part]
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_file(sink, ROWS) as writer:
+                writer.write_table(pa.Table.from_pylist(rows, schema=ROWS))
+            buffer = io.BytesIO()
+            texts = [text for _, text in part]
+            vectors = inference.candidate_vectors(ranker, texts).numpy()
+            np.save(buffer, vectors)
+            entries += [
+                out.write_file(f"rows/part-{shard:05d}.arrow", sink.getvalue(), len(part)),
+                out.write_file(f"vectors/part-{shard:05d}.npy", buffer.getvalue(), len(part)),
+            ]
+        out.publish(entries, {"candidates": len(items)}, dimensions=vectors.shape[1])
+        make_current(str(pools), name, "v-1")
+        return str(pools / name)
+
+    def pool(model: Artifact, name: str = "replies") -> str:
+        return publish(model.uri, model.fingerprint, name)
+
+    return pool

@@ -1,0 +1,155 @@
+"""The work of a replica: rankings of given candidates and of pools, and what cannot be served."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config import BadInput
+from pipeline.models import inference
+from pipeline.models.ranker import load_ranker
+from serve import app
+from serve.ranker import Engine, UnknownPool
+
+from .conftest import REPLIES
+
+CONTEXT = ["hello there", "what do you do ?"]
+TEXTS = ["i paint", "rain again today", "no", "yes, a boat", "a nurse in the harbour"]
+
+
+def own_scores(folder, context, texts):
+    """The scores by the formulas, one candidate at a time."""
+    ranker = load_ranker(Path(folder))
+    if ranker.config.architecture == "cross":
+        return [float(inference.pair_scores(ranker, [context], [[text]])[0]) for text in texts]
+    vectors, mask = inference.context_vectors(ranker, [context])
+    vectors_MD = vectors[0][mask[0]].double().numpy()
+    scores = []
+    for text in texts:
+        logits = vectors_MD @ inference.candidate_vectors(ranker, [text])[0].double().numpy()
+        weights = np.exp(logits - logits.max())
+        scores.append(float((weights * logits).sum() / weights.sum()))
+    return scores
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
+def test_candidates_are_ranked_by_the_models_scores(tiny_ranker, architecture):
+    model = tiny_ranker(architecture)
+    ranked = Engine(model.uri).rank(CONTEXT, TEXTS, top_k=10)
+    scores = own_scores(model.uri, CONTEXT, TEXTS)
+    assert len(set(scores)) == len(TEXTS)
+    assert [one.place for one in ranked] == np.argsort(scores)[::-1].tolist()
+    assert [one.score for one in ranked] == pytest.approx(sorted(scores, reverse=True), rel=1e-4)
+    assert [(one.text, one.id) for one in ranked] == [(TEXTS[r.place], str(r.place)) for r in ranked]
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
+def test_top_k_is_the_best_of_the_whole_ranking(tiny_ranker, architecture):
+    engine = Engine(tiny_ranker(architecture).uri)
+    whole = engine.rank(CONTEXT, TEXTS, top_k=len(TEXTS))
+    assert engine.rank(CONTEXT, TEXTS, top_k=2) == whole[:2]
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
+def test_ties_keep_the_order_given(tiny_ranker, architecture):
+    engine = Engine(tiny_ranker(architecture).uri)
+    ranked = engine.rank(CONTEXT, ["the same"] * 9, top_k=7)
+    assert len({one.score for one in ranked}) == 1
+    assert [one.place for one in ranked] == list(range(7))
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_a_pool_is_ranked_as_its_texts_would_be(tiny_ranker, tiny_pool, architecture):
+    model = tiny_ranker(architecture)
+    engine = Engine(model.uri, [tiny_pool(model)])
+    texts = list(REPLIES.values())
+    for top_k in (3, len(texts) + 5):
+        found = engine.rank_pool(CONTEXT, "replies", top_k)
+        given = engine.rank(CONTEXT, texts, top_k)
+        assert [(one.place, one.text) for one in found] == [(one.place, one.text) for one in given]
+        assert [one.score for one in found] == pytest.approx([one.score for one in given], rel=1e-5)
+        assert [REPLIES[one.id] for one in found] == [one.text for one in found]
+
+
+def test_the_model_and_its_pools_are_described(tiny_ranker, tiny_pool):
+    model = tiny_ranker("poly")
+    engine = Engine(model.uri, [tiny_pool(model), tiny_pool(model, "more")])
+    info = engine.info()
+    assert info["model"]["fingerprint"] == model.fingerprint
+    assert info["model"]["architecture"] == "poly"
+    assert info["limits"] == {"max_context_tokens": 48, "max_candidate_tokens": 32}
+    pools = [(pool["name"], pool["version"], pool["candidates"]) for pool in info["pools"]]
+    assert pools == [("replies", "v-1", len(REPLIES)), ("more", "v-1", len(REPLIES))]
+
+
+def test_a_pool_that_is_not_served_is_refused_by_name(tiny_ranker, tiny_pool):
+    model = tiny_ranker("poly")
+    engine = Engine(model.uri, [tiny_pool(model)])
+    with pytest.raises(UnknownPool, match="'reply' is not served here; there are: replies"):
+        engine.rank_pool(CONTEXT, "reply", 1)
+    with pytest.raises(UnknownPool, match="there are: none"):
+        Engine(model.uri).pool("replies")
+
+
+def test_calls_from_many_threads_give_what_one_gives(tiny_ranker, tiny_pool):
+    model = tiny_ranker("poly")
+    engine = Engine(model.uri, [tiny_pool(model)])
+    contexts = [[f"turn {number}", "and so on" * number] for number in range(8)]
+
+    def rank(context):
+        given = engine.rank(context, TEXTS, 5)
+        return [(o.place, round(o.score, 4)) for o in given + engine.rank_pool(context, "replies", 5)]
+
+    alone = [rank(context) for context in contexts]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(rank, contexts)) == alone
+
+
+# What cannot be served is said in one line, before the start (`build`) and in a replica (`Engine`)
+
+START = {
+    "build": lambda model, pools: app.build(app.Args(model=model, pools=pools)),
+    "engine": lambda model, pools: Engine(model, pools),
+}
+
+
+@pytest.fixture(params=list(START))
+def refusal(request):
+    def start(model: str, *pools: str) -> str:
+        with pytest.raises(BadInput) as caught:
+            START[request.param](model, list(pools))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return start
+
+
+def test_a_pool_with_a_cross_encoder_is_refused(tiny_ranker, tiny_pool, refusal):
+    pool = tiny_pool(tiny_ranker("poly"))
+    assert "a cross-encoder cannot use one" in refusal(tiny_ranker("cross").uri, pool)
+
+
+@pytest.mark.parametrize("other", [("bi",), ("poly", 1)])
+def test_a_pool_of_another_model_is_refused(tiny_ranker, tiny_pool, refusal, other):
+    embedder, other = tiny_ranker("poly"), tiny_ranker(*other)
+    said = refusal(other.uri, tiny_pool(embedder))
+    assert re.search(f"by the model {embedder.fingerprint}, not by .*{other.fingerprint}", said)
+
+
+def test_two_pools_of_one_name_are_refused(tiny_ranker, tiny_pool, refusal):
+    model = tiny_ranker("poly")
+    pool = tiny_pool(model)
+    assert "two are named 'replies'" in refusal(model.uri, pool, f"{pool}/v-1")
+
+
+def test_what_is_no_ranker_or_no_pool_is_refused(tiny_ranker, tiny_pool, refusal, tmp_path):
+    model = tiny_ranker("poly")
+    pool = tiny_pool(model)
+    assert "not a ranker" in refusal(str(tmp_path / "none"))
+    assert "needed here: ranker" in refusal(f"{pool}/v-1")
+    assert "not a pool" in refusal(model.uri, str(tmp_path / "none"))
+    assert "needed here: pool" in refusal(model.uri, model.uri)
