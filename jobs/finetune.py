@@ -39,11 +39,11 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     folder, encoder = program.open_encoder(config.encoder)
+    recipe = Finetuning(corpus, folder, config.ranker, config.finetune, config.loop.seed)
+    task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
-    recipe = Finetuning(corpus, folder, config.ranker, config.finetune, config.loop.seed)
-    task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before any start
     steps = recipe.steps(task)
     with cluster.session(), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"

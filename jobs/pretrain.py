@@ -41,14 +41,13 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     tokenizer = open_artifact(config.tokenizer, "tokenizer")
-    inputs = {"corpus": corpus, "tokenizer": tokenizer}
-    out = draft(config.output, "encoder", config, inputs)
-    if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
     recipe = Pretraining(
         corpus, tokenizer.local(), config.encoder, config.pretrain, config.loop.seed
     )
-    task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before any start
+    task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
+    out = draft(config.output, "encoder", config, {"corpus": corpus, "tokenizer": tokenizer})
+    if isinstance(out, Artifact):
+        return program.published(out, already_there=True)
     steps = recipe.steps(task)
     with cluster.session(), tracking.start("pretrain", out) as tracked:
         metrics = launch.fit(

@@ -1,0 +1,196 @@
+"""The whole path as a user takes it: a process per job, `serve run`, and requests over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlflow
+import pyarrow.parquet as pq
+import pytest
+import ray
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+from pipeline.artifact import open_artifact
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(900)  # seven processes, each of which imports torch
+
+
+@pytest.fixture(scope="module")
+def cluster(local_ray) -> Iterator[None]:
+    """Processes join the Ray of this one, as they would a cluster's: each saves a start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(cluster, submit_job, sample_files, tmp_path_factory: pytest.TempPathFactory):
+    """The folder with everything, and what each job said."""
+    work = tmp_path_factory.mktemp("work")
+    corpus, tokenizer, encoder, ranker = (
+        work / name for name in ("corpus", "tokenizer", "encoder", "ranker")
+    )
+    commands = (
+        ("prepare_corpus", "--corpus", "convai2", "--input", sample_files / "convai2",
+         "--output", corpus),
+        ("train_tokenizer", "--corpus", corpus, "--tokenizer.vocabulary", 300,
+         "--output", tokenizer),
+        ("pretrain", "--corpus", corpus, "--tokenizer", tokenizer, "--output", encoder,
+         "--encoder.layers", 1, "--encoder.width", 16, "--encoder.heads", 2,
+         "--encoder.positions", 128, "--pretrain.steps", 6, "--pretrain.batch-tokens", 800,
+         "--pretrain.max-context-tokens", 64, "--pretrain.max-response-tokens", 32,
+         "--resources.workers", 2),
+        ("finetune", "--corpus", corpus, "--encoder", encoder, "--output", ranker,
+         "--ranker.m", 4, "--ranker.max-context-tokens", 64, "--ranker.max-candidate-tokens", 32,
+         "--finetune.max-steps", 6, "--finetune.batch-examples", 16),
+        ("evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
+         "--json", work / "table.json"),
+        ("embed_pool", "--model", ranker, "--candidates", corpus / "train",
+         "--embed.text-column", "response", "--embed.id-column", "example_id",
+         "--pools", work / "pools", "--name", "replies"),
+    )  # fmt: skip
+    said = {}
+    for verb, *arguments in commands:
+        said[verb] = submit_job(verb, *arguments).summary  # exit code 0, JSON as the last line
+    return SimpleNamespace(work=work, said=said)
+
+
+@pytest.fixture(scope="module")
+def port(made, cluster) -> Iterator[int]:
+    """Where `serve run serve.app:build` answers."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+    command = [Path(sys.executable).with_name("serve"), "run", "serve.app:build",
+               f"model={made.work}/ranker", f"pools={made.work}/pools/replies"]  # fmt: skip
+    log = made.work / "serve.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, cwd=ROOT, start_new_session=True, stdout=stream, stderr=stream
+        )
+    try:
+        while not answers(port):
+            try:  # waits a little
+                process.wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                continue
+            pytest.fail(log.read_text())
+        yield port
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=120)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        serve.shutdown()
+
+
+def answers(port: int) -> bool:
+    try:
+        return ask(port, "GET", "/health")[0] == 200
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+
+
+def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"content-type": "application/json"}
+    connection.request(method, path, body and json.dumps(body), headers)
+    response = connection.getresponse()
+    found = response.status, json.load(response)
+    connection.close()
+    return found
+
+
+ARTIFACTS = {
+    "prepare_corpus": "corpus", "train_tokenizer": "tokenizer", "pretrain": "encoder",
+    "finetune": "ranker", "embed_pool": "pool",
+}  # fmt: skip
+
+
+def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):
+    for verb, kind in ARTIFACTS.items():
+        said = made.said[verb]
+        artifact = open_artifact(said["output"], kind)
+        assert (said["job"], said["already_done"]) == (verb, False)
+        assert (said["fingerprint"], said["counts"]) == (artifact.fingerprint, artifact.counts)
+    table = json.loads((made.work / "table.json").read_text())["table"]
+    assert table == made.said["evaluate"]["table"]
+    assert set(table) == {"chance", "tf-idf", "poly"}
+    assert not list(made.work.rglob("*.partial"))
+
+
+def test_the_data_base_holds_the_lineage_from_the_pool_to_the_corpus(made, tracking_uri):
+    client = mlflow.MlflowClient(tracking_uri)
+    fingerprints = {kind: made.said[verb]["fingerprint"] for verb, kind in ARTIFACTS.items()}
+
+    def tags_of(kind: str) -> dict[str, str]:
+        """The tags of the run that made it."""
+        experiment = client.get_experiment_by_name("polyrank").experiment_id
+        made_it = f"tags.output_fingerprint = '{fingerprints[kind]}'"
+        runs = client.search_runs([experiment], made_it, order_by=["start_time DESC"])
+        assert runs[0].info.status == "FINISHED"
+        return dict(runs[0].data.tags)
+
+    for kind, name, origin in (
+        ("pool", "model", "ranker"),
+        ("ranker", "encoder", "encoder"),
+        ("ranker", "corpus", "corpus"),
+        ("encoder", "corpus", "corpus"),
+        ("encoder", "tokenizer", "tokenizer"),
+        ("tokenizer", "corpus.0", "corpus"),
+    ):
+        assert tags_of(kind)[f"input.{name}.fingerprint"] == fingerprints[origin]
+    note = tags_of("pool")["mlflow.note.content"]
+    assert all(fingerprints[kind] in note for kind in ("ranker", "encoder", "tokenizer", "corpus"))
+
+
+def test_the_service_ranks_the_candidates_of_a_request(made, port):
+    (file,) = open_artifact(f"{made.work}/corpus", "corpus").files("valid/", ".parquet")
+    example = pq.read_table(file).to_pylist()[0]
+    request = {"context": example["context"], "candidates": example["candidates"], "top_k": 20}
+    status, body = ask(port, "POST", "/rank", request)
+    assert (status, body["model"]) == (200, made.said["finetune"]["fingerprint"])
+    results = body["results"]
+    assert {(r["id"], r["text"]) for r in results} == {
+        (str(place), text) for place, text in enumerate(example["candidates"])
+    }
+    scores = [result["score"] for result in results]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_the_service_ranks_a_pool(made, port):
+    context = ["how is work going ?"]
+    status, body = ask(port, "POST", "/rank", {"context": context, "pool": "replies", "top_k": 5})
+    assert status == 200
+    assert body["pool"] == {"name": "replies", "version": made.said["embed_pool"]["version"]}
+    results = body["results"]
+    files = open_artifact(f"{made.work}/corpus", "corpus").files("train/", ".parquet")
+    columns = ["example_id", "response"]
+    rows = [row for file in files for row in pq.read_table(file, columns=columns).to_pylist()]
+    replies = {row["example_id"]: row["response"] for row in rows}
+    assert [replies[result["id"]] for result in results] == [r["text"] for r in results]
+    again = {"context": context, "candidates": [result["text"] for result in results]}
+    given = {r["text"]: r["score"] for r in ask(port, "POST", "/rank", again)[1]["results"]}
+    pooled = {result["text"]: result["score"] for result in results}
+    assert pooled == pytest.approx(given, rel=0.05, abs=0.05)  # bf16, in batches of other lengths
+
+
+def test_the_service_refuses_what_it_does_not_serve(port):
+    status, body = ask(port, "POST", "/rank", {"context": ["hi"], "pool": "nope"})
+    assert (status, body["error"]["code"]) == (404, "unknown_pool")

@@ -1,0 +1,326 @@
+"""jobs.finetune: what it publishes and records, what it refuses, and that a killed run resumes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from jobs import finetune
+from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.config import parse
+from pipeline.corpora.schema import EXAMPLE
+from pipeline.models.ranker import load_ranker
+
+STEPS = {"bi": 4, "poly": 150, "cross": 3}
+COMMON = (
+    "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32, "--ranker.m", 3,
+    "--finetune.batch-examples", 8, "--finetune.negatives", 2, "--finetune.epochs", 9,
+    "--loop.precision", "fp32", "--loop.log-every-steps", 1, "--resources.cpus-per-worker", 1,
+)  # fmt: skip
+
+
+def arguments(
+    architecture: str, corpus: object, encoder: object, output: object, *more: object
+) -> list[str]:
+    given = (
+        "--corpus", corpus, "--encoder", encoder, "--output", output,
+        "--ranker.architecture", architecture, "--finetune.max-steps", STEPS[architecture],
+        *COMMON, *more,
+    )  # fmt: skip
+    return [str(argument) for argument in given]
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_ranker) -> Path:
+    """A plain `transformers` directory."""
+    return tiny_ranker("bi").local() / "context_encoder"
+
+
+@pytest.fixture(scope="module")
+def trained(
+    local_ray, convai2_corpus, encoder, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], SimpleNamespace]:
+    """`trained("poly")`: the bi-encoder starts from `encoder`, with two workers, relative paths and a
+    name in the registry; the others start from the bi-encoder."""
+    home = tmp_path_factory.mktemp("training")
+
+    @functools.cache
+    def train(architecture: str) -> SimpleNamespace:
+        if architecture == "bi":
+            (home / "encoder").symlink_to(encoder)
+            (home / "corpus").symlink_to(convai2_corpus.uri)
+            argv = arguments(
+                "bi", "corpus", "encoder", "rankers/bi", "--resources.workers", 2,
+                "--register-as", "tiny-bi",
+            )  # fmt: skip
+        else:
+            argv = arguments(
+                architecture, convai2_corpus.uri, train("bi").artifact.uri,
+                home / "rankers" / architecture,
+            )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(home)
+            summary = finetune.run(parse(finetune.Config, argv, "test"))
+        artifact = open_artifact(str(home / "rankers" / architecture), "ranker")
+        return SimpleNamespace(summary=summary, artifact=artifact, argv=argv, home=home)
+
+    return train
+
+
+def run_of(artifact: Artifact) -> mlflow.entities.Run:
+    return mlflow.MlflowClient().get_run(artifact.manifest["run_id"])
+
+
+def curve(artifact: Artifact, name: str = "loss") -> dict[int, float]:
+    history = mlflow.MlflowClient().get_metric_history(artifact.manifest["run_id"], name)
+    return {point.step: point.value for point in history}
+
+
+# What comes out
+
+ARCHITECTURES = list(STEPS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_published_ranker_loads_and_has_learnt_something(trained, architecture, encoder):
+    ranker = load_ranker(trained(architecture).artifact.local())
+    assert ranker.config.architecture == architecture
+    tower = ranker.cross.encoder if architecture == "cross" else ranker.dual.context_encoder
+    start = load_file(encoder / "model.safetensors")
+    now = tower.hf.state_dict()
+    moved = [name for name in start if not torch.equal(start[name], now[name])]
+    assert len(moved) > len(start) // 2
+    assert all(torch.isfinite(value).all() for value in now.values())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_summary_says_what_the_manifest_says(trained, architecture):
+    made = trained(architecture)
+    assert made.summary["output"] == made.artifact.uri
+    assert made.summary["fingerprint"] == made.artifact.fingerprint
+    assert made.summary["already_done"] is False
+    assert made.summary["counts"] == made.artifact.counts
+    ranker = load_ranker(made.artifact.local())
+    parameters = sum(value.numel() for value in ranker.parameters())
+    assert made.artifact.counts == {"steps": STEPS[architecture], "parameters": parameters}
+    assert made.summary["metrics"]["step"] == STEPS[architecture]
+    assert math.isfinite(made.summary["metrics"]["loss"])
+
+
+def test_the_manifest_names_the_whole_ancestry(trained, convai2_corpus, encoder):
+    bi, poly = trained("bi").artifact, trained("poly").artifact
+    inputs = poly.manifest["inputs"]
+    assert inputs["corpus"] == convai2_corpus.reference()
+    assert inputs["encoder"] == bi.reference()
+    origin = inputs["encoder"]["inputs"]["encoder"]
+    assert (origin["kind"], len(origin["fingerprint"])) == ("external", 16)
+    assert inputs["encoder"]["inputs"]["corpus"]["fingerprint"] == convai2_corpus.fingerprint
+
+
+def test_an_external_encoder_is_named_by_its_contents_wherever_it_lies(
+    run_job, trained, convai2_corpus, encoder, tmp_path
+):
+    shutil.copytree(encoder, tmp_path / "copy")
+    first = trained("bi")
+    again = arguments("bi", convai2_corpus.uri, tmp_path / "copy", first.artifact.uri)
+    assert run_job("finetune", *again).summary["already_done"] is True
+    (tmp_path / "copy" / "tokenizer_config.json").write_text("{}")
+    assert "encoder" in run_job("finetune", *again).refusal
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_run_holds_the_curve_the_settings_and_the_lineage(trained, architecture):
+    artifact = trained(architecture).artifact
+    run = run_of(artifact)
+    steps = STEPS[architecture]
+    losses = curve(artifact)
+    assert list(losses) == list(range(1, steps + 1))
+    assert losses[steps] == trained(architecture).summary["metrics"]["loss"]
+    assert set(curve(artifact, "learning_rate")) == set(losses)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["finetune.max_steps"] == str(steps)
+    assert run.data.params["ranker.architecture"] == architecture
+    tags = run.data.tags
+    assert (tags["job"], tags["output_uri"]) == ("finetune", artifact.uri)
+    assert tags["output_fingerprint"] == artifact.fingerprint
+    for name, reference in artifact.manifest["inputs"].items():
+        assert tags[f"input.{name}.fingerprint"] == reference["fingerprint"]
+        assert tags[f"input.{name}.run_id"] == str(reference.get("run_id"))
+
+
+def test_a_registered_model_is_the_candidate_of_its_name(trained):
+    artifact = trained("bi").artifact
+    version = mlflow.MlflowClient().get_model_version_by_alias("tiny-bi", "candidate")
+    assert version.source == artifact.uri
+    assert version.tags["fingerprint"] == artifact.fingerprint
+    assert version.run_id == artifact.manifest["run_id"]
+
+
+def test_a_ranker_that_is_there_already_is_registered_too(run_job, trained):
+    """Its job may have been killed before it came to that."""
+    made = trained("cross")
+    argv = [*made.argv, "--register-as", "tiny-cross"]
+    assert run_job("finetune", *argv).summary["already_done"] is True
+    version = mlflow.MlflowClient().get_model_version_by_alias("tiny-cross", "candidate")
+    assert version.source == made.artifact.uri
+
+
+def test_relative_paths_are_those_of_the_directory_of_the_user(trained):
+    bi = trained("bi")
+    assert bi.artifact.uri == str(bi.home / "rankers" / "bi")
+    assert [path.name for path in (bi.home / "rankers").glob("bi*")] == ["bi"]
+
+
+# Again
+
+
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
+def test_the_same_command_again_finds_its_work_done(
+    run_job, trained, architecture, monkeypatch: pytest.MonkeyPatch
+):
+    made = trained(architecture)
+    monkeypatch.chdir(made.home)
+    again = run_job("finetune", *made.argv).summary
+    assert again["already_done"] is True
+    assert again["fingerprint"] == made.artifact.fingerprint
+    changed = run_job("finetune", *made.argv, "--loop.learning-rate", "0.1").refusal
+    assert "loop.learning_rate: 5e-05 there, 0.1 here" in changed
+
+
+def test_a_training_that_is_killed_resumes_to_the_weights_of_one_that_was_not(
+    start_job, run_job, trained, tmp_path
+):
+    whole = trained("poly")
+    argv = [*whole.argv, "--loop.checkpoint-every-steps", 2]
+    output = tmp_path / "poly"
+    argv[argv.index("--output") + 1] = str(output)
+
+    process = start_job("finetune", *argv)
+    partial = tmp_path / "poly.partial"
+    while len(list(partial.glob("_checkpoints/training/checkpoint_*/state.pt"))) < 2:
+        try:  # waits a little
+            process.wait(timeout=0.02)
+        except subprocess.TimeoutExpired:
+            continue
+        pytest.fail("the job ended before its second checkpoint")
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not output.exists()
+
+    resumed = run_job("finetune", *argv).summary
+    artifact = open_artifact(str(output), "ranker")
+    steps = sorted(curve(artifact))
+    assert steps[0] > 2
+    assert steps == list(range(steps[0], STEPS["poly"] + 1))
+    assert resumed["fingerprint"] == whole.artifact.fingerprint
+    mine, other = (made.local() / "head.safetensors" for made in (artifact, whole.artifact))
+    assert torch.equal(load_file(mine)["codes_MD"], load_file(other)["codes_MD"])
+    assert [path.name for path in tmp_path.iterdir()] == ["poly"]
+
+
+# What is refused
+
+
+@pytest.fixture
+def refused(run_job, convai2_corpus, encoder, tmp_path):
+    """The refusal of a job, before anything was made or run."""
+
+    def run(*more: object, verb: str = "finetune", **changed: object) -> str:
+        given = {"corpus": convai2_corpus.uri, "encoder": encoder, "output": tmp_path / "out"}
+        runs = mlflow.search_runs(search_all_experiments=True)
+        refusal = run_job(verb, *arguments("bi", *{**given, **changed}.values(), *more)).refusal
+        assert not list(tmp_path.glob("out*"))
+        assert len(mlflow.search_runs(search_all_experiments=True)) == len(runs)
+        return refusal
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--finetune.negatives", 0], ["finetune.negatives: 0", ">= 1"]),
+        (["--finetune.batch-examples", 1], ["finetune.batch_examples: 1", ">= 2"]),
+        (["--finetune.batch-examples", 10**6], ["1,000,000", "too few"]),
+        (["--resources.workers", 3], ["finetune.batch_examples: 8", "a multiple of the 3 workers"]),
+        (["--resources.workers", 0], ["resources.workers: 0", ">= 1"]),
+        (["--ranker.m", 0], ["ranker.m: 0", "above 0"]),
+        (["--ranker.m", "many"], ["ranker.m: 'many'", "int"]),
+        (["--ranker.architecture", "tri"], ["ranker.architecture: 'tri'", "bi", "poly", "cross"]),
+        (["--ranker.max-context-tokens", 97], ["max_context_tokens: 97", "at most 96"]),
+        (
+            ["--ranker.architecture", "cross", "--ranker.max-context-tokens", 80],
+            ["max_context_tokens + max_candidate_tokens: 111", "at most 96"],
+        ),
+        (["--loop.learning-rate", 0], ["loop.learning_rate: 0", "above 0"]),
+        (["--loop.precision", "fp8"], ["loop.precision: 'fp8'", "fp32"]),
+        (["--finetune.batch-size", 8], ["--finetune.batch_size", "finetune.batch_examples"]),
+        (["--config", "none.yaml"], ["none.yaml"]),
+    ],
+)
+def test_settings_that_are_not_allowed_are_refused_before_any_work(refused, options, parts):
+    refusal = refused(*options)
+    assert [part for part in parts if part not in refusal] == []
+
+
+def test_an_encoder_that_is_not_there_is_refused(refused, tmp_path):
+    assert "config.json is missing" in refused(encoder=tmp_path / "none")
+
+
+@pytest.mark.parametrize("missing", ["tokenizer", "weights"])
+def test_an_encoder_that_is_not_whole_is_refused(refused, encoder, tmp_path, missing):
+    folder = tmp_path / "encoder"
+    shutil.copytree(encoder, folder)
+    for file in folder.glob({"tokenizer": "tokenizer*", "weights": "*.safetensors"}[missing]):
+        file.unlink()
+    refusal = refused(encoder=folder)
+    assert str(folder) in refusal and missing in refusal
+
+
+def test_a_corpus_as_encoder_and_an_encoder_as_corpus_are_refused(
+    refused, tiny_ranker, convai2_corpus, tmp_path
+):
+    assert "kind is 'corpus'" in refused(encoder=convai2_corpus.uri)
+    assert "kind is 'ranker'" in refused(corpus=tiny_ranker("bi").uri)
+    assert "not a corpus" in refused(corpus=tmp_path / "none")
+
+
+def test_a_corpus_without_a_train_split_is_refused(refused, tmp_path):
+    config = finetune.Config(corpus="", encoder="", output=str(tmp_path / "corpus"))
+    out = draft(config.output, "corpus", config, {})
+    row = {"example_id": "e", "group_id": "g", "context": ["hi"], "response": "yes",
+           "candidates": None, "label": None, "source": "test", "split": "valid"}  # fmt: skip
+    file = out.write_table("valid/0.parquet", pa.Table.from_pylist([row], schema=EXAMPLE))
+    out.publish([file], {"examples": 1})
+    refusal = refused(corpus=config.output)
+    assert config.output in refusal and "train" in refusal
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "needed here: tokenizer"),
+        ({"--tokenizer": "none"}, "not a tokenizer"),
+        ({"--encoder.width": 15, "--encoder.heads": 2}, "encoder.width: 15"),
+        ({"--pretrain.steps": 0}, "pretrain.steps: 0"),
+    ],
+)
+def test_pretraining_refuses_what_does_not_fit(run_job, convai2_corpus, tmp_path, changed, said):
+    corpus = convai2_corpus.uri
+    given = {"--corpus": corpus, "--tokenizer": corpus, "--output": tmp_path / "out", **changed}
+    refusal = run_job("pretrain", *(part for pair in given.items() for part in pair)).refusal
+    assert said in refusal
+    assert list(tmp_path.iterdir()) == []
