@@ -43,6 +43,7 @@ def run(config: Config) -> program.Summary:
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
+        _register(config, out)  # the job that made it may have been killed before that
         return program.published(out, already_there=True)
     steps = recipe.steps(task)
     with cluster.session(), tracking.start("finetune", out) as tracked:
@@ -53,9 +54,13 @@ def run(config: Config) -> program.Summary:
         files = launch.collect_model(out)
         ranker = out.publish(files, counts, run_id=tracked.run_id, metrics=metrics)
         tracking.finish(tracked, ranker)
-        if config.register_as:
-            tracking.register(config.register_as, ranker, "candidate")
+        _register(config, ranker)
     return program.published(ranker, already_there=False, metrics=metrics)
+
+
+def _register(config: Config, ranker: Artifact) -> None:
+    if config.register_as:
+        tracking.register(config.register_as, ranker, "candidate")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ One deployment holds the model and the memory-mapped pools: a hop between deploy
 more than most rankings. Replicas of one node share the pools' pages.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
+# and would pass a plain dictionary where it finds a string.
 from typing import Any
 
 from fastapi import FastAPI

@@ -60,10 +60,13 @@ class Pool:
             path = folder / entry["path"]
             if not path.exists() or path.stat().st_size != entry["bytes"]:
                 raise BadInput(f"{path}: not the {entry['bytes']:,} bytes that the manifest names")
-            if entry["path"].startswith("vectors/"):
-                vectors.append(np.load(path, mmap_mode="r", allow_pickle=False))
-            else:
-                rows.append(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
+            try:
+                if entry["path"].startswith("vectors/"):
+                    vectors.append(np.load(path, mmap_mode="r", allow_pickle=False))
+                else:
+                    rows.append(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
+            except (ValueError, OSError) as error:  # pyarrow's are among them
+                raise BadInput(f"{path}: damaged ({str(error).splitlines()[0]})") from None
         for matrix, table in zip(vectors, rows, strict=True):
             if matrix.shape != (table.num_rows, artifact.manifest["dimensions"]):
                 raise BadInput(f"{uri}: {matrix.shape} vectors for {table.num_rows} rows of "

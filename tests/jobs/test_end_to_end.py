@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,13 +108,11 @@ def answers(port: int) -> bool:
 
 
 def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    headers = {"content-type": "application/json"}
-    connection.request(method, path, body and json.dumps(body), headers)
-    response = connection.getresponse()
-    found = response.status, json.load(response)
-    connection.close()
-    return found
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        data = body and json.dumps(body)
+        connection.request(method, path, data, {"content-type": "application/json"})
+        with connection.getresponse() as response:
+            return response.status, json.loads(response.read())
 
 
 ARTIFACTS = {

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import io
+import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -68,3 +72,15 @@ def tiny_pool(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return publish(model.uri, model.fingerprint, name)
 
     return pool
+
+
+def ask(
+    port: int, method: str, path: str, body: Any = None, encode_chunked: bool = False
+) -> tuple[int, Any]:
+    """(status, JSON) of a request; a list or dictionary is sent as JSON."""
+    data = json.dumps(body) if isinstance(body, (list, dict)) else body
+    headers = {"content-type": "application/json"}
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request(method, path, data, headers, encode_chunked=encode_chunked)
+        with connection.getresponse() as response:
+            return response.status, json.loads(response.read())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import threading
@@ -23,7 +22,7 @@ from pipeline.config import BadInput
 from serve import api
 from serve.ranker import Engine, Ranked
 
-from .conftest import REPLIES
+from .conftest import REPLIES, ask
 
 OPENAPI = Path(api.__file__).with_name("openapi.json")
 CONTEXT = ["hi , what do you do ?", "i paint", "and what else ?"]
@@ -323,16 +322,6 @@ def serving(engine: Any) -> Iterator[int]:
             thread.join()
 
 
-def ask(port: int, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    headers = {"content-type": "application/json"}
-    connection.request(method, path, body, headers, **options)
-    response = connection.getresponse()
-    found = response.status, json.load(response)
-    connection.close()
-    return found
-
-
 def test_other_requests_are_answered_while_a_ranking_is_at_work():
     entered, release = threading.Event(), threading.Event()
 
@@ -342,11 +331,11 @@ def test_other_requests_are_answered_while_a_ranking_is_at_work():
         return [Ranked(0, candidates[0], 1.0, "0")]
 
     with serving(FakeEngine(rank)) as port, ThreadPoolExecutor(1) as other:
-        ranking = other.submit(ask, port, "POST", "/rank", json.dumps(GOOD))
+        ranking = other.submit(ask, port, "POST", "/rank", GOOD)
         try:
             assert entered.wait(60)
             assert ask(port, "GET", "/health") == (200, {"status": "ok"})
-            assert ask(port, "POST", "/rank", "{")[0] == 400
+            assert ask(port, "POST", "/rank", b"{")[0] == 400
             assert not ranking.done()
         finally:
             release.set()

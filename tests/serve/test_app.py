@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http.client
-import json
+import inspect
 import select
 import socket
 from contextlib import ExitStack, suppress
@@ -28,7 +28,7 @@ from ray.serve.schema import (
 from serve import app
 from serve.ranker import Engine
 
-from .conftest import REPLIES
+from .conftest import REPLIES, ask
 
 CONFIG = yaml.safe_load(Path(app.__file__).with_name("config.yaml").read_text())
 CONTEXT = ["hello there", "what do you do ?"]
@@ -54,6 +54,12 @@ def test_arguments_that_are_not_allowed_are_refused(values):
         app.Args.model_validate(values)
 
 
+def test_ray_finds_the_class_that_checks_the_arguments():
+    """Else it passes an unchecked dictionary."""
+    (parameter,) = inspect.signature(app.build).parameters.values()
+    assert parameter.annotation is app.Args
+
+
 # A replica
 
 
@@ -77,30 +83,16 @@ def port(local_ray, model, tiny_pool) -> int:
         serve.shutdown()
 
 
-@pytest.fixture
-def ask(port):
-    def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request(method, path, data, {"content-type": "application/json"})
-        response = connection.getresponse()
-        found = response.status, json.load(response)
-        connection.close()
-        return found
-
-    return ask
-
-
-def test_a_replica_answers_as_an_engine_does(ask, model, tiny_pool):
+def test_a_replica_answers_as_an_engine_does(port, model, tiny_pool):
     engine = Engine(model.uri, [tiny_pool(model)])
     near = {"rel": 0.05, "abs": 0.05}  # the replica may have bf16
-    status, body = ask("POST", "/rank", {"context": CONTEXT, "candidates": TEXTS})
+    status, body = ask(port, "POST", "/rank", {"context": CONTEXT, "candidates": TEXTS})
     assert status == 200
     own = {one.id: one.score for one in engine.rank(CONTEXT, TEXTS, 3)}
     assert {r["id"]: r["score"] for r in body["results"]} == pytest.approx(own, **near)
     assert body["model"] == model.fingerprint
 
-    status, body = ask("POST", "/rank", {"context": CONTEXT, "pool": "replies", "top_k": 50})
+    status, body = ask(port, "POST", "/rank", {"context": CONTEXT, "pool": "replies", "top_k": 50})
     assert status == 200
     own = {one.id: one.score for one in engine.rank_pool(CONTEXT, "replies", 50)}
     assert {r["id"]: r["score"] for r in body["results"]} == pytest.approx(own, **near)
@@ -108,9 +100,9 @@ def test_a_replica_answers_as_an_engine_does(ask, model, tiny_pool):
     assert body["pool"] == {"name": "replies", "version": "v-1"}
 
 
-def test_a_replica_says_what_it_serves(ask, model):
-    assert ask("GET", "/health") == (200, {"status": "ok"})
-    status, info = ask("GET", "/info")
+def test_a_replica_says_what_it_serves(port, model):
+    assert ask(port, "GET", "/health") == (200, {"status": "ok"})
+    status, info = ask(port, "GET", "/info")
     assert (status, info["model"]["fingerprint"]) == (200, model.fingerprint)
     assert [pool["name"] for pool in info["pools"]] == ["replies"]
 
@@ -125,8 +117,8 @@ def test_a_replica_says_what_it_serves(ask, model):
         ("/nope", {}, 404, "not_found"),
     ],
 )
-def test_errors_keep_their_shape_behind_the_proxy(ask, path, body, status, code):
-    found, answer = ask("POST", path, body)
+def test_errors_keep_their_shape_behind_the_proxy(port, path, body, status, code):
+    found, answer = ask(port, "POST", path, body)
     assert (found, answer["error"]["code"]) == (status, code)
     assert set(answer["error"]) == {"code", "message", "field"}
 

@@ -159,9 +159,10 @@ def test_rows_of_the_same_vector_keep_their_order_wherever_they_lie_in_a_block(
     same = np.r_[5:403:7, 401, 402]
     rows[same] = vectors[0, 0]  # the best by far
     monkeypatch.setattr(module, "_BLOCK_ROWS", block_rows)
-    found = top_rows(pool_of(rows, cuts=[6, 301]), vectors, 30)
-    assert found.places[0].tolist() == same[:30].tolist()
-    assert len(set(found.scores[0])) == 1
+    for top_k in (1, 2, 30):
+        found = top_rows(pool_of(rows, cuts=[6, 301]), vectors, top_k)
+        assert found.places[0].tolist() == same[:top_k].tolist()
+        assert len(set(found.scores[0])) == 1
 
 
 # Pruning. Where the vectors are the unit vectors, the rows are the logits themselves.
