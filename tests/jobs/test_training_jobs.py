@@ -254,7 +254,7 @@ def refused(run_job, convai2_corpus, encoder, tmp_path):
     [
         (["--finetune.negatives", 0], ["finetune.negatives: 0", ">= 1"]),
         (["--finetune.batch-examples", 1], ["finetune.batch_examples: 1", ">= 2"]),
-        (["--finetune.batch-examples", 10**6], ["1,000,000", "too few"]),
+        (["--finetune.batch-examples", 10**6], ["too few for a batch of 1000000"]),
         (["--resources.workers", 3], ["finetune.batch_examples: 8", "a multiple of the 3 workers"]),
         (["--resources.workers", 0], ["resources.workers: 0", ">= 1"]),
         (["--ranker.m", 0], ["ranker.m: 0", "above 0"]),
