@@ -9,6 +9,7 @@ from jobs import cluster, program
 from pipeline import storage, tracking
 from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_of
 from pipeline.config import require
+from pipeline.corpora.raw import Reading
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval import embed
 from pipeline.retrieval.embed import EmbedConfig
@@ -34,6 +35,8 @@ class Config:
     """The pool's name."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     """The texts."""
+    reading: Reading = field(default_factory=Reading)
+    """Damaged input."""
     resources: Actors = field(default_factory=Actors)
     """What it runs on."""
 
@@ -57,7 +60,9 @@ def run(config: Config) -> program.Summary:
         pool = out
     else:
         with cluster.session(), tracking.start("embed_pool", out) as tracked:
-            records = embed.prepare(out, files, model.local(), config.embed, config.resources)
+            records = embed.prepare(
+                out, files, model.local(), config.embed, config.resources, config.reading
+            )
             counts, dropped = embed.totals(records)
             entries = [entry for record in records for entry in record["files"]]
             pool = out.publish(entries, counts, dropped, tracked.run_id, dimensions=dimensions)

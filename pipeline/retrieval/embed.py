@@ -41,6 +41,7 @@ ROWS = pa.schema(
     ]
 )
 _PLAN = "plan"
+_STRICT = raw.Reading()
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -64,7 +65,12 @@ class EmbedConfig:
 
 
 def prepare(
-    draft: Draft, files: list[str], model: Path, config: EmbedConfig, actors: Actors
+    draft: Draft,
+    files: list[str],
+    model: Path,
+    config: EmbedConfig,
+    actors: Actors,
+    reading: raw.Reading = _STRICT,
 ) -> list[dict[str, Any]]:
     """Fills the draft; returns records with `files`, `counts` and `dropped`.
 
@@ -73,7 +79,7 @@ def prepare(
     """
     plan = draft.records().get(_PLAN)
     if plan is None:
-        plan = _plan(draft, files, config)
+        plan = _plan(draft, files, config, reading)
         draft.mark(_PLAN, plan)
     if not plan["shards"]:
         raise BadInput(f"--candidates: no text to embed ({plan['dropped'] or 'no rows'})")
@@ -87,9 +93,12 @@ def content_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _plan(draft: Draft, files: list[str], config: EmbedConfig) -> dict[str, Any]:
+def _plan(
+    draft: Draft, files: list[str], config: EmbedConfig, reading: raw.Reading = _STRICT
+) -> dict[str, Any]:
     """Writes the rows of every shard. Ids and hashes seen take some 200 bytes a row here."""
     dropped: Counter[str] = Counter()
+    rejects = raw.Rejects()
     ids: set[str] = set()
     hashes: set[str] = set()
     waiting: list[dict[str, str]] = []
@@ -107,7 +116,7 @@ def _plan(draft: Draft, files: list[str], config: EmbedConfig) -> dict[str, Any]
         waiting.clear()
 
     for file in tqdm(files, desc="read candidates", unit="file"):
-        for key, text in _read(file, config):
+        for key, text in _read(file, config, reading, rejects):
             read += 1
             if not _is_text(text):
                 dropped["text is not a string"] += 1
@@ -134,11 +143,18 @@ def _plan(draft: Draft, files: list[str], config: EmbedConfig) -> dict[str, Any]
                 write()
     if waiting:
         write()
-    counts = {"records": read, "candidates": len(ids)}
-    return {"shards": shards, "files": entries, "counts": counts, "dropped": dict(dropped)}
+    dropped.update(rejects.counts)
+    counts = {"records": read + rejects.counts.total(), "candidates": len(ids)}
+    record = {"shards": shards, "files": entries, "counts": counts, "dropped": dict(dropped)}
+    if rejects.counts:
+        rejects.save(draft, _PLAN)
+        raw.check_share(draft, [{**record, "malformed": dict(rejects.counts)}], reading)
+    return record
 
 
-def _read(uri: str, config: EmbedConfig) -> Iterator[tuple[Any, Any]]:
+def _read(
+    uri: str, config: EmbedConfig, reading: raw.Reading, rejects: raw.Rejects
+) -> Iterator[tuple[Any, Any]]:
     """(id, text) of every row of a Parquet file or of JSON lines."""
     columns = [name for name in (config.id_column, config.text_column) if name]
     if uri.endswith(".parquet"):
@@ -152,7 +168,8 @@ def _read(uri: str, config: EmbedConfig) -> Iterator[tuple[Any, Any]]:
                 for row in batch.to_pylist():
                     yield row.get(config.id_column), row[config.text_column]
         return
-    for number, line in raw.read_lines(uri, raw.Reading()):
+    first = True
+    for number, line in raw.read_lines(uri, reading):
         if not line.strip():
             continue
         try:
@@ -160,9 +177,17 @@ def _read(uri: str, config: EmbedConfig) -> Iterator[tuple[Any, Any]]:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise BadInput(f"{uri}, line {number}: not a JSON object; allowed: .parquet files, or "
-                           "files with one JSON object per line")  # fmt: skip
-        _require_columns(f"{uri}, line {number}", columns, list(row))
+            if first:  # another format, then
+                raise BadInput(f"{uri}, line {number}: not a JSON object; allowed: .parquet files, "
+                               "or files with one JSON object per line")  # fmt: skip
+            rejects.add("not a JSON object", uri, number, line)
+            continue
+        if first:
+            _require_columns(f"{uri}, line {number}", columns, list(row))
+        first = False
+        if missing := [name for name in columns if name not in row]:
+            rejects.add(f"no column {missing[0]}", uri, number, line)
+            continue
         yield row.get(config.id_column), row[config.text_column]
 
 

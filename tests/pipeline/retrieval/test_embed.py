@@ -158,10 +158,28 @@ def test_text_is_kept_to_the_letter(make, tmp_path):
     assert rows_of(pool) == [("é/1", text)]
 
 
+def test_a_line_that_is_no_record_is_counted_and_set_aside(make, tmp_path):
+    rows = [{"id": number, "text": f"text {number}"} for number in range(300)]
+    file = json_lines(tmp_path / "a.jsonl", rows)
+    file.write_bytes(file.read_bytes() + b'not JSON\n{"id": 300}\n')
+    pool = make(file)
+    assert len(pool) == 300
+    assert pool.artifact.counts["records"] == 302
+    dropped = pool.artifact.manifest["dropped"]
+    assert dropped == {"no column text": 1, "not a JSON object": 1}
+    (samples,) = Path(pool.artifact.uri, "rejected").iterdir()
+    assert [json.loads(line)["line"] for line in samples.read_text().splitlines()] == [301, 302]
+
+
+def test_too_many_lines_that_are_no_records_stop_the_job(make, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "text": "a"}\nnot JSON\n')
+    with pytest.raises(BadInput, match=r"1 of 2 records \(50\.0%\) are malformed"):
+        make(tmp_path / "a.jsonl")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'{"id": 1, "text": "a"}\nnot JSON\n', "line 2: not a JSON object"),
         ("a.jsonl", b'\n["a"]\n', "line 2: not a JSON object"),
         ("a.csv", b"id,text\n1,a\n", "line 1: not a JSON object; allowed: .parquet files, or"),
         ("a.jsonl", b'{"id": 1, "body": "a"}\n', "line 1: no column 'text'; there are: id, body"),
