@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from pipeline.config import BadInput, require
 
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
             "mask_token": "[MASK]"}  # fmt: skip
+_LETTERS = 1000  # kinds of letters that have pieces of their own; a text with others has [UNK]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,38 +43,73 @@ class TokenizerConfig:
 def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokenizerFast:
     """Learns from the train splits, in equal parts where `max_examples` is fewer than there are.
 
-    Raises BadInput where a corpus has no train split.
+    The same corpora and settings give the same tokenizer. Raises BadInput where a corpus has no
+    train split.
     """
-    if config.kind == "wordpiece":
-        tokenizer = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        trainer: trainers.Trainer = trainers.WordPieceTrainer(
-            vocab_size=config.vocabulary,
-            min_frequency=config.min_frequency,
-            special_tokens=list(_SPECIAL.values()),
-            show_progress=False,
-        )
-    else:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=config.vocabulary,
-            min_frequency=config.min_frequency,
-            special_tokens=list(_SPECIAL.values()),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
     share = -(-config.max_examples // len(corpora))
     for corpus in corpora:
         if not corpus.files("train/"):
             raise BadInput(f"{corpus.uri}: the corpus has no examples in train/")
-    texts = (text for corpus in corpora for text in _texts(corpus, share))
-    tokenizer.train_from_iterator(texts, trainer)
+
+    def texts() -> Iterator[str]:
+        for corpus in corpora:
+            yield from _texts(corpus, share)
+
+    tokenizer = _word_pieces(texts, config) if config.kind == "wordpiece" else _bpe(texts, config)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
+
+
+def _word_pieces(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> Tokenizer:
+    """BERT's tokenizer.
+
+    Left alone the trainer numbers the pieces "##a" in the order of a hash table that differs from run
+    to run, and breaks ties by those numbers. So they are given to it, in order, as special tokens,
+    and the tokenizer is built again from the vocabulary, in which they are none.
+    """
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    letters: Counter[str] = Counter()
+    for text in texts():
+        letters.update(normalizer.normalize_str(text))
+    common = sorted(letters, key=lambda letter: (-letters[letter], letter))[:_LETTERS]
+    inner = [f"##{letter}" for letter in common if not letter.isspace()]
+    special = list(_SPECIAL.values())
+    learner = _bert(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=config.vocabulary,
+        min_frequency=config.min_frequency,
+        special_tokens=special + inner,
+        limit_alphabet=_LETTERS,
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts(), trainer)
+    tokenizer = _bert(models.WordPiece(learner.get_vocab(), unk_token=_SPECIAL["unk_token"]))
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _bert(model: models.WordPiece) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _bpe(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> Tokenizer:
+    """Byte-level BPE, lower-cased."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary,
+        min_frequency=config.min_frequency,
+        special_tokens=list(_SPECIAL.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    return tokenizer
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
