@@ -123,14 +123,17 @@ def test_errors_keep_their_shape_behind_the_proxy(port, path, body, status, code
     assert set(answer["error"]) == {"code", "message", "field"}
 
 
-def test_overload_is_refused_with_429_and_a_time_to_come_again(port):
-    """Requests whose bodies have not ended hold their places: 32 in the replica, 128 in the queue."""
-    head = b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    too_many = 32 + 128 + 5
+def test_overload_is_refused_with_429_and_a_time_to_come_again(port, model):
+    """Requests whose bodies have not ended hold their places: 1 in the replica, 1 in the queue."""
+    narrow = app.Ranker.options(max_ongoing_requests=1, max_queued_requests=1)
+    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
+    application = narrow.bind(app.Args(model=model.uri))
+    serve.run(application, name="narrow", route_prefix="/narrow", logging_config=quiet)
+    head = b"POST /narrow/rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     with ExitStack() as stack:
         clients = [
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
-            for _ in range(too_many)
+            for _ in range(8)
         ]
         for client in clients:
             client.sendall(head + b"content-length: 2\r\n\r\n{")
