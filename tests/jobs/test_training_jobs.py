@@ -24,7 +24,7 @@ from pipeline.config import parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.ranker import load_ranker
 
-STEPS = {"bi": 4, "poly": 150, "cross": 3}
+STEPS = {"bi": 4, "poly": 80, "cross": 3}
 COMMON = (
     "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32, "--ranker.m", 3,
     "--finetune.batch-examples", 8, "--finetune.negatives", 2, "--finetune.epochs", 9,
