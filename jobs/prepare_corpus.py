@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jobs import cluster, program
 from pipeline import storage, tracking
-from pipeline.artifact import Artifact, draft, sum_counts
+from pipeline.artifact import Artifact, Draft, draft, sum_counts
 from pipeline.config import BadInput
 from pipeline.corpora import convai2, reddit, wikipedia
+from pipeline.corpora.filters import Privacy
 from pipeline.corpora.raw import Reading
 
 
@@ -29,15 +31,22 @@ class Config:
     output: str
     """Folder of the corpus: train/, valid/, test/ and manifest.json."""
     redact: Literal["on", "off"] = "on"
-    """Replace e-mail addresses, u/names, IPs and phone numbers by tags (reddit)."""
+    """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
     authors: Literal["hash", "plain"] = "hash"
     """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT."""
     reading: Reading = field(default_factory=Reading)
     """Damaged input."""
-    reddit: reddit.Rules = field(default_factory=reddit.Rules)
+    reddit: reddit.Options = field(default_factory=reddit.Options)
     """Rules for reddit."""
     wikipedia: wikipedia.Options = field(default_factory=wikipedia.Options)
     """Options for wikipedia."""
+
+
+FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], list[dict[str, Any]]]] = {
+    "reddit": reddit.prepare,
+    "convai2": convai2.prepare,
+    "wikipedia": wikipedia.prepare,
+}
 
 
 def run(config: Config) -> program.Summary:
@@ -56,14 +65,9 @@ def run(config: Config) -> program.Summary:
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("prepare_corpus", out) as tracked:
-        records: list[dict[str, Any]]
-        if config.corpus == "reddit":
-            privacy = reddit.Privacy(redact=config.redact, authors=config.authors, salt=key)
-            records = reddit.prepare(out, files, config.reddit, config.reading, privacy)
-        elif config.corpus == "convai2":
-            records = convai2.prepare(out, files, config.reading)
-        else:
-            records = wikipedia.prepare(out, files, config.wikipedia, config.reading)
+        privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
+        options = getattr(config, config.corpus, None)
+        records = FORMATS[config.corpus](out, files, options, config.reading, privacy)
         counts = sum_counts(records, "counts")
         if not counts.get("examples"):
             dropped = sum_counts(records, "dropped")

@@ -16,19 +16,22 @@ from pipeline import storage
 from pipeline.artifact import Draft
 from pipeline.config import BadInput
 from pipeline.corpora import files, raw
+from pipeline.corpora.filters import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, hash_split
 
 _PERSONA = re.compile(r"(your|partner's) persona: ")
 
 
-def prepare(draft: Draft, uris: list[str], reading: raw.Reading) -> list[dict[str, Any]]:
+def prepare(
+    draft: Draft, uris: list[str], options: None, reading: raw.Reading, privacy: Privacy
+) -> list[dict[str, Any]]:
     """Fills the draft and returns the records of its tasks."""
     names = [storage.name_of(uri) for uri in uris]
     for name in names:
         if names.count(name) > 1:
             raise BadInput(f"--input: {names.count(name)} files are named {name}; allowed: names that "
                            "differ, since they begin the ids of examples and dialogues")  # fmt: skip
-    return files.prepare(draft, uris, parse, EXAMPLE, reading, "convai2: files to examples")
+    return files.prepare(draft, uris, parse, EXAMPLE, reading, privacy, "convai2: files to examples")
 
 
 def split_of(name: str, dialogue: str) -> Split:
@@ -65,7 +68,7 @@ def parse(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[fi
         text = text.replace("\\n", "\n")
         if _PERSONA.match(text) and "\t" not in text:
             turns.append(text)
-            account.dropped["persona line (part of contexts)"] += 1
+            account.dropped.add("persona line (part of contexts)", uri, at, line)
             continue
         said, *rest = text.split("\t")
         response = rest[0] if rest else ""

@@ -8,11 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline import shards, storage
 from pipeline.artifact import Draft
 from pipeline.corpora import raw
+from pipeline.corpora.filters import Privacy
 from pipeline.corpora.schema import SPLITS
 
 ROWS_PER_SHARD = 250_000
@@ -28,7 +31,7 @@ class Account:
         """Units of the format that were read: lines, documents."""
         self.malformed = raw.Rejects()
         """Units that are not what the format says."""
-        self.dropped: Counter[str] = Counter()
+        self.dropped = raw.Rejects()
         """Units that are well formed and make no example, by reason."""
 
 
@@ -36,14 +39,23 @@ Parser = Callable[[str, raw.Reading, Account], Iterator[Row]]
 
 
 def prepare(
-    draft: Draft, files: list[str], parse: Parser, schema: pa.Schema, reading: raw.Reading, label: str
+    draft: Draft,
+    files: list[str],
+    parse: Parser,
+    schema: pa.Schema,
+    reading: raw.Reading,
+    privacy: Privacy,
+    label: str,
 ) -> list[dict[str, Any]]:
     """Fills the draft and returns the records of its tasks (`files`, `counts`, `dropped`).
 
-    `parse(uri, reading, account)` yields a file's rows; each names its `split`.
+    `parse(uri, reading, account)` yields a file's rows; each names its `split`. Their texts are
+    redacted here, and names in columns that end in `_author` hashed.
     """
     files = sorted(files, key=storage.name_of)
-    work = functools.partial(_convert, parse=parse, schema=schema, reading=reading)
+    work = functools.partial(
+        _convert, parse=parse, schema=schema, reading=reading, privacy=privacy
+    )
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
     records = shards.run_tasks(draft, tasks, work, label)
     raw.check_share(draft, records, reading)
@@ -51,7 +63,13 @@ def prepare(
 
 
 def _convert(
-    draft: Draft, task: str, uri: str, parse: Parser, schema: pa.Schema, reading: raw.Reading
+    draft: Draft,
+    task: str,
+    uri: str,
+    parse: Parser,
+    schema: pa.Schema,
+    reading: raw.Reading,
+    privacy: Privacy,
 ) -> dict[str, Any]:
     account = Account()
     waiting: dict[str, list[Row]] = {split: [] for split in SPLITS}
@@ -65,7 +83,8 @@ def _convert(
         name = f"{split}/{task}-{sum(file['path'].startswith(split) for file in files):03d}.parquet"
         if split == "train":  # neighbours in a file are neighbours in a dialogue or an article
             random.Random(name).shuffle(rows)
-        files.append(draft.write_table(name, pa.Table.from_pylist(rows, schema=schema)))
+        table = _private(pa.Table.from_pylist(rows, schema=schema), privacy)
+        files.append(draft.write_table(name, table))
         counts["examples"] += len(rows)
         counts[f"examples.{split}"] += len(rows)
 
@@ -75,8 +94,31 @@ def _convert(
             write(row["split"])
     for split in SPLITS:
         write(split)
-    account.malformed.save(draft, task)
+    rejects = raw.Rejects.joined(account.malformed, account.dropped)
+    rejects.save(draft, task, privacy)
     counts["records"] = account.records
     malformed = dict(account.malformed.counts)
-    dropped = {**account.dropped, **malformed}
-    return {"files": files, "counts": counts, "malformed": malformed, "dropped": dropped}
+    return {"files": files, "counts": counts, "malformed": malformed, "dropped": rejects.counts}
+
+
+def _private(rows: pa.Table, privacy: Privacy) -> pa.Table:
+    """The rows without what identifies a person."""
+    for place, column in enumerate(rows.schema):
+        values = rows.column(place).combine_chunks()
+        if column.name in ("context", "candidates"):
+            turns = privacy.redacted(values.flatten())
+            values = pa.ListArray.from_arrays(
+                _offsets(values), turns, type=column.type, mask=values.is_null()
+            )
+        elif column.name == "response":
+            values = privacy.redacted(values)
+        elif column.name.endswith("_author"):
+            values = privacy.hashed(values)
+        rows = rows.set_column(place, column, values)
+    return rows
+
+
+def _offsets(lists: pa.ListArray) -> pa.Array:
+    """Where each list begins in `lists.flatten()`, and the end; a null one is empty."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    return pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """What leaves the corpus of the people in it."""
+
+    redact: Literal["on", "off"]
+    authors: Literal["hash", "plain"]
+    salt: str
+
+    def redacted(self, texts: pa.Array) -> pa.Array:
+        return redact(texts) if self.redact == "on" else texts
+
+    def hashed(self, names: pa.Array) -> pa.Array:
+        return hash_names(names, self.salt) if self.authors == "hash" else names
+
 
 # RE2 syntax. They find the common written forms and no more: a name in running text, a spelt-out
 # number or an address in prose stays. A false hit costs a word of one text.

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pyarrow as pa
 import zstandard
 
 from pipeline import storage
 from pipeline.artifact import Draft, sum_counts
 from pipeline.config import BadInput, require
+from pipeline.corpora.filters import Privacy
 
 _READ_BYTES = 1 << 18
 _MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
@@ -149,10 +151,24 @@ class Rejects:
             shown = text[:_MAX_SAMPLE_CHARACTERS]
             self.samples.append({"reason": reason, "file": file, "line": line, "text": shown})
 
-    def save(self, draft: Draft, task: str) -> None:
-        if self.samples:
-            lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in self.samples)
-            storage.write_bytes(draft.path("rejected", f"{task}.jsonl"), "".join(lines).encode())
+    @classmethod
+    def joined(cls, *parts: Rejects) -> Rejects:
+        total: Counter[str] = Counter()
+        for part in parts:
+            total.update(part.counts)
+        return cls(total, [sample for part in parts for sample in part.samples])
+
+    def save(self, draft: Draft, task: str, privacy: Privacy | None = None) -> None:
+        """Writes the samples, redacted where asked for."""
+        if not self.samples:
+            return
+        texts = pa.array([sample["text"] for sample in self.samples], pa.string())
+        texts = privacy.redacted(texts) if privacy else texts
+        lines = (
+            json.dumps({**sample, "text": text}, ensure_ascii=False) + "\n"
+            for sample, text in zip(self.samples, texts.to_pylist(), strict=True)
+        )
+        storage.write_bytes(draft.path("rejected", f"{task}.jsonl"), "".join(lines).encode())
 
 
 def check_share(draft: Draft, records: Iterable[Mapping[str, Any]], reading: Reading) -> None:

@@ -20,7 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,8 @@ from tqdm import tqdm
 from pipeline import shards, storage
 from pipeline.artifact import Draft
 from pipeline.config import BadInput, require
-from pipeline.corpora import filters, raw
+from pipeline.corpora import raw
+from pipeline.corpora.filters import Privacy
 from pipeline.corpora.reddit_lines import parse_lines
 from pipeline.corpora.schema import schema_with
 
@@ -45,7 +46,7 @@ _SCHEMA = schema_with(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class Options:
     """Which comments make an example. The defaults are PolyAI's."""
 
     max_characters: int = 127
@@ -69,17 +70,8 @@ class Rules:
         require(self.rows_per_shard >= 1, "reddit.rows_per_shard", self.rows_per_shard, ">= 1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Privacy:
-    """What leaves the corpus of the people in it."""
-
-    redact: Literal["on", "off"]
-    authors: Literal["hash", "plain"]
-    salt: str
-
-
 def prepare(
-    draft: Draft, files: list[str], rules: Rules, reading: raw.Reading, privacy: Privacy
+    draft: Draft, files: list[str], rules: Options, reading: raw.Reading, privacy: Privacy
 ) -> list[dict[str, Any]]:
     """Fills the draft and returns the records of its tasks (`files`, `counts`, `dropped`)."""
     files = sorted(files, key=storage.name_of)
@@ -101,7 +93,7 @@ def _partition(
     draft: Draft,
     files: list[str],
     buckets: int,
-    rules: Rules,
+    rules: Options,
     reading: raw.Reading,
     privacy: Privacy,
 ) -> dict[str, dict[str, Any]]:
@@ -181,7 +173,7 @@ def _read_file(
 
 
 def _parse_block(
-    draft: Draft, buckets: int, rules: Rules, privacy: Privacy, batch: pa.Table
+    draft: Draft, buckets: int, rules: Options, privacy: Privacy, batch: pa.Table
 ) -> pa.Table:
     """Parses one block of lines into its file of comments, sorted by bucket."""
     row = batch.to_pylist()[0]
@@ -193,7 +185,7 @@ def _parse_block(
         comments = normalise(comments, rules, privacy)
         data = _sorted_by_bucket(comments, buckets)
         storage.write_bytes(draft.path("_threads", f"{row['task']}.arrow"), data)
-        rejects.save(draft, row["task"])
+        rejects.save(draft, row["task"], privacy)
         record = {"counts": {"records": lines}, "malformed": dict(rejects.counts)}
         draft.mark(row["task"], {**record, "dropped": dict(rejects.counts)})
     return pa.table(
@@ -205,7 +197,7 @@ def _parse_block(
     )
 
 
-def normalise(comments: pa.Table, rules: Rules, privacy: Privacy) -> pa.Table:
+def normalise(comments: pa.Table, rules: Options, privacy: Privacy) -> pa.Table:
     """Raw fields to: thread, id, parent, body (cut), what rules it out, author, subreddit.
 
     The rules look at the text as it was written; redaction comes after them.
@@ -216,16 +208,13 @@ def normalise(comments: pa.Table, rules: Rules, privacy: Privacy) -> pa.Table:
     state[_mask(pc.less(length, rules.min_characters))] = "too short"
     state[_mask(pc.greater(length, rules.max_characters))] = "too long"
     state[_mask(pc.is_in(body, _DELETED))] = "deleted"
-    if privacy.redact == "on":
-        body = filters.redact(body)
+    body = privacy.redacted(body)
     long = np.flatnonzero(_mask(pc.greater(length, rules.max_characters)))
     if len(long):
         cut = [trim(text, rules.max_characters) for text in body.take(pa.array(long)).to_pylist()]
         mask = pc.greater(length, rules.max_characters)
         body = pc.replace_with_mask(body, mask, pa.array(cut, pa.string()))
-    author = comments["author"].combine_chunks()
-    if privacy.authors == "hash":
-        author = filters.hash_names(author, privacy.salt)
+    author = privacy.hashed(comments["author"].combine_chunks())
     prefix = r"^t[0-9]_"
     return pa.table(
         {
@@ -289,7 +278,7 @@ def _sorted_by_bucket(comments: pa.Table, buckets: int) -> pa.Buffer:
 
 
 def _build_bucket(
-    draft: Draft, task: str, bucket: int, parts: list[str], rules: Rules
+    draft: Draft, task: str, bucket: int, parts: list[str], rules: Options
 ) -> dict[str, Any]:
     batches = []
     for part in parts:
@@ -311,7 +300,7 @@ def _build_bucket(
     return {"files": files, "counts": counts, "dropped": dropped}
 
 
-def build_examples(comments: pa.Table, rules: Rules) -> tuple[pa.Table, dict[str, int]]:
+def build_examples(comments: pa.Table, rules: Options) -> tuple[pa.Table, dict[str, int]]:
     """Whole threads (`normalise`'s columns) to examples, and the other comments by reason.
 
     Every comment is either the response of one example or counted once: examples plus drops make

@@ -26,6 +26,7 @@ import pyarrow as pa
 from pipeline.artifact import Draft
 from pipeline.config import require
 from pipeline.corpora import files, raw
+from pipeline.corpora.filters import Privacy
 from pipeline.corpora.schema import hash_split, schema_with
 
 _SPLIT = (900, 50, 50)
@@ -63,16 +64,17 @@ class Article(NamedTuple):
 
     id: str
     title: str
+    line: int
     paragraphs: list[str]
 
 
 def prepare(
-    draft: Draft, uris: list[str], options: Options, reading: raw.Reading
+    draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
 ) -> list[dict[str, Any]]:
     """Fills the draft and returns the records of its tasks."""
     parse_file = functools.partial(parse, options=options)
     label = f"wikipedia: files to {options.task}"
-    return files.prepare(draft, uris, parse_file, _SCHEMA, reading, label)
+    return files.prepare(draft, uris, parse_file, _SCHEMA, reading, privacy, label)
 
 
 def parse(
@@ -83,7 +85,7 @@ def parse(
         found = [text for paragraph in article.paragraphs for text in sentences(paragraph)]
         long = [text for text in found if len(text.split()) >= options.min_words]
         if len(long) < 2:
-            account.dropped["fewer than 2 sentences"] += 1
+            account.dropped.add("fewer than 2 sentences", uri, article.line, article.title)
             continue
         common = {
             "group_id": article.id,
@@ -115,7 +117,7 @@ def articles(uri: str, reading: raw.Reading, account: files.Account) -> Iterator
             if article:
                 account.malformed.add("document without an end", uri, number, article.title)
             account.records += 1
-            article = Article(start[1], html.unescape(start[2]), [])
+            article = Article(start[1], html.unescape(start[2]), number, [])
             if not (article.id and article.title):
                 account.malformed.add("document without id or title", uri, number, line)
         elif line == "</doc>":

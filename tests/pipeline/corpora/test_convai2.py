@@ -36,7 +36,7 @@ def test_persona_comes_first_then_the_turns_oldest_first(tmp_path):
         ([*persona, "hi , how are you ?", "fine , i am painting .", "a house ?"], "yes , my own ."),
         (["your persona: i work as a nurse.", "hello ."], "hi there ."),
     ]
-    assert (account.records, account.dropped) == (6, {"persona line (part of contexts)": 3})
+    assert (account.records, account.dropped.counts) == (6, {"persona line (part of contexts)": 3})
     assert not account.malformed.counts
 
 
@@ -139,7 +139,7 @@ def test_every_line_of_any_text_is_an_example_or_counted(tmp_path_factory, lines
     file.write_bytes("\n".join(lines).encode())
     account = Account()
     rows = list(convai2.parse(str(file), Reading(), account))
-    counted = account.dropped.total() + account.malformed.counts.total()
+    counted = account.dropped.counts.total() + account.malformed.counts.total()
     assert len(rows) + counted == account.records
     assert len({row["example_id"] for row in rows}) == len(rows)
 

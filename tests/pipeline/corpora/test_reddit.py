@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
-from pipeline.corpora.reddit import Privacy, Rules, build_examples, normalise
+from pipeline.corpora.filters import Privacy
+from pipeline.corpora.reddit import Options, build_examples, normalise
 from pipeline.corpora.reddit_lines import parse_lines
 
 PLAIN = Privacy(redact="off", authors="plain", salt="")
@@ -36,8 +37,8 @@ def oracle_trim(text: str, most: int) -> str:
     return text[:-1]
 
 
-def oracle(comments: list[Comment], rules: Rules | None = None) -> Counter[Example]:
-    rules = rules or Rules()
+def oracle(comments: list[Comment], rules: Options | None = None) -> Counter[Example]:
+    rules = rules or Options()
     threads: dict[str, dict[str, Comment]] = defaultdict(dict)
     for comment in comments:
         thread = re.sub("^t[0-9]_", "", comment["link_id"])
@@ -96,9 +97,9 @@ def parsed(comments: list[Any]) -> pa.Table:
 
 
 def examples_of(
-    comments: list[Comment], rules: Rules | None = None, privacy: Privacy = PLAIN
+    comments: list[Comment], rules: Options | None = None, privacy: Privacy = PLAIN
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    rules = rules or Rules()
+    rules = rules or Options()
     table, dropped = build_examples(normalise(parsed(comments), rules, privacy), rules)
     return table.to_pylist(), dropped
 
@@ -122,7 +123,7 @@ def sample_comments(sample_files: Path) -> list[Comment]:
     return [json.loads(line) for line in lines]
 
 
-# Rules
+# Options
 
 
 def test_the_sample_dump_gives_the_examples_of_an_independent_implementation(sample_comments):
@@ -151,7 +152,7 @@ _forests = st.lists(
     max_size=25,
 )
 _rules = st.builds(
-    Rules,
+    Options,
     max_characters=st.sampled_from([127, 9, 30]),
     min_characters=st.sampled_from([9, 0, 5]),
     max_context_turns=st.sampled_from([10, 1, 3]),
@@ -160,9 +161,9 @@ _rules = st.builds(
 
 
 @given(_forests, _rules)
-@example([comment("a", "b"), comment("b", "a"), comment("c", "a")], Rules())
-@example([comment("a", "a")], Rules())
-@example([], Rules())
+@example([comment("a", "b"), comment("b", "a"), comment("c", "a")], Options())
+@example([comment("a", "a")], Options())
+@example([], Options())
 def test_any_threads_give_the_examples_of_an_independent_implementation(comments, rules):
     rows, dropped = examples_of(comments, rules)
     assert as_examples(rows) == oracle(comments, rules)
@@ -251,7 +252,7 @@ def test_a_chain_of_ten_thousand_answers_is_no_circle():
 )
 def test_a_rule_outside_its_range_is_refused(rule, field):
     with pytest.raises(BadInput, match=rf"^reddit\.{field}: .* allowed: "):
-        Rules(**rule)
+        Options(**rule)
 
 
 # Lines
@@ -380,7 +381,7 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
         output=str(tmp_path / "out"),
         redact="off",
         authors="plain",
-        reddit=Rules(rows_per_shard=50),
+        reddit=Options(rows_per_shard=50),
     )
     summary = prepare_corpus.run(config)
     files = sorted((tmp_path / "out").glob("*/*.parquet"))

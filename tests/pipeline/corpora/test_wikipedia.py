@@ -42,7 +42,7 @@ def test_pairs_are_each_sentence_and_the_one_after_it(tmp_path):
     assert {(row["group_id"], row["title"], row["source"]) for row in rows} == {
         ("12", "Autism", "wikipedia")
     }
-    assert (account.records, account.dropped, account.malformed.counts) == (1, {}, {})
+    assert (account.records, account.dropped.counts, account.malformed.counts) == (1, {}, {})
 
 
 def test_search_asks_with_one_sentence_for_the_article_without_it(tmp_path):
@@ -100,7 +100,7 @@ def test_escaped_titles_and_texts_are_read_as_what_they_mean(tmp_path):
 def test_empty_and_one_sentence_articles_are_counted(tmp_path):
     rows, account = read(tmp_path, doc("") + doc(FOUR[0]) + doc(" ".join(FOUR)))
     assert len(rows) == 3
-    assert (account.records, account.dropped) == (3, {"fewer than 2 sentences": 2})
+    assert (account.records, account.dropped.counts) == (3, {"fewer than 2 sentences": 2})
 
 
 def test_a_document_without_an_end_is_counted_and_the_others_are_read(tmp_path):
@@ -176,5 +176,5 @@ def test_the_sample_files_are_read_to_the_last_article(sample_files):
         for row in wikipedia.parse(str(file), Reading(), account, Options(task="search"))
     ]
     assert account.records == 60
-    assert len(rows) + account.dropped.total() == 60
+    assert len(rows) + account.dropped.counts.total() == 60
     assert not account.malformed.counts
