@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,7 +62,7 @@ def run(config: Config) -> program.Summary:
         # Enough of the key's hash to notice another key, too little to find the key by.
         shown = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
         inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": shown}
-    out = draft(config.output, "corpus", config, inputs)
+    out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.corpus})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("prepare_corpus", out) as tracked:
@@ -72,14 +73,18 @@ def run(config: Config) -> program.Summary:
         if not counts.get("examples"):
             dropped = sum_counts(records, "dropped")
             raise BadInput(f"--input: {counts['records']:,} records gave no example ({dropped})")
+        notes = [note for record in records for note in record.get("notes", ())]
         corpus = out.publish(
             [file for record in records for file in record.get("files", ())],
             counts,
             sum_counts(records, "dropped"),
             tracked.run_id,
+            notes=notes,
         )
         tracking.finish(tracked, corpus)
-    return program.published(corpus, already_there=False)
+    for note in notes:
+        print(note, file=sys.stderr)
+    return program.published(corpus, already_there=False, notes=notes)
 
 
 if __name__ == "__main__":

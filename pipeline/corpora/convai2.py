@@ -54,7 +54,7 @@ def parse(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[fi
     name = storage.name_of(uri)
     dialogue, previous, turns = 0, 0, list[str]()
 
-    for at, line in raw.read_lines(uri, reading):
+    for at, line in raw.read_lines(uri, reading, account.notes):
         if not line.strip():
             continue
         account.records += 1

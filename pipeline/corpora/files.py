@@ -33,6 +33,8 @@ class Account:
         """Units that are not what the format says."""
         self.dropped = raw.Rejects()
         """Units that are well formed and make no example, by reason."""
+        self.notes: list[str] = []
+        """What a person should know of the file."""
 
 
 Parser = Callable[[str, raw.Reading, Account], Iterator[Row]]
@@ -98,7 +100,13 @@ def _convert(
     rejects.save(draft, task, privacy)
     counts["records"] = account.records
     malformed = dict(account.malformed.counts)
-    return {"files": files, "counts": counts, "malformed": malformed, "dropped": rejects.counts}
+    return {
+        "files": files,
+        "counts": counts,
+        "malformed": malformed,
+        "dropped": rejects.counts,
+        "notes": account.notes,
+    }
 
 
 def _private(rows: pa.Table, privacy: Privacy) -> pa.Table:

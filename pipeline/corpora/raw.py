@@ -24,8 +24,11 @@ from pipeline.config import BadInput, require
 from pipeline.corpora.filters import Privacy
 
 _READ_BYTES = 1 << 18
-_MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
+MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
 _MAX_SAMPLE_CHARACTERS = 2000
+MAX_LINE_BYTES = 10 << 20
+# Stands for a longer line, before its first characters: the rest of it is never held in memory.
+OVERLONG = b"\x00line too long: "
 
 
 def _zstd() -> Any:
@@ -93,19 +96,32 @@ def decompressed(uri: str) -> Iterator[bytes]:
 def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
     """The contents in blocks of whole lines, of about `block_bytes` each.
 
-    A line longer than that makes its block longer. Raises CutOff after the last whole line.
+    A line over 10 MiB is replaced by `OVERLONG` and its beginning. Raises CutOff after the last
+    whole line.
     """
-    pieces: list[bytes] = []
-    size = 0
+    pieces: list[bytes] = []  # whole lines, then the beginning of one
+    size, open_line, skipping = 0, 0, False
     try:
-        for piece in decompressed(uri):
+        for piece in _slices(decompressed(uri)):
+            if skipping:  # the rest of a line that is too long
+                start = piece.find(b"\n") + 1
+                if not start:
+                    continue
+                piece, skipping = piece[start:], False
             pieces.append(piece)
             size += len(piece)
-            if size >= block_bytes and b"\n" in piece:
+            last = piece.rfind(b"\n") + 1
+            open_line = len(piece) - last if last else open_line + len(piece)
+            if open_line > MAX_LINE_BYTES:
                 data = b"".join(pieces)
-                end = data.rfind(b"\n") + 1
+                end = len(data) - open_line
+                yield data[:end] + OVERLONG + data[end : end + _MAX_SAMPLE_CHARACTERS] + b"\n"
+                pieces, size, open_line, skipping = [], 0, 0, True
+            elif size >= block_bytes and size > open_line:
+                data = b"".join(pieces)
+                end = len(data) - open_line
                 yield data[:end]
-                pieces, size = [data[end:]], len(data) - end
+                pieces, size = [data[end:]], open_line
     except CutOff:
         data = b"".join(pieces)
         if end := data.rfind(b"\n") + 1:
@@ -115,11 +131,20 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
         yield data
 
 
-def read_lines(uri: str, reading: Reading) -> Iterator[tuple[int, str]]:
+def _slices(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, at most 1 MiB at a time: 256 KiB of a dull stream may hold hundreds of MiB."""
+    for piece in pieces:
+        for start in range(0, len(piece), 1 << 20):
+            yield piece[start : start + (1 << 20)]
+
+
+def read_lines(
+    uri: str, reading: Reading, notes: list[str] | None = None
+) -> Iterator[tuple[int, str]]:
     """(line number from 1, text without its line end) of a whole text file, blank lines too.
 
     Bytes that are no UTF-8 become U+FFFD. Lines end at \\n only: U+2028 is text.
-    Raises BadInput for a stream that is cut off, unless those are kept.
+    Raises BadInput for a stream that is cut off, unless those are kept: then `notes` say so.
     """
     number = 0
     try:
@@ -130,6 +155,12 @@ def read_lines(uri: str, reading: Reading) -> Iterator[tuple[int, str]]:
     except CutOff as error:
         if reading.truncated == "stop":
             raise cut_off_input(error, number) from None
+        if notes is not None:
+            notes.append(cut_off_note(error, number))
+
+
+def cut_off_note(error: CutOff, lines: int) -> str:
+    return f"{error}; its {lines:,} whole lines are used"
 
 
 def cut_off_input(error: CutOff, lines: int) -> BadInput:
@@ -147,7 +178,7 @@ class Rejects:
 
     def add(self, reason: str, file: str, line: int, text: str) -> None:
         self.counts[reason] += 1
-        if self.counts[reason] <= _MAX_SAMPLES:
+        if self.counts[reason] <= MAX_SAMPLES:
             shown = text[:_MAX_SAMPLE_CHARACTERS]
             self.samples.append({"reason": reason, "file": file, "line": line, "text": shown})
 
@@ -178,7 +209,8 @@ def check_share(draft: Draft, records: Iterable[Mapping[str, Any]], reading: Rea
     malformed = sum_counts(records, "malformed")
     bad = sum(malformed.values())
     if total == 0:
-        raise BadInput("--input: the files hold no records")
+        notes = [note for record in records for note in record.get("notes", ())]
+        raise BadInput("; ".join(["--input: the files hold no records", *notes[:3]]))
     if bad > total * reading.max_malformed_share:
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(malformed.items()))
         raise BadInput(

@@ -98,8 +98,9 @@ def test_the_summary_and_the_run_say_what_the_manifest_says(prepare, dump, tmp_p
     run = mlflow.MlflowClient().get_run(corpus.manifest["run_id"])
     assert run.data.metrics["count.examples"] == corpus.counts["examples"]
     assert run.data.tags["output_fingerprint"] == corpus.fingerprint
-    assert run.data.tags["input.input.fingerprint"] == (
-        corpus.manifest["inputs"]["input"]["fingerprint"]
+    assert (
+        run.data.tags["input.input.fingerprint"]
+        == (corpus.manifest["inputs"]["input"]["fingerprint"])
     )
 
 
@@ -117,9 +118,7 @@ def test_articles_become_pairs_or_search(run_job, sample_files, tmp_path, task):
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("month", "kind"), [("2006-01", "bz2"), ("2006-07", "zst")])
-def test_real_dumps_give_the_examples_of_the_published_code(
-    run_job, shared, tmp_path, month, kind
-):
+def test_real_dumps_give_the_examples_of_the_published_code(run_job, shared, tmp_path, month, kind):
     file = shared / "data" / "reddit_dump" / f"RC_{month}.{kind}"
     summary = run_job(
         "prepare_corpus", "--corpus", "reddit", "--input", file, "--output", tmp_path / "out",
@@ -273,7 +272,7 @@ def test_lines_that_are_no_comments_are_set_aside_and_the_job_goes_on(
     summary = prepare({"RC": b"\n".join([*lines[:500], line, *lines[500:]])}, *PLAIN).summary
     assert summary["dropped"][reason] == 1
     assert summary["counts"]["records"] == len(lines) + 1
-    (sample,) = rejected(tmp_path / "out" / "rejected")
+    (sample,) = [s for s in rejected(tmp_path / "out" / "rejected") if s["line"]]
     assert (sample["reason"], sample["line"], sample["text"]) == (reason, 501, line.decode())
     shutil.rmtree(tmp_path / "out")
     assert prepare({"RC": dump}, *PLAIN).summary["fingerprint"] == summary["fingerprint"]
@@ -309,8 +308,13 @@ def test_a_file_that_is_cut_off_is_refused_with_its_lines_until_it_is_told_to_ke
     lines = whole.count(b"\n")
     assert f"cut off after {lines:,} whole lines; --reading.truncated keep" in refusal
     assert not (tmp_path / "out").exists()
-    kept = prepare({"train.zst": data}, "--reading.truncated", "keep", corpus=corpus).summary
-    assert kept["counts"]["records"] == lines
+    kept = prepare({"train.zst": data}, "--reading.truncated", "keep", corpus=corpus)
+    assert kept.summary["counts"]["records"] == lines
+    (note,) = open_artifact(str(tmp_path / "out"), "corpus").manifest["notes"]
+    assert note.endswith(
+        f"train.zst: the compressed stream is cut off; its {lines:,} whole lines are used"
+    )
+    assert note in kept.stderr
 
 
 @pytest.mark.parametrize("corpus", ["convai2", "wikipedia"])
@@ -322,6 +326,39 @@ def test_input_without_any_example_is_refused(prepare, dump):
     roots = [line for line in dump.splitlines() if b'"parent_id": "t3_' in line]
     refusal = prepare({"RC": b"\n".join(roots)}).refusal
     assert f"{len(roots):,} records gave no example" in refusal
+
+
+def test_foreign_and_empty_files_among_the_dumps_are_set_aside_and_named(prepare, dump):
+    files = {"RC": dump, "README.md": b"# Dumps\nof 2011\n", "RC_empty": b"", "sums": bytes(range(256)),
+             "RS": b'{"id": "x", "title": "A submission", "author": "a", "subreddit": "s"}\n'}  # fmt: skip
+    done = prepare(files)
+    counts = done.summary["counts"]
+    assert (counts["files"], counts["files.set_aside"]) == (5, 4)
+    assert counts["records"] == dump.count(b"\n")
+    noted = {note.split(": ")[0].split("/")[-1] for note in done.summary["notes"]}
+    assert noted == {"README.md", "RC_empty", "sums", "RS"}
+    assert all(note in done.stderr for note in done.summary["notes"])
+
+
+def test_submissions_begin_their_threads_when_asked_for(prepare, dump, tmp_path):
+    top = next(json.loads(line) for line in dump.splitlines() if b'"parent_id": "t3_' in line)
+    submission = {"id": top["link_id"][3:], "title": "The title of the thread", "author": "ann",
+                  "subreddit": top["subreddit"]}  # fmt: skip
+    files = {"RC": dump, "RS": json.dumps(submission).encode()}
+    done = prepare(files, "--reddit.submissions", "first-turn", *PLAIN).summary
+    assert done["counts"]["records"] == dump.count(b"\n") + 1
+    rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
+    first = {row["context"][0] for row in rows if row["group_id"] == submission["id"]}
+    assert first == {"The title of the thread"}
+
+
+def test_a_line_of_more_than_10_mib_is_set_aside(prepare, dump, tmp_path):
+    line = json.dumps({**json.loads(dump.splitlines()[0]), "body": "x" * (11 << 20)}).encode()
+    for data in (dump + line + b"\n" + dump, zstandard.compress(dump + line)):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        summary = prepare({"RC": data}, *PLAIN).summary
+        assert summary["dropped"]["line too long"] == 1
+        assert summary["counts"]["records"] == data.count(b"\n") or data[:4] == b"\x28\xb5\x2f\xfd"
 
 
 # Again

@@ -11,14 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
 from pipeline.corpora.filters import Privacy
-from pipeline.corpora.reddit import Options, build_examples, normalise
-from pipeline.corpora.reddit_lines import parse_lines
+from pipeline.corpora.reddit import Options, languages
+from pipeline.corpora.reddit.comments import normalise, trim
+from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
+from pipeline.corpora.reddit.threads import build_examples, split_of
 
 PLAIN = Privacy(redact="off", authors="plain", salt="")
 Comment = dict[str, Any]
@@ -93,15 +95,15 @@ def lines_of(comments: list[Any]) -> bytes:
 
 
 def parsed(comments: list[Any]) -> pa.Table:
-    return parse_lines(lines_of(comments), "dump", 1, raw.Rejects())
+    return parse_comments(lines_of(comments), "dump", 1, raw.Rejects())
 
 
 def examples_of(
     comments: list[Comment], rules: Options | None = None, privacy: Privacy = PLAIN
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     rules = rules or Options()
-    table, dropped = build_examples(normalise(parsed(comments), rules, privacy), rules)
-    return table.to_pylist(), dropped
+    table, rejects = build_examples(normalise(parsed(comments), rules, privacy)[0], rules)
+    return table.to_pylist(), dict(rejects.counts)
 
 
 def comment(name: str, parent: str | None = None, body: str = "a text that is long enough", **more):
@@ -222,12 +224,12 @@ def test_the_bounds_on_length_are_part_of_what_is_allowed(length, made):
 def test_of_4096_hashes_the_first_3686_are_for_training():
     hashes = np.array([0, 3685, 3686, 4095, 4096 + 3685, 4096 + 3686])
     train, test = "train", "test"
-    assert reddit.split_of(hashes, 0.9) == [train, train, test, test, train, test]
+    assert split_of(hashes, 0.9) == [train, train, test, test, train, test]
 
 
 @given(st.text(), st.integers(1, 20))
 def test_a_trimmed_text_is_the_beginning_of_it_cut_at_the_edge_of_a_word(text, most):
-    cut = reddit.trim(text, most)
+    cut = trim(text, most)
     assert cut == oracle_trim(text, most)
     assert text.startswith(cut) and len(cut) <= most
 
@@ -248,11 +250,157 @@ def test_a_chain_of_ten_thousand_answers_is_no_circle():
         ({"train_share": 0}, "train_share"),
         ({"train_share": 1.1}, "train_share"),
         ({"rows_per_shard": 0}, "rows_per_shard"),
+        ({"bucket_mib": 0}, "bucket_mib"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
     ],
 )
 def test_a_rule_outside_its_range_is_refused(rule, field):
     with pytest.raises(BadInput, match=rf"^reddit\.{field}: .* allowed: "):
         Options(**rule)
+
+
+def kept(rules: Options, *comments: Comment) -> list[str]:
+    """Ids of the responses; examples and drops add up."""
+    rows, dropped = examples_of([comment("root"), *comments], rules)
+    assert len(rows) + sum(dropped.values()) == len(comments) + 1
+    return [row["example_id"].removeprefix("th/") for row in rows]
+
+
+def test_as_dialogue_a_context_is_one_text_from_the_last_deleted_turn_on():
+    bodies = [
+        "the first of all",
+        "[deleted]",
+        "after the gap",
+        "and another one",
+        "the response to it",
+    ]
+    chain = [comment(f"c{n}", f"c{n - 1}" if n else None, body) for n, body in enumerate(bodies)]
+    rows, _ = examples_of(chain, Options(layout="dialogue"))
+    assert [(row["context"], row["response"]) for row in rows] == [
+        (["after the gap"], "and another one"),
+        (["after the gap\nand another one"], "the response to it"),
+    ]
+    rows, _ = examples_of(chain, Options(layout="dialogue", max_context_turns=1))
+    assert [row["context"] for row in rows] == [["after the gap"], ["and another one"]]
+
+
+def test_tokens_are_words_and_punctuation_marks():
+    comments = [
+        comment("three", "root", "wonderful, yes"),
+        comment("four", "root", "wonderful, yes!"),
+    ]
+    assert kept(Options(max_tokens=20, min_tokens=4), *comments) == ["four"]
+    assert kept(Options(max_tokens=6), *comments) == ["three", "four"]
+    assert kept(Options(max_tokens=3), *comments) == []  # their context has six
+
+
+def test_only_subreddits_that_are_asked_for_are_used_whatever_their_case():
+    comments = [
+        comment(f"{place}{name}", place if name == "b" else None, subreddit=place, link_id=f"t3_{place}",
+                parent_id=f"t1_{place}a" if name == "b" else f"t3_{place}")
+        for place in ("Ask", "news", "pics") for name in ("a", "b")
+    ]  # fmt: skip
+    for rules, wanted in (
+        (Options(subreddits=("ASK", "news")), {"Ask", "news"}),
+        (Options(exclude_subreddits=("ask",)), {"news", "pics"}),
+        (Options(subreddits=("ask", "news"), exclude_subreddits=("News",)), {"Ask"}),
+    ):
+        table, elsewhere = normalise(parsed(comments), rules, PLAIN)
+        rows, _ = build_examples(table, rules)
+        assert {row["subreddit"] for row in rows.to_pylist()} == wanted
+        assert elsewhere == 6 - 2 * len(wanted)
+
+
+def test_responses_with_a_low_score_or_none_are_left_out_but_may_be_contexts():
+    comments = [comment("low", "root", score=1), comment("high", "low", score=2),
+                comment("none", "root"), comment("text", "root", score="9")]  # fmt: skip
+    assert kept(Options(min_score=2), *comments) == ["high"]
+    assert kept(Options(min_score=-5), *comments) == ["low", "high"]
+    assert kept(Options(), *comments) == ["low", "high", "none", "text"]
+
+
+def test_neither_side_of_an_example_is_a_bots_or_an_excluded_authors():
+    names = [
+        "AutoModerator",
+        "nice_bot",
+        "SomeBot2",
+        "talbot",
+        "robot",
+        "[deleted]",
+        "spammer",
+        "ann",
+    ]
+    comments = [comment(f"c{n}", "root", author=name) for n, name in enumerate(names)]
+    comments += [comment(f"r{n}", f"c{n}") for n in range(len(names))]
+
+    def authors(**rules: Any) -> set[str]:
+        ids = kept(Options(**rules), *comments)
+        assert {name[1:] for name in ids if name[0] == "r"} == {
+            name[1:] for name in ids if name[0] == "c"
+        }
+        return {names[int(name[1:])] for name in ids if name[0] == "c"}
+
+    assert authors(bots="drop") == {"talbot", "robot", "[deleted]", "spammer", "ann"}
+    assert authors(deleted_authors="drop") == {*names} - {"[deleted]"}
+    assert authors(exclude_authors=("spammer", "ann")) == {*names} - {"spammer", "ann"}
+
+
+def test_only_responses_in_the_languages_asked_for_are_used():
+    pytest.importorskip("py3langid")
+    comments = [comment("english", "root", "I think that this is a very good idea, thank you"),
+                comment("german", "root", "Das ist eine sehr gute Idee, vielen Dank dafür"),
+                comment("french", "german", "Je pense que c'est une très bonne idée, merci")]  # fmt: skip
+    assert kept(Options(languages=("en",)), *comments) == ["english"]
+    assert kept(Options(languages=("de", "fr")), *comments) == ["german", "french"]
+
+
+def test_a_language_that_is_not_known_is_refused():
+    pytest.importorskip("py3langid")
+    with pytest.raises(BadInput, match=r"^reddit\.languages: 'klingon'; allowed: .*\ben, "):
+        languages.check(("en", "klingon"))
+
+
+SUBMISSION = {"id": "th", "title": "A title of it", "selftext": "and its text", "author": "ann",
+              "subreddit": "sub", "created_utc": "1136073600"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("selftext", "turn"),
+    [
+        ("and its text", "A title of it\nand its text"),
+        ("", "A title of it"),
+        ("[removed]", "A title of it"),
+        (None, "A title of it"),
+        (5, "A title of it"),
+    ],
+)
+def test_a_submission_is_the_first_turn_of_its_thread(selftext, turn):
+    rules = Options(submissions="first-turn")
+    rejects = raw.Rejects()
+    data = lines_of([{**SUBMISSION, "selftext": selftext}])
+    assert kind_of(data) == "submissions"
+    first = parse_submissions(data, "RS", 1, rejects)
+    # A comment's id may be the thread's: the two are numbered apart.
+    comments = parsed([comment("top"), comment("th", "top", "an answer to the top one")])
+    tables = [normalise(table, rules, PLAIN)[0] for table in (first, comments)]
+    table, dropped = build_examples(pa.concat_tables(tables), rules)
+    assert [(row["context"], row["context_author"]) for row in table.to_pylist()] == [
+        ([turn], "ann"),
+        ([turn, "a text that is long enough"], "author of top"),
+    ]
+    assert dropped.counts == {"submission (a first turn)": 1}
+    assert not rejects.counts
+
+
+def test_rejected_comments_are_kept_to_look_at():
+    table, _ = normalise(parsed([comment("a"), comment("b", "a", "short")]), Options(), PLAIN)
+    _, rejects = build_examples(table, Options())
+    assert [(s["reason"], s["file"], s["text"]) for s in rejects.samples] == [
+        ("answers no comment that is there", "th/a", "a text that is long enough"),
+        ("response too short", "th/b", "short"),
+    ]
 
 
 # Lines
@@ -262,7 +410,7 @@ def reason_of(line: bytes) -> str:
     """What our parser says of a line among good ones."""
     rejects = raw.Rejects()
     good = [lines_of([comment("before")]), lines_of([comment("after")])]
-    table = parse_lines(good[0] + line + b"\n" + good[1], "dump", 7, rejects)
+    table = parse_comments(good[0] + line + b"\n" + good[1], "dump", 7, rejects)
     assert [table["id"][0].as_py(), table["id"][-1].as_py()] == ["before", "after"]
     if not rejects.counts:
         return ""
@@ -291,6 +439,8 @@ GOOD = json.dumps(comment("c")).encode()
         (json.dumps(comment("c", author=["x"])).encode(), "field author is no string"),
         (json.dumps(comment("c", body="\ud83d half")).encode(), "field body is no text"),
         (GOOD.replace(b"enough", b"\xff\xfe"), "not UTF-8"),
+        (b"\x00" * 50, "not JSON"),
+        (raw.OVERLONG + GOOD, "line too long"),
     ],
 )
 def test_a_line_that_is_no_comment_is_set_aside_with_its_reason(line, reason):
@@ -330,7 +480,7 @@ _lines = st.one_of(
 def test_the_fast_parser_reads_what_a_plain_one_reads(values, ascii_only):
     lines = [json.dumps(value, ensure_ascii=ascii_only) for value in values]
     rejects = raw.Rejects()
-    table = parse_lines("\n".join(lines).encode(errors="replace"), "dump", 1, rejects)
+    table = parse_comments("\n".join(lines).encode(errors="replace"), "dump", 1, rejects)
 
     def is_comment(value: Any) -> bool:
         return isinstance(value, dict) and all(
@@ -340,6 +490,32 @@ def test_the_fast_parser_reads_what_a_plain_one_reads(values, ascii_only):
     good = [{name: value[name] for name in comment("c")} for value in values if is_comment(value)]
     assert [{name: row[name] for name in comment("c")} for row in table.to_pylist()] == good
     assert rejects.counts.total() == len(values) - len(good)
+
+
+@st.composite
+def _mutated(draw: st.DrawFn) -> bytes:
+    """A dump of good lines in which bytes were lost, changed or put in."""
+    data = bytearray(lines_of([comment(name, "a" if name != "a" else None) for name in "abcdef"]))
+    for _ in range(draw(st.integers(0, 8))):
+        at = draw(st.integers(0, len(data)))
+        junk = draw(st.sampled_from([b"", b"\x00", b"\n", b"\r\n", b'"', b"}", b"{", b"\\", b"\xff",
+                                     b"\\ud83d", b"null", b"[", b"\xef\xbb\xbf", b"\x1a"]))  # fmt: skip
+        data[at : at + draw(st.integers(0, 30))] = junk
+    return bytes(data)
+
+
+@settings(max_examples=300)
+@given(_mutated())
+def test_whatever_happens_to_a_dump_every_line_is_counted_once(data):
+    rejects = raw.Rejects()
+    comments = parse_comments(data, "dump", 1, rejects)
+    lines = [line for line in data.split(b"\n") if line.strip()]
+    assert comments.num_rows + rejects.counts.total() == len(lines)
+    table, elsewhere = normalise(
+        comments, Options(), Privacy(redact="on", authors="hash", salt="s")
+    )
+    rows, dropped = build_examples(table, Options())
+    assert rows.num_rows + dropped.counts.total() + elsewhere == comments.num_rows
 
 
 # Privacy
@@ -374,7 +550,7 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
 ):
     from jobs import prepare_corpus
 
-    monkeypatch.setattr(reddit, "BUCKET_BYTES", 5_000)
+    monkeypatch.setattr(reddit, "_MIB", 200)
     config = prepare_corpus.Config(
         corpus="reddit",
         input=(str(sample_files / "reddit_dump"),),
@@ -394,4 +570,5 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
     assert as_examples(rows) == oracle(sample_comments)
     assert summary["counts"]["examples"] == len(rows)
     assert summary["counts"]["records"] == len(sample_comments)
+    assert summary["counts"]["files"] == 2
     assert sum(summary["dropped"].values()) == len(sample_comments) - len(rows)

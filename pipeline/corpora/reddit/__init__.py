@@ -1,0 +1,57 @@
+"""Reddit dumps to (context, response) examples, by the rules of PolyAI's pipeline.
+
+Two phases over storage, so that memory is bounded by one bucket of threads, whatever the input's
+size. `partition`: each dump file streams through in blocks of lines; a block is parsed and its
+comments are filed by bucket, a hash of the thread. `threads`: one task per bucket reads it from all
+blocks, joins comments to their parents and writes examples. Blocks, files and buckets are marked
+when done, so a job that was killed at any point goes on there.
+
+The rules (github.com/PolyAI-LDN/conversational-datasets, reddit/create_data.py, 50f626a): a
+comment whose parent is in its thread is a response, the parent its context, up to 9 earlier
+comments follow; neither of the two may be deleted, over 127 characters or under 9; threads are
+split by the MD5 of their id. `Options` has what else is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pipeline import shards, storage
+from pipeline.artifact import Draft
+from pipeline.corpora import raw
+from pipeline.corpora.filters import Privacy
+from pipeline.corpora.reddit import languages
+from pipeline.corpora.reddit.options import Options
+from pipeline.corpora.reddit.partition import partition
+from pipeline.corpora.reddit.threads import build_bucket
+
+__all__ = ["Options", "prepare"]
+
+# A block of JSON lines is 16 MiB, some 25,000 comments and 0.2 s of work, as long as that makes no
+# more than some 4,000 blocks; beyond, blocks grow to 256 MiB, and buckets to four times their size:
+# each bucket is read from each block, so all 500 GB of Reddit to 2019 take 16,000 × 4,000 short reads.
+_MIB = 1 << 20
+_BLOCK_MIB = (16, 256)
+_MANY = 4096
+_RATIO = 10  # of a dump to its .zst
+
+
+def prepare(
+    draft: Draft, files: list[str], options: Options, reading: raw.Reading, privacy: Privacy
+) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks (`files`, `counts`, `dropped`, `notes`)."""
+    languages.check(options.languages)
+    files = sorted(files, key=storage.name_of)
+    size = sum(map(storage.size_of, files))
+    block_bytes = min(max(size * _RATIO // _MANY, _BLOCK_MIB[0] * _MIB), _BLOCK_MIB[1] * _MIB)
+    per_bucket = options.bucket_mib * _MIB
+    buckets = max(-(-size // (4 * per_bucket)), min(-(-size // per_bucket), _MANY // 4), 1)
+
+    blocks = partition(draft, files, buckets, block_bytes, options, reading, privacy)
+    raw.check_share(draft, blocks.values(), reading)
+    parts = [draft.path("_threads", name) for name in blocks if name.startswith("block")]
+    build = functools.partial(build_bucket, parts=parts, options=options)
+    tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(buckets)}
+    built = shards.run_tasks(draft, tasks, build, "reddit: threads to examples")
+    return [*blocks.values(), *built]

@@ -1,0 +1,134 @@
+"""Raw fields to what threads are made of: each rule on a single comment is applied here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.arrays import Bools
+from pipeline.corpora.filters import Privacy
+from pipeline.corpora.reddit.options import Options
+
+# Why a comment makes no example. Where several hold, or one holds of the context and another of the
+# response, the first in this order is counted.
+RULED_OUT = (
+    "",
+    "deleted",
+    "by a bot",
+    "by someone who left",
+    "by an excluded author",
+    "too long",
+    "too short",
+    "scored too low",
+)
+SCORED_TOO_LOW = RULED_OUT.index("scored too low")  # as a context it is none the worse
+
+COLUMNS = pa.schema(
+    [
+        ("thread", pa.string()),
+        ("id", pa.string()),
+        # The id of the comment that this one answers; of a submission it is "".
+        ("parent", pa.string()),
+        # Cut to the most characters, redacted.
+        ("body", pa.string()),
+        # The place in RULED_OUT; 0: nothing rules it out.
+        ("ruled_out", pa.int8()),
+        ("author", pa.string()),
+        ("subreddit", pa.string()),
+    ]
+)
+
+_DELETED = pa.array(["[deleted]", "[removed]"])
+_TOKEN = r"\w+|[^\w\s]"
+# Well-known ones whose names do not say so; names that do are found by their ending.
+_BOTS = pa.array(["automoderator", "autotldr", "gifreversingbot", "image_linker_bot", "imgurtranscriber",
+                  "reddit-pipeline", "remindmebot", "sneakpeekbot", "totesmessenger",
+                  "transcribot", "tweetposter", "videolinkbot", "wikitextbot"])  # fmt: skip
+_BOT_NAME = r"(?:[a-z0-9]Bot|BOT|[_-][Bb]ot)[0-9]*$"
+
+
+def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[pa.Table, int]:
+    """`lines.COMMENT` and `score` to `COLUMNS`, and the number of rows of subreddits not asked for.
+
+    The rules look at the text as it was written; redaction comes after them.
+    """
+    every = comments.num_rows
+    comments = _asked_for(comments, options)
+    body = comments["body"].combine_chunks()
+    author = comments["author"].combine_chunks()
+    # Submissions keep their prefix, t3_: their ids and those of comments are numbered apart.
+    prefix = r"^t[0-9]_" if options.submissions == "off" else r"^t1_"
+    columns = {
+        "thread": pc.replace_substring_regex(comments["link_id"], r"^t[0-9]_", ""),
+        "id": comments["id"],
+        "parent": pc.replace_substring_regex(comments["parent_id"], prefix, ""),
+        "body": _cut(privacy.redacted(body), pc.utf8_length(body), options.max_characters),
+        "ruled_out": pa.array(_ruled_out(comments, options), pa.int8()),
+        "author": privacy.hashed(author),
+        "subreddit": comments["subreddit"],
+    }
+    return pa.table(columns, schema=COLUMNS).combine_chunks(), every - comments.num_rows
+
+
+def trim(text: str, max_characters: int) -> str:
+    """Cuts a text to at most `max_characters`, at the edge of a word."""
+    if len(text) <= max_characters:
+        return text
+    end = max_characters + 1
+    while end > 1 and text[end - 1].isalnum() == text[end - 2].isalnum():
+        end -= 1
+    return text[: end - 1]
+
+
+def _asked_for(comments: pa.Table, options: Options) -> pa.Table:
+    for names, wanted in ((options.subreddits, True), (options.exclude_subreddits, False)):
+        if names:
+            listed = pa.array([name.lower() for name in names])
+            found = pc.is_in(pc.utf8_lower(comments["subreddit"]), listed)
+            comments = comments.filter(found if wanted else pc.invert(found)).combine_chunks()
+    return comments
+
+
+def _ruled_out(comments: pa.Table, options: Options) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
+    body, author = comments["body"].combine_chunks(), comments["author"].combine_chunks()
+    length = pc.utf8_length(body)
+    found = {
+        "too short": pc.less(length, options.min_characters),
+        "too long": pc.greater(length, options.max_characters),
+        "deleted": pc.is_in(body, _DELETED),
+    }
+    if options.min_tokens or options.max_tokens:
+        tokens = pc.count_substring_regex(body, _TOKEN)
+        found["too short"] = pc.or_(found["too short"], pc.less(tokens, options.min_tokens))
+        if options.max_tokens:
+            found["too long"] = pc.or_(found["too long"], pc.greater(tokens, options.max_tokens))
+    if options.min_score is not None:
+        low = pc.less(comments["score"].combine_chunks(), options.min_score)
+        found["scored too low"] = pc.fill_null(low, True)
+    if options.bots == "drop":
+        known = pc.is_in(pc.utf8_lower(author), _BOTS)
+        found["by a bot"] = pc.or_(known, pc.match_substring_regex(author, _BOT_NAME))
+    if options.deleted_authors == "drop":
+        found["by someone who left"] = pc.is_in(author, _DELETED)
+    if options.exclude_authors:
+        found["by an excluded author"] = pc.is_in(author, pa.array(options.exclude_authors))
+    codes = np.zeros(comments.num_rows, np.int8)
+    for code, name in reversed(list(enumerate(RULED_OUT))):
+        if name in found:
+            codes[_mask(found[name])] = code
+    return codes
+
+
+def _cut(body: pa.Array, length: pa.Array, max_characters: int) -> pa.Array:
+    """`length`: of the texts as they were written."""
+    long = pc.greater(length, max_characters)
+    rows = np.flatnonzero(_mask(long))
+    if not len(rows):
+        return body
+    cut = [trim(text, max_characters) for text in body.take(pa.array(rows)).to_pylist()]
+    return pc.replace_with_mask(body, long, pa.array(cut, pa.string()))
+
+
+def _mask(values: pa.Array) -> Bools:
+    return np.asarray(values.to_numpy(zero_copy_only=False), bool)

@@ -1,0 +1,37 @@
+"""Which language a text is in, by py3langid: 30,000 texts a second, a fair guess on short ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.arrays import Bools
+from pipeline.config import BadInput
+
+
+def check(languages: Sequence[str]) -> None:
+    """Raises BadInput where languages are asked for that cannot be told."""
+    if not languages:
+        return
+    known = {str(name) for name, _ in _py3langid().rank("a")}
+    if wrong := [name for name in languages if name not in known]:
+        raise BadInput(f"reddit.languages: {wrong[0]!r}; allowed: {', '.join(sorted(known))}")
+
+
+def is_in(texts: pa.Array, languages: Sequence[str]) -> Bools:
+    """Whether each text is in one of the languages."""
+    classify, wanted = _py3langid().classify, set(languages)
+    return np.array([classify(text)[0] in wanted for text in texts.to_pylist()], bool)
+
+
+def _py3langid() -> Any:
+    try:
+        import py3langid
+    except ImportError:
+        raise BadInput(
+            "reddit.languages needs the package py3langid: pip install 'polyrank[language]'"
+        ) from None
+    return py3langid

@@ -1,0 +1,61 @@
+"""Which comments of a dump make an example, and what an example looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The rules. The defaults are PolyAI's, exactly."""
+
+    layout: Literal["turns", "dialogue"] = "turns"
+    """`turns`: PolyAI's, each earlier comment a turn, deleted ones too. `dialogue`: the Poly-encoder's,
+    one text, its turns joined by line breaks, from the last deleted one on."""
+    submissions: Literal["off", "first-turn"] = "off"
+    """Title and text of the submissions (RS_* files among the input) as the first turn of a thread."""
+    max_characters: int = 127
+    """Texts with more are cut at a word's end, and make no example."""
+    min_characters: int = 9
+    """Texts with fewer make no example."""
+    max_tokens: int = 0
+    """Texts with more words and punctuation marks make no example; 0: no bound."""
+    min_tokens: int = 0
+    """Texts with fewer words and punctuation marks make no example."""
+    max_context_turns: int = 10
+    """Earlier comments in a context, the immediate one included."""
+    subreddits: tuple[str, ...] = ()
+    """Only these; none named: all."""
+    exclude_subreddits: tuple[str, ...] = ()
+    """Not these."""
+    languages: tuple[str, ...] = ()
+    """Only responses in these (ISO 639-1: en, de, …); none named: all. Needs the extra `language`."""
+    min_score: int | None = None
+    """Comments scored lower, or not at all, are no response."""
+    bots: Literal["keep", "drop"] = "keep"
+    """What well-known bots wrote, and whoever has a name that ends in "Bot", "_bot" or "-bot"."""
+    deleted_authors: Literal["keep", "drop"] = "keep"
+    """What people wrote who have left since."""
+    exclude_authors: tuple[str, ...] = ()
+    """What these people wrote makes no example."""
+    train_share: float = 0.9
+    """Share of the threads in `train`; the rest is `test`."""
+    rows_per_shard: int = 250_000
+    """Examples in one Parquet file at most."""
+    bucket_mib: int = 32
+    """Threads are worked on in buckets of so many MiB of compressed dump: 0.7 GB of memory for 32."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_characters", 1), ("max_context_turns", 1), ("rows_per_shard", 1),
+                            ("bucket_mib", 1), ("max_tokens", 0)):  # fmt: skip
+            require(
+                getattr(self, name) >= least, f"reddit.{name}", getattr(self, name), f">= {least}"
+            )
+        require(0 <= self.min_characters <= self.max_characters, "reddit.min_characters",
+                self.min_characters, "0 to reddit.max_characters")  # fmt: skip
+        require(0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "reddit.min_tokens",
+                self.min_tokens, "0 to reddit.max_tokens")  # fmt: skip
+        require(0 < self.train_share <= 1, "reddit.train_share", self.train_share, "above 0, to 1")

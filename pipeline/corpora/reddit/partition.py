@@ -1,0 +1,203 @@
+"""Phase 1: dump files to comments on storage, filed by bucket of threads."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+from tqdm import tqdm
+
+from pipeline import storage
+from pipeline.arrays import Ints
+from pipeline.artifact import Draft
+from pipeline.corpora import raw
+from pipeline.corpora.filters import Privacy
+from pipeline.corpora.reddit.comments import COLUMNS, normalise
+from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
+from pipeline.corpora.reddit.options import Options
+
+# Blocks of lines that wait for a parser, in Ray's object store: decompression is the faster half.
+_WAITING_BYTES = 512 << 20
+
+Records = dict[str, dict[str, Any]]
+
+
+def partition(
+    draft: Draft,
+    files: list[str],
+    buckets: int,
+    block_bytes: int,
+    options: Options,
+    reading: raw.Reading,
+    privacy: Privacy,
+) -> Records:
+    """Returns the records of all files and of all their blocks, by task."""
+    done = draft.records()
+    todo = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in done]
+    progress = tqdm(desc="reddit: dump files to threads", unit=" comments", unit_scale=True)
+    progress.update(sum(done[task]["counts"]["records"] for task in done if task[:5] == "block"))
+    if todo:
+        known = {task for task in done if task.startswith("block")}
+        context = ray.data.DataContext.get_current()
+        limits = context.execution_options.resource_limits
+        context.execution_options.resource_limits = limits.copy(object_store_memory=_WAITING_BYTES)
+        items = [{"index": index, "uri": uri} for index, uri in todo]
+        dataset = (
+            ray.data.from_items(items, override_num_blocks=len(items))
+            .map_batches(
+                functools.partial(_read_file, known, block_bytes, options),
+                batch_size=1,
+                batch_format="pyarrow",
+            )
+            # One block of lines, one task: without this barrier Ray Data fuses the two maps, and
+            # a file is parsed by the one core that decompresses it.
+            .repartition(target_num_rows_per_block=1)
+            .map_batches(
+                functools.partial(_parse_block, draft, buckets, options, privacy),
+                batch_size=1,
+                batch_format="pyarrow",
+            )
+        )
+        read: Records = {}
+        for row in dataset.iter_rows():
+            if row["file_record"]:
+                read[row["task"]] = json.loads(row["file_record"])
+            progress.update(row["lines"])
+        # A file is done when all its blocks are; only now is its own mark true.
+        for task, record in read.items():
+            draft.mark(task, record)
+        context.execution_options.resource_limits = limits
+        done = draft.records()
+    progress.close()
+    for index in range(len(files)):
+        record = done[f"file-{index:05d}"]
+        if record["cut_off"] and reading.truncated == "stop":
+            raise raw.cut_off_input(raw.CutOff(record["cut_off"]), record["lines"])
+    return {task: done[task] for task in sorted(done) if task[:5] in ("block", "file-")}
+
+
+_READ = pa.schema(
+    [
+        ("task", pa.string()),
+        ("uri", pa.string()),
+        ("kind", pa.string()),
+        ("first_line", pa.int64()),
+        ("lines", pa.large_binary()),
+        ("file_record", pa.string()),
+    ]
+)
+
+
+def _read_file(
+    done: set[str], block_bytes: int, options: Options, batch: pa.Table
+) -> Iterator[pa.Table]:
+    """Streams one dump file: a row per block that is not parsed yet, then one with its record."""
+    index, uri = batch["index"][0].as_py(), batch["uri"][0].as_py()
+    blocks, line, cut_off, kind, notes = 0, 1, None, None, list[str]()
+    try:
+        for block in raw.line_blocks(uri, block_bytes):
+            kind = kind or kind_of(block)
+            if kind is None:
+                notes.append(f"{uri}: set aside, its first lines are no JSON objects")
+                break
+            if kind == "submissions" and options.submissions == "off":
+                notes.append(f"{uri}: submissions, not used (reddit.submissions is off)")
+                break
+            task = f"block-{index:05d}-{blocks:06d}"
+            if task not in done:
+                yield pa.table([[task], [uri], [kind], [line], [block], [None]], schema=_READ)
+            blocks += 1
+            line += block.count(b"\n")
+        else:
+            if blocks == 0:
+                notes.append(f"{uri}: set aside, it is empty")
+    except raw.CutOff as error:
+        cut_off = str(error)
+        notes.append(raw.cut_off_note(error, line - 1))
+    counts = {"files": 1, "files.set_aside": int(blocks == 0)}
+    record = {"counts": counts, "lines": line - 1, "cut_off": cut_off, "notes": notes}
+    yield pa.table(
+        [[f"file-{index:05d}"], [uri], [kind], [line], [None], [json.dumps(record)]], schema=_READ
+    )
+
+
+def _parse_block(
+    draft: Draft, buckets: int, options: Options, privacy: Privacy, batch: pa.Table
+) -> pa.Table:
+    """Parses one block of lines into its file of comments, filed by bucket."""
+    row = batch.to_pylist()[0]
+    lines = 0
+    if row["lines"] is not None:
+        malformed = raw.Rejects()
+        parse = parse_submissions if row["kind"] == "submissions" else parse_comments
+        comments = parse(row["lines"], row["uri"], row["first_line"], malformed)
+        lines = comments.num_rows + malformed.counts.total()
+        comments, elsewhere = normalise(comments, options, privacy)
+        storage.write_bytes(draft.path("_threads", row["task"]), file_by_bucket(comments, buckets))
+        malformed.save(draft, row["task"], privacy)
+        dropped = {
+            **malformed.counts,
+            **({"subreddit not asked for": elsewhere} if elsewhere else {}),
+        }
+        record = {"counts": {"records": lines}, "malformed": dict(malformed.counts)}
+        draft.mark(row["task"], {**record, "dropped": dropped})
+    return pa.table(
+        {
+            "task": [row["task"]],
+            "lines": pa.array([lines], pa.int64()),
+            "file_record": pa.array([row["file_record"]], pa.string()),
+        }
+    )
+
+
+def thread_hashes(threads: pa.Array) -> Ints:
+    """62 bits of each thread's MD5: the lowest 12 decide its split, the others its bucket."""
+    encoded = threads.dictionary_encode()
+    hashes = [
+        int.from_bytes(hashlib.md5(thread.encode(), usedforsecurity=False).digest()[-8:])
+        & (2**62 - 1)
+        for thread in encoded.dictionary.to_pylist()
+    ]
+    indices = encoded.indices.to_numpy(zero_copy_only=False)
+    found: Ints = np.array(hashes, np.int64)[indices]
+    return found
+
+
+def file_by_bucket(comments: pa.Table, buckets: int) -> bytes:
+    """`buckets` + 1 offsets (int64), then each bucket's rows as a stream of Arrow's IPC format.
+
+    A reader of one bucket needs two short reads, however many buckets there are.
+    """
+    bucket = (thread_hashes(comments["thread"].combine_chunks()) >> 12) % buckets
+    order = np.argsort(bucket, kind="stable")
+    ends = np.searchsorted(bucket[order], np.arange(buckets), side="right")
+    comments = comments.take(pa.array(order)).combine_chunks()
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    offsets = np.full(buckets + 1, 8 * (buckets + 1), np.int64)
+    pieces, start = list[pa.Buffer](), 0
+    for number, end in enumerate(ends.tolist()):
+        size = 0
+        if end > start:
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, comments.schema, options=options) as writer:
+                writer.write_table(comments.slice(start, end - start))
+            pieces.append(sink.getvalue())
+            size = pieces[-1].size
+        offsets[number + 1] = offsets[number] + size
+        start = end
+    return b"".join([offsets.astype("<i8").tobytes(), *pieces])
+
+
+def read_bucket(uri: str, bucket: int) -> pa.Table:
+    """One bucket's rows of a block's file."""
+    with storage.open_input(uri) as stream:
+        start, end = np.frombuffer(stream.read_at(16, 8 * bucket), "<i8").tolist()
+        if start == end:
+            return COLUMNS.empty_table()
+        return pa.ipc.open_stream(stream.read_at(end - start, start)).read_all()
