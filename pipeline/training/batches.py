@@ -1,21 +1,27 @@
 """Batches of a corpus for one rank: endless, shuffled, of similar lengths, resumable at any batch.
 
-An epoch is all Parquet row groups of a split in a random order; each rank takes an equal, contiguous
-piece of that stream of rows. A rank reads its piece in windows, shuffles and tokenises a window, sorts
-it by length, cuts it into batches and shuffles those. Everything follows from (seed, epoch, window),
-so a cursor of three numbers is all that a checkpoint needs.
+An epoch is the files of a split in a random order, and the row groups of each in a random order;
+each rank takes an equal, contiguous piece of that stream of rows. A rank reads its piece in windows,
+shuffles and tokenises a window, sorts it by length, cuts it into batches and shuffles those.
+Everything follows from (seed, epoch, window), so a cursor of three numbers is all that a checkpoint
+needs.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import queue
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
@@ -57,8 +63,8 @@ class Collator(Protocol[BatchT_co]):
 class Rows:
     """One rank's share of a split."""
 
-    groups: tuple[tuple[str, int, int], ...]
-    """(file, row group, rows)"""
+    files: tuple[tuple[str, tuple[int, ...]], ...]
+    """(file, rows of each of its row groups)"""
     columns: tuple[str, ...]
     rank: int
     world: int
@@ -69,36 +75,64 @@ class Rows:
         cls, corpus: Artifact, split: str, columns: Sequence[str], rank: int, world: int, seed: int
     ) -> Rows:
         """Raises BadInput where the corpus has no such split."""
-        groups = []
-        for uri in corpus.files(f"{split}/", ".parquet"):
-            with storage.open_input(uri) as stream:
-                metadata = pq.ParquetFile(stream).metadata
-            counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            groups += [(uri, i, rows) for i, rows in enumerate(counts)]
-        if not groups:
+        files = corpus.files(f"{split}/", ".parquet")
+        if not files:
             raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")
-        return cls(tuple(groups), tuple(columns), rank, world, seed)
+        with ThreadPoolExecutor(16) as pool:  # of thousands of files, from an object store
+            rows = list(pool.map(_rows_of_groups, files))
+        return cls(tuple(zip(files, rows, strict=True)), tuple(columns), rank, world, seed)
 
     def __len__(self) -> int:
         """Rows in an epoch of one rank: the same for all, up to world - 1 rows are left out."""
-        return sum(rows for _, _, rows in self.groups) // self.world
+        return sum(sum(rows) for _, rows in self.files) // self.world
 
-    def read(self, epoch: int, start: int, stop: int) -> list[Row]:
-        """Rows start to stop of this rank's share of an epoch."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.groups))
-        groups = [self.groups[i] for i in order]
-        ends = np.cumsum([rows for _, _, rows in groups]).tolist()
-        at, last = self.rank * len(self) + start, self.rank * len(self) + min(stop, len(self))
-        found: list[Row] = []
-        while at < last:
-            place = bisect_right(ends, at)
-            uri, group, rows = groups[place]
-            first = ends[place] - rows
-            with storage.open_input(uri) as stream:
-                table = pq.ParquetFile(stream).read_row_group(group, columns=list(self.columns))
-            found += table.slice(at - first, last - at).to_pylist()
-            at = ends[place]
-        return found
+    def epoch(self, number: int) -> Epoch:
+        """The order of an epoch."""
+        rng = np.random.default_rng([self.seed, number])
+        groups, sizes = list[tuple[str, int]](), list[int]()
+        for file in rng.permutation(len(self.files)):
+            uri, rows = self.files[file]
+            for group in rng.permutation(len(rows)).tolist():
+                groups.append((uri, group))
+                sizes.append(rows[group])
+        return Epoch(groups, np.cumsum(sizes).tolist(), self.columns, self.rank * len(self))
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One rank's share of a split in the order of one epoch."""
+
+    groups: list[tuple[str, int]]
+    """(file, row group) of all ranks' shares."""
+    ends: list[int]
+    """Rows up to the end of each."""
+    columns: tuple[str, ...]
+    first: int
+    """The place of this rank's first row."""
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        """Rows start to stop, which is beyond start, of this rank's share."""
+        start, stop = self.first + start, self.first + stop
+        place, end = bisect_right(self.ends, start), bisect_left(self.ends, stop) + 1
+        # Neighbours in the order lie in the same file: one read for all of them.
+        tables = [
+            _open(uri).read_row_groups([group for _, group in groups], columns=list(self.columns))
+            for uri, groups in itertools.groupby(self.groups[place:end], itemgetter(0))
+        ]
+        before = self.ends[place - 1] if place else 0
+        return pa.concat_tables(tables).slice(start - before, stop - start)
+
+
+def _rows_of_groups(uri: str) -> tuple[int, ...]:
+    with storage.open_input(uri) as stream:
+        metadata = pq.ParquetFile(stream).metadata
+        return tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+
+
+@functools.lru_cache(maxsize=4)
+def _open(uri: str) -> pq.ParquetFile:
+    """Kept open while its row groups are read: a footer is a tenth of a second from far away."""
+    return pq.ParquetFile(storage.open_input(uri), pre_buffer=True)
 
 
 @dataclass(frozen=True)
@@ -132,8 +166,10 @@ class Batches(Generic[BatchT]):
         epoch, window, skip = cursor
         size = self._window_size()
         while True:
+            rows = self.rows.epoch(epoch)
             while window * size < len(self.rows):
-                batches = self._window(epoch, window, size)
+                table = rows.read(window * size, min((window + 1) * size, len(self.rows)))
+                batches = self._window(table, epoch, window)
                 for number, items in enumerate(batches):
                     if number >= skip:
                         generator = self._generator(epoch, window, number + 1)
@@ -148,11 +184,10 @@ class Batches(Generic[BatchT]):
         # A whole number of batches, so that only an epoch's last window leaves rows over.
         return max(1, self.window_rows // self.examples) * self.examples
 
-    def _window(self, epoch: int, window: int, size: int) -> list[list[Any]]:
-        rows = self.rows.read(epoch, window * size, (window + 1) * size)
+    def _window(self, table: pa.Table, epoch: int, window: int) -> list[list[Any]]:
         rng = np.random.default_rng([self.rows.seed, epoch, window, self.rows.rank])
-        shuffled = [rows[i] for i in rng.permutation(len(rows))]
-        items = self.collator.prepare(shuffled, self._generator(epoch, window))
+        rows = table.take(rng.permutation(table.num_rows)).to_pylist()
+        items = self.collator.prepare(rows, self._generator(epoch, window))
         if self.examples:  # what an epoch leaves over is any rows, not the longest
             items = items[: len(items) // self.examples * self.examples]
         items.sort(key=self.collator.length)
