@@ -572,3 +572,22 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
     assert summary["counts"]["records"] == len(sample_comments)
     assert summary["counts"]["files"] == 2
     assert sum(summary["dropped"].values()) == len(sample_comments) - len(rows)
+
+
+@pytest.mark.shared
+def test_on_all_real_months_together_parents_in_other_months_are_found(
+    local_ray, shared, run_job, tmp_path
+):
+    files = sorted((shared / "data" / "reddit_dump").glob("RC_*"))
+    months = [
+        [json.loads(text) for _, text in raw.read_lines(str(file), raw.Reading())] for file in files
+    ]
+    together = oracle([comment for month in months for comment in month])
+    assert len(files) == 4
+    assert together.total() > sum(oracle(month).total() for month in months)
+    run_job(
+        "prepare_corpus", "--corpus", "reddit", "--input", *files, "--output", tmp_path / "out",
+        "--redact", "off", "--authors", "plain"
+    )  # fmt: skip
+    tables = [pq.read_table(file, partitioning=None) for file in (tmp_path / "out").glob("*/*.parquet")]
+    assert as_examples([row for table in tables for row in table.to_pylist()]) == together
