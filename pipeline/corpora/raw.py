@@ -7,6 +7,7 @@ Reddit dumps), bzip2, gzip, xz, or plain.
 from __future__ import annotations
 
 import bz2
+import functools
 import json
 import lzma
 import zlib
@@ -63,18 +64,21 @@ class CutOff(Exception):
     """The compressed stream ends, or breaks, before its end mark."""
 
 
-def decompressed(uri: str) -> Iterator[bytes]:
+def decompressed(uri: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
     """Pieces of a file's contents, decompressed.
 
+    `start`, `end`: only these stored bytes; a compressed stream has to begin at `start`.
     Raises CutOff after the last good piece of a broken stream.
     """
     with storage.open_input(uri) as stream:
-        piece = stream.read(_READ_BYTES)
+        stream.seek(start)
+        read = functools.partial(_read, stream, stream.size() if end is None else end)
+        piece = read()
         new = next((new for magic, new in _DECOMPRESSORS if piece.startswith(magic)), None)
         if new is None:
             while piece:
                 yield piece
-                piece = stream.read(_READ_BYTES)
+                piece = read()
             return
         decompressor = None
         while piece:
@@ -88,9 +92,15 @@ def decompressed(uri: str) -> Iterator[bytes]:
                     yield data
                 piece = decompressor.unused_data if decompressor.eof else b""
                 decompressor = None if decompressor.eof else decompressor
-            piece = stream.read(_READ_BYTES)
+            piece = read()
         if decompressor is not None:
             raise CutOff(f"{uri}: the compressed stream is cut off")
+
+
+def _read(stream: Any, end: int) -> bytes:
+    """The next piece before `end`; b"" where there is none."""
+    data: bytes = stream.read(max(0, min(_READ_BYTES, end - stream.tell())))
+    return data
 
 
 def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
@@ -163,9 +173,9 @@ def cut_off_note(error: CutOff, lines: int) -> str:
     return f"{error}; its {lines:,} whole lines are used"
 
 
-def cut_off_input(error: CutOff, lines: int) -> BadInput:
+def cut_off_input(error: CutOff, number: int, unit: str = "lines") -> BadInput:
     return BadInput(
-        f"{error} after {lines:,} whole lines; --reading.truncated keep uses what is there"
+        f"{error} after {number:,} whole {unit}; --reading.truncated keep uses what is there"
     )
 
 
