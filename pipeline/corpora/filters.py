@@ -32,13 +32,16 @@ _TAGS = (
     (r"(reddit\.com/)(?:u|user)/[A-Za-z0-9_-]{3,20}", r"\1<user>"),
     (r"(^|[^A-Za-z0-9_/.])/?[uU]/[A-Za-z0-9_-]{3,20}", r"\1<user>"),
     (r"\b(25[0-5]|2[0-4]\d|1?\d?\d)(\.(25[0-5]|2[0-4]\d|1?\d?\d)){3}\b", "<ip>"),
+    (r"(?i)\b(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}\b", "<ip>"),
+    (r"(?i)\b(?:fe80|fc00|(?:[0-9a-f]{1,4}:){1,6}[0-9a-f]{1,4})::(?:[0-9a-f]{1,4}:){0,5}[0-9a-f]{1,4}\b",
+     "<ip>"),
     (r"(\+\d{1,3}[ .-]?)?(\(\d{2,4}\) ?|\b\d{3}[ .-])\d{3}[ .-]\d{4}\b", "<phone>"),
     (r"\+\d{1,3}([ .-]?\d{2,4}){3,4}\b", "<phone>"),
 )
 
 
 def redact(texts: pa.Array) -> pa.Array:
-    """Replaces e-mail addresses, u/names, IPv4 addresses and phone numbers by tags."""
+    """Replaces e-mail addresses, u/names, IP addresses and phone numbers by tags."""
     for pattern, tag in _TAGS:
         texts = pc.replace_substring_regex(texts, pattern, tag)
     return texts
