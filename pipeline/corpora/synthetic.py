@@ -67,7 +67,7 @@ class Options:
     seed: int = 0
     """Another seed, other comments."""
     largest_thread_share: float = 0.01
-    """Share of all comments in each of the three largest threads, which run through all files."""
+    """Share of all comments in each of three threads that run through all files."""
     window_log: int = 31
     """The window that the frames ask of their reader, as a power of 2; 31, as in the public dumps."""
 
