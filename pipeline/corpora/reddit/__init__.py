@@ -1,8 +1,8 @@
 """Reddit dumps to (context, response) examples, by the rules of PolyAI's pipeline.
 
 Two phases over storage, so that memory is bounded by one bucket of threads, whatever the input's
-size. `partition`: each dump file streams through in blocks of lines; a block is parsed and its
-comments are filed by bucket, a hash of the thread. `threads`: one task per bucket reads it from all
+size. `read_dumps`: each dump file streams through in blocks of lines; a block is parsed and its
+comments are filed by bucket, a hash of the thread. `build_bucket`: one task per bucket reads it from all
 blocks, joins comments to their parents and writes examples. Blocks, files and buckets are marked
 when done, so a job that was killed at any point goes on there.
 
@@ -23,7 +23,7 @@ from pipeline.corpora import raw
 from pipeline.corpora.filters import Privacy
 from pipeline.corpora.reddit import languages
 from pipeline.corpora.reddit.options import Options
-from pipeline.corpora.reddit.partition import partition
+from pipeline.corpora.reddit.partition import read_dumps
 from pipeline.corpora.reddit.threads import build_bucket
 
 __all__ = ["Options", "prepare"]
@@ -48,7 +48,7 @@ def prepare(
     per_bucket = options.bucket_mib * _MIB
     buckets = max(-(-size // (4 * per_bucket)), min(-(-size // per_bucket), _MANY // 4), 1)
 
-    blocks = partition(draft, files, buckets, block_bytes, options, reading, privacy)
+    blocks = read_dumps(draft, files, buckets, block_bytes, options, reading, privacy)
     raw.check_share(draft, blocks.values(), reading)
     parts = [draft.path("_threads", name) for name in blocks if name.startswith("block")]
     build = functools.partial(build_bucket, parts=parts, options=options)

@@ -28,7 +28,7 @@ _WAITING_BYTES = 512 << 20
 Records = dict[str, dict[str, Any]]
 
 
-def partition(
+def read_dumps(
     draft: Draft,
     files: list[str],
     buckets: int,

@@ -181,5 +181,6 @@ def _descends_from_root(parent: Ints) -> Bools:
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    chunks = column.combine_chunks()
-    return chunks.chunk(0) if isinstance(chunks, pa.ChunkedArray) else chunks
+    if column.num_chunks == 1:
+        return column.chunk(0)  # without the copy
+    return pa.concat_arrays(column.chunks) if column.chunks else pa.array([], column.type)

@@ -1,0 +1,49 @@
+"""Speed, memory and endurance: ours beside others' code, measured side by side in one run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jobs import program
+from jobs.benchmarks import corpora, measure
+from pipeline.config import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Measures a part of polyrank: `python -m jobs.benchmark corpora --size full`.
+
+    Only ratios of what ran in turn in one run mean anything on a shared machine.
+    """
+
+    name: Literal["corpora"]
+    """The part; the first argument, with or without its name."""
+    size: Literal["small", "full"] = "small"
+    """`small`: minutes. `full`: what the README's figures come from."""
+    kills: int = 20
+    """For corpora: how often the job is killed before its rows are compared; 0: never."""
+    json: str = ""
+    """File for the rows of the report."""
+    work: str = ".benchmark"
+    """Folder for what is measured; its generated dumps are kept for the next run."""
+
+    def __post_init__(self) -> None:
+        require(self.kills >= 0, "kills", self.kills, ">= 0")
+
+
+def run(config: Config) -> program.Summary:
+    work = Path(config.work).absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    rows = corpora.measure(config.size, work, config.kills)
+    measure.report(rows, config.json)
+    figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
+    return {"rows": figures, "machine": measure.environment()}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and not sys.argv[1].startswith("-"):
+        sys.argv.insert(1, "--name")
+    program.main(Config, run, "benchmark")

@@ -1,0 +1,1 @@
+"""What `jobs.benchmark` measures: ours and others' side by side, in one run."""

@@ -1,0 +1,176 @@
+"""Reddit dumps to examples: rate, growth with the input, kills; and the reader of the shards."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+
+from jobs.benchmarks.measure import Row, Run, job, kill_group, run_job, workers_of
+from pipeline.artifact import open_artifact
+from pipeline.corpora import raw
+from pipeline.corpora.reddit.lines import parse_comments
+from pipeline.training.batches import Rows
+
+_COMMENTS = {"small": (100_000, 300_000, 1_000_000), "full": (1_000_000, 3_000_000, 10_000_000)}
+# PolyAI's Dataflow job: 3,680,746,776 comments in 1 h 38 min on 409 workers
+# (github.com/PolyAI-LDN/conversational-datasets, reddit/README.md).
+_POLYAI_PER_WORKER = 3_680_746_776 / (98 * 60) / 409
+
+
+def measure(size: str, work: Path, kills: int) -> list[Row]:
+    dumps = {n: _dump(n, work) for n in _COMMENTS[size]}
+    runs = {n: _prepare(dumps[n], work / f"corpus-{n}") for n in dumps}
+    most = max(dumps)
+    rows = [_rate(dumps[most], most, runs[most]), *_growth(runs), _reader(work / f"corpus-{most}")]
+    if kills:
+        rows.append(_kills(dumps[min(dumps)], work, kills))
+    return rows
+
+
+def _dump(comments: int, work: Path) -> Path:
+    run_job("generate_dump", "--comments", comments, "--output", work / f"dump-{comments}")
+    return work / f"dump-{comments}"
+
+
+def _prepare(dump: Path, output: Path) -> Run:
+    shutil.rmtree(output, ignore_errors=True)
+    return run_job("prepare_corpus", "--corpus", "reddit", "--input", dump, "--output", output)
+
+
+def _rate(dump: Path, comments: int, run: Run) -> Row:
+    files = sorted(map(str, dump.glob("RC_*")))
+    decompress, parse = _seconds_of(_decompress, files), _seconds_of(_parse, files)
+    rate = comments / run.seconds
+    return Row(
+        "corpora.reddit.comments_per_s", rate, "comments/s on this machine",
+        peer=_POLYAI_PER_WORKER, ratio=rate / _POLYAI_PER_WORKER,
+        floor=comments / parse, share_of_floor=parse / run.seconds,
+        detail={
+            "peer": "PolyAI's Dataflow job, per worker",
+            "floor": "the same files decompressed and parsed by pyarrow.json, on all cores",
+            "decompression alone, comments/s": round(comments / decompress),
+            "seconds": round(run.seconds, 1),
+            "dump, bytes": sum(Path(file).stat().st_size for file in files),
+            "examples": run.summary["counts"]["examples"],
+            "core hours per billion comments": round(os.cpu_count() or 1) * 1e9 / rate / 3600,
+        },
+    )  # fmt: skip
+
+
+def _growth(runs: dict[int, Run]) -> list[Row]:
+    _, middle, most = runs
+    seconds = {n: round(run.seconds, 1) for n, run in runs.items()}
+    mib = {n: round(run.peak_mib) for n, run in runs.items()}
+    # Linear: the time per comment from the middle to the most is that from the least to the middle.
+    least = min(runs)
+    slopes = [
+        (runs[b].seconds - runs[a].seconds) / (b - a) for a, b in ((least, middle), (middle, most))
+    ]
+    memory = runs[most].peak_mib / runs[middle].peak_mib
+    return [
+        Row("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio", detail={"MiB": mib}),
+        Row("corpora.reddit.time_growth", slopes[1] / slopes[0],
+            "seconds per further comment, ratio", detail={"seconds": seconds}),
+    ]  # fmt: skip
+
+
+def _reader(corpus: Path) -> Row:
+    """Rows/s of what training reads from, beside a scan of the same columns by pyarrow.dataset."""
+    columns = ("context", "response")
+    rows = Rows.of(open_artifact(str(corpus), "corpus"), "train", columns, 0, 1, seed=0)
+    epoch, window = rows.epoch(0), 8192
+
+    def ours() -> None:
+        for start in range(0, len(rows), window):
+            epoch.read(start, min(start + window, len(rows)))
+
+    def theirs() -> None:
+        for _ in pads.dataset(corpus / "train").to_batches(
+            columns=list(columns), batch_size=window
+        ):
+            pass
+
+    times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
+    for _ in range(5):
+        for read, seconds in times.items():
+            started = time.perf_counter()
+            read()
+            seconds.append(time.perf_counter() - started)
+    mine, other = (len(rows) / min(seconds) for seconds in times.values())
+    return Row(
+        "corpora.reader.vs_pyarrow_dataset", mine, "examples/s", peer=other, ratio=mine / other
+    )
+
+
+def _kills(dump: Path, work: Path, kills: int) -> Row:
+    """Kills the job at random moments, goes on with the same command, and compares the rows."""
+    rng = random.Random(0)
+    whole, output = work / "undisturbed", work / "killed"
+    seconds = _prepare(dump, whole).seconds
+    shutil.rmtree(output, ignore_errors=True)
+    shutil.rmtree(f"{output}.partial", ignore_errors=True)
+    arguments = ("--corpus", "reddit", "--input", dump, "--output", output)
+    done = {"driver and node": 0, "worker": 0}
+    finished = 0
+    while sum(done.values()) < kills:
+        with job("prepare_corpus", *arguments, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and sum(done.values()) < kills:
+                time.sleep(rng.uniform(0, seconds))
+                if process.poll() is not None:
+                    break
+                workers = workers_of(process.pid)
+                if rng.random() < 0.5 and workers:
+                    with suppress(psutil.Error):
+                        rng.choice(workers).send_signal(signal.SIGKILL)
+                        done["worker"] += 1
+                else:
+                    kill_group(process)
+                    done["driver and node"] += 1
+        if process.returncode == 0:  # it came to its end between two kills: once more from nothing
+            finished += 1
+            _same(whole, output)
+            shutil.rmtree(output)
+    run_job("prepare_corpus", *arguments)
+    _same(whole, output)
+    return Row("corpora.reddit.kills", sum(done.values()), "kills; the rows are those of one run",
+               detail={**done, "came to the end between kills": finished})  # fmt: skip
+
+
+def _same(whole: Path, other: Path) -> None:
+    """Raises AssertionError unless both corpora have the same rows in the same files."""
+    names = [sorted(str(f.relative_to(c)) for f in c.glob("*/*.parquet")) for c in (whole, other)]
+    assert names[0] == names[1], names
+    for name in names[0]:
+        tables = [pq.read_table(corpus / name, partitioning=None) for corpus in (whole, other)]
+        assert tables[0].equals(tables[1]), name
+
+
+def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
+    """On all cores, a file each at a time."""
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(len, files))  # the processes are there
+        started = time.perf_counter()
+        list(pool.map(work, files))
+        return time.perf_counter() - started
+
+
+def _decompress(file: str) -> None:
+    for _ in raw.decompressed(file):
+        pass
+
+
+def _parse(file: str) -> None:
+    for block in raw.line_blocks(file, 16 << 20):
+        parse_comments(block, file, 1, raw.Rejects())

@@ -1,0 +1,149 @@
+"""How a thing is measured: rows of a report, jobs as processes, their time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline.config import BadInput
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a report."""
+
+    row: str
+    """What was measured; the same name in every run."""
+    ours: float
+    unit: str
+    peer: float | None = None
+    """The same by somebody else's code, or by the plain way."""
+    ratio: float | None = None
+    """Ours to the peer's, as speed: higher is better."""
+    floor: float | None = None
+    """What the machine would allow."""
+    share_of_floor: float | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+def report(rows: list[Row], file: str) -> None:
+    """Prints the rows as a table, and writes them to a JSON file where one is named."""
+    print(f"{'':44} {'ours':>12} {'peer':>12} {'ratio':>7} {'floor':>12}  unit")
+    for row in rows:
+        numbers = [_number(row.ours), _number(row.peer), _number(row.ratio), _number(row.floor)]
+        print("{:44} {:>12} {:>12} {:>7} {:>12}  {}".format(row.row, *numbers, row.unit))
+        for name, value in row.detail.items():
+            print(f"    {name}: {value}")
+    if file:
+        Path(file).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished job."""
+
+    summary: dict[str, Any]
+    seconds: float
+    peak_mib: float
+    """Of all its processes together, pages that several share counted once (PSS)."""
+
+
+def run_job(verb: str, *arguments: object) -> Run:
+    """`python -m jobs.<verb> …` to its end, on a Ray of its own. Raises BadInput where it fails."""
+    started = time.perf_counter()
+    with (
+        job(verb, *arguments, stdout=subprocess.PIPE) as process,
+        _peak_memory(process.pid) as peak,
+    ):
+        out, _ = process.communicate()
+    if process.returncode:
+        raise BadInput(f"python -m jobs.{verb} {' '.join(map(str, arguments))}: it failed")
+    seconds = time.perf_counter() - started
+    return Run(json.loads(out.splitlines()[-1]), seconds, peak[0] / 2**20)
+
+
+@contextmanager
+def job(
+    verb: str, *arguments: object, stdout: int = subprocess.DEVNULL, stderr: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A job's process, the leader of a group of its own; what is left of it is killed at the end."""
+    command = [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
+    try:
+        yield process
+    finally:
+        kill_group(process)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a job with its whole local Ray, as the loss of a node would."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The Ray workers below a process that are at work on a task."""
+    found = []
+    for process in _family(pid):
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline()[:1])
+            if title.startswith("ray::") and "IDLE" not in title:
+                found.append(process)
+    return found
+
+
+def environment() -> Mapping[str, Any]:
+    """What the figures depend on."""
+    model = next((line.split(": ")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                  if line.startswith("model name")), "unknown")  # fmt: skip
+    memory = psutil.virtual_memory().total / 2**30
+    return {"cores": os.cpu_count(), "cpu": model, "memory_gib": round(memory, 1)}
+
+
+@contextmanager
+def _peak_memory(pid: int) -> Iterator[list[float]]:
+    """Samples, twice a second, the memory of a process and all below it; the peak in bytes."""
+    peak, stop = [0.0], threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.5):
+            total = 0
+            for process in _family(pid):
+                with suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+            peak[0] = max(peak[0], total)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
