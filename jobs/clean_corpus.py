@@ -1,0 +1,58 @@
+"""A corpus to one without duplicates and without what it is evaluated on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs import cluster, program
+from pipeline import tracking
+from pipeline.artifact import Artifact, draft, open_artifact, sum_counts
+from pipeline.config import BadInput
+from pipeline.corpora import dedup
+from pipeline.corpora.dedup import decontaminate, options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Drops duplicates, near duplicates, and examples of train that share words with evaluation sets.
+
+    The output has the columns and splits of the input; `rejected/` shows some of what was dropped.
+    """
+
+    corpus: str
+    """A corpus (of jobs.prepare_corpus)."""
+    output: str
+    """Folder of the cleaned corpus."""
+    evaluation: tuple[str, ...] = ()
+    """What train must not share words with: corpora (their valid and test), or files or folders of
+    Parquet (context and response, or text) or of plain text, a text a line."""
+    dedup: options.Options = field(default_factory=options.Options)
+    """Duplicates."""
+    decontaminate: decontaminate.Options = field(default_factory=decontaminate.Options)
+    """Words shared with evaluation sets."""
+
+
+def run(config: Config) -> program.Summary:
+    corpus = open_artifact(config.corpus, "corpus")
+    inputs: dict[str, Any] = {"corpus": corpus}
+    sets = decontaminate.own_sets(corpus) if config.decontaminate.own_splits == "on" else []
+    for number, uri in enumerate(config.evaluation):
+        evaluation_set, inputs[f"evaluation.{number}"] = decontaminate.open_set(uri)
+        sets.append(evaluation_set)
+    out = draft(config.output, "corpus", config, inputs)
+    if isinstance(out, Artifact):
+        return program.published(out, already_there=True)
+    with cluster.session(), tracking.start("clean_corpus", out) as tracked:
+        records = dedup.clean(out, corpus, sets, config.dedup, config.decontaminate)
+        counts, dropped = sum_counts(records, "counts"), sum_counts(records, "dropped")
+        if counts.get("records.train") and not counts["examples.train"]:
+            raise BadInput(f"--corpus {config.corpus}: no example of train is left ({dropped})")
+        files = [file for record in records for file in record.get("files", ())]
+        cleaned = out.publish(files, counts, dropped, tracked.run_id)
+        tracking.finish(tracked, cleaned)
+    return program.published(cleaned, already_there=False)
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "clean_corpus")

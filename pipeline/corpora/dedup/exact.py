@@ -1,0 +1,69 @@
+"""Exact duplicates: examples whose words are the same, one after the other.
+
+hash    shard    a hash of every example's words     → filed by hash
+first   bucket   of those with one hash, the first stays
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline import shards
+from pipeline.artifact import Draft
+from pipeline.corpora.dedup import buckets, hashing
+from pipeline.corpora.dedup.examples import (
+    CLUSTERS,
+    COMPARED,
+    Plan,
+    bucket_tasks,
+    file_duplicates,
+    kept,
+    node_of,
+    read_drops,
+    read_pieces,
+    sides,
+)
+
+KEY_BYTES = 48  # of one example: hash, place, split, id
+
+
+def drop(draft: Draft, plan: Plan) -> list[dict[str, Any]]:
+    """Files the drops of tasks "exact-…"; returns the records of all tasks."""
+    hash_ = functools.partial(_hash, plan=plan)
+    hashed = shards.run_tasks(draft, plan.tasks("hash"), hash_, "exact duplicates: hashes")
+    first = functools.partial(_first, plan=plan)
+    tasks = bucket_tasks("exact", plan.exact_buckets)
+    return hashed + shards.run_tasks(draft, tasks, first, "exact duplicates")
+
+
+def _hash(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
+    shard = plan.shards[number]
+    tables = [CLUSTERS.empty_table()]
+    stays = kept(read_drops(draft, plan, number, "contaminated"), shard.rows)
+    for numbers, rows in read_pieces(shard.uri, COMPARED, stays):
+        words = sides(rows, plan.options.text, hashing.words)
+        columns = [
+            hashing.together([side.whole() for side in words]),
+            node_of(number, numbers),
+            np.full(len(numbers), shard.rank, np.int8),
+            rows["example_id"],
+        ]
+        tables.append(pa.table(columns, schema=CLUSTERS))
+    entries = pa.concat_tables(tables).combine_chunks()
+    bucket = hashing.remainder(entries["cluster"].to_numpy(), plan.exact_buckets)
+    buckets.write(draft, task, entries, bucket, plan.exact_buckets)
+    return {}
+
+
+def _first(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
+    rows = buckets.read(draft, plan.tasks("hash"), bucket, CLUSTERS)
+    _, places, sizes = np.unique(
+        rows["cluster"].to_numpy(), return_inverse=True, return_counts=True
+    )
+    rows = rows.filter(pa.array(sizes[places] > 1))  # most are alone, and need no sorting
+    file_duplicates(draft, task, plan, rows, "duplicate")
+    return {}

@@ -1,0 +1,180 @@
+"""The shards of a corpus, what of their examples is compared, and which of them are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline import storage
+from pipeline.arrays import Bools, Ints
+from pipeline.artifact import Artifact, Draft
+from pipeline.corpora.dedup import buckets
+from pipeline.corpora.dedup.hashing import Tokens
+from pipeline.corpora.dedup.options import Options
+
+COMPARED = ["example_id", "context", "response"]
+"""Columns that the comparing stages read."""
+
+_PIECE_BYTES = (
+    1 << 18
+)  # of text that is hashed at once: its arrays, 8 bytes a letter, stay in cache
+_ROWS_READ = 2048
+_ROW_BITS = 32  # a node is an example of the corpus: its shard's number, then its row
+
+# Which of two that are the same stays: an example of test, then one of valid, then one of train.
+_RANKS = {"test": 0, "valid": 1, "train": 2}
+
+CLUSTERS = pa.schema(
+    [("cluster", pa.uint64()), ("node", pa.int64()), ("rank", pa.int8()), ("id", pa.string())]
+)
+"""Examples that are the same have one cluster."""
+DROPS = pa.schema([("row", pa.int64()), ("reason", pa.string()), ("match", pa.string())])
+"""Rows of a shard that go, and the id of what each is the same as."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A Parquet file of a corpus."""
+
+    uri: str
+    name: str
+    """Its path in the corpus: "train/part-00000.parquet"."""
+    rows: int
+
+    @property
+    def split(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def rank(self) -> int:
+        return _RANKS[self.split]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every task of the job knows."""
+
+    shards: tuple[Shard, ...]
+    options: Options
+    contaminated: bool
+    """Whether there are evaluation sets to check train against."""
+    exact_buckets: int
+    """0: exact duplicates stay."""
+    near_buckets: int
+    """0: near duplicates stay."""
+
+    def tasks(self, stage: str, split: str = "") -> dict[str, int]:
+        """A task per shard, of one split or all."""
+        return {
+            f"{stage}-{number:05d}": number
+            for number, shard in enumerate(self.shards)
+            if shard.name.startswith(split)
+        }
+
+
+def shards_of(corpus: Artifact) -> tuple[Shard, ...]:
+    entries = [entry for entry in corpus.manifest["files"] if entry["path"].endswith(".parquet")]
+    return tuple(
+        Shard(storage.join(corpus.uri, entry["path"]), entry["path"], entry["rows"])
+        for entry in entries
+    )
+
+
+def bucket_tasks(stage: str, count: int) -> dict[str, int]:
+    """A task per bucket."""
+    return {f"{stage}-{bucket:05d}": bucket for bucket in range(count)}
+
+
+def node_of(shard: int, rows: Ints) -> Ints:
+    return (shard << _ROW_BITS) + rows
+
+
+def shard_and_row(nodes: Ints) -> tuple[Ints, Ints]:
+    return nodes >> _ROW_BITS, nodes & ((1 << _ROW_BITS) - 1)
+
+
+# What is read
+
+
+def read_pieces(
+    uri: str, columns: list[str], wanted: Bools | None = None
+) -> Iterator[tuple[Ints, pa.Table]]:
+    """(row numbers, rows) of a Parquet file, some 512 KiB at a time, each column in one chunk.
+
+    `wanted` says for every row of the file whether it is read at all.
+    """
+    first = 0
+    with storage.open_input(uri) as stream:
+        for batch in pq.ParquetFile(stream).iter_batches(_ROWS_READ, columns=columns):
+            numbers = np.arange(first, first + batch.num_rows)
+            first += batch.num_rows
+            if wanted is not None:
+                chosen = wanted[numbers]
+                numbers, batch = numbers[chosen], batch.filter(pa.array(chosen))
+            step = max(1, batch.num_rows * _PIECE_BYTES // max(1, batch.nbytes))
+            for start in range(0, batch.num_rows, step):
+                yield numbers[start : start + step], pa.table(batch.slice(start, step))
+
+
+def sides(rows: pa.Table, text: str, split: Callable[[pa.Array], Tokens]) -> list[Tokens]:
+    """The tokens of what is compared: [the context's, the response's], or [the response's].
+
+    The turns of a context are one text; `split` makes texts to tokens.
+    """
+    response = split(rows["response"].chunk(0))
+    if text == "response":
+        return [response]
+    context = rows["context"].chunk(0)
+    turns = context.flatten()
+    offsets = np.concatenate([[0], np.cumsum(pc.fill_null(pc.list_value_length(context), 0))])
+    if text == "pair":
+        newest = np.unique(offsets[1:][np.diff(offsets) > 0]) - 1
+        turns = turns.take(pa.array(newest))
+        offsets = np.searchsorted(newest, offsets)
+    return [split(turns).joined(offsets), response]
+
+
+# What is dropped: each stage files it by shard for those after it
+
+
+def file_drops(draft: Draft, task: str, drops: pa.Table) -> None:
+    """What the task of a shard drops of it."""
+    buckets.write(draft, f"{task}-drops", drops, np.zeros(drops.num_rows, np.int64), 1)
+
+
+def file_duplicates(draft: Draft, task: str, plan: Plan, rows: pa.Table, reason: str) -> None:
+    """What goes of clusters of examples (`CLUSTERS`): all but the first, by split and id."""
+    order = [(name, "ascending") for name in ("cluster", "rank", "id", "node")]
+    rows = rows.sort_by(order).combine_chunks()
+    cluster = rows["cluster"].to_numpy()
+    first = np.searchsorted(cluster, cluster)
+    may_go = np.isin(rows["rank"].to_numpy(), [_RANKS[split] for split in plan.options.drop_from])
+    goes = np.flatnonzero((first != np.arange(len(first))) & may_go)
+    shard, row = shard_and_row(rows["node"].to_numpy()[goes])
+    match = rows["id"].take(pa.array(first[goes]))
+    drops = pa.table([row, pa.repeat(pa.scalar(reason), len(goes)), match], schema=DROPS)
+    buckets.write(draft, f"{task}-drops", drops, shard, len(plan.shards))
+
+
+def read_drops(draft: Draft, plan: Plan, shard: int, *stages: str) -> pa.Table:
+    """What goes of a shard by the stages: "contaminated", "exact", "near"."""
+    own = plan.contaminated and plan.shards[shard].split == "train" and "contaminated" in stages
+    parts = [f"contaminated-{shard:05d}-drops"] if own else []
+    tasks = [*bucket_tasks("exact", plan.exact_buckets)] if "exact" in stages else []
+    tasks += ["near-join"] if "near" in stages and plan.near_buckets else []
+    filed = [f"{task}-drops" for task in tasks]
+    return pa.concat_tables(
+        [buckets.read(draft, parts, 0, DROPS), buckets.read(draft, filed, shard, DROPS)]
+    )
+
+
+def kept(drops: pa.Table, rows: int) -> Bools:
+    """Whether each row of a shard stays."""
+    stays = np.ones(rows, bool)
+    stays[drops["row"].to_numpy()] = False
+    return stays

@@ -1,0 +1,196 @@
+"""Near duplicates, in the stages of datatrove's MinHash deduplication; each is a task per file.
+
+    sign   shard    a key for every band of every example         → filed by key
+    pair   bucket   examples with the same key make pairs         → filed by pair, and by shard
+    fetch  shard    the shingles and ids of examples in pairs     → filed by pair
+    check  bucket   pairs that are as similar as they must be     → clusters within the bucket
+    join   all      clusters that share an example are one; its first example stays
+
+A task holds a piece of one shard, or one bucket. Only `join` holds, at some 100 bytes each, all examples
+that have a near duplicate.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline import shards
+from pipeline.arrays import Ints
+from pipeline.artifact import Draft
+from pipeline.corpora.dedup import buckets, hashing, minhash
+from pipeline.corpora.dedup.examples import (
+    CLUSTERS,
+    COMPARED,
+    Plan,
+    bucket_tasks,
+    file_duplicates,
+    kept,
+    node_of,
+    read_drops,
+    read_pieces,
+    shard_and_row,
+    sides,
+)
+from pipeline.corpora.dedup.hashing import Tokens
+
+KEY_BYTES = 24  # of one band of one example
+
+_KEYS = pa.schema([("key", pa.uint64()), ("tie", pa.uint64()), ("node", pa.int64())])
+_PAIRS = pa.schema([("first", pa.int64()), ("second", pa.int64())])
+_WANTED = pa.schema([("row", pa.int64()), ("bucket", pa.int64())])
+_SETS = pa.schema(
+    [
+        ("node", pa.int64()),
+        ("rank", pa.int8()),
+        ("id", pa.string()),
+        # Shingles, sorted; null where they are not compared.
+        ("response", pa.large_list(pa.uint64())),
+        ("context", pa.large_list(pa.uint64())),
+    ]
+)
+
+
+def drop(draft: Draft, plan: Plan) -> list[dict[str, Any]]:
+    """Files the drops of the task "near-join"; returns the records of all tasks."""
+    stages = (
+        (plan.tasks("near-sign"), _sign, "near duplicates: signatures"),
+        (bucket_tasks("near-pair", plan.near_buckets), _pair, "near duplicates: pairs"),
+        (plan.tasks("near-fetch"), _fetch, "near duplicates: shingles"),
+        (bucket_tasks("near-check", plan.near_buckets), _check, "near duplicates: check"),
+        ({"near-join": 0}, _join, "near duplicates: clusters"),
+    )
+    return [
+        record
+        for tasks, work, label in stages
+        for record in shards.run_tasks(draft, tasks, functools.partial(work, plan=plan), label)
+    ]
+
+
+def shingles(rows: pa.Table, plan: Plan) -> list[Tokens]:
+    """The shingles of each side of the rows; a side with fewer tokens than a shingle is one."""
+    options = plan.options
+    split = hashing.words if options.unit == "word" else hashing.characters
+    return [hashing.ngrams(side, options.shingle) for side in sides(rows, options.text, split)]
+
+
+def tagged(parts: list[Tokens]) -> Tokens:
+    """All shingles of an example as one set, in which those of two sides are never the same.
+
+    Where each side's similarity is t or more, so is that of these sets: LSH finds such pairs as it finds
+    any others of similarity t.
+    """
+    tags = hashing.random_hashes(len(parts), stream=5)
+    marked = (Tokens(p.hashes ^ tag, p.offsets) for p, tag in zip(parts, tags, strict=True))
+    return functools.reduce(hashing.beside, marked)
+
+
+def _sign(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
+    bands, hashes = plan.options.bands, plan.options.bands * plan.options.rows_per_band
+    shard = plan.shards[number]
+    tables = [_KEYS.empty_table()]
+    stays = kept(read_drops(draft, plan, number, "contaminated", "exact"), shard.rows)
+    for numbers, rows in read_pieces(shard.uri, COMPARED, stays):
+        found = tagged(shingles(rows, plan))
+        some = found.counts > 0  # an example without a word is like no other
+        found = Tokens(found.hashes, np.unique(found.offsets))
+        keys = minhash.band_keys(minhash.signatures(found, hashes), bands)
+        ties = hashing.strings(rows["example_id"].chunk(0))[some]
+        nodes = node_of(number, numbers[some])
+        columns = [keys.ravel(), np.repeat(ties, bands), np.repeat(nodes, bands)]
+        tables.append(pa.table(columns, schema=_KEYS))
+    entries = pa.concat_tables(tables).combine_chunks()
+    bucket = hashing.remainder(entries["key"].to_numpy(), plan.near_buckets)
+    buckets.write(draft, task, entries, bucket, plan.near_buckets)
+    return {}
+
+
+def _pair(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
+    entries = buckets.read(draft, plan.tasks("near-sign"), bucket, _KEYS)
+    nodes = entries["node"].to_numpy()
+    found = minhash.candidate_pairs(entries["key"].to_numpy(), entries["tie"].to_numpy())
+    first, second = _each_once(nodes[found[0]], nodes[found[1]])
+    # A pair is checked in one place, whichever bands find it.
+    place = hashing.remainder(hashing.mix(first.astype(np.uint64)), plan.near_buckets)
+    pairs = pa.table([first, second], schema=_PAIRS)
+    buckets.write(draft, f"{task}-pairs", pairs, place, plan.near_buckets)
+    wanted, place = _each_once(np.concatenate([first, second]), np.tile(place, 2))
+    shard, row = shard_and_row(wanted)
+    rows = pa.table([row, place], schema=_WANTED)
+    buckets.write(draft, f"{task}-wanted", rows, shard, len(plan.shards))
+    return {}
+
+
+def _fetch(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
+    names = [f"{pair}-wanted" for pair in bucket_tasks("near-pair", plan.near_buckets)]
+    found = buckets.read(draft, names, number, _WANTED)
+    wanted, place = _each_once(found["row"].to_numpy(), found["bucket"].to_numpy())
+    shard = plan.shards[number]
+    mask = np.zeros(shard.rows, bool)
+    mask[wanted] = True
+    compared = plan.options.check == "on"
+    tables = [_SETS.empty_table()]
+    for numbers, rows in read_pieces(shard.uri, COMPARED if compared else COMPARED[:1], mask):
+        columns = {
+            "node": node_of(number, numbers),
+            "rank": np.full(len(numbers), shard.rank),
+            "id": rows["example_id"],
+            "response": pa.nulls(len(numbers)),
+            "context": pa.nulls(len(numbers)),
+        }
+        if compared:
+            names = ["context", "response"][-len(parts := shingles(rows, plan)) :]
+            columns |= {n: _lists(hashing.distinct(p)) for n, p in zip(names, parts, strict=True)}
+        tables.append(pa.table(columns).cast(_SETS))
+    at = np.searchsorted(np.flatnonzero(mask), wanted)
+    rows = pa.concat_tables(tables).take(pa.array(at))
+    buckets.write(draft, task, rows, place, plan.near_buckets)
+    return {}
+
+
+def _check(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
+    names = [f"{pair}-pairs" for pair in bucket_tasks("near-pair", plan.near_buckets)]
+    found = buckets.read(draft, names, bucket, _PAIRS)
+    pairs = _each_once(found["first"].to_numpy(), found["second"].to_numpy())
+    sets = buckets.read(draft, plan.tasks("near-fetch"), bucket, _SETS)
+    nodes = sets["node"].to_numpy()  # in order, as the files are and the rows of each
+    first, second = (np.searchsorted(nodes, side) for side in pairs)
+    alike = np.ones(len(first), bool)
+    for side in ("context", "response"):
+        similarity = minhash.similarities(_tokens(sets[side].chunk(0)), first, second)
+        alike &= similarity >= plan.options.threshold
+    members, labels = minhash.components(first[alike], second[alike])
+    clusters = nodes[members[np.unique(labels, return_index=True)[1]]]
+    rows = sets.select(["node", "rank", "id"]).take(pa.array(members))
+    rows = rows.add_column(0, "cluster", pa.array(clusters[labels], pa.uint64()))
+    buckets.write(draft, task, rows, np.zeros(len(members), np.int64), 1)
+    counts = {"near_pairs.found": len(alike), "near_pairs.alike": int(alike.sum())}
+    return {"counts": counts}
+
+
+def _join(draft: Draft, task: str, _task: int, plan: Plan) -> dict[str, Any]:
+    rows = buckets.read(draft, bucket_tasks("near-check", plan.near_buckets), 0, CLUSTERS)
+    places = np.unique(rows["node"].to_numpy(), return_index=True)[1]
+    edges = rows["cluster"].to_numpy().astype(np.int64), rows["node"].to_numpy()
+    _, labels = minhash.components(*edges)
+    rows = rows.take(pa.array(places)).set_column(0, "cluster", pa.array(labels, pa.uint64()))
+    file_duplicates(draft, task, plan, rows, "near duplicate")
+    return {}
+
+
+def _each_once(first: Ints, second: Ints) -> tuple[Ints, Ints]:
+    """Pairs without repetition, sorted."""
+    places = hashing.first_of_each(first, second)
+    return first[places], second[places]
+
+
+def _lists(sets: Tokens) -> pa.Array:
+    return pa.LargeListArray.from_arrays(pa.array(sets.offsets), pa.array(sets.hashes))
+
+
+def _tokens(lists: pa.Array) -> Tokens:
+    offsets = lists.offsets.to_numpy()
+    return Tokens(lists.values.to_numpy(), offsets)

@@ -1,0 +1,43 @@
+"""What counts as the same text twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config import require
+from pipeline.corpora.schema import SPLITS, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What of an example is compared, and when two are the same."""
+
+    text: Literal["example", "pair", "response"] = "example"
+    """What is compared: all turns and the response, the newest turn and the response, the response."""
+    drop_from: tuple[Split, ...] = SPLITS
+    """Splits that lose their duplicates; what is in test stays first, then valid, then train."""
+    exact: Literal["on", "off"] = "on"
+    """Drop examples whose words are the same."""
+    near: Literal["on", "off"] = "on"
+    """Drop examples whose shingles are mostly the same."""
+    unit: Literal["word", "character"] = "word"
+    """What a shingle is made of; characters for languages that are written without spaces."""
+    shingle: int = 3
+    """Words, or characters, in a shingle; 5 suits characters."""
+    bands: int = 14
+    """Bands of the LSH: more find more pairs."""
+    rows_per_band: int = 8
+    """MinHashes that agree in a band; more find fewer pairs."""
+    check: Literal["on", "off"] = "on"
+    """Compare the shingles of the pairs found. Off: each is taken for a duplicate, and so are
+    different answers to one long context."""
+    threshold: float = 0.75
+    """Jaccard similarity of a duplicate's context to the other's, and of its response."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.drop_from), "dedup.drop_from", self.drop_from, "one split at least")
+        require(self.shingle >= 1, "dedup.shingle", self.shingle, ">= 1")
+        require(self.bands >= 1, "dedup.bands", self.bands, ">= 1")
+        require(self.rows_per_band >= 1, "dedup.rows_per_band", self.rows_per_band, ">= 1")
+        require(0 < self.threshold <= 1, "dedup.threshold", self.threshold, "above 0, to 1")
