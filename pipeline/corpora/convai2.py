@@ -14,10 +14,9 @@ from typing import Any
 
 from pipeline import storage
 from pipeline.artifact import Draft
-from pipeline.config import BadInput
 from pipeline.corpora import files, raw
 from pipeline.corpora.filters import Privacy
-from pipeline.corpora.schema import EXAMPLE, Split, hash_split
+from pipeline.corpora.schema import EXAMPLE, split_of
 
 _PERSONA = re.compile(r"(your|partner's) persona: ")
 
@@ -26,27 +25,10 @@ def prepare(
     draft: Draft, uris: list[str], options: None, reading: raw.Reading, privacy: Privacy
 ) -> list[dict[str, Any]]:
     """Fills the draft and returns the records of its tasks."""
-    names = [storage.name_of(uri) for uri in uris]
-    for name in names:
-        if names.count(name) > 1:
-            raise BadInput(f"--input: {names.count(name)} files are named {name}; allowed: names that "
-                           "differ, since they begin the ids of examples and dialogues")  # fmt: skip
-    return files.prepare(draft, uris, parse, EXAMPLE, reading, privacy, "convai2: files to examples")
-
-
-def split_of(name: str, dialogue: str) -> Split:
-    """From the file's name; a file that names none is cut 90 : 5 : 5 by dialogue."""
-    for split, beginnings in _NAMES.items():
-        if name.lower().startswith(beginnings):
-            return split
-    return hash_split(dialogue, (900, 50, 50))
-
-
-_NAMES: dict[Split, tuple[str, ...]] = {
-    "train": ("train",),
-    "valid": ("valid", "dev"),
-    "test": ("test",),
-}
+    files.require_distinct(map(storage.name_of, uris))
+    return files.prepare(
+        draft, uris, parse, EXAMPLE, reading, privacy, "convai2: files to examples"
+    )
 
 
 def parse(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[files.Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from pipeline import shards, storage
 from pipeline.artifact import Draft
+from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.filters import Privacy
 from pipeline.corpora.schema import SPLITS
@@ -36,6 +37,17 @@ class Account:
         self.notes: list[str] = []
         """What a person should know of the file."""
 
+    def close(self, draft: Draft, task: str, privacy: Privacy) -> dict[str, Any]:
+        """Keeps samples of what makes no example; returns the account as part of a task's record."""
+        rejects = raw.Rejects.joined(self.malformed, self.dropped)
+        rejects.save(draft, task, privacy)
+        return {
+            "counts": {"records": self.records},
+            "malformed": dict(self.malformed.counts),
+            "dropped": dict(rejects.counts),
+            "notes": self.notes,
+        }
+
 
 Parser = Callable[[str, raw.Reading, Account], Iterator[Row]]
 
@@ -55,13 +67,19 @@ def prepare(
     redacted here, and names in columns that end in `_author` hashed.
     """
     files = sorted(files, key=storage.name_of)
-    work = functools.partial(
-        _convert, parse=parse, schema=schema, reading=reading, privacy=privacy
-    )
+    work = functools.partial(_convert, parse=parse, schema=schema, reading=reading, privacy=privacy)
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
     records = shards.run_tasks(draft, tasks, work, label)
     raw.check_share(draft, records, reading)
     return records
+
+
+def require_distinct(names: Iterable[str]) -> None:
+    """Raises BadInput where two files have one name, which the ids of their examples begin with."""
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise BadInput(f"--input: {times} files are named {name}; allowed: names that differ, "
+                           "since they begin the ids of examples")  # fmt: skip
 
 
 def _convert(
@@ -85,7 +103,7 @@ def _convert(
         name = f"{split}/{task}-{sum(file['path'].startswith(split) for file in files):03d}.parquet"
         if split == "train":  # neighbours in a file are neighbours in a dialogue or an article
             random.Random(name).shuffle(rows)
-        table = _private(pa.Table.from_pylist(rows, schema=schema), privacy)
+        table = private(pa.Table.from_pylist(rows, schema=schema), privacy)
         files.append(draft.write_table(name, table))
         counts["examples"] += len(rows)
         counts[f"examples.{split}"] += len(rows)
@@ -96,20 +114,11 @@ def _convert(
             write(row["split"])
     for split in SPLITS:
         write(split)
-    rejects = raw.Rejects.joined(account.malformed, account.dropped)
-    rejects.save(draft, task, privacy)
-    counts["records"] = account.records
-    malformed = dict(account.malformed.counts)
-    return {
-        "files": files,
-        "counts": counts,
-        "malformed": malformed,
-        "dropped": rejects.counts,
-        "notes": account.notes,
-    }
+    record = account.close(draft, task, privacy)
+    return {**record, "files": files, "counts": {**counts, **record["counts"]}}
 
 
-def _private(rows: pa.Table, privacy: Privacy) -> pa.Table:
+def private(rows: pa.Table, privacy: Privacy) -> pa.Table:
     """The rows without what identifies a person."""
     for place, column in enumerate(rows.schema):
         values = rows.column(place).combine_chunks()

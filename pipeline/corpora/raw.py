@@ -10,11 +10,12 @@ import bz2
 import functools
 import json
 import lzma
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import pyarrow as pa
 import zstandard
@@ -43,6 +44,7 @@ _DECOMPRESSORS: tuple[tuple[bytes, Callable[[], Any]], ...] = (
     (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
     (b"\xfd7zXZ\x00", lzma.LZMADecompressor),
 )
+_PACKED = re.compile(r"\.(zst|zstd|bz2|gz|xz)$", re.IGNORECASE)
 _DECOMPRESSION_ERRORS = (zstandard.ZstdError, zlib.error, lzma.LZMAError, OSError, EOFError)
 
 
@@ -169,6 +171,22 @@ def read_lines(
             notes.append(cut_off_note(error, number))
 
 
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether it is a string that can be written: JSON may hold half of a surrogate pair."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def plain_name(uri: str) -> str:
+    """The file's name as it is when decompressed: `lines-aaa` for `lines-aaa.gz`."""
+    return _PACKED.sub("", storage.name_of(uri))
+
+
 def cut_off_note(error: CutOff, lines: int) -> str:
     return f"{error}; its {lines:,} whole lines are used"
 
@@ -189,7 +207,7 @@ class Rejects:
     def add(self, reason: str, file: str, line: int, text: str) -> None:
         self.counts[reason] += 1
         if self.counts[reason] <= MAX_SAMPLES:
-            shown = text[:_MAX_SAMPLE_CHARACTERS]
+            shown = text[:_MAX_SAMPLE_CHARACTERS].encode(errors="replace").decode()
             self.samples.append({"reason": reason, "file": file, "line": line, "text": shown})
 
     @classmethod

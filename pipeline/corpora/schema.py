@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,6 +13,9 @@ from pipeline.config import require
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+_NAMED = re.compile(
+    r"(?:(train)|(valid|val|dev)|(test))(?:ing|ation|set|data)?(?![a-z])", re.IGNORECASE
+)
 
 EXAMPLE = pa.schema(
     [
@@ -38,6 +42,17 @@ EXAMPLE = pa.schema(
 def schema_with(*columns: tuple[str, pa.DataType]) -> pa.Schema:
     """The schema of a corpus with columns of its own, such as `subreddit` or `title`."""
     return pa.schema([*EXAMPLE, *(pa.field(name, kind) for name, kind in columns)])
+
+
+def named_split(name: str) -> Split | None:
+    """The split that a name begins with, as `train-0.txt`, `validation`, `dev.csv` and `TEST` do."""
+    found = _NAMED.match(name)
+    return SPLITS[found.lastindex - 1] if found and found.lastindex else None
+
+
+def split_of(name: str, group_id: str) -> Split:
+    """From the file's name; a file that names none is cut 90 : 5 : 5 by group."""
+    return named_split(name) or hash_split(group_id, (900, 50, 50))
 
 
 def hash_split(group_id: str, parts_per_thousand: Sequence[int]) -> Split:

@@ -121,22 +121,14 @@ def _parse_line(
             return f"no field {name}", {}
         if not isinstance(record[name], str):
             return f"field {name} is no string", {}
-        if not _is_text(record[name]):
+        if not raw.is_text(record[name]):
             return f"field {name} is no text", {}
     row: dict[str, str | int | None] = {name: record[name] for name in needed}
     for name, kind in optional.items():  # what is of another type counts as absent
         value = record.get(name)
         if kind == pa.string():
-            row[name] = value if isinstance(value, str) and _is_text(value) else None
+            row[name] = value if raw.is_text(value) else None
         else:
             fits = type(value) is int and -(2**63) <= value < 2**63
             row[name] = value if fits else None
     return "", row
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
