@@ -106,7 +106,8 @@ def workers_of(pid: int) -> list[psutil.Process]:
     for process in _family(pid):
         with suppress(psutil.Error):
             title = " ".join(process.cmdline()[:1])
-            if title.startswith("ray::") and "IDLE" not in title:
+            # A node does not survive its agents; an idle worker is no loss.
+            if title.startswith("ray::") and not title.endswith(("Agent", "IDLE")):
                 found.append(process)
     return found
 

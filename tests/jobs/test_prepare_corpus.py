@@ -9,14 +9,17 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import mlflow
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from jobs.benchmarks.measure import workers_of
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import schema
@@ -379,24 +382,44 @@ def test_another_command_does_not_write_over_a_corpus(prepare, dump):
     assert "another job" in prepare({"RC": dump[: len(dump) // 2]}).refusal
 
 
-def test_a_job_killed_in_mid_run_resumes_to_the_corpus_of_one_that_was_not(
-    start_job, run_job, sample_files, dump, tmp_path
-):
+@pytest.fixture
+def under_way(start_job, dump, tmp_path):
+    """A job of 40 files that has begun to write: its process and its options but the output."""
     lines = dump.splitlines(keepends=True)
     (tmp_path / "in").mkdir()
     for part in range(40):
         data = zstandard.compress(b"".join(lines[part::40]))
         (tmp_path / "in" / f"RC_{part:02d}.zst").write_bytes(data)
     options = ("--corpus", "reddit", "--input", tmp_path / "in", "--output")
-
     process = start_job("prepare_corpus", *options, tmp_path / "out")
-    tasks = tmp_path / "out.partial" / "_tasks"
-    while not any(tasks.glob("*.json")):
+    while not any((tmp_path / "out.partial" / "_tasks").glob("*.json")):
         try:  # waits a little
             process.wait(timeout=0.02)
         except subprocess.TimeoutExpired:
             continue
         pytest.fail("the job ended before it had done anything")
+    return process, options
+
+
+def test_a_job_whose_workers_are_killed_goes_on_to_the_same_corpus(under_way, run_job, tmp_path):
+    process, options = under_way
+    killed = 0
+    while process.poll() is None and killed < 3:
+        for worker in workers_of(process.pid)[:1]:
+            with suppress(psutil.Error):
+                worker.kill()
+                killed += 1
+    assert process.wait() == 0
+    assert killed
+    whole = run_job("prepare_corpus", *options, tmp_path / "whole").summary
+    assert open_artifact(str(tmp_path / "out"), "corpus").fingerprint == whole["fingerprint"]
+
+
+def test_a_job_killed_in_mid_run_resumes_to_the_corpus_of_one_that_was_not(
+    under_way, run_job, tmp_path
+):
+    process, options = under_way
+    tasks = tmp_path / "out.partial" / "_tasks"
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
