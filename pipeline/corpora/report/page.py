@@ -1,0 +1,142 @@
+"""A survey as one HTML page that needs nothing else: no scripts, no links, plots as inline SVG.
+
+A corpus is untrusted input: every text goes through `html.escape`, and the page's own policy forbids
+a browser to run or to load anything.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from pipeline.corpora.report.survey import Ranked, Survey, histogram
+from pipeline.corpora.report.text import STATISTICS, basis, statistics
+
+_MAX_CHARACTERS = 3000  # of a text that is shown
+_METADATA = ("Creator", "Date", "Format", "Type")  # of a plot: none
+
+_HEAD = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width">
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+h1 { font-size: 1.3em; overflow-wrap: anywhere } h2 { font-size: 1.1em; margin-top: 2.2em }
+table { border-collapse: collapse }
+td, th { padding: .15em .8em .15em 0; text-align: left; vertical-align: top }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+.text { white-space: pre-wrap; overflow-wrap: anywhere } .note { color: #666 }
+.example { border-left: 3px solid #ccc; padding-left: 1em; margin: 1.2em 0 }
+.response { border-left: 3px solid #2a7; padding-left: .6em } svg { max-width: 100%; height: auto }
+</style>
+"""
+
+
+def page(found: Survey) -> str:
+    total = sum(found.rows.values())
+    name = escape(found.uri)
+    note = f'<p class="note">{escape(basis(found))}</p>'
+    parts = [
+        _HEAD,
+        f"<title>{name}</title></head><body><h1>{name}</h1>",
+        f'<p class="note">{escape(found.fingerprint)}, made {escape(found.created_at)}</p>',
+        _table(
+            ("split", "examples", "share"),
+            [(split, f"{n:,}", f"{n / total:.2%}") for split, n in found.rows.items()],
+        ),
+        "<h2>Lengths</h2>",
+        note,
+        _plots(found),
+        _table(
+            ("", *STATISTICS),
+            [(measure, *statistics(values)) for measure, values in found.lengths.items()],
+        ),
+        "<h2>Repeated texts</h2>",
+        note,
+        *(
+            f"<p>{repeats.share:.2%} of the {escape(what)} were there before.</p>"
+            for what, repeats in found.repeats.items()
+        ),
+        _ranking("response", found.top_responses),
+    ]
+    for column, ranked in found.top_values.items():
+        parts += [f"<h2>{escape(column)}</h2>", note, _ranking(column, ranked)]
+    for split, examples in found.examples.items():
+        parts += [f"<h2>Examples of {escape(split)}</h2>", *map(_example, examples)]
+    return "\n".join([*parts, *_left_out(found), "</body></html>\n"])
+
+
+def _left_out(found: Survey) -> Iterable[str]:
+    if not found.dropped:
+        return
+    yield f"<h2>Left out of {found.records:,} records</h2>"
+    by_number = sorted(found.dropped.items(), key=lambda item: -item[1])
+    yield _table(
+        ("reason", "records", "share"),
+        [(reason, f"{n:,}", f"{n / max(1, found.records):.2%}") for reason, n in by_number],
+    )
+    for reason, _ in by_number:
+        if samples := found.rejected.get(reason):
+            yield f"<h3>{escape(reason)}</h3>"
+            yield _table(
+                ("file", "text"), [(_place(s), str(s["text"])) for s in samples], numbers=False
+            )
+
+
+def _place(sample: dict[str, Any]) -> str:
+    line = f":{sample['line']}" if sample["line"] else ""
+    return str(sample["file"]).rpartition("/")[2] + line
+
+
+def _example(row: dict[str, Any]) -> str:
+    turns = "".join(f"<p>{_text(turn)}</p>" for turn in row["context"])
+    more = f", one of {len(row['candidates'])} candidates" if row["candidates"] else ""
+    return (
+        f'<div class="example">{turns}<p class="response">{_text(row["response"])}</p>'
+        f'<p class="note">{escape(str(row["example_id"]))}{more}</p></div>'
+    )
+
+
+def _ranking(column: str, ranked: Ranked) -> str:
+    if not ranked:
+        return ""
+    return _table((column, "rows"), [(text, f"{number:,}") for text, number in ranked])
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: bool = True) -> str:
+    """`numbers`: all columns but the first hold numbers."""
+    kind = [' class="n"' if numbers and place else "" for place in range(10)]
+    cells = "".join(f"<th{kind[i]}>{escape(text)}</th>" for i, text in enumerate(head))
+    lines = (
+        "".join(f"<td{kind[i]}>{_text(text)}</td>" for i, text in enumerate(row)) for row in rows
+    )
+    return f"<table><tr>{cells}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _text(text: str) -> str:
+    """`bdi`: a text from right to left turns nothing around it. NUL has no place in HTML."""
+    cut = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
+    return f'<bdi class="text">{escape(cut).replace(chr(0), chr(0xFFFD))}</bdi>'
+
+
+def _plots(found: Survey) -> str:
+    """A histogram of each length, as SVG."""
+    columns = 2
+    rows = -(-len(found.lengths) // columns)
+    figure = Figure(figsize=(9, 2.3 * rows), layout="constrained")
+    for place, (name, values) in enumerate(found.lengths.items(), start=1):
+        axes = figure.add_subplot(rows, columns, place)
+        counts, edges = histogram(values)
+        axes.stairs(counts / max(1, len(values)), edges, fill=True, color="#2a7")
+        above = f" (last bar: up to {values.max():,})" if values.max() >= edges[-1] else ""
+        axes.set_title(name + above, fontsize=10)
+        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "polyrank"}):
+        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(_METADATA))
+    return drawn.getvalue()[drawn.getvalue().index("<svg") :]

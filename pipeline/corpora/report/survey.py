@@ -1,0 +1,329 @@
+"""Numbers of a corpus from a sample of its rows, spread evenly over all files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from pipeline import storage
+from pipeline.arrays import Ints
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput
+from pipeline.corpora.schema import EXAMPLE, SPLITS
+
+_BLOCK_ROWS = 2048  # what is read at once: a row group of a corpus
+_GROUP_ROWS = 10  # group ids are short: so many times the sample's rows are looked at
+_TOP = 15
+_REJECTS = 3  # shown for each reason
+_REJECT_FILES = 100
+
+Hashes = np.ndarray[Any, np.dtype[np.uint64]]
+Ranked = list[tuple[str, int]]
+
+
+class Repeats(NamedTuple):
+    """How many rows say what an earlier row of the sample says."""
+
+    rows: int
+    repeated: int
+
+    @property
+    def share(self) -> float:
+        return self.repeated / max(1, self.rows)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What `survey` finds. All texts in it are other people's: never markup, never control codes."""
+
+    uri: str
+    fingerprint: str
+    created_at: str
+    rows: dict[str, int]
+    """Of each split, of the whole corpus."""
+    records: int
+    """Lines or documents of the raw input."""
+    dropped: dict[str, int]
+    """Records that made no example, by reason."""
+    rejected: dict[str, list[dict[str, Any]]]
+    """Some of them (`reason`, `file`, `line`, `text`), by reason."""
+    sampled: int
+    """Rows that the numbers below are of."""
+    lengths: dict[str, Ints]
+    """Of each sampled row; "examples per group" of each group of some whole files."""
+    repeats: dict[str, Repeats]
+    top_responses: Ranked
+    """The most frequent ones and their number of rows."""
+    top_values: dict[str, Ranked]
+    """The most frequent values of the corpus' own columns, such as `subreddit`."""
+    examples: dict[str, list[dict[str, Any]]]
+    """Rows of each split, drawn at random."""
+
+
+def survey(corpus: Artifact, sample_rows: int, examples: int, seed: int) -> Survey:
+    """Looks at `sample_rows` rows at most (0: all), and `examples` of each split.
+
+    Raises BadInput where a file of the corpus is missing or damaged.
+    """
+    files = {uri: rows for uri, rows in _rows_of_files(corpus).items() if rows}
+    if not files:
+        raise BadInput(f"{corpus.uri}: the corpus has no rows")
+    blocks = sample_blocks([*files.values()], sample_rows)
+    names = [*files]
+    extra = _text_columns(names[0])
+    wanted = ["context", "response", *extra]
+    found = list(_map(names, blocks, wanted, _measure, "corpus: rows"))
+    response = np.concatenate([block.response for block in found])
+    pair = np.concatenate([block.pair for block in found])
+    lengths = {
+        name: np.concatenate([block.lengths[name] for block in found]) for name in found[0].lengths
+    }
+    whole = spread(names, _GROUP_ROWS * sample_rows * len(names) // sum(files.values()))
+    lengths["examples per group"] = _group_sizes(whole if sample_rows else names)
+    splits = [split for split in SPLITS if corpus.rows(f"{split}/")]
+    return Survey(
+        uri=corpus.uri,
+        fingerprint=corpus.fingerprint,
+        created_at=str(corpus.manifest["created_at"]),
+        rows={split: corpus.rows(f"{split}/") for split in splits},
+        records=corpus.counts.get("records", 0),
+        dropped=dict(corpus.manifest["dropped"]),
+        rejected=_rejected(corpus),
+        sampled=len(response),
+        lengths=lengths,
+        repeats={"responses": _repeats(response), "(context, response) pairs": _repeats(pair)},
+        top_responses=_top_responses(names, blocks, response),
+        top_values={name: _top_values([block.values[name] for block in found]) for name in extra},
+        examples={
+            split: _examples(files, corpus.files(f"{split}/", ".parquet"), examples, seed)
+            for split in splits
+        },
+    )
+
+
+class Block(NamedTuple):
+    """Neighbouring rows of a file."""
+
+    file: int
+    start: int
+    rows: int
+
+
+def sample_blocks(file_rows: Sequence[int], sample_rows: int) -> list[Block]:
+    """`sample_rows` rows of files that have so many each, in order; 0: all rows.
+
+    Blocks of 2,048 rows lie evenly over all files, so that one read gives many rows; where they
+    hold too many rows, each gives the same share of its own.
+    """
+    per_file = [-(-rows // _BLOCK_ROWS) for rows in file_rows]
+    first = np.concatenate([[0], np.cumsum(per_file)])
+    total, rows = int(first[-1]), sum(file_rows)
+    wanted = min(sample_rows or rows, rows)
+    places = np.arange(total)
+    if wanted < rows:
+        count = min(total, -(-wanted * total // rows))
+        places = np.round(np.linspace(0, total - 1, count)).astype(np.int64)
+    of = np.searchsorted(first, places, side="right") - 1
+    starts = (places - first[of]) * _BLOCK_ROWS
+    sizes = np.minimum(np.array(file_rows)[of] - starts, _BLOCK_ROWS)
+    ends = np.cumsum(sizes) * min(1.0, wanted / sizes.sum())
+    kept = np.diff(np.floor(ends + 1e-6).astype(np.int64), prepend=0)
+    blocks = zip(of.tolist(), starts.tolist(), kept.tolist(), strict=True)
+    return [Block(*block) for block in blocks if block[2]]
+
+
+def spread(names: Sequence[str], count: int) -> list[str]:
+    """So many of the names, at least one, evenly."""
+    places = np.linspace(0, len(names) - 1, min(max(count, 1), len(names)))
+    return [names[place] for place in np.round(places).astype(int)]
+
+
+def histogram(values: Ints, bins: int = 40) -> tuple[Ints, Ints]:
+    """(counts, edges) of whole numbers >= 0, in at most so many bins of one width, from 0 on.
+
+    A bin holds what is >= its left and < its right edge. They reach as far as 99 % of the values; the
+    last one also holds what is above.
+    """
+    last = int(np.percentile(values, 99, method="higher"))
+    width = last // bins + 1
+    edges = width * np.arange(last // width + 2)
+    counts = np.bincount(np.minimum(values, last) // width, minlength=len(edges) - 1)
+    return counts.astype(np.int64), edges
+
+
+class _Measured(NamedTuple):
+    lengths: dict[str, Ints]
+    response: Hashes
+    pair: Hashes
+    values: dict[str, pa.Array]
+
+
+def _measure(rows: pa.Table) -> _Measured:
+    # The context as a model sees it.
+    context = pc.binary_join(rows["context"].combine_chunks(), "\n")
+    response = rows["response"].combine_chunks()
+    lengths = {
+        "context characters": pc.utf8_length(context),
+        "context words": pc.count_substring_regex(context, r"\S+"),
+        "turns per context": pc.list_value_length(rows["context"].combine_chunks()),
+        "response characters": pc.utf8_length(response),
+        "response words": pc.count_substring_regex(response, r"\S+"),
+    }
+    response_hash = _hash(response)
+    pair_hash = _hash(context) * np.uint64(0x9E3779B97F4A7C15) ^ response_hash
+    return _Measured(
+        {name: values.to_numpy().astype(np.int64) for name, values in lengths.items()},
+        response_hash,
+        pair_hash,
+        {
+            name: rows[name].combine_chunks().value_counts()
+            for name in rows.column_names
+            if name not in ("context", "response")
+        },
+    )
+
+
+def _hash(texts: pa.Array) -> Hashes:
+    """64 bits each; among a billion texts, two that differ and look alike have odds of 1 in 37."""
+    hashes: Hashes = pd.util.hash_array(texts.to_numpy(zero_copy_only=False))
+    return hashes
+
+
+def _map(
+    names: Sequence[str], blocks: Sequence[Block], columns: list[str], work: Any, label: str
+) -> Iterator[Any]:
+    """`work` on each block's rows, in order; files are read side by side."""
+    by_file: dict[int, list[Block]] = defaultdict(list)
+    for block in blocks:
+        by_file[block.file].append(block)
+
+    def read(place: int) -> list[Any]:
+        with _open(names[place]) as file:
+            return [work(_read(file, block, columns)) for block in by_file[place]]
+
+    with (
+        tqdm(
+            desc=label, total=sum(block.rows for block in blocks), unit="row", unit_scale=True
+        ) as bar,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        for place, results in zip(by_file, pool.map(read, by_file), strict=True):
+            yield from results
+            bar.update(sum(block.rows for block in by_file[place]))
+
+
+def _open(uri: str) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(storage.open_input(uri), pre_buffer=True)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise BadInput(f"{uri}: no readable Parquet file ({error})") from None
+
+
+def _read(file: pq.ParquetFile, block: Block, columns: list[str] | None) -> pa.Table:
+    """The rows of a block, from the row groups that hold them."""
+    sizes = [file.metadata.row_group(place).num_rows for place in range(file.num_row_groups)]
+    ends = np.cumsum(sizes)
+    first = int(np.searchsorted(ends, block.start, side="right"))
+    last = int(np.searchsorted(ends, block.start + block.rows, side="left"))
+    rows = file.read_row_groups([*range(first, last + 1)], columns=columns)
+    return rows.slice(block.start - int(ends[first] - sizes[first]), block.rows)
+
+
+def _rows_of_files(corpus: Artifact) -> dict[str, int]:
+    entries = {entry["path"]: entry["rows"] for entry in corpus.manifest["files"]}
+    return {
+        storage.join(corpus.uri, path): rows
+        for path, rows in entries.items()
+        if path.endswith(".parquet")
+    }
+
+
+def _text_columns(uri: str) -> list[str]:
+    """The corpus' own columns of texts, but those of people."""
+    with _open(uri) as file:
+        return [
+            field.name
+            for field in file.schema_arrow
+            if field.name not in EXAMPLE.names
+            and pa.types.is_string(field.type)
+            and not field.name.endswith("_author")
+        ]
+
+
+def _group_sizes(files: list[str]) -> Ints:
+    """The number of rows of each group of the files. Most formats keep a group in one file."""
+    found = []
+    for uri in tqdm(files, desc="corpus: groups", unit="file"):
+        with _open(uri) as file:
+            groups = file.read(columns=["group_id"])["group_id"]
+        found.append(groups.value_counts().field("counts").to_numpy())
+    return np.concatenate(found)
+
+
+def _repeats(hashes: Hashes) -> Repeats:
+    return Repeats(len(hashes), len(hashes) - len(np.unique(hashes)))
+
+
+def _top_responses(names: list[str], blocks: list[Block], hashes: Hashes) -> Ranked:
+    """The texts behind the most frequent hashes: their first rows are read once more."""
+    _, first, counts = np.unique(hashes, return_index=True, return_counts=True)
+    top = np.lexsort([first, -counts])[:_TOP]
+    ends = np.cumsum([block.rows for block in blocks])
+    ranked = []
+    for place in top[counts[top] > 1]:
+        block = blocks[number := int(np.searchsorted(ends, first[place], side="right"))]
+        row = int(first[place] - ends[number]) + block.rows
+        with _open(names[block.file]) as file:
+            text = _read(file, block, ["response"])["response"][row].as_py()
+        ranked.append((text, int(counts[place])))
+    return ranked
+
+
+def _top_values(parts: list[pa.StructArray]) -> Ranked:
+    table = pa.concat_tables([pa.Table.from_struct_array(part) for part in parts])
+    summed = table.group_by("values").aggregate([("counts", "sum")])
+    summed = summed.sort_by([("counts_sum", "descending"), ("values", "ascending")])[:_TOP]
+    values, counts = (summed[name].to_pylist() for name in ("values", "counts_sum"))
+    return [
+        ("" if value is None else value, count) for value, count in zip(values, counts, strict=True)
+    ]
+
+
+def _examples(
+    file_rows: dict[str, int], files: list[str], count: int, seed: int
+) -> list[dict[str, Any]]:
+    """Rows of a split, each as likely as any other."""
+    files = [uri for uri in files if uri in file_rows]
+    ends = np.cumsum([file_rows[uri] for uri in files])
+    rng = np.random.default_rng(seed)
+    found = []
+    for row in np.sort(rng.choice(ends[-1], size=min(count, ends[-1]), replace=False)):
+        place = int(np.searchsorted(ends, row, side="right"))
+        start = int(row - ends[place]) + file_rows[files[place]]
+        with _open(files[place]) as file:
+            found += _read(file, Block(place, start, 1), None).to_pylist()
+    return found
+
+
+def _rejected(corpus: Artifact) -> dict[str, list[dict[str, Any]]]:
+    """A few samples of each reason."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    files = storage.list_files(storage.join(corpus.uri, "rejected"))
+    for uri in spread(files, _REJECT_FILES) if files else []:
+        for line in storage.read_bytes(uri).decode().splitlines():
+            sample = json.loads(line)
+            if len(found[sample["reason"]]) < _REJECTS:
+                found[sample["reason"]].append(sample)
+    return dict(found)
