@@ -60,14 +60,23 @@ def prepare(
     reading: raw.Reading,
     privacy: Privacy,
     label: str,
+    rows_per_shard: int = ROWS_PER_SHARD,
 ) -> list[dict[str, Any]]:
     """Fills the draft and returns the records of its tasks (`files`, `counts`, `dropped`).
 
+    A task holds up to `rows_per_shard` rows of each split in memory.
     `parse(uri, reading, account)` yields a file's rows; each names its `split`. Their texts are
     redacted here, and names in columns that end in `_author` hashed.
     """
     files = sorted(files, key=storage.name_of)
-    work = functools.partial(_convert, parse=parse, schema=schema, reading=reading, privacy=privacy)
+    work = functools.partial(
+        _convert,
+        parse=parse,
+        schema=schema,
+        reading=reading,
+        privacy=privacy,
+        rows_per_shard=rows_per_shard,
+    )
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
     records = shards.run_tasks(draft, tasks, work, label)
     raw.check_share(draft, records, reading)
@@ -82,6 +91,11 @@ def require_distinct(names: Iterable[str]) -> None:
                            "since they begin the ids of examples")  # fmt: skip
 
 
+def outside(size: int, least: int, most: int) -> str:
+    """ "too short", "too long", or "" where a text's size is neither."""
+    return "too short" if size < least else "too long" if size > most else ""
+
+
 def _convert(
     draft: Draft,
     task: str,
@@ -90,6 +104,7 @@ def _convert(
     schema: pa.Schema,
     reading: raw.Reading,
     privacy: Privacy,
+    rows_per_shard: int,
 ) -> dict[str, Any]:
     account = Account()
     waiting: dict[str, list[Row]] = {split: [] for split in SPLITS}
@@ -110,7 +125,7 @@ def _convert(
 
     for row in parse(uri, reading, account):
         waiting[row["split"]].append(row)
-        if len(waiting[row["split"]]) == ROWS_PER_SHARD:
+        if len(waiting[row["split"]]) == rows_per_shard:
             write(row["split"])
     for split in SPLITS:
         write(split)

@@ -114,7 +114,7 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
     pieces: list[bytes] = []  # whole lines, then the beginning of one
     size, open_line, skipping = 0, 0, False
     try:
-        for piece in _slices(decompressed(uri)):
+        for piece in slices(decompressed(uri)):
             if skipping:  # the rest of a line that is too long
                 start = piece.find(b"\n") + 1
                 if not start:
@@ -143,7 +143,7 @@ def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
         yield data
 
 
-def _slices(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def slices(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes, at most 1 MiB at a time: 256 KiB of a dull stream may hold hundreds of MiB."""
     for piece in pieces:
         for start in range(0, len(piece), 1 << 20):
@@ -171,6 +171,11 @@ def read_lines(
             notes.append(cut_off_note(error, number))
 
 
+def is_overlong(line: str) -> bool:
+    """Whether the line stands for one that was too long to be read."""
+    return line.startswith(OVERLONG.decode())
+
+
 def is_text(value: object) -> TypeGuard[str]:
     """Whether it is a string that can be written: JSON may hold half of a surrogate pair."""
     if not isinstance(value, str):
@@ -187,8 +192,8 @@ def plain_name(uri: str) -> str:
     return _PACKED.sub("", storage.name_of(uri))
 
 
-def cut_off_note(error: CutOff, lines: int) -> str:
-    return f"{error}; its {lines:,} whole lines are used"
+def cut_off_note(error: CutOff, number: int, unit: str = "lines") -> str:
+    return f"{error}; its {number:,} whole {unit} are used"
 
 
 def cut_off_input(error: CutOff, number: int, unit: str = "lines") -> BadInput:
