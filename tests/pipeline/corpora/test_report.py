@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import storage
-from pipeline.artifact import Artifact, Draft, draft, file_entry, open_artifact
+from pipeline.artifact import Artifact, Draft, draft, open_artifact
 from pipeline.corpora.report import page, survey, text
 from pipeline.corpora.schema import schema_with
-from pipeline.training.tokenizer import TokenizerConfig
 
 SCRIPT = "<script>alert('x')</script> & \"quoted\""
 Row = dict[str, Any]
@@ -334,75 +332,6 @@ def test_a_corpus_cannot_move_the_cursor_of_who_looks_at_it(publish):
     }
     lines = [*text.lines(look(publish([row, row])))]
     assert all(line.isprintable() for line in lines)
-
-
-# The job
-
-
-def test_the_job_prints_writes_the_page_and_sums_up(run_job, reddit_corpus, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = run_job("inspect", "--corpus", reddit_corpus.uri, "--examples", 1)
-    assert done.summary["job"] == "inspect"
-    assert done.summary["fingerprint"] == reddit_corpus.fingerprint
-    assert sum(done.summary["rows"].values()) == reddit_corpus.counts["examples"]
-    assert done.summary["sampled"] == reddit_corpus.counts["examples"]
-    assert done.summary["dropped"] == reddit_corpus.manifest["dropped"]
-    responses = [
-        response
-        for file in reddit_corpus.files(suffix=".parquet")
-        for response in pq.read_table(file, partitioning=None)["response"].to_pylist()
-    ]
-    assert done.summary["repeated_share"]["responses"] == pytest.approx(
-        1 - len(set(responses)) / len(responses)
-    )
-    assert done.summary["median"]["response words"] == np.median(
-        [len(r.split()) for r in responses]
-    )
-    written = tmp_path / f"{Path(reddit_corpus.uri).name}.html"
-    assert done.summary["html"] == str(written)
-    assert str(written) in done.stdout.splitlines()[-2]
-    assert written.read_text().startswith("<!DOCTYPE html>")
-    for response, number in Counter(responses).most_common(1):
-        assert f"{number:>13,}  {text.plain(response, 100)}" in done.stdout
-
-
-def test_a_sample_may_be_asked_for_and_a_place_for_the_page(run_job, reddit_corpus, tmp_path):
-    done = run_job(
-        "inspect", "--corpus", reddit_corpus.uri, "--sample-rows", 20, "--html", tmp_path / "a" / "p.html"
-    )  # fmt: skip
-    assert 0 < done.summary["sampled"] <= 20
-    assert "(20 rows, spread evenly" in done.stdout
-    assert (tmp_path / "a" / "p.html").is_file()
-
-
-def test_a_corpus_that_is_not_there_is_refused_in_one_line(run_job, tmp_path):
-    assert (
-        f"{tmp_path}/none: not a corpus"
-        in run_job("inspect", "--corpus", tmp_path / "none").refusal
-    )
-
-
-def test_what_is_no_corpus_or_holds_nothing_or_is_damaged_is_refused(run_job, publish, tmp_path):
-    other = draft(str(tmp_path / "t"), "tokenizer", TokenizerConfig(), {})
-    assert isinstance(other, Draft)
-    other.publish([], {})
-    assert "kind is 'tokenizer'" in run_job("inspect", "--corpus", tmp_path / "t").refusal
-    empty = draft(str(tmp_path / "empty"), "corpus", NoConfig(), {})
-    assert isinstance(empty, Draft)
-    empty.publish([file_entry("notes.txt", b"")], {})
-    assert "has no rows" in run_job("inspect", "--corpus", tmp_path / "empty").refusal
-    corpus = publish([{}, {}])
-    (file,) = corpus.files(suffix=".parquet")
-    Path(file).write_bytes(b"nothing")
-    assert f"{file}: no readable Parquet" in run_job("inspect", "--corpus", corpus.uri).refusal
-    Path(file).unlink()
-    assert f"{file}: no readable Parquet" in run_job("inspect", "--corpus", corpus.uri).refusal
-
-
-@pytest.mark.parametrize("option", ["sample-rows", "examples", "seed"])
-def test_an_option_outside_its_range_is_refused(run_job, reddit_corpus, option):
-    refusal = run_job("inspect", "--corpus", reddit_corpus.uri, f"--{option}=-1").refusal
-    assert f"{option.replace('-', '_')}: -1 is not allowed; allowed: >= 0" in refusal
 
 
 @pytest.mark.shared

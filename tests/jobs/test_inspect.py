@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.artifact import Draft, draft, file_entry
+from pipeline.corpora.report import text
+from pipeline.training.tokenizer import TokenizerConfig
+
+
+def test_the_job_prints_writes_the_page_and_sums_up(run_job, reddit_corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run_job("inspect", "--corpus", reddit_corpus.uri, "--examples", 1)
+    assert done.summary["job"] == "inspect"
+    assert done.summary["fingerprint"] == reddit_corpus.fingerprint
+    assert sum(done.summary["rows"].values()) == reddit_corpus.counts["examples"]
+    assert done.summary["sampled"] == reddit_corpus.counts["examples"]
+    assert done.summary["dropped"] == reddit_corpus.manifest["dropped"]
+    responses = [
+        response
+        for file in reddit_corpus.files(suffix=".parquet")
+        for response in pq.read_table(file, partitioning=None)["response"].to_pylist()
+    ]
+    assert done.summary["repeated_share"]["responses"] == pytest.approx(
+        1 - len(set(responses)) / len(responses)
+    )
+    assert done.summary["median"]["response words"] == np.median(
+        [len(r.split()) for r in responses]
+    )
+    written = tmp_path / f"{Path(reddit_corpus.uri).name}.html"
+    assert done.summary["html"] == str(written)
+    assert str(written) in done.stdout.splitlines()[-2]
+    assert written.read_text().startswith("<!DOCTYPE html>")
+    for response, number in Counter(responses).most_common(1):
+        assert f"{number:>13,}  {text.plain(response, 100)}" in done.stdout
+
+
+def test_a_sample_may_be_asked_for_and_a_place_for_the_page(run_job, reddit_corpus, tmp_path):
+    done = run_job(
+        "inspect", "--corpus", reddit_corpus.uri, "--sample-rows", 20, "--html", tmp_path / "a" / "p.html"
+    )  # fmt: skip
+    assert 0 < done.summary["sampled"] <= 20
+    assert "(20 rows, spread evenly" in done.stdout
+    assert (tmp_path / "a" / "p.html").is_file()
+
+
+def test_a_corpus_that_is_not_there_is_refused_in_one_line(run_job, tmp_path):
+    assert (
+        f"{tmp_path}/none: not a corpus"
+        in run_job("inspect", "--corpus", tmp_path / "none").refusal
+    )
+
+
+def test_what_is_no_corpus_or_holds_nothing_or_is_damaged_is_refused(
+    run_job, reddit_corpus, tmp_path
+):
+    for kind in ("tokenizer", "corpus"):
+        out = draft(str(tmp_path / kind), kind, TokenizerConfig(), {})
+        assert isinstance(out, Draft)
+        out.publish([file_entry("notes.txt", b"")], {})
+    assert "kind is 'tokenizer'" in run_job("inspect", "--corpus", tmp_path / "tokenizer").refusal
+    assert "has no rows" in run_job("inspect", "--corpus", tmp_path / "corpus").refusal
+
+    shutil.copytree(reddit_corpus.uri, tmp_path / "damaged")
+    file = next((tmp_path / "damaged").glob("train/*.parquet"))
+    file.write_bytes(b"nothing")
+    refusal = f"{file}: no readable Parquet file"
+    assert refusal in run_job("inspect", "--corpus", tmp_path / "damaged").refusal
+    file.unlink()
+    assert refusal in run_job("inspect", "--corpus", tmp_path / "damaged").refusal
+
+
+@pytest.mark.parametrize("option", ["sample-rows", "examples", "seed"])
+def test_an_option_outside_its_range_is_refused(run_job, reddit_corpus, option):
+    refusal = run_job("inspect", "--corpus", reddit_corpus.uri, f"--{option}=-1").refusal
+    assert f"{option.replace('-', '_')}: -1 is not allowed; allowed: >= 0" in refusal
