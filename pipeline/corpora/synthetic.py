@@ -34,7 +34,7 @@ from pipeline.corpora.synthetic_text import bodies, quantiles, vocabulary
 
 COMMENTS_PER_FILE = 2_000_000
 _LEAST_PER_FILE = 100
-_MOST_PER_FILE = 20_000_000  # 5 GB of memory; 2 million take 0.6 GB
+_MOST_PER_FILE = 20_000_000  # some 5 GB of memory, by the 0.6 GB that 2 million take
 _REQUEST = "_dump.json"  # hidden from who reads the folder: says which dump it is
 _FIRST_YEAR = 2012
 _FIRST_ID = 12 * 36**6  # "c000000"
