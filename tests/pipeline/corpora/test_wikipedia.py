@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.corpora import wikipedia
 from pipeline.corpora.files import Account
 from pipeline.corpora.raw import Reading
-from pipeline.corpora.wikipedia import Options, sentences
+from pipeline.corpora.wikipedia import Options
 
 HEAD = '<doc id="{id}" url="https://en.wikipedia.org/wiki?curid={id}" title="{title}">\n{title}\n\n'
 FOUR = [f"This is the {n} sentence of it." for n in ("first", "second", "third", "fourth")]
@@ -136,35 +134,7 @@ def test_options_outside_their_range_are_refused(option):
         Options(**{option: 0})
 
 
-# Sentences
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ["One ends here.", "Another begins."],
-        ["Is it so?", "It is!", "Good."],
-        ["Dr. Smith met Mrs. Jones at St. Paul.", "They left."],
-        ["J. R. R. Tolkien wrote it.", "He was English."],
-        ["It cost approx. 5 dollars, cf. Fig. 3.", "Then it rose."],
-        ["The U.S. Army came, e.g. Gen. Lee.", "It won."],
-        ['He said "Go away."', '"No," she said.'],
-        ["(It was so.)", "(Then it was not.)"],
-        ["It is version 2.0 of it.", "9 more came."],
-        ["no capital. so no end."],
-        ["Wait... for it."],
-        ["one"],
-    ],
-)
-def test_sentences_end_before_a_capital_but_not_after_an_abbreviation(parts):
-    assert sentences(" ".join(parts)) == parts
-
-
-@given(st.text(st.sampled_from("aA1 .!?\"')]([\nDr")))
-def test_sentences_are_the_text_without_a_character_lost(text):
-    found = sentences(text)
-    assert "".join("".join(found).split()) == "".join(text.split())
-    assert all(part and part == part.strip() for part in found)
+# The sample files
 
 
 def test_the_sample_files_are_read_to_the_last_article(sample_files):

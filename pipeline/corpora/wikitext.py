@@ -1,0 +1,202 @@
+"""Wikipedia's markup to plain text: paragraphs, one a line, as WikiExtractor writes them.
+
+    '''Autism''' is a [[mental disorder|disorder]].<ref>A book</ref>   →   Autism is a disorder.
+
+Templates, tables, lists, headings, references, formulas, files and categories are left out, and
+what they leave behind (brackets round nothing, marks of markup that does not end) is tidied away.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import singledispatch
+
+import mwparserfromhell
+from mwparserfromhell.nodes import (
+    ExternalLink,
+    Heading,
+    HTMLEntity,
+    Node,
+    Tag,
+    Text,
+    Wikilink,
+)
+from mwparserfromhell.parser import ParserError
+from mwparserfromhell.wikicode import Wikicode
+
+# Half of what MediaWiki takes ($wgMaxArticleSize). The parsed tree has up to 600 bytes a character; the
+# few longer pages are lists and tables.
+MAX_CHARACTERS = 1 << 20
+_MAX_DEPTH = 1000
+# The parser begins again behind each mark that is never closed, and reads up to where the page, or
+# what holds the mark, ends: 0.2 µs a character of text, 2 µs of tables. Real pages have up to 0.2 M.
+_MAX_READ_AGAIN = 20_000_000
+
+# Namespaces whose links show no text, in any language; a wiki's own names come with its dump.
+HIDDEN = frozenset({"file", "image", "media", "category"})
+_DROPPED = {
+    "ce", "chem", "code", "dl", "gallery", "graph", "h1", "h2", "h3", "h4", "h5", "h6", "hiero",
+    "imagemap", "indicator", "inputbox", "mapframe", "maplink", "math", "ol", "pre", "ref", "references",
+    "score", "script", "section", "source", "style", "syntaxhighlight", "table", "templatedata",
+    "timeline", "ul",
+}  # fmt: skip
+_OWN_LINE = {
+    "blockquote", "br", "center", "dd", "div", "dt", "hr", "li", "p", "poem", "td", "th", "tr",
+}  # fmt: skip
+
+_MARK = re.compile(
+    r"<!--|-->|\{\{|\}\}|\{\||\|\}|\[\[|\]\]|\[(?=\w+:|//)|\]|</?[a-zA-Z]+[^<>{}\[\]]*>?"
+)
+_ENDS = {"-->": "<!--", "}}": "{{", "|}": "{|", "]]": "[[", "]": "["}
+_TAG_NAME = re.compile(r"<(/?)([a-z]+)")
+_ALONE = {"br", "dd", "dt", "hr", "img", "li", "td", "th", "tr", "wbr"}  # need no end
+
+_STYLE = re.compile(r"'{2,}|__[A-Z]{4,}__")
+_TAG = re.compile(  # those that have lost their other half; "<QUOTE>" may be text
+    r"</?(?:abbr|b|big|blockquote|br|center|cite|code|div|em|font|hr|i|includeonly|li|nowiki|noinclude|ol"
+    r"|onlyinclude|p|poem|references|s|section|small|span|strike|strong|sub|sup|table|td|th|tr|tt|u|ul)"
+    r"\b[^<>]*>",
+    re.IGNORECASE,
+)
+# Markup that the parser could not make out. Such a line is no text any more.
+_BROKEN = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?ref\b|^\||^!", re.IGNORECASE)
+_ITEM = ("*", "#", ":", ";", "- ", "• ")
+_HOLES = (
+    (re.compile(r"\(\s*[,;:]\s*"), "("),  # "(; born 1905)": a pronunciation was there
+    (re.compile(r"\s*\(\s*\)|\s*\[\s*\]"), ""),
+    (re.compile(r"\s+(?=[,.;:)](?:\s|$))"), ""),
+)
+_INTERWIKI = re.compile(r"[a-z][a-z-]+:")
+
+
+class MarkupError(Exception):
+    """The page is beyond what can be read in bounded time and memory."""
+
+
+def paragraphs(markup: str, hidden: frozenset[str] = HIDDEN) -> list[str]:
+    """The text of a page. `hidden`: names of the namespaces of files and categories, lower case.
+
+    Raises MarkupError where the page is too large or its marks are too deep or too many.
+    """
+    _check(markup)
+    try:
+        # Bold and italics are read as text and taken out below: they are often not closed.
+        code = mwparserfromhell.parse(markup, skip_style_tags=True)
+        shown: list[str] = []
+        _write(code, shown.append, hidden)
+    except (ParserError, RecursionError) as error:
+        raise MarkupError(f"markup that the parser gives up on ({error})") from None
+    text = _TAG.sub("", _STYLE.sub("", "".join(shown)))
+    return [line for raw in text.split("\n") if (line := tidy(raw))]
+
+
+def tidy(line: str) -> str:
+    """A line of text without holes; "" for an item of a list and for broken markup."""
+    line = " ".join(line.split())
+    if line.startswith(_ITEM) or _BROKEN.search(line):
+        return ""
+    for pattern, instead in _HOLES:
+        line = pattern.sub(instead, line)
+    return line
+
+
+def has_markup(line: str) -> bool:
+    """Whether a line that should be text holds what only markup does."""
+    return "[[" in line or "{{" in line or "<" in line
+
+
+def _check(markup: str) -> None:
+    """Refuses what would take the parser too long, by counting the marks that are never closed."""
+    if len(markup) > MAX_CHARACTERS:
+        raise MarkupError(f"more than {MAX_CHARACTERS:,} characters")
+    open_marks: list[tuple[str, int]] = []
+    again = 0
+    for found in _MARK.finditer(markup):
+        mark = found[0].lower()
+        if tag := _TAG_NAME.match(mark):
+            slash, name = tag.groups()
+            mark, ends = f"<{name}", f"<{name}" if slash else None
+            if not slash and (found[0].endswith("/>") or (name in _ALONE and found[0][-1] == ">")):
+                continue
+        else:
+            ends = _ENDS.get(mark)
+        if ends:
+            for place in range(len(open_marks) - 1, -1, -1):
+                if open_marks[place][0] == ends:
+                    again += sum(found.start() - start for _, start in open_marks[place + 1 :])
+                    del open_marks[place:]
+                    break
+        else:
+            open_marks.append((mark, found.start()))
+            if len(open_marks) > _MAX_DEPTH:
+                raise MarkupError(f"more than {_MAX_DEPTH:,} open marks")
+    again += sum(len(markup) - start for _, start in open_marks)
+    if again > _MAX_READ_AGAIN:
+        raise MarkupError("too many marks that are never closed")
+
+
+# ---------------------------------------------------------------------------------------------------
+# What each node shows
+
+Write = Callable[[str], None]
+
+
+def _write(code: Wikicode, write: Write, hidden: frozenset[str]) -> None:
+    for node in code.nodes:
+        _show(node, write, hidden)
+
+
+@singledispatch
+def _show(node: Node, write: Write, hidden: frozenset[str]) -> None:
+    """Templates, their arguments, and comments show nothing."""
+
+
+@_show.register
+def _(node: Text, write: Write, hidden: frozenset[str]) -> None:
+    write(str(node.value))
+
+
+@_show.register
+def _(node: HTMLEntity, write: Write, hidden: frozenset[str]) -> None:
+    write(node.normalize())
+
+
+@_show.register
+def _(node: Heading, write: Write, hidden: frozenset[str]) -> None:
+    write("\n")
+
+
+@_show.register
+def _(node: Wikilink, write: Write, hidden: frozenset[str]) -> None:
+    target = str(node.title).strip()
+    namespace = target.partition(":")[0].strip().lower() if ":" in target else ""
+    if namespace in hidden:
+        return
+    if node.text is not None:
+        _write(node.text, write, hidden)
+    elif not _INTERWIKI.match(target):  # [[fr:Autisme]] is a link at the page's side
+        _write(node.title, write, hidden)
+
+
+@_show.register
+def _(node: ExternalLink, write: Write, hidden: frozenset[str]) -> None:
+    if node.title is not None:
+        _write(node.title, write, hidden)
+    elif not node.brackets:
+        write(str(node.url))
+
+
+@_show.register
+def _(node: Tag, write: Write, hidden: frozenset[str]) -> None:
+    name = str(node.tag).strip().lower()
+    if name in _DROPPED:
+        return
+    own_line = name in _OWN_LINE
+    if own_line:
+        # An item's mark stays, so that `tidy` knows the line by it.
+        write(str(node.wiki_markup) if node.wiki_markup in _ITEM else "\n")
+    if node.contents is not None:
+        _write(node.contents, write, hidden)
+    if own_line and not node.wiki_markup:
+        write("\n")
