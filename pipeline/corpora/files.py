@@ -34,6 +34,8 @@ class Account:
         """Units that are not what the format says."""
         self.dropped = raw.Rejects()
         """Units that are well formed and make no example, by reason."""
+        self.counts: Counter[str] = Counter()
+        """What else is worth counting, such as dialogues."""
         self.notes: list[str] = []
         """What a person should know of the file."""
 
@@ -42,7 +44,7 @@ class Account:
         rejects = raw.Rejects.joined(self.malformed, self.dropped)
         rejects.save(draft, task, privacy)
         return {
-            "counts": {"records": self.records},
+            "counts": {"records": self.records, **self.counts},
             "malformed": dict(self.malformed.counts),
             "dropped": dict(rejects.counts),
             "notes": self.notes,
@@ -62,7 +64,7 @@ def prepare(
     label: str,
     rows_per_shard: int = ROWS_PER_SHARD,
 ) -> list[dict[str, Any]]:
-    """Fills the draft and returns the records of its tasks (`files`, `counts`, `dropped`).
+    """Fills the draft and returns the records of its tasks (`input`, `files`, `counts`, `dropped`).
 
     A task holds up to `rows_per_shard` rows of each split in memory.
     `parse(uri, reading, account)` yields a file's rows; each names its `split`. Their texts are
@@ -130,7 +132,7 @@ def _convert(
     for split in SPLITS:
         write(split)
     record = account.close(draft, task, privacy)
-    return {**record, "files": files, "counts": {**counts, **record["counts"]}}
+    return {**record, "input": uri, "files": files, "counts": {**counts, **record["counts"]}}
 
 
 def private(rows: pa.Table, privacy: Privacy) -> pa.Table:

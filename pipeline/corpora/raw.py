@@ -55,7 +55,7 @@ class Reading:
     max_malformed_share: float = 0.01
     """Share of records that may be malformed; above it the job stops and says why."""
     truncated: Literal["stop", "keep"] = "stop"
-    """A compressed file that is cut off or broken: stop, or keep its whole lines up to there."""
+    """A compressed file or JSON array that is cut off or broken: stop, or keep what is whole before."""
 
     def __post_init__(self) -> None:
         require(0 <= self.max_malformed_share <= 1, "reading.max_malformed_share",
