@@ -13,7 +13,7 @@ from jobs import cluster, program
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, Draft, draft, sum_counts
 from pipeline.config import BadInput
-from pipeline.corpora import convai2, reddit, wikipedia
+from pipeline.corpora import amazonqa, convai2, reddit, starspace, wikipedia
 from pipeline.corpora.filters import Privacy
 from pipeline.corpora.raw import Reading
 
@@ -22,10 +22,12 @@ from pipeline.corpora.raw import Reading
 class Config:
     """Turns raw dump files into a corpus of (context, response) examples.
 
-    Formats: reddit (RC_* dump files), convai2 (ParlAI's text), wikipedia (WikiExtractor's output).
+    Formats: reddit (RC_* dump files), convai2 (ParlAI's text), wikipedia (XML dumps or
+    WikiExtractor's output), starspace (its articles of Wikipedia), amazonqa (McAuley's questions
+    and answers).
     """
 
-    corpus: Literal["reddit", "convai2", "wikipedia"]
+    corpus: Literal["reddit", "convai2", "wikipedia", "starspace", "amazonqa"]
     """The format of the input."""
     input: tuple[str, ...]
     """Files or folders: local, s3://, gs://, …; .zst, .bz2, .gz, .xz or plain."""
@@ -41,12 +43,18 @@ class Config:
     """Rules for reddit."""
     wikipedia: wikipedia.Options = field(default_factory=wikipedia.Options)
     """Options for wikipedia."""
+    starspace: starspace.Options = field(default_factory=starspace.Options)
+    """Options for starspace."""
+    amazonqa: amazonqa.Options = field(default_factory=amazonqa.Options)
+    """Rules for amazonqa."""
 
 
 FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], list[dict[str, Any]]]] = {
     "reddit": reddit.prepare,
     "convai2": convai2.prepare,
     "wikipedia": wikipedia.prepare,
+    "starspace": starspace.prepare,
+    "amazonqa": amazonqa.prepare,
 }
 
 
