@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import ray
 import ray.data
 from tqdm import tqdm
 
@@ -22,8 +24,7 @@ from pipeline.corpora.reddit.comments import COLUMNS, normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
 
-# Blocks of lines that wait for a parser, in Ray's object store: decompression is the faster half.
-_WAITING_BYTES = 512 << 20
+_WAITING_BYTES = 256 << 20  # of decompressed lines, per core
 
 Records = dict[str, dict[str, Any]]
 
@@ -44,35 +45,19 @@ def read_dumps(
     progress.update(sum(done[task]["counts"]["records"] for task in done if task[:5] == "block"))
     if todo:
         known = {task for task in done if task.startswith("block")}
-        context = ray.data.DataContext.get_current()
-        limits = context.execution_options.resource_limits
-        context.execution_options.resource_limits = limits.copy(object_store_memory=_WAITING_BYTES)
-        items = [{"index": index, "uri": uri} for index, uri in todo]
-        dataset = (
-            ray.data.from_items(items, override_num_blocks=len(items))
-            .map_batches(
-                functools.partial(_read_file, known, block_bytes, options),
-                batch_size=1,
-                batch_format="pyarrow",
-            )
-            # One block of lines, one task: without this barrier Ray Data fuses the two maps, and
-            # a file is parsed by the one core that decompresses it.
-            .repartition(target_num_rows_per_block=1)
-            .map_batches(
-                functools.partial(_parse_block, draft, buckets, options, privacy),
-                batch_size=1,
-                batch_format="pyarrow",
-            )
-        )
-        read: Records = {}
-        for row in dataset.iter_rows():
+        parsed = Counter(_file_of(task) for task in known)
+        ends: Records = {}
+        rows = _blocks(draft, todo, known, buckets, block_bytes, options, privacy)
+        for row in rows:
+            file = _file_of(row["task"])
             if row["file_record"]:
-                read[row["task"]] = json.loads(row["file_record"])
-            progress.update(row["lines"])
-        # A file is done when all its blocks are; only now is its own mark true.
-        for task, record in read.items():
-            draft.mark(task, record)
-        context.execution_options.resource_limits = limits
+                ends[file] = json.loads(row["file_record"])
+            else:
+                parsed[file] += 1
+                progress.update(row["lines"])
+            # A file is done when all its blocks are; only then is its own mark true.
+            if file in ends and parsed[file] == ends[file]["blocks"]:
+                draft.mark(file, ends[file])
         done = draft.records()
     progress.close()
     for index in range(len(files)):
@@ -80,6 +65,52 @@ def read_dumps(
         if record["cut_off"] and reading.truncated == "stop":
             raise raw.cut_off_input(raw.CutOff(record["cut_off"]), record["lines"])
     return {task: done[task] for task in sorted(done) if task[:5] in ("block", "file-")}
+
+
+def _file_of(task: str) -> str:
+    """ "block-00003-000017" and "file-00003" → "file-00003" """
+    return "file-" + task.split("-")[1]
+
+
+def _blocks(
+    draft: Draft,
+    files: list[tuple[int, str]],
+    known: set[str],
+    buckets: int,
+    block_bytes: int,
+    options: Options,
+    privacy: Privacy,
+) -> Iterator[dict[str, Any]]:
+    """A row per block, parsed and filed, and one per file, at its end."""
+    cores = int(ray.cluster_resources()["CPU"])
+    context = ray.data.DataContext.get_current().copy()
+    # What is decompressed waits in Ray's object store, and decompression is the faster half.
+    waiting = cores * max(_WAITING_BYTES, 2 * block_bytes)
+    limits = context.execution_options.resource_limits
+    context.execution_options.resource_limits = limits.copy(object_store_memory=waiting)
+    with ray.data.DataContext.current(context):
+        dataset = (
+            ray.data.from_items(
+                [{"index": index, "uri": uri} for index, uri in files],
+                override_num_blocks=len(files),
+            )
+            # One file feeds some five parsers, and keeps its window of up to 2 GiB in memory.
+            .map_batches(
+                functools.partial(_read_file, known, block_bytes, options),
+                batch_size=1,
+                batch_format="pyarrow",
+                compute=ray.data.TaskPoolStrategy(size=max(1, cores // 4)),
+                num_cpus=0,
+            )
+            # One block of lines, one task: without this barrier Ray Data joins blocks to 128 MiB.
+            .repartition(target_num_rows_per_block=1)
+            .map_batches(
+                functools.partial(_parse_block, draft, buckets, options, privacy),
+                batch_size=1,
+                batch_format="pyarrow",
+            )
+        )
+    yield from dataset.iter_rows()
 
 
 _READ = pa.schema(
@@ -121,7 +152,13 @@ def _read_file(
         cut_off = str(error)
         notes.append(raw.cut_off_note(error, line - 1))
     counts = {"files": 1, "files.set_aside": int(blocks == 0)}
-    record = {"counts": counts, "lines": line - 1, "cut_off": cut_off, "notes": notes}
+    record = {
+        "counts": counts,
+        "blocks": blocks,
+        "lines": line - 1,
+        "cut_off": cut_off,
+        "notes": notes,
+    }
     yield pa.table(
         [[f"file-{index:05d}"], [uri], [kind], [line], [None], [json.dumps(record)]], schema=_READ
     )
