@@ -47,7 +47,7 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     model = open_artifact(config.model, "ranker")
-    dimensions = load_ranker(model.local()).dual.candidate_encoder.width
+    dimensions = load_ranker(model.local()).dual.dimensions
     found = storage.expand(config.candidates, "candidates")
     files = [file for file in found if storage.name_of(file) != MANIFEST]
     fingerprint = storage.raw_fingerprint(files, whole=True)

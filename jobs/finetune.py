@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
-from pipeline.models.ranker import RankerConfig
+from pipeline.models.settings import RankerConfig
 from pipeline.training import launch
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.launch import Workers

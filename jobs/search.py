@@ -40,7 +40,7 @@ def run(config: Config) -> program.Summary:
     began = time.perf_counter()
     vectors, mask = inference.context_vectors(ranker, [config.context])
     encoded = time.perf_counter()
-    attention = ranker.config.candidate_attention
+    attention = ranker.config.search_attention
     found = top_rows(pool, vectors.numpy(), config.top_k, mask.numpy(), attention)
     searched = time.perf_counter()
     results = []

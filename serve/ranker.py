@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.ranker import load_ranker
+from pipeline.models.ranker import SETTINGS, load_ranker, parse_settings
 from pipeline.retrieval.pool import Pool, describe
 from pipeline.retrieval.search import top_rows
 
@@ -59,7 +60,7 @@ class Engine:
         """
         opened = self.pool(pool)
         vectors_NMD, mask_NM = inference.context_vectors(self._ranker, [context])
-        attention = self._ranker.config.candidate_attention
+        attention = self._ranker.config.search_attention
         found = top_rows(opened, vectors_NMD.numpy(), top_k, mask_NM.numpy(), attention)
         results = []
         for place, score in zip(found.places[0].tolist(), found.scores[0].tolist(), strict=True):
@@ -100,9 +101,12 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     model is a cross-encoder.
     """
     artifact = open_artifact(model, "ranker")
-    architecture = artifact.manifest["config"]["ranker"]["architecture"]
-    if pools and architecture == "cross":
+    settings = storage.join(artifact.uri, SETTINGS)
+    config = parse_settings(storage.read_bytes(settings), settings)
+    if pools and config.architecture == "cross":
         raise BadInput("pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model")
+    if pools:
+        _ = config.search_attention  # refuses what cannot search
     opened: dict[str, Pool] = {}
     for uri in pools:
         pool = Pool.open(uri)

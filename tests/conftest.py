@@ -40,7 +40,8 @@ from jobs import cluster, finetune, prepare_corpus  # `jobs` sets Ray's defaults
 from pipeline import storage
 from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
 from pipeline.corpora import sample
-from pipeline.models.ranker import RankerConfig, new_ranker
+from pipeline.models.ranker import new_ranker
+from pipeline.models.settings import RankerConfig
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.retrieval import embed

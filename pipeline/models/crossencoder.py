@@ -5,24 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pipeline.models.settings import RankerConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 
 
 class CrossEncoder(nn.Module):
-    """s = w · h_first + b over [CLS] context [SEP] candidate [SEP] (paper, section 4.3)."""
+    """s = w · h_first + b over [CLS] context [SEP] candidate [SEP] (paper, section 4.3).
 
-    def __init__(self, encoder: Encoder, output_scaling: float) -> None:
+    With a pooler, tanh(W h_first + c) stands for h_first, as in BERT's classifiers.
+    """
+
+    def __init__(self, encoder: Encoder, config: RankerConfig) -> None:
         super().__init__()
         self.encoder = encoder
-        self.output_scaling = output_scaling
+        self.output_scaling = config.output_scaling
+        self.pooler = nn.Linear(encoder.width, encoder.width) if config.pooler else None
         self.score = nn.Linear(encoder.width, 1)
-        nn.init.normal_(self.score.weight, std=0.02)
-        nn.init.zeros_(self.score.bias)
+        for layer in (self.pooler, self.score):
+            if layer is not None:
+                nn.init.normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
 
     def score_pairs(self, tokens: Tokens) -> Tensor:
         """[N] for N pairs, float32."""
         hidden_ND = self.encoder(tokens)[:, 0] * self.output_scaling
         with torch.autocast(hidden_ND.device.type, enabled=False):  # bf16 would tie near scores
-            scores_N1: Tensor = self.score(hidden_ND.float())
+            hidden_ND = hidden_ND.float()
+            if self.pooler is not None:
+                hidden_ND = self.pooler(hidden_ND).tanh()
+            scores_N1: Tensor = self.score(hidden_ND)
         return scores_N1[:, 0]

@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.reduction import Reduction, reduce
-from pipeline.models.tokens import Tokens
+from pipeline.models.attention import MultiHead, masked_softmax
+from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.settings import RankerConfig
 from pipeline.models.transformer import Encoder
 
 Attention = Literal["dot", "scaled_dot"]
@@ -32,7 +33,7 @@ def learnt_code_vectors(
     hidden's dtype, their mask [B, M] (all true). The softmax is float32. Paper, section 4.4.
     """
     logits_BMT = torch.einsum("md,btd->bmt", codes.to(hidden.dtype), hidden).float()
-    weights_BMT = _masked_softmax(logits_BMT, mask[:, None, :], hidden.shape[-1], attention)
+    weights_BMT = masked_softmax(logits_BMT * _scale(hidden, attention), mask[:, None, :])
     vectors = torch.einsum("bmt,btd->bmd", weights_BMT.to(hidden.dtype), hidden)
     return vectors, torch.ones(vectors.shape[:2], dtype=torch.bool, device=hidden.device)
 
@@ -50,6 +51,30 @@ def first_m_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tenso
     return vectors, vector_mask
 
 
+def last_m_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Context vectors that are the last M outputs of tokens, in the text's order.
+
+    hidden [B, T, D], mask [B, T], pads at the right → vectors [B, M, D], mask [B, M]; where a text
+    has fewer tokens, they come first and the mask rules out the rest. Paper, appendix C.
+    """
+    count_B1 = mask.bool().sum(dim=1, keepdim=True)
+    place_BM = (count_B1 - m).clamp(min=0) + torch.arange(m, device=hidden.device)
+    vector_mask = place_BM < count_B1
+    taken_BM = place_BM.clamp(max=hidden.shape[1] - 1)
+    return hidden.take_along_dim(taken_BM[:, :, None], dim=1), vector_mask
+
+
+def last_m_and_first_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The first output, h1, then the last M as `last_m_vectors`.
+
+    hidden [B, T, D], mask [B, T] → vectors [B, M + 1, D], mask [B, M + 1]: h1 is masked where it is
+    among the last M already, so that no output counts twice. Paper, appendix C.
+    """
+    vectors, vector_mask = last_m_vectors(hidden, mask, m)
+    first_B1 = mask.bool().sum(dim=1, keepdim=True) > m
+    return torch.cat([hidden[:, :1], vectors], dim=1), torch.cat([first_B1, vector_mask], dim=1)
+
+
 def poly_scores(
     vectors: Tensor, vector_mask: Tensor, candidates: Tensor, attention: Attention = "dot"
 ) -> Tensor:
@@ -61,53 +86,53 @@ def poly_scores(
     logits_BCM = torch.einsum(equation, vectors, candidates).float()
     if vectors.shape[1] == 1:
         return logits_BCM[:, :, 0]
-    mask = vector_mask[:, None, :]
-    weights_BCM = _masked_softmax(logits_BCM, mask, vectors.shape[-1], attention)
+    weights_BCM = masked_softmax(logits_BCM * _scale(vectors, attention), vector_mask[:, None, :])
     return (weights_BCM * logits_BCM).sum(dim=2)
 
 
-def _masked_softmax(logits: Tensor, mask: Tensor, width: int, attention: Attention) -> Tensor:
-    """Softmax over the last axis; the mask's value is finite, so that no row becomes NaN."""
-    if attention == "scaled_dot":
-        logits = logits / math.sqrt(width)
-    return logits.masked_fill(~mask.bool(), torch.finfo(logits.dtype).min).softmax(dim=-1)
+def _scale(vectors: Tensor, attention: Attention) -> float:
+    return 1 / math.sqrt(vectors.shape[-1]) if attention == "scaled_dot" else 1.0
 
 
-class PolyEncoder(nn.Module):
-    """Two towers; the context's vectors come from learnt codes, or are its first outputs."""
+_TAKEN = {
+    "first_m": first_m_vectors,
+    "last_m": last_m_vectors,
+    "last_m_and_first": last_m_and_first_vectors,
+}
+
+
+class PolyEncoder(DualEncoder):
+    """The context's vectors come from learnt codes, or are some of its outputs."""
 
     def __init__(
-        self,
-        context_encoder: Encoder,
-        candidate_encoder: Encoder,
-        codes_MD: Tensor | int,
-        reduction: Reduction,
-        code_attention: Attention,
-        candidate_attention: Attention,
-        output_scaling: float,
+        self, context_encoder: Encoder, candidate_encoder: Encoder, config: RankerConfig
     ) -> None:
-        super().__init__()
-        self.context_encoder = context_encoder
-        self.candidate_encoder = candidate_encoder
-        self.first_m = codes_MD if isinstance(codes_MD, int) else 0
-        self.codes_MD = None if isinstance(codes_MD, int) else nn.Parameter(codes_MD)
-        self.reduction = reduction
-        self.code_attention = code_attention
-        self.candidate_attention = candidate_attention
-        self.output_scaling = output_scaling
+        super().__init__(context_encoder, candidate_encoder, config)
+        width, heads = context_encoder.width, config.attention_heads
+        codes_MD = code_heads = candidate_heads = None
+        if config.context_codes == "learnt":
+            codes_MD = nn.Parameter(torch.randn(config.m, width) * config.code_init_std)
+            if config.code_attention == "multi_head":
+                code_heads = MultiHead(width, heads)
+        if config.candidate_attention == "multi_head":
+            candidate_heads = MultiHead(self.full_width, heads)
+        self.codes_MD, self.code_heads, self.candidate_heads = codes_MD, code_heads, candidate_heads
 
-    def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Vectors [B, M, D] and their mask [B, M]."""
-        hidden_BTD = self.context_encoder(tokens) * self.output_scaling
-        if self.codes_MD is None:
-            return first_m_vectors(hidden_BTD, tokens.mask_BT, self.first_m)
-        return learnt_code_vectors(hidden_BTD, tokens.mask_BT, self.codes_MD, self.code_attention)
-
-    def encode_candidates(self, tokens: Tokens) -> Tensor:
-        """[N, D]"""
-        hidden_NTD = self.candidate_encoder(tokens) * self.output_scaling
-        return reduce(hidden_NTD, tokens.mask_BT, self.reduction)
+    def context_vectors(self, hidden_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        if config.context_codes != "learnt":
+            return _TAKEN[config.context_codes](hidden_BTD, mask_BT, config.m)
+        assert self.codes_MD is not None
+        if config.code_attention != "multi_head":
+            return learnt_code_vectors(hidden_BTD, mask_BT, self.codes_MD, config.code_attention)
+        assert self.code_heads is not None
+        vectors_BMD = self.code_heads.attend(self.codes_MD, hidden_BTD, mask_BT)
+        return vectors_BMD, mask_BT.new_ones(vectors_BMD.shape[:2])
 
     def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        """[B, C], as `poly_scores`."""
-        return poly_scores(vectors_BMD, mask_BM, candidates, self.candidate_attention)
+        if self.config.candidate_attention != "multi_head":
+            return poly_scores(vectors_BMD, mask_BM, candidates, self.config.candidate_attention)
+        assert self.candidate_heads is not None
+        device = self.candidate_heads.o.weight.device  # vectors may have been brought to the CPU
+        given = (vectors_BMD.to(device), mask_BM.to(device), candidates.to(device))
+        return self.candidate_heads.scores(*given).to(vectors_BMD.device)

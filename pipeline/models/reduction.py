@@ -6,16 +6,19 @@ from typing import Literal
 
 from torch import Tensor
 
-Reduction = Literal["first", "mean"]
+Reduction = Literal["first", "mean", "mean_first_m"]
 
 
-def reduce(hidden_BTD: Tensor, mask_BT: Tensor, reduction: Reduction) -> Tensor:
-    """[B, T, D], [B, T] → [B, D]: the first output, or the mean over all tokens that are no pads.
+def reduce(hidden_BTD: Tensor, mask_BT: Tensor, reduction: Reduction, m: int) -> Tensor:
+    """[B, T, D], [B, T] → [B, D]: the first output, or the mean over all tokens that are no pads, or
+    over the first `m` of them.
 
-    The mean counts the special tokens too, as ParlAI's does.
+    The mean counts the special tokens too, as ParlAI's does. Pads stand at the right.
     """
     if reduction == "first":
         return hidden_BTD[:, 0]
+    if reduction == "mean_first_m":
+        hidden_BTD, mask_BT = hidden_BTD[:, :m], mask_BT[:, :m]
     weight_BT = mask_BT.to(hidden_BTD.dtype)
     count_B1 = weight_BT.sum(dim=1, keepdim=True).clamp(min=1)
     return (hidden_BTD * (weight_BT / count_B1)[:, :, None]).sum(dim=1)

@@ -16,6 +16,8 @@ from transformers.utils import logging as hf_logging
 from pipeline.config import BadInput, require
 from pipeline.models.tokens import Tokens
 
+TrainLayers = Literal["all", "top", "top4", "all_but_embeddings"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -127,6 +129,9 @@ class Encoder(nn.Module):
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise BadInput(f"{folder}: no model to load ({str(error).splitlines()[0]})") from None
+        if hf.config.is_encoder_decoder:
+            raise BadInput(f"{folder}: {type(hf).__name__} is no encoder; allowed: models with "
+                           "encoder layers only, such as BERT")  # fmt: skip
         if missing := sorted(name for name in report["missing_keys"] if "pooler" not in name):
             raise BadInput(f"{folder}: the weights lack {len(missing)} of the model's tensors, "
                            f"among them {missing[0]}")  # fmt: skip
@@ -155,6 +160,18 @@ class Encoder(nn.Module):
             inputs["token_type_ids"] = tokens.segments_BT
         hidden: Tensor = self.hf(**inputs).last_hidden_state
         return hidden
+
+
+def freeze(encoder: Encoder, train: TrainLayers) -> None:
+    """Leaves only the layers that `train` names to be trained, and what stands above them."""
+    if train == "all":
+        return
+    parts, depth = encoder.hf.modules(), encoder.hf.config.num_hidden_layers
+    layers = next(part for part in parts if isinstance(part, nn.ModuleList) and len(part) == depth)
+    trained = {"all_but_embeddings": depth, "top4": 4, "top": 1}[train]
+    embeddings = getattr(encoder.hf, "embeddings", encoder.hf.get_input_embeddings())
+    for part in (embeddings, *layers[: max(0, depth - trained)]):
+        part.requires_grad_(False)
 
 
 def set_dropout(module: nn.Module, share: float) -> None:

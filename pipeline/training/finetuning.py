@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from pipeline.artifact import Artifact
 from pipeline.config import require
 from pipeline.models.crossencoder import CrossEncoder
+from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.losses import false_negatives, ranking_loss
-from pipeline.models.ranker import DualEncoder, Ranker, RankerConfig, new_ranker
+from pipeline.models.ranker import Ranker, new_ranker
+from pipeline.models.settings import RankerConfig
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import set_dropout
+from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout
 from pipeline.training.batches import Batches, Row, Rows
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 
@@ -33,6 +35,9 @@ class FinetuneConfig:
     """Passes over the training examples."""
     max_steps: int = 0
     """Stop after so many steps, whatever the epochs; 0: no limit."""
+    train_layers: TrainLayers = "all"
+    """Of the encoders; the head always trains. top, top4: the last one or four layers. The paper
+    freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its own."""
     dropout: float | None = None
     """Of the encoder while it is fine-tuned; null: as it comes. On CPUs dropout costs a third."""
 
@@ -55,9 +60,7 @@ class DualBatch:
     """int64; equal where the responses' tokens are."""
 
     def to(self, device: torch.device) -> DualBatch:
-        return DualBatch(
-            self.contexts.to(device), self.responses.to(device), self.key_B.to(device)
-        )
+        return DualBatch(self.contexts.to(device), self.responses.to(device), self.key_B.to(device))
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,7 @@ class PairCollator:
             for context, texts in zip(contexts, chosen, strict=True)
         ]
 
-    def _choose(
-        self, row: Row, others: Sequence[str], generator: torch.Generator
-    ) -> list[str]:
+    def _choose(self, row: Row, others: Sequence[str], generator: torch.Generator) -> list[str]:
         """The right candidate, then wrong ones: given if there are any, else other responses.
 
         Missing ones are filled up by other responses, so that every example has as many.
@@ -166,10 +167,17 @@ class DualModule(nn.Module):
         with torch.autocast(own_BD.device.type, enabled=False):
             candidates_CD = gather_with_gradient(own_BD.float())
             key_C = gather(batch.key_B)
-            scores_BC = self.network.scores(vectors_BMD.float(), mask_BM, candidates_CD)
             label_B = torch.arange(len(own_BD), device=own_BD.device) + rank() * len(own_BD)
             excluded_BC = false_negatives(key_C, label_B)
-            loss = ranking_loss(scores_BC, label_B, excluded_BC)
+            losses = []
+            for width in self.network.widths:  # the last one is all that the vectors have
+                scores_BC = self.network.scores(
+                    self.network.cut(vectors_BMD.float(), width),
+                    mask_BM,
+                    self.network.cut(candidates_CD, width),
+                )
+                losses.append(ranking_loss(scores_BC, label_B, excluded_BC))
+            loss = torch.stack(losses).mean()
         with torch.no_grad():
             best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
         return loss, {"accuracy": (best_B == label_B).float().mean()}
@@ -219,6 +227,9 @@ class Finetuning:
                 f"a multiple of the {world} workers")  # fmt: skip
         ranker = new_ranker(self.ranker, self.encoder, self.seed)
         network = ranker.network
+        for part in network.modules():
+            if isinstance(part, Encoder):
+                freeze(part, self.finetune.train_layers)
         if self.finetune.dropout is not None:
             set_dropout(network, self.finetune.dropout)
         module: nn.Module

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.artifact import Artifact
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.models.ranker import Ranker, RankerConfig, new_ranker
+from pipeline.models.ranker import Ranker, new_ranker
+from pipeline.models.settings import RankerConfig
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -131,6 +133,18 @@ def refusal(request):
 def test_a_pool_with_a_cross_encoder_is_refused(tiny_ranker, tiny_pool, refusal):
     pool = tiny_pool(tiny_ranker("poly"))
     assert "a cross-encoder cannot use one" in refusal(tiny_ranker("cross").uri, pool)
+
+
+def test_a_pool_with_multi_head_attention_is_refused(tiny_ranker, tiny_pool, refusal, tmp_path):
+    """Its scores are bounded by no product, so that no search is exact."""
+    model = tiny_ranker("poly")
+    folder = tmp_path / "ranker"
+    shutil.copytree(model.local(), folder)
+    settings = json.loads((folder / "ranker.json").read_text())
+    settings["candidate_attention"] = "multi_head"
+    (folder / "ranker.json").write_text(json.dumps(settings))
+    said = refusal(str(folder), tiny_pool(model))
+    assert said.startswith("candidate_attention: 'multi_head' cannot search a pool; allowed: dot")
 
 
 @pytest.mark.parametrize("other", [("bi",), ("poly", 1)])

@@ -14,9 +14,12 @@ from pipeline.models.biencoder import BiEncoder
 from pipeline.models.polyencoder import (
     PolyEncoder,
     first_m_vectors,
+    last_m_and_first_vectors,
+    last_m_vectors,
     learnt_code_vectors,
     poly_scores,
 )
+from pipeline.models.settings import RankerConfig
 
 HIDDEN = [[1, 0], [0, 1], [1, 1]]
 CODES = [[1, 0], [0, 2]]
@@ -136,6 +139,44 @@ def test_first_m_are_the_first_tokens_then_nothing(case, m):
         close(own[own_mask], expected, 1e-6)
 
 
+def check_taken(case, made, expected_places):
+    """`made` (vectors, mask) holds each row's outputs at the places given, None where masked."""
+    vectors, mask = made
+    for row, keep, own, own_mask in zip(case["hidden"], case["mask"], vectors, mask, strict=True):
+        places = expected_places(int(keep.sum()))
+        assert own_mask.tolist() == [place is not None for place in places]
+        close(own[own_mask], row[[place for place in places if place is not None]], 1e-6)
+
+
+@given(cases(), st.integers(1, 12))
+def test_last_m_are_the_last_tokens_in_order_then_nothing(case, m):
+    def places(count):
+        kept = list(range(count))[-m:]
+        return kept + [None] * (m - len(kept))
+
+    check_taken(case, last_m_vectors(tensor(case["hidden"]), tensor(case["mask"]), m), places)
+
+
+@given(cases(), st.integers(1, 12))
+def test_last_m_and_first_counts_no_output_twice(case, m):
+    def places(count):
+        kept = list(range(count))[-m:]
+        return [0 if 0 not in kept else None, *kept, *[None] * (m - len(kept))]
+
+    made = last_m_and_first_vectors(tensor(case["hidden"]), tensor(case["mask"]), m)
+    check_taken(case, made, places)
+
+
+@given(cases())
+def test_with_m_above_all_lengths_all_outputs_count_whatever_they_are_called(case):
+    """m > N: first m, last m, and last m with h1 are then the same set of vectors."""
+    hidden, mask, candidates = (tensor(case[name]) for name in ("hidden", "mask", "candidates"))
+    expected = oracle_scores(case["hidden"], case["mask"], case["candidates"])
+    for make in (first_m_vectors, last_m_vectors, last_m_and_first_vectors):
+        scores = poly_scores(*make(hidden, mask, 30), candidates)
+        close(scores, expected, 1e-3)
+
+
 @given(cases())
 def test_short_form_is_the_papers_score(case):
     given = [case[name] for name in ("hidden", "mask", "candidates")]
@@ -164,11 +205,23 @@ def test_pads_change_nothing_whatever_stands_there(case, pads, value):
     for make in (
         lambda states, keep: learnt_code_vectors(states, keep, codes),
         lambda states, keep: first_m_vectors(states, keep, 5),
+        lambda states, keep: last_m_vectors(states, keep, 5),
+        lambda states, keep: last_m_and_first_vectors(states, keep, 5),
     ):
         close(
             poly_scores(*make(longer, longer_mask), candidates),
             poly_scores(*make(hidden, mask), candidates),
         )
+
+
+@given(cases(), st.randoms(use_true_random=False))
+def test_permuting_candidates_permutes_scores(case, random):
+    vectors, mask, candidates = (tensor(case[name]) for name in ("hidden", "mask", "candidates"))
+    order = list(range(candidates.shape[1]))
+    random.shuffle(order)
+    scores = poly_scores(vectors, mask, candidates, case["attention"])
+    permuted = poly_scores(vectors, mask, candidates[:, order], case["attention"])
+    close(permuted, scores[:, order].numpy(), 1e-5)
 
 
 def test_one_list_of_candidates_for_all_contexts_is_that_list_for_each():
@@ -195,16 +248,26 @@ def test_scores_of_bf16_vectors_are_float32():
     assert poly_scores(vectors, torch.ones(1, 3), candidates).dtype == torch.float32
 
 
-@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
-@pytest.mark.parametrize("codes", ["learnt", "first_m"])
-def test_longer_neighbours_in_the_batch_change_no_poly_score(tiny, architecture, codes):
-    check_padding(tiny.ranker(architecture, architecture="poly", context_codes=codes, m=6))
+POLY = [
+    {},
+    {"context_codes": "first_m"},
+    {"context_codes": "last_m"},
+    {"context_codes": "last_m_and_first"},
+    {"code_attention": "multi_head", "candidate_attention": "scaled_dot"},
+    {"candidate_attention": "multi_head", "projection": 8},
+]
 
 
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])
-@pytest.mark.parametrize("reduction", ["first", "mean"])
+@pytest.mark.parametrize("settings", POLY)
+def test_longer_neighbours_in_the_batch_change_no_poly_score(tiny, architecture, settings):
+    check_padding(tiny.ranker(architecture, architecture="poly", m=6, **settings))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
+@pytest.mark.parametrize("reduction", ["first", "mean", "mean_first_m"])
 def test_longer_neighbours_in_the_batch_change_no_bi_score(tiny, architecture, reduction):
-    check_padding(tiny.ranker(architecture, architecture="bi", reduction=reduction))
+    check_padding(tiny.ranker(architecture, architecture="bi", reduction=reduction, reduction_m=3))
 
 
 def check_padding(ranker):
@@ -228,13 +291,16 @@ def towers(tiny):
     return tiny.encoder().eval(), tiny.encoder(init_std=0.1).eval(), tokens
 
 
-@pytest.mark.parametrize(("reduction", "codes"), [("first", 1), ("mean", torch.zeros(1, 16))])
-def test_bi_encoder_is_a_poly_encoder_of_one_vector(tiny, reduction, codes):
+@pytest.mark.parametrize("reduction", ["first", "mean"])
+def test_bi_encoder_is_a_poly_encoder_of_one_vector(tiny, reduction):
     """m = 1: the first output alone, or a code of zeros, which attends to all tokens equally."""
     contexts, candidates, tokens = towers(tiny)
-    bi = BiEncoder(contexts, candidates, reduction, 0.5)
-    poly = PolyEncoder(contexts, candidates, codes, reduction, "dot", "dot", 0.5)
+    codes = "first_m" if reduction == "first" else "learnt"
+    config = RankerConfig(m=1, context_codes=codes, reduction=reduction, output_scaling=0.5)
+    bi, poly = BiEncoder(contexts, candidates, config), PolyEncoder(contexts, candidates, config)
     with torch.no_grad():
+        if reduction == "mean":
+            poly.codes_MD.zero_()
         scores = [
             network.scores(*network.encode_contexts(tokens), network.encode_candidates(tokens))
             for network in (bi, poly)
@@ -242,13 +308,18 @@ def test_bi_encoder_is_a_poly_encoder_of_one_vector(tiny, reduction, codes):
     torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)
 
 
-def test_bi_score_is_the_product_of_reduced_and_scaled_outputs(tiny):
+@pytest.mark.parametrize("reduction", ["first", "mean", "mean_first_m"])
+def test_bi_score_is_the_product_of_reduced_and_scaled_outputs(tiny, reduction):
     contexts, candidates, tokens = towers(tiny)
-    bi = BiEncoder(contexts, candidates, "mean", 0.5)
+    bi = BiEncoder(
+        contexts, candidates, RankerConfig(reduction=reduction, reduction_m=2, output_scaling=0.5)
+    )
     with torch.no_grad():
         ours = bi.scores(*bi.encode_contexts(tokens), bi.encode_candidates(tokens))
         outputs = [tower(tokens).double().numpy() for tower in (contexts, candidates)]
+    counts = {"first": (1, 1), "mean": (4, 3), "mean_first_m": (2, 2)}[reduction]
     left, right = (
-        np.array([hidden[0, :4].mean(axis=0), hidden[1, :3].mean(axis=0)]) for hidden in outputs
+        np.array([row[:count].mean(axis=0) for row, count in zip(hidden, counts, strict=True)])
+        for hidden in outputs
     )
     close(ours, 0.25 * left @ right.T, 1e-5)

@@ -8,11 +8,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoTokenizer, RobertaConfig, RobertaModel
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BartConfig,
+    BartModel,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.ranker import RankerConfig, load_ranker, new_ranker
+from pipeline.models.ranker import load_ranker, new_ranker
+from pipeline.models.settings import RankerConfig
 from pipeline.models.transformer import Encoder, set_dropout
 
 CONTEXTS = [["w1 w2", "w3"], ["w4 w5 w6 w7"], ["w8"]]
@@ -22,17 +30,30 @@ KINDS = {
     "bi_shared": {"architecture": "bi", "share_towers": True, "reduction": "first"},
     "poly": {"architecture": "poly", "output_scaling": 0.5, "candidate_attention": "scaled_dot"},
     "poly_first_m": {"architecture": "poly", "context_codes": "first_m"},
+    "poly_heads": {
+        "architecture": "poly", "code_attention": "multi_head", "candidate_attention": "multi_head",
+    },
+    "poly_projected": {"architecture": "poly", "context_codes": "last_m", "projection": 8},
+    "poly_projected_shared": {"projection": 8, "share_towers": True, "context_codes": "last_m"},
     "poly_shared": {"architecture": "poly", "share_towers": True},
     "cross": {"architecture": "cross"},
-}
+    "cross_pooler": {"architecture": "cross", "pooler": True},
+}  # fmt: skip
+_FOUR = [f"{layer}.{part}" for layer in "qkvo" for part in ("weight", "bias")]
 HEADS = {
     "bi": set(),
     "bi_shared": set(),
     "poly": {"codes_MD"},
     "poly_first_m": set(),
+    "poly_heads": {
+        "codes_MD", *(f"{side}_heads.{name}" for side in ("code", "candidate") for name in _FOUR)
+    },
+    "poly_projected": {"context_projection.weight", "candidate_projection.weight"},
+    "poly_projected_shared": {"context_projection.weight"},
     "poly_shared": {"codes_MD"},
     "cross": {"score.weight", "score.bias"},
-}
+    "cross_pooler": {"pooler.weight", "pooler.bias", "score.weight", "score.bias"},
+}  # fmt: skip
 
 
 def scores(ranker):
@@ -81,7 +102,7 @@ def test_directory_holds_safetensors_and_json_only(saved, kind):
     with safe_open(folder / "head.safetensors", "pt") as head:
         assert set(head.keys()) == HEADS[kind]
     towers = {path.name for path in folder.iterdir() if path.is_dir()}
-    if kind == "cross":
+    if "cross" in kind:
         assert towers == {"encoder"}
     elif "shared" in kind:
         assert towers == {"context_encoder"}
@@ -167,6 +188,33 @@ def test_head_of_another_shape_is_refused(saved, tensors):
     assert "[4, 16]" in refusal(load_ranker, folder)
 
 
+@pytest.mark.parametrize(("saved_as", "said"), [
+    ("bi", "poly"), ("poly", "bi"), ("poly", "cross"), ("cross", "poly"),
+])  # fmt: skip
+def test_checkpoint_of_another_architecture_is_refused(saved, saved_as, said):
+    folder = saved(architecture=saved_as)
+    path = folder / "ranker.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architecture": said}))
+    assert str(folder) in refusal(load_ranker, folder)
+
+
+def test_towers_of_different_widths_are_refused(tiny, saved):
+    folder = saved(architecture="bi")
+    tiny.encoder(width=8).save(folder / "candidate_encoder")
+    assert "the candidates' encoder has 8 dimensions, the contexts' 16" in refusal(
+        load_ranker, folder
+    )
+
+
+def test_a_model_that_also_decodes_is_refused(tmp_path):
+    """It would give its decoder's outputs."""
+    config = BartConfig(vocab_size=20, d_model=8, encoder_layers=1, decoder_layers=1,
+                        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8,
+                        decoder_ffn_dim=8, max_position_embeddings=16)  # fmt: skip
+    BartModel(config).save_pretrained(tmp_path)
+    assert "BartModel is no encoder" in refusal(Encoder.load, tmp_path)
+
+
 def test_missing_head_is_refused(saved):
     folder = saved(architecture="cross")
     (folder / "head.safetensors").unlink()
@@ -180,9 +228,9 @@ def test_missing_head_is_refused(saved):
         {"m": 0},
         {"unknown": 1},
         {"architecture": "convert"},
-        {"code_attention": "multihead"},
+        {"code_attention": "cosine"},
         {"candidate_attention": "cosine"},
-        {"context_codes": "last_m"},
+        {"context_codes": "every_m"},
         {"reduction": "max"},
     ],
 )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.ranker import RankerConfig, load_ranker
+from pipeline.models.ranker import load_ranker
+from pipeline.models.settings import RankerConfig
 from pipeline.training.batches import Cursor
 from pipeline.training.finetuning import (
     DualCollator,
@@ -20,6 +21,7 @@ from pipeline.training.finetuning import (
     PairCollator,
     PairModule,
 )
+from pipeline.training.loop import LoopConfig, train
 
 
 def generator(seed=0):
@@ -85,6 +87,26 @@ def test_dual_loss_is_the_softmax_over_all_responses_but_repeated_ones(tiny, arc
     assert loss.item() == pytest.approx(softmax_loss(scores, range(4), excluded), rel=1e-4)
     best = np.where(excluded, -np.inf, scores).argmax(axis=1)
     assert shown["accuracy"].item() == pytest.approx((best == np.arange(4)).mean())
+
+
+@pytest.mark.parametrize("settings", [{"architecture": "bi"}, {"vector_length": 3.0}])
+def test_matryoshka_loss_is_the_mean_of_the_losses_of_all_widths(tiny, settings):
+    """Each as of a model whose vectors are cut to that width."""
+    ranker = tiny.ranker(matryoshka=(3, 8), **settings)
+    batch = collated(DualCollator(ranker), DUAL_ROWS)
+    with torch.no_grad():
+        loss, _ = DualModule(ranker.network)(batch)
+        alone = []
+        for width in (3, 8, 0):
+            cut = tiny.ranker(matryoshka=(width,) if width else (), dimensions=width, **settings)
+            cut.load_state_dict(ranker.state_dict())
+            excluded = np.zeros((4, 4), bool)
+            excluded[0, 2] = excluded[2, 0] = True
+            vectors = cut.dual.encode_contexts(batch.contexts)
+            scores = cut.dual.scores(*vectors, cut.dual.encode_candidates(batch.responses))
+            alone.append(softmax_loss(scores.double().numpy(), range(4), excluded))
+    assert len({round(one, 3) for one in alone}) == 3
+    assert loss.item() == pytest.approx(np.mean(alone), rel=1e-4)
 
 
 @pytest.fixture(autouse=True)
@@ -166,15 +188,14 @@ def test_moving_batches_takes_all_of_their_parts_along(tiny):
     assert pair.label_B.is_meta
 
 
-def recipe(tiny, count=40, architecture="poly", **finetune):
+def recipe(tiny, count=40, architecture="poly", encoder=None, **finetune):
     rows = [{"context": [f"w{number}"], "response": f"w{number + 50}"} for number in range(count)]
     ranker = RankerConfig(
         architecture=architecture, m=3, max_context_tokens=24, max_candidate_tokens=12
     )
     settings = {"batch_examples": 8, **finetune}
-    return Finetuning(
-        tiny.corpus(rows), tiny.encoder_folder(), ranker, FinetuneConfig(**settings), seed=0
-    )
+    folder = tiny.encoder_folder(**encoder or {})
+    return Finetuning(tiny.corpus(rows), folder, ranker, FinetuneConfig(**settings), seed=0)
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
@@ -212,6 +233,46 @@ def test_dropout_can_be_switched_off(tiny, architecture):
         task.module.train()
         losses = {task.module(batch)[0].item() for _ in range(3)}
         assert (len(losses) == 1) is same
+
+
+FROZEN = {
+    "all": (),
+    "all_but_embeddings": ("embeddings.",),
+    "top4": ("embeddings.", "layer.0.", "layers.0."),
+    "top": ("embeddings.", *(f"layer{s}.{place}." for s in ("", "s") for place in range(4))),
+}
+
+
+@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
+@pytest.mark.parametrize("architecture", ["poly", "cross"])
+@pytest.mark.parametrize("layers", FROZEN)
+def test_layers_that_do_not_train_stay_as_they_are(tiny, encoder, architecture, layers):
+    """Five layers: those below and the embeddings get no gradient and no optimizer state."""
+    shape = {"layers": 5, "architecture": encoder, "dropout": 0.0}
+    task = recipe(tiny, architecture=architecture, encoder=shape, train_layers=layers).build(0, 1)
+    names = dict(task.module.named_parameters())
+    frozen = {name for name in names if any(f".{part}" in name for part in FROZEN[layers])}
+    assert bool(frozen) is (layers != "all")
+    before = {name: value.detach().clone() for name, value in names.items()}
+    config = LoopConfig(learning_rate=0.1, warmup_share=0.0, weight_decay=0.1, seed=0)
+    states = []
+    train(
+        task, task.module, config, 1, torch.device("cpu"), 0, lambda progress: None,
+        lambda state, cursor: states.append(state["optimizer"]),
+    )  # fmt: skip
+    moved = {name for name in names if not torch.equal(names[name], before[name])}
+    assert moved == set(names) - frozen
+    held = sum(len(group["params"]) for group in states[0]["param_groups"])
+    assert held == len(moved)
+
+
+@pytest.mark.parametrize("layers", ["top", "all_but_embeddings"])
+def test_frozen_layers_get_no_gradients(tiny, layers):
+    task = recipe(tiny, train_layers=layers).build(0, 1)
+    task.module(next(task.batches.start(Cursor()))[0])[0].backward()
+    for name, value in task.module.named_parameters():
+        frozen = "embeddings." in name or (layers == "top" and "layer.0." in name)
+        assert (value.grad is None) is frozen, name
 
 
 def test_what_a_task_saves_is_a_ranker(tiny, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipeline.config import BadInput
-from pipeline.models.ranker import RankerConfig
+from pipeline.models.settings import RankerConfig
 from pipeline.models.transformer import Shape
 from pipeline.training.batches import Cursor
 from pipeline.training.finetuning import FinetuneConfig, Finetuning

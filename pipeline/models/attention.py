@@ -1,0 +1,65 @@
+"""Attention of the poly-encoder's head that has weights of its own: ParlAI's `multihead`.
+
+H heads, each on its D / H dimensions of q(query), k(key) and v(value); what they attend to is joined
+and goes through a last layer, o. All four are linear, with bias; there is no dropout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import BadInput
+
+
+def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the last axis; the mask's value is finite, so that no row becomes NaN."""
+    return logits.masked_fill(~mask.bool(), torch.finfo(logits.dtype).min).softmax(dim=-1)
+
+
+class MultiHead(nn.Module):
+    """Queries attend to keys, which are the values too."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        """Raises BadInput where `heads` do not divide `width`."""
+        super().__init__()
+        if width % heads:
+            raise BadInput(f"ranker.attention_heads: {heads} is not allowed; allowed: a divisor of "
+                           f"{width}, the vectors' width")  # fmt: skip
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        for layer in (self.q, self.k, self.v, self.o):
+            nn.init.xavier_normal_(layer.weight)
+
+    def attend(self, queries_MD: Tensor, keys_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        """[B, M, D]: what M queries see in each of B texts. The softmax is float32."""
+        queries_MHK = self._split(self.q(queries_MD))
+        keys_BTHK, values_BTHK = self._split(self.k(keys_BTD)), self._split(self.v(keys_BTD))
+        logits_BHMT = torch.einsum("mhk,bthk->bhmt", queries_MHK, keys_BTHK).float()
+        weights_BHMT = masked_softmax(self._scale(logits_BHMT), mask_BT[:, None, None, :])
+        seen_BMHK = torch.einsum("bhmt,bthk->bmhk", weights_BHMT.to(values_BTHK.dtype), values_BTHK)
+        attended: Tensor = self.o(seen_BMHK.flatten(-2))
+        return attended
+
+    def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
+        """[B, C]: each candidate, [B, C, D] or [C, D], times what it sees in the vectors.
+
+        With W and b of the last layer, candidate · (W seen + b) = Wᵀ candidate · seen + candidate · b.
+        So the values are met by Wᵀ candidate, per head, and what is seen, [B, C, D], is never built.
+        """
+        left = "chk" if candidates.dim() == 2 else "bchk"
+        met = self._split(candidates @ self.o.weight)
+        logits = torch.einsum(
+            f"{left},bmhk->bhcm", self._split(self.q(candidates)), self._split(self.k(vectors_BMD))
+        )
+        products = torch.einsum(f"{left},bmhk->bhcm", met, self._split(self.v(vectors_BMD)))
+        weights_BHCM = masked_softmax(self._scale(logits.float()), mask_BM[:, None, None, :])
+        return (weights_BHCM * products).sum(dim=(1, 3)) + candidates @ self.o.bias
+
+    def _split(self, rows: Tensor) -> Tensor:
+        return rows.reshape(*rows.shape[:-1], self.heads, -1)
+
+    def _scale(self, logits: Tensor) -> Tensor:
+        return logits / math.sqrt(self.q.in_features // self.heads)

@@ -1,0 +1,110 @@
+"""What bi- and poly-encoders share: two towers, and one vector per candidate.
+
+    token outputs · output_scaling → reduced, or attended to → projected → cut → scaled to a length
+
+Settings say which of these steps there are; none of the last three by default.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.config import BadInput
+from pipeline.models.reduction import reduce
+from pipeline.models.settings import RankerConfig
+from pipeline.models.tokens import Tokens
+from pipeline.models.transformer import Encoder
+
+
+class DualEncoder(nn.Module):
+    """Contexts and candidates to vectors of the same width."""
+
+    def __init__(
+        self, context_encoder: Encoder, candidate_encoder: Encoder, config: RankerConfig
+    ) -> None:
+        """Raises BadInput for widths that the encoder cannot give."""
+        super().__init__()
+        self.context_encoder = context_encoder
+        self.candidate_encoder = candidate_encoder
+        self.config = config
+        self.context_projection = self.candidate_projection = None
+        width = context_encoder.width
+        if config.projection:
+            self.context_projection = _projection(width, config.projection)
+            shared = config.share_towers
+            self.candidate_projection = (
+                self.context_projection if shared else copy.deepcopy(self.context_projection)
+            )
+        self.full_width = config.projection or width
+        for name, value, most in (
+            ("projection", config.projection, width),
+            ("matryoshka", max(config.matryoshka, default=0), self.full_width - 1),
+        ):
+            if value > most:
+                raise BadInput(f"ranker.{name}: {value} is not allowed; allowed: at most {most}, with "
+                               f"vectors of {self.full_width if name == 'matryoshka' else width} "
+                               "dimensions")  # fmt: skip
+
+    @property
+    def dimensions(self) -> int:
+        """Of the vectors that leave here."""
+        return self.config.dimensions or self.full_width
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """What vectors are cut to in training: `matryoshka`, then all that they have."""
+        narrower = (width for width in self.config.matryoshka if width < self.dimensions)
+        return (*narrower, self.dimensions)
+
+    def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Vectors [B, M, D] and their mask [B, M]."""
+        hidden_BTD = self.context_encoder(tokens) * self.config.output_scaling
+        vectors_BMD, mask_BM = self.context_vectors(hidden_BTD, tokens.mask_BT)
+        if self.context_projection is not None:
+            vectors_BMD = self.context_projection(vectors_BMD)
+        return self.cut(vectors_BMD, self.dimensions), mask_BM
+
+    def encode_candidates(self, tokens: Tokens) -> Tensor:
+        """[N, D]"""
+        hidden_NTD = self.candidate_encoder(tokens) * self.config.output_scaling
+        vectors_ND = self.reduced(hidden_NTD, tokens.mask_BT)
+        if self.candidate_projection is not None:
+            vectors_ND = self.candidate_projection(vectors_ND)
+        return self.cut(vectors_ND, self.dimensions)
+
+    @abstractmethod
+    def context_vectors(self, hidden_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors [B, M, D] of token outputs, and their mask [B, M]."""
+
+    @abstractmethod
+    def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
+        """[B, C] for candidates [B, C, D] or [C, D]; float32."""
+
+    def reduced(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        """[B, D]"""
+        return reduce(hidden_BTD, mask_BT, self.config.reduction, self.config.reduction_m)
+
+    def cut(self, vectors: Tensor, width: int) -> Tensor:
+        """The vectors' first dimensions; where vectors have a length, they have it again.
+
+        Plain vectors are not made longer to make up for what is cut off: training scores the same
+        short ones.
+        """
+        vectors = vectors[..., :width]
+        if self.config.vector_length:
+            vectors = F.normalize(vectors, dim=-1) * self.config.vector_length
+        return vectors
+
+
+def _projection(width: int, narrower: int) -> nn.Linear:
+    """Starts as a random rotation, cut: on average it keeps the products of vectors."""
+    layer = nn.Linear(width, narrower, bias=False)
+    with torch.no_grad():
+        nn.init.orthogonal_(layer.weight, gain=math.sqrt(width / narrower))
+    return layer
