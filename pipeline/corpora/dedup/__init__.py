@@ -63,7 +63,7 @@ def clean(
 
 def _write(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
     shard = plan.shards[number]
-    drops = read_drops(draft, plan, number, "contaminated", "exact", "near")
+    drops = read_drops(draft, plan, number, "contaminated", "exact", "near").sort_by("row")
     with storage.open_input(shard.uri) as stream:
         rows = pq.read_table(stream)
     stays = rows.filter(pa.array(kept(drops, rows.num_rows)))

@@ -98,14 +98,14 @@ def strings(texts: pa.Array) -> Hashes:
 
 
 def words(texts: pa.Array) -> Tokens:
-    """The words of texts: NFKC, lower-cased, apart at runs of separators."""
+    """The words of texts: normalised as NFKC does, lower-cased, apart at runs of separators."""
     data, offsets = _bytes(_plain(texts))
     starts, ends = _word_borders(data, offsets)
     return Tokens(segments(_LOWER[data], starts, ends), np.searchsorted(starts, offsets))
 
 
 def characters(texts: pa.Array) -> Tokens:
-    """The code points of the words of texts, each word with one space before it."""
+    """The code points (of NFKD) of the words of texts, each word with one space before it."""
     data, offsets = _bytes(_plain(texts))
     word_starts, _ = _word_borders(data, offsets)
     starts = np.flatnonzero(_IN_WORD[data] & (data & 0xC0 != 0x80))
@@ -165,12 +165,15 @@ def _powers(bits: int) -> tuple[Hashes, Hashes]:
 
 
 def _plain(texts: pa.Array) -> pa.Array:
-    """Texts beyond ASCII in NFKC and lower case, separators as spaces, invisible marks gone."""
+    """Texts beyond ASCII in NFKD and lower case, separators as spaces, invisible marks gone.
+
+    Texts have the same NFKD exactly if they have the same NFKC, which Arrow 25 does not compose.
+    """
     mask = pc.invert(pc.string_is_ascii(texts))
     if not pc.any(mask).as_py():
         return texts
-    found = pc.utf8_normalize(texts.filter(mask), form="NFKC")
-    found = pc.utf8_normalize(pc.utf8_lower(found), form="NFKC")
+    found = pc.utf8_normalize(texts.filter(mask), form="NFKD")
+    found = pc.utf8_normalize(pc.utf8_lower(found), form="NFKD")
     found = pc.replace_substring_regex(found, r"\p{Cf}+", "")
     found = pc.replace_substring_regex(found, r"[\p{Z}\p{P}\p{Cc}]+", " ")
     return pc.replace_with_mask(texts, mask, found)

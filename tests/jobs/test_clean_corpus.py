@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import prepare_corpus
+from pipeline.artifact import Artifact, Draft, open_artifact
+from pipeline.corpora.dedup import near
+
+
+def rows_of(corpus: Artifact) -> dict[str, dict[str, Any]]:
+    rows = {}
+    for file in corpus.files(suffix=".parquet"):
+        for row in pq.read_table(file, partitioning=None).to_pylist():
+            assert row["split"] == Path(file).parent.name
+            rows[row["example_id"]] = row
+    assert len(rows) == corpus.counts["examples"]
+    return rows
+
+
+def rejected(folder: Path) -> list[dict[str, Any]]:
+    lines = [line for f in sorted(folder.iterdir()) for line in f.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def words_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Right for text in ASCII."""
+    turns = [*row["context"], "\n", row["response"]]
+    return tuple(re.split(r"[^a-z0-9$+<=>^`|~]+", " ".join(turns).lower()))
+
+
+@pytest.fixture(scope="session")
+def doubled_corpus(
+    local_ray, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Artifact:
+    """The sample dialogues, each of train three times, among them as new dialogues of valid."""
+    folder = tmp_path_factory.mktemp("doubled")
+    source = sample_files / "convai2"
+    train = (source / "train_self_original_no_cands.txt").read_text()
+    valid = next(iter(source.glob("valid*"))).read_text()
+    start = train.index("\n1 ", len(train) // 2) + 1
+    (folder / "train_1.txt").write_text(train)
+    (folder / "train_2.txt").write_text(train.replace(" the ", " the , "))
+    (folder / "valid_1.txt").write_text(valid)
+    (folder / "valid_2.txt").write_text(train[start : train.index("\n1 ", start) + 1])
+    output = str(folder / "corpus")
+    config = prepare_corpus.Config(corpus="convai2", input=(str(folder),), output=output)
+    prepare_corpus.run(config)
+    return open_artifact(output, "corpus")
+
+
+def test_a_cleaned_corpus_is_a_corpus_without_its_duplicates(run_job, doubled_corpus, tmp_path):
+    summary = run_job(
+        "clean_corpus", "--corpus", doubled_corpus.uri, "--output", tmp_path / "out"
+    ).summary  # fmt: skip
+    cleaned = open_artifact(str(tmp_path / "out"), "corpus")
+    before, after = rows_of(doubled_corpus), rows_of(cleaned)
+    assert {name: before[name] for name in after} == after
+    per_text = Counter(map(words_of, after.values()))
+    assert max(per_text.values()) == 1
+    assert {words_of(row) for row in before.values() if row["split"] == "valid"} <= set(per_text)
+
+    dropped = cleaned.manifest["dropped"]
+    assert {"13 words of valid", "duplicate"} <= set(dropped)
+    assert len(before) == len(after) + sum(dropped.values())
+    for split in ("train", "valid"):
+        for name, rows in (("records", before), ("examples", after)):
+            expected = sum(row["split"] == split for row in rows.values())
+            assert cleaned.counts[f"{name}.{split}"] == expected
+    assert (summary["counts"], summary["dropped"]) == (cleaned.counts, dropped)
+
+    for sample in rejected(tmp_path / "out" / "rejected"):
+        assert sample["example_id"] in before and sample["example_id"] not in after
+        assert sample["same_as"] in after
+    assert {s["reason"] for s in rejected(tmp_path / "out" / "rejected")} == set(dropped)
+
+
+def test_the_manifest_and_the_run_tell_the_whole_ancestry(run_job, reddit_corpus, tmp_path):
+    (tmp_path / "set.txt").write_text("these are eight words that no comment has")
+    run_job(
+        "clean_corpus", "--corpus", reddit_corpus.uri, "--output", tmp_path / "out",
+        "--evaluation", tmp_path / "set.txt", reddit_corpus.uri, "--dedup.near", "off"
+    )  # fmt: skip
+    cleaned = open_artifact(str(tmp_path / "out"), "corpus")
+    inputs = cleaned.manifest["inputs"]
+    assert inputs["corpus"] == reddit_corpus.reference()
+    assert inputs["corpus"]["inputs"]["input"]["kind"] == "raw"
+    assert inputs["evaluation.0"]["kind"] == "raw"
+    assert inputs["evaluation.1"]["fingerprint"] == reddit_corpus.fingerprint
+    run = mlflow.MlflowClient().get_run(cleaned.manifest["run_id"])
+    assert run.data.tags["job"] == "clean_corpus"
+    assert run.data.tags["input.corpus.fingerprint"] == reddit_corpus.fingerprint
+    assert run.data.metrics["count.examples"] == cleaned.counts["examples"]
+    schemas = [
+        pq.read_schema(corpus.files("train/")[0]) for corpus in (reddit_corpus, cleaned)
+    ]  # fmt: skip
+    assert schemas[0] == schemas[1] and "subreddit" in schemas[0].names
+
+
+def test_the_same_command_again_finds_its_work_done(run_job, convai2_corpus, tmp_path):
+    command = ("clean_corpus", "--corpus", convai2_corpus.uri, "--output", tmp_path / "out")
+    first, again = (run_job(*command).summary for _ in range(2))
+    assert (first["already_done"], again["already_done"]) == (False, True)
+    assert again["fingerprint"] == first["fingerprint"]
+    refusal = run_job(*command, "--dedup.shingle", "5").refusal
+    assert "dedup.shingle: 3 there, 5 here" in refusal
+
+
+def test_a_job_that_ends_halfway_goes_on_where_it_was(
+    run_job, doubled_corpus, tmp_path, monkeypatch
+):
+    def command(name):
+        return ("clean_corpus", "--corpus", doubled_corpus.uri, "--output", tmp_path / name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(near, "_join", None)  # the last stage but one cannot run
+        with pytest.raises(TypeError, match="must be callable"):
+            run_job(*command("out"))
+    assert not (tmp_path / "out").exists()
+    tasks = tmp_path / "out.partial" / "_tasks"
+    marks = {path.name: path.stat().st_mtime_ns for path in tasks.iterdir()}
+    stages = {name.rpartition("-")[0] for name in marks}
+    assert stages >= {"contaminated", "hash", "exact", "near-sign", "near-pair", "near-check"}
+
+    seen = {}
+    with monkeypatch.context() as patch:  # publishing removes the marks
+        patch.setattr(
+            Draft,
+            "_tidy",
+            lambda _: seen.update({p.name: p.stat().st_mtime_ns for p in tasks.iterdir()}),
+        )
+        resumed = run_job(*command("out")).summary
+    assert {name: seen[name] for name in marks} == marks  # nothing was done again
+    assert resumed["fingerprint"] == run_job(*command("whole")).summary["fingerprint"]
+
+
+# Refused
+
+
+def test_what_is_no_corpus_is_refused(run_job, tmp_path):
+    refusal = run_job(
+        "clean_corpus", "--corpus", tmp_path / "none", "--output", tmp_path / "out"
+    ).refusal  # fmt: skip
+    assert "not a corpus (manifest.json is missing)" in refusal
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--dedup.threshold", "2"], ["dedup.threshold: 2.0", "above 0, to 1"]),
+        (["--dedup.text", "words"], ["dedup.text: 'words'", "'pair'"]),
+        (["--dedup.drop-from", "tail"], ["dedup.drop_from", "tail"]),
+        (["--decontaminate.min-words", "14"], ["decontaminate.min_words: 14", "ngram_words"]),
+        (["--evaluation", "none"], ["--evaluation none: no such file or folder"]),
+    ],
+)
+def test_options_that_are_not_allowed_are_refused_before_any_work(
+    run_job, convai2_corpus, tmp_path, options, parts
+):
+    command = ("clean_corpus", "--corpus", convai2_corpus.uri, "--output", tmp_path / "out")
+    refusal = run_job(*command, *options).refusal
+    assert [part for part in parts if part not in refusal] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_left_to_train_on_is_refused(run_job, convai2_corpus, tmp_path):
+    refusal = run_job(
+        "clean_corpus", "--corpus", convai2_corpus.uri, "--output", tmp_path / "out",
+        "--evaluation", f"{convai2_corpus.uri}/train", "--decontaminate.min-words", "1"
+    ).refusal  # fmt: skip
+    assert "no example of train is left" in refusal and "words of train" in refusal
+    assert not (tmp_path / "out").exists()
+
+
+# Real data
+
+
+@pytest.mark.shared
+def test_real_dialogues(run_job, real_data, tmp_path):
+    """Counts that a plain script (`words_of`, all pairs) made too."""
+    files = [
+        real_data / "convai2" / "derived" / "train_self_original_no_cands.txt",
+        real_data / "convai2" / "original" / "valid_self_original_no_cands.first500.txt",
+    ]
+    run_job(
+        "prepare_corpus", "--corpus", "convai2", "--input", *files, "--output", tmp_path / "in"
+    )  # fmt: skip
+    summary = run_job(
+        "clean_corpus", "--corpus", tmp_path / "in", "--output", tmp_path / "out"
+    ).summary  # fmt: skip
+    assert summary["counts"]["records"] == 11_223
+    assert summary["dropped"] == {"13 words of valid": 24, "near duplicate": 7}

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import shards
+from pipeline.artifact import Artifact, draft, sum_counts
+from pipeline.corpora import dedup
+from pipeline.corpora.dedup import decontaminate
+from pipeline.corpora.dedup.options import Options
+from pipeline.corpora.schema import EXAMPLE
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def corpus_of(tmp_path: Path) -> Callable[..., Artifact]:
+    """`corpus_of(rows, shards=3)`: a published corpus. Rows name an `example_id`, a `context`, a
+    `response`, and a `split` other than train; they are dealt out to the shards of their split."""
+    folders = (tmp_path / f"corpus-{number}" for number in itertools.count())
+
+    def publish(rows: Sequence[Row], shards: int = 1) -> Artifact:
+        uri = str(next(folders))
+        out = draft(uri, "corpus", Options(), {})
+        files = []
+        for split in ("train", "valid", "test"):
+            found = [row for row in rows if row.get("split", "train") == split]
+            for number in range(min(shards, len(found))):
+                part = [
+                    {"group_id": row["example_id"], "source": "test", "split": split, **row}
+                    for row in found[number::shards]
+                ]
+                table = pa.Table.from_pylist(part, schema=EXAMPLE)
+                files.append(out.write_table(f"{split}/part-{number:05d}.parquet", table))
+        return out.publish(files, {"examples": len(rows)})
+
+    return publish
+
+
+@pytest.fixture
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`clean(corpus, options, sharing, sets)`: the stages in this process, without Ray.
+
+    Returns `rows`, what is left by id, `dropped`, the reasons, and `counts`.
+    """
+    names = itertools.count()
+
+    def run_tasks(draft, tasks, work, label):
+        done = draft.records()
+        for name in [name for name in tasks if name not in done]:
+            draft.mark(name, work(draft, name, tasks[name]))
+        return [draft.records()[name] for name in tasks]
+
+    def same(value):
+        return value
+
+    monkeypatch.setattr(shards, "run_tasks", run_tasks)
+    monkeypatch.setattr(decontaminate, "ray", SimpleNamespace(put=same, get=same))
+
+    def run(
+        corpus: Artifact,
+        options: Options | None = None,
+        sharing: decontaminate.Options | None = None,
+        sets: Sequence[decontaminate.EvaluationSet] = (),
+    ) -> SimpleNamespace:
+        out = draft(str(tmp_path / f"clean-{next(names)}"), "corpus", Options(), {})
+        records = dedup.clean(
+            out, corpus, list(sets), options or Options(), sharing or decontaminate.Options()
+        )
+        counts, dropped = sum_counts(records, "counts"), sum_counts(records, "dropped")
+        files = [file for record in records for file in record.get("files", ())]
+        made = out.publish(files, counts, dropped)
+        rows = [row for file in made.files(suffix=".parquet") for row in read(file)]
+        assert counts["records"] == corpus.rows()
+        assert counts["records"] == len(rows) + sum(dropped.values())
+        assert counts["examples"] == len(rows)
+        found = {row["example_id"]: row for row in rows}
+        return SimpleNamespace(rows=found, dropped=dropped, counts=counts, uri=made.uri)
+
+    return run
+
+
+def read(file: str) -> list[Row]:
+    rows: list[Row] = pq.read_table(file, partitioning=None).to_pylist()
+    assert {row["split"] for row in rows} == {Path(file).parent.name}
+    return rows

@@ -1,0 +1,250 @@
+"""Runs of words that train shares with evaluation sets, against sets of tuples in plain Python."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifact import draft
+from pipeline.config import BadInput
+from pipeline.corpora.dedup import hashing
+from pipeline.corpora.dedup.decontaminate import Index, Options, open_set, own_sets
+from pipeline.corpora.dedup.options import Options as Duplicates
+
+ONLY = Duplicates(exact="off", near="off")
+RULE = Options(ngram_words=4, min_words=2)
+TEXT = " ".join(f"word{number}" for number in range(20))
+
+
+def row(example_id, *turns, **more):
+    return {"example_id": example_id, "context": list(turns[:-1]), "response": turns[-1], **more}
+
+
+def runs(texts, n, shortest):
+    """What a set of texts rules out: runs of n words, and short texts whole."""
+    found = set()
+    for text in texts:
+        if len(text) >= n:
+            found |= {tuple(text[start : start + n]) for start in range(len(text) - n + 1)}
+        elif len(text) >= shortest:
+            found.add(tuple(text))
+    return found
+
+
+WORDS = st.lists(st.sampled_from("abc"), max_size=9)
+
+
+@given(st.lists(WORDS, min_size=1, max_size=6), st.lists(WORDS, max_size=6), st.integers(1, 4))
+def test_a_text_is_contaminated_if_a_run_of_it_is_in_the_set(evaluation, train, shortest):
+    def words(texts):
+        return hashing.words(pa.array([" ".join(text) for text in texts], pa.string()))
+
+    options = Options(ngram_words=4, min_words=shortest)
+    grams = sorted(set(hashing.ngrams(words(evaluation), 4, shortest).hashes.tolist()))
+    if not grams:
+        return
+    index = Index.of(
+        np.array(grams, np.uint64), np.zeros(len(grams), np.int64),
+        pa.array(["id"] * len(grams)), ["set"]
+    )  # fmt: skip
+    texts, reasons, match = index.contaminated(words(train), options)
+    ruled_out = runs(evaluation, 4, shortest)
+    expected = [n for n, text in enumerate(train) if runs([text], 4, shortest) & ruled_out]
+    assert texts.tolist() == expected
+    assert reasons.to_pylist() == [
+        "4 words of set" if len(train[n]) >= 4 else "text of set" for n in expected
+    ]
+    assert set(match.to_pylist()) <= {"id"}
+
+
+@pytest.mark.parametrize("text", ["example", "response"])
+@pytest.mark.parametrize("seed", range(3))
+def test_train_loses_what_valid_and_test_have(corpus_of, clean, seed, text):
+    rng = random.Random(seed)
+    rows = [
+        row(
+            f"e{number:03d}",
+            *(" ".join(rng.choices("abcde", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 3))),
+            split=rng.choices(["train", "valid", "test"], [8, 1, 1])[0],
+        )
+        for number in range(250)
+    ]  # fmt: skip
+
+    def looked_at(example):
+        turns = (
+            [*example["context"], example["response"]]
+            if text == "example"
+            else [example["response"]]
+        )
+        return " ".join(turns).split()
+
+    ruled_out = {
+        split: runs([looked_at(r) for r in rows if r["split"] == split], 4, 2)
+        for split in ("valid", "test")
+    }
+    expected = {}
+    for example in rows:
+        if example["split"] == "train":
+            mine = runs([looked_at(example)], 4, 2)
+            hit = next((split for split in ruled_out if mine & ruled_out[split]), None)
+            if hit:
+                kind = "4 words" if len(looked_at(example)) >= 4 else "text"
+                expected[example["example_id"]] = f"{kind} of {hit}"
+    corpus = corpus_of(rows, shards=3)
+    sharing = Options(ngram_words=4, min_words=2, text=text)
+    done = clean(corpus, ONLY, sharing, own_sets(corpus))
+    assert {r["example_id"] for r in rows} - set(done.rows) == set(expected)
+    assert done.dropped == {r: list(expected.values()).count(r) for r in set(expected.values())}
+    assert len(done.dropped) >= 2 and 10 < len(expected) < len(rows) / 2
+
+
+def test_runs_cross_the_turns_of_an_example(corpus_of, clean):
+    rows = [row("a", "w1 w2", "w3 w4"), row("b", "w1", "w2 w3", "w4 w5", split="test"),
+            row("c", "w1 w2", "w3 w5")]  # fmt: skip
+    corpus = corpus_of(rows)
+    assert set(clean(corpus, ONLY, RULE, own_sets(corpus)).rows) == {"b", "c"}
+
+
+def test_contaminated_examples_do_not_stand_for_their_duplicates(corpus_of, clean):
+    """The response alone is compared: the first of the two is ruled out by its context."""
+    rows = [row("a", "w1 w2 w3 w4", "same answer"), row("b", "other", "same answer"),
+            row("c", "w1 w2 w3 w4", "else", split="test")]  # fmt: skip
+    corpus = corpus_of(rows)
+    done = clean(corpus, Duplicates(text="response"), RULE, own_sets(corpus))
+    assert set(done.rows) == {"b", "c"}
+
+
+def test_boilerplate_of_many_dialogues_does_not_count(corpus_of, clean):
+    held_out = [
+        row(f"v{number}{turn}", "hi how are you", f"turn {turn} of dialogue {number}",
+            group_id=f"g{number}", split="valid")
+        for number in range(3) for turn in "xy"
+    ]  # fmt: skip
+    rows = [
+        row("a", "hi how are you", "very well"),
+        row("b", "x", "turn y of dialogue 2"),
+        *held_out,
+    ]
+    corpus = corpus_of(rows)
+
+    def left(groups):
+        sharing = Options(ngram_words=4, min_words=2, boilerplate_groups=groups)
+        return {"a", "b"} & set(clean(corpus, ONLY, sharing, own_sets(corpus)).rows)
+
+    assert left(0) == set()
+    assert left(2) == {"a"}
+    assert left(3) == set()
+
+
+def test_short_held_out_splits_rule_nothing_out(corpus_of, clean):
+    corpus = corpus_of([row("a", "x", "y"), row("b", "x", "y", split="test")])
+    assert clean(corpus, ONLY, Options(), own_sets(corpus)).dropped == {}
+
+
+def test_the_set_named_first_is_the_reason(corpus_of, clean, tmp_path):
+    (tmp_path / "one.txt").write_text(f"{TEXT}\n")
+    (tmp_path / "two.txt").write_text(f"first line\n{TEXT}\n")
+    corpus = corpus_of([row("a", "x", TEXT), row("b", "x", "y")])
+    for names in (["one.txt", "two.txt"], ["two.txt", "one.txt"]):
+        sets = [open_set(str(tmp_path / name))[0] for name in names]
+        assert clean(corpus, ONLY, Options(), sets).dropped == {f"13 words of {names[0]}": 1}
+
+
+# What an evaluation set may be
+
+
+def as_text(folder):
+    (folder / "set.txt").write_text(f"something else\n{TEXT}\n")
+    return "set.txt:2"
+
+
+def as_gzip(folder):
+    (folder / "set.gz").write_bytes(gzip.compress(f"{TEXT}\n".encode()))
+    return "set.gz:1"
+
+
+def as_texts(folder):
+    table = pa.table({"number": [1, 2, 3], "text": [None, "something else", TEXT]})
+    pq.write_table(table, folder / "set.parquet")
+    return "set.parquet:3"
+
+
+def as_examples(folder):
+    examples = [row("i", "none"), row("j", TEXT[:40], TEXT[40:]), row("k", None, None)]
+    schema = pa.schema(
+        {"example_id": pa.string(), "context": pa.list_(pa.string()), "response": pa.string()}
+    )
+    pq.write_table(pa.Table.from_pylist(examples, schema), folder / "set.parquet")
+    return "j"
+
+
+@pytest.mark.parametrize("make", [as_text, as_gzip, as_texts, as_examples])
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_files_of_texts_are_evaluation_sets(corpus_of, clean, tmp_path, make, as_folder):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    match = make(folder)
+    uri = folder if as_folder else next(folder.iterdir())
+    evaluation, reference = open_set(str(uri))
+    assert reference["uri"] == str(uri) and reference["fingerprint"]
+    corpus = corpus_of([row("a", "x", TEXT), row("b", "x", "y")])
+    done = clean(corpus, ONLY, Options(), [evaluation])
+    assert done.dropped == {f"13 words of {uri.name}": 1}
+    (sample,) = (tmp_path / "clean-0" / "rejected").iterdir()
+    assert f'"same_as": "{match}"' in sample.read_text()
+
+
+def test_a_corpus_is_an_evaluation_set_by_its_held_out_splits(corpus_of, clean):
+    other = corpus_of([row("t", "x", "r1 r2 r3 r4"), row("v", "x", "s1 s2 s3 s4", split="valid")])
+    corpus = corpus_of([row("a", "x", "r1 r2 r3 r4"), row("b", "x", "s1 s2 s3 s4")])
+    evaluation, reference = open_set(f"{other.uri}/")
+    assert reference.fingerprint == other.fingerprint
+    assert set(clean(corpus, ONLY, RULE, [evaluation]).rows) == {"a"}
+    everything = open_set(f"{other.uri}/train")[0]
+    assert set(clean(corpus, ONLY, RULE, [everything]).rows) == {"b"}
+
+
+def test_what_is_no_evaluation_set_is_refused(corpus_of, clean, tmp_path):
+    corpus = corpus_of([row("a", "x", TEXT)])
+    with pytest.raises(BadInput, match=r"--evaluation .*: a corpus without a valid or test split"):
+        open_set(corpus.uri)
+    with pytest.raises(BadInput, match=r"--evaluation .*/none: no such file or folder"):
+        open_set(str(tmp_path / "none"))
+    encoder = draft(str(tmp_path / "encoder"), "encoder", ONLY, {}).publish([], {})
+    with pytest.raises(BadInput, match="kind is 'encoder'; needed here: corpus"):
+        open_set(encoder.uri)
+
+    def refusal(name, write):
+        write(tmp_path / name)
+        with pytest.raises(BadInput) as error:
+            clean(corpus, ONLY, Options(), [open_set(str(tmp_path / name))[0]])
+        return str(error.value)
+
+    short = refusal("short.txt", lambda path: path.write_text("too few words\n\n"))
+    assert re.match("--evaluation .*short.txt: no text of decontaminate.min_words 8", short)
+    broken = refusal("b.parquet", lambda path: path.write_text("rubbish"))
+    assert "b.parquet: no Parquet file" in broken
+    numbers = pa.table({"text": [1], "response": ["a"]})
+    wrong = refusal("n.parquet", lambda path: pq.write_table(numbers, path))
+    assert re.search("n.parquet: no texts; needed: .* there are: text, response", wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ngram_words": 0}, "decontaminate.ngram_words: 0 .* >= 1"),
+        ({"min_words": 14}, "decontaminate.min_words: 14 .* 1 to decontaminate.ngram_words"),
+        ({"boilerplate_groups": -1}, "decontaminate.boilerplate_groups: -1 .* >= 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(BadInput, match=message):
+        Options(**options)

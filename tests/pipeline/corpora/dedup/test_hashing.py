@@ -1,0 +1,187 @@
+"""Against plain Python: `unicodedata`, lists and whole numbers without a bound."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.corpora.dedup import hashing
+from pipeline.corpora.dedup.hashing import Tokens
+
+TEXT = st.text("aAbBzZ09 \t\n.,_-'!<+$“…»\u00a0\u3000éÉßﬁ①Ωω漢字ー😀\u00ad\u200bİ", max_size=30)
+TEXTS = st.lists(TEXT, max_size=8)
+NUMBERS = st.lists(st.integers(0, 2**64 - 1), max_size=20)
+
+
+def array(texts: list[str]) -> pa.Array:
+    return pa.array(texts, pa.string())
+
+
+def hashes(numbers: list[int]) -> hashing.Hashes:
+    return np.array(numbers, np.uint64)
+
+
+def tokens(lists: list[list[int]]) -> Tokens:
+    offsets = np.cumsum([0, *map(len, lists)])
+    return Tokens(hashes([number for numbers in lists for number in numbers]), offsets)
+
+
+def lists(found: Tokens) -> list[list[int]]:
+    parts = np.split(found.hashes, found.offsets[1:-1])
+    return [part.tolist() for part in parts] if len(found.counts) else []
+
+
+def python_words(text: str) -> list[str]:
+    """NFKC, lower case, apart at what Unicode calls separators, punctuation and control characters."""
+    text = unicodedata.normalize("NFKC", text)
+    text = unicodedata.normalize("NFKC", "".join(letter.lower() for letter in text))
+    text = "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
+    kinds = [unicodedata.category(letter)[0] for letter in text]
+    return "".join(
+        " " if kind in "ZPC" else letter for letter, kind in zip(text, kinds, strict=True)
+    ).split()
+
+
+def same_partition(ours: list[int], theirs: list[object]) -> bool:
+    """Whether two lists of names call the same things the same."""
+    pairs = set(zip(ours, theirs, strict=True))
+    return len(pairs) == len(set(ours)) == len({theirs for _, theirs in pairs})
+
+
+# Words and characters
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Hello,  World!", ["hello", "world"]),
+        ("don't_stop", ["don", "t", "stop"]),
+        ("“Déjà vu” … naïve\u00a0café", ["déjà", "vu", "naïve", "café"]),
+        ("ﬁne ①", ["fine", "1"]),
+        ("soft\u00adhyphen zero\u200bwidth", ["softhyphen", "zerowidth"]),
+        ("C++ <3 $5 😀", ["c++", "<3", "$5", "😀"]),
+        ("?! …", []),
+    ],
+)
+def test_what_a_word_is(text, words):
+    assert python_words(text) == words
+    expected = [hashing.words(array([word])).hashes.tolist() for word in words]
+    assert [[found] for found in hashing.words(array([text])).hashes.tolist()] == expected
+
+
+@given(TEXTS)
+def test_words_are_pythons_words(texts):
+    found = hashing.words(array(texts))
+    expected = [python_words(text) for text in texts]
+    assert found.counts.tolist() == [len(words) for words in expected]
+    assert same_partition(found.hashes.tolist(), [word for words in expected for word in words])
+    assert same_partition(found.whole().tolist(), [tuple(words) for words in expected])
+
+
+@given(TEXTS)
+def test_characters_are_those_of_the_words_each_after_a_space(texts):
+    found = hashing.characters(array(texts))
+    spaced = ["".join(f" {word}" for word in python_words(text)) for text in texts]
+    expected = [unicodedata.normalize("NFKD", text) for text in spaced]
+    assert found.counts.tolist() == [len(text) for text in expected]
+    assert same_partition(found.hashes.tolist(), list("".join(expected)))
+
+
+@given(TEXTS, st.data())
+def test_a_text_has_its_words_wherever_it_stands(texts, data):
+    start = data.draw(st.integers(0, len(texts)))
+    end = data.draw(st.integers(start, len(texts)))
+    for split in (hashing.words, hashing.characters):
+        whole = lists(split(array(texts)))
+        assert lists(split(array(texts).slice(start, end - start))) == whole[start:end]
+        assert [hashed for text in texts for hashed in lists(split(array([text])))] == whole
+
+
+@given(TEXTS)
+def test_strings_are_the_same_only_letter_for_letter(texts):
+    assert same_partition(hashing.strings(array(texts)).tolist(), texts)
+
+
+def test_an_absent_text_has_no_words():
+    assert hashing.words(pa.array([None, "a b", None], pa.string())).counts.tolist() == [0, 2, 0]
+
+
+def test_different_words_have_different_hashes():
+    words = [f"{a}{b}{n}" for a in "abcdefghij" for b in "xyz" for n in range(10_000)]
+    found = hashing.words(array([" ".join(words)]))
+    assert len(set(found.hashes.tolist())) == len(words) == 300_000
+
+
+def test_every_bit_of_a_hash_takes_part():
+    found = hashing.words(array([" ".join(map(str, range(20_000)))])).hashes
+    for bit in range(64):
+        ones = int(((found >> np.uint64(bit)) & np.uint64(1)).sum())
+        assert abs(ones - 10_000) < 5 * 71, bit  # standard deviation 71
+
+
+# Sequences
+
+
+@given(NUMBERS, st.data())
+def test_a_segment_is_a_polynomial_of_its_own_values_alone(values, data):
+    start = data.draw(st.integers(0, len(values)))
+    end = data.draw(st.integers(start, len(values)))
+    polynomial = sum(x * hashing._BASE**i for i, x in enumerate(values[start:end])) % 2**64
+    expected = hashing.mix(hashes([polynomial]))
+    assert hashing.segments(hashes(values), np.array([start]), np.array([end])) == expected
+
+
+def test_mixing_gives_the_published_numbers():
+    # SplitMix64 seeded with 0 begins with these.
+    golden = np.uint64(hashing._GOLDEN)
+    found = hashing.mix(np.arange(1, 4, dtype=np.uint64) * golden).tolist()
+    assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@given(st.lists(NUMBERS, max_size=6), st.integers(1, 5), st.integers(1, 5))
+def test_ngrams_are_all_runs_and_a_short_text_is_one(values, n, shortest):
+    expected = [
+        [tuple(row[start : start + n]) for start in range(len(row) - n + 1)]
+        or [tuple(row)] * (len(row) >= shortest and len(row) > 0)
+        for row in values
+    ]
+    found = hashing.ngrams(tokens(values), n, shortest)
+    assert found.counts.tolist() == [len(grams) for grams in expected]
+    assert same_partition(found.hashes.tolist(), [gram for grams in expected for gram in grams])
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=6))
+def test_beside_puts_each_pair_together(pairs):
+    left, right = tokens([a for a, _ in pairs]), tokens([b for _, b in pairs])
+    assert lists(hashing.beside(left, right)) == [a + b for a, b in pairs]
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=6))
+def test_distinct_makes_sorted_sets(values):
+    assert lists(hashing.distinct(tokens(values))) == [sorted(set(row)) for row in values]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
+def test_the_first_of_each_combination(rows):
+    first, second = (np.array([row[side] for row in rows], np.int64) for side in (0, 1))
+    assert hashing.first_of_each(first, second).tolist() == [
+        rows.index(row) for row in sorted(set(rows))
+    ]
+
+
+def test_hashes_together_depend_on_each_and_on_their_order():
+    a, b = hashes([1, 2, 1]), hashes([2, 1, 2])
+    found = hashing.together([a, b]).tolist()
+    assert found[0] == found[2] != found[1]
+
+
+def test_hashes_are_the_same_on_every_machine():
+    found = hashing.words(array(["One word", "ein Wort"]))
+    assert [f"{value:016x}" for value in found.hashes.tolist()] == [
+        "7939dc3245630256", "966aa138249b1eb9", "bbe39777b82aab0d", "3f525ed64aa93fcd"
+    ]  # fmt: skip
