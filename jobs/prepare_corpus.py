@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
@@ -13,7 +14,16 @@ from jobs import cluster, program
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, Draft, draft, sum_counts
 from pipeline.config import BadInput
-from pipeline.corpora import amazonqa, convai2, reddit, starspace, wikipedia
+from pipeline.corpora import (
+    amazonqa,
+    convai2,
+    intents,
+    opensubtitles,
+    pairs,
+    reddit,
+    starspace,
+    wikipedia,
+)
 from pipeline.corpora.filters import Privacy
 from pipeline.corpora.raw import Reading
 
@@ -24,10 +34,14 @@ class Config:
 
     Formats: reddit (RC_* dump files), convai2 (ParlAI's text), wikipedia (XML dumps or
     WikiExtractor's output), starspace (its articles of Wikipedia), amazonqa (McAuley's questions
-    and answers).
+    and answers), opensubtitles (raw text), banking77, clinc150, hwu64, snips (intents), pairs (your
+    own JSON lines, CSV, TSV or Parquet).
     """
 
-    corpus: Literal["reddit", "convai2", "wikipedia", "starspace", "amazonqa"]
+    corpus: Literal[
+        "reddit", "convai2", "wikipedia", "starspace", "amazonqa",
+        "opensubtitles", "pairs", "banking77", "clinc150", "hwu64", "snips",
+    ]  # fmt: skip
     """The format of the input."""
     input: tuple[str, ...]
     """Files or folders: local, s3://, gs://, …; .zst, .bz2, .gz, .xz or plain."""
@@ -47,6 +61,10 @@ class Config:
     """Options for starspace."""
     amazonqa: amazonqa.Options = field(default_factory=amazonqa.Options)
     """Rules for amazonqa."""
+    opensubtitles: opensubtitles.Options = field(default_factory=opensubtitles.Options)
+    """Rules for opensubtitles."""
+    pairs: pairs.Options = field(default_factory=pairs.Options)
+    """Columns and splits of pairs."""
 
 
 FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], list[dict[str, Any]]]] = {
@@ -55,6 +73,9 @@ FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], list[dict
     "wikipedia": wikipedia.prepare,
     "starspace": starspace.prepare,
     "amazonqa": amazonqa.prepare,
+    "opensubtitles": opensubtitles.prepare,
+    "pairs": pairs.prepare,
+    **{name: functools.partial(intents.prepare, corpus=name) for name in intents.CORPORA},
 }
 
 
