@@ -1,8 +1,9 @@
 """Wikipedia to sentence pairs (for next-sentence prediction) or to article search.
 
 It is read from Wikipedia's own dumps (`wikipedia_xml`) or from WikiExtractor's output
-(`wikipedia_extracted`); the first bytes of a file say which. An article that stands twice in a file is
-used once. One that stands in two files is used twice, with the same ids, always in the same split.
+(`wikipedia_extracted`); the first bytes of a file say which. An article that stands twice in a file, or
+in a part of a large dump, is used once. One that stands in two files is used twice, with the same
+ids, always in the same split.
 
 `search` writes beside the examples the fixed wrong answers of an evaluation (`others`).
 """

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config import BadInput
-from pipeline.corpora import wikipedia
+from pipeline.corpora import wikipedia, wikipedia_extracted
 from pipeline.corpora.files import Account
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.wikipedia import Options
@@ -122,6 +123,86 @@ def test_a_document_that_has_no_id_is_counted(tmp_path):
     assert account.malformed.counts["document without id or title"] == 1
 
 
+def test_an_article_that_stands_twice_is_used_once(tmp_path):
+    again = doc(" ".join(FOUR[::-1]), "1", "Again")
+    rows, account = read(tmp_path, doc("", "1") + doc(" ".join(FOUR), "1") + again + again)
+    assert {row["title"] for row in rows} == {"Autism"}
+    assert account.dropped.counts == {"fewer than 2 sentences": 1, "the same article again": 2}
+    assert account.records == 4
+
+
+def test_disambiguation_pages_are_left_out(tmp_path):
+    rows, account = read(tmp_path, doc(" ".join(FOUR), title="Mercury (disambiguation)"))
+    assert (rows, account.dropped.counts) == ([], {"disambiguation page": 1})
+
+
+# What the extractor leaves over, and its other form
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ('It was cut.<ref name="06/04"></ref> So it ended.', ["It was cut. So it ended."]),
+        ('It was cut.<ref name="a/b">A book, p. 1.</ref>', ["It was cut."]),
+        ('In 2012 he left&lt;ref name="a/b"&gt;&lt;/ref&gt; it.', ["In 2012 he left it."]),
+        ("First it rained.<br>Then it snowed.<br/>", ["First it rained.", "Then it snowed."]),
+        ("First it rained.&lt;br&gt;Then.", ["First it rained.", "Then."]),
+        ("A <nowiki>thing</nowiki> of <small>it</small>.</div>", ["A thing of it."]),
+        ("[[File:A.png|thumb|B]]", []),
+        ("A [[violin]]ist of the [[Art|arts]].", ["A violinist of the arts."]),
+        ("Hearts &amp; Flowers at 3 &lt; 4", ["Hearts & Flowers at 3 < 4"]),
+        ("• 32 playgrounds", []),
+        ("- 32 playgrounds", []),
+        ("Ayn Rand (; born in 1905) was ( ) here .", ["Ayn Rand (born in 1905) was here."]),
+    ],
+)
+def test_markup_that_the_extractor_left_over_is_taken_out(tmp_path, line, shown):
+    (tmp_path / "wiki_00").write_text(doc(line), encoding="utf-8")
+    uri = str(tmp_path / "wiki_00")
+    (article,) = wikipedia_extracted.articles(uri, Reading(), Account())
+    assert article.paragraphs == shown
+
+
+def test_both_writing_styles_give_the_same_examples(tmp_path):
+    """2018's has headings as sentences and "?curid="; the other has empty lines in between."""
+    dense = doc("\n".join([" ".join(FOUR[:2]), "Early life.", " ".join(FOUR[2:])]))
+    loose = doc("\n\n".join([" ".join(FOUR[:2]), "Bibliography", " ".join(FOUR[2:])]))
+    rows, _ = read(tmp_path, dense.replace("https://en.wikipedia.org/wiki", ""))
+    assert rows == read(tmp_path, loose)[0] != []
+
+
+@pytest.mark.parametrize("title_first", [True, False])
+def test_json_lines_give_the_examples_of_documents(tmp_path, title_first):
+    text = " ".join(FOUR[:2]) + "\nDungeons &amp; <br>\n" + " ".join(FOUR[2:])
+    lines = ("Q&amp;A\n\n" if title_first else "") + text + "\n"
+    fields = {"id": "12", "revid": "3", "url": "https://e.org", "title": "Q&A", "text": lines}
+    rows, account = read(tmp_path, json.dumps(fields) + "\n")
+    assert (account.records, account.malformed.counts) == (1, {})
+    assert rows == read(tmp_path, doc(text, title="Q&amp;A"))[0]
+    assert {row["title"] for row in rows} == {"Q&A"}
+    assert read(tmp_path, json.dumps({**fields, "id": 12}))[0] == rows
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "{}",
+        '{"id": "1", "title": "A"}',
+        '{"id": "1", "title": "A", "text": null}',
+        '{"id": "", "title": "A", "text": "b"}',
+        '{"id": "1", "title": ["A"], "text": "b"}',
+        '{"id": "1", "title": "A", "text": "\\ud800"}',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+    ],
+)
+def test_lines_that_are_no_documents_are_counted(tmp_path, line):
+    rows, account = read(tmp_path, line + "\n" + doc(" ".join(FOUR)))
+    assert len(rows) == 3
+    assert (account.records, account.malformed.counts.total()) == (2, 1)
+
+
 def test_a_file_of_another_format_is_all_malformed(tmp_path):
     rows, account = read(tmp_path, '{"id": 1}\n{"id": 2}\n')
     assert (rows, account.records) == ([], 2)
@@ -134,7 +215,7 @@ def test_options_outside_their_range_are_refused(option):
         Options(**{option: 0})
 
 
-# The sample files
+# The sample files and the real ones
 
 
 def test_the_sample_files_are_read_to_the_last_article(sample_files):
@@ -147,4 +228,19 @@ def test_the_sample_files_are_read_to_the_last_article(sample_files):
     ]
     assert account.records == 60
     assert len(rows) + account.dropped.counts.total() == 60
+    assert not account.malformed.counts
+
+
+@pytest.mark.shared
+def test_the_real_files_are_read_to_the_last_article(real_data):
+    """The numbers are those of the data's own description."""
+    account = Account()
+    seen = bare = 0
+    for file in sorted((real_data / "wikipedia" / "extracted_stubs_2018").rglob("wiki_*")):
+        for article in wikipedia_extracted.articles(str(file), Reading(), account):
+            seen += 1
+            bare += not article.paragraphs
+            assert not any("<br" in text or "<ref" in text for text in article.paragraphs)
+    assert (seen, account.records) == (31_597, 31_597)
+    assert 20_027 <= bare <= 20_400  # those of lists only, too
     assert not account.malformed.counts

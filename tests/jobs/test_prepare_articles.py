@@ -1,0 +1,202 @@
+"""Articles as a user prepares them: XML dumps, WikiExtractor's output, StarSpace's files."""
+
+from __future__ import annotations
+
+import bz2
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.corpora import wikipedia_xml
+from pipeline.corpora.raw import Reading, read_lines
+
+SEARCH = ("--wikipedia.task", "search")
+
+
+def rows_of(corpus: Artifact, folder: str) -> list[dict[str, Any]]:
+    files = corpus.files(f"{folder}/", ".parquet")
+    return [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
+
+
+@pytest.fixture
+def prepare(run_job, tmp_path: Path):
+    """The job on files, to a corpus; or its refusal."""
+
+    def run(corpus: str, files: list[Path], *options: object, output: str = "out") -> Artifact:
+        done = run_job("prepare_corpus", "--corpus", corpus, "--input", *files,
+                       "--output", tmp_path / output, *options)  # fmt: skip
+        found = open_artifact(done.summary["output"], "corpus")
+        dropped = sum(found.manifest["dropped"].values())
+        assert found.counts["records"] >= dropped
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def documents(sample_files: Path) -> list[tuple[str, str, list[str]]]:
+    """(id, title, paragraphs) of the sample articles."""
+    found = []
+    for file in sorted((sample_files / "wikipedia" / "extracted" / "AA").iterdir()):
+        lines = [line for _, line in read_lines(str(file), Reading())]
+        for place, line in enumerate(lines):
+            if line.startswith("<doc "):
+                end = lines.index("</doc>", place)
+                text = [line for line in lines[place + 2 : end] if line]
+                found.append((line.split('"')[1], lines[place + 1], text))
+    assert len(found) == 60
+    return found
+
+
+def xml_dump(documents: list[tuple[str, str, list[str]]]) -> list[str]:
+    """The same articles as a dump: its head, its pages, its tail."""
+    pages = [
+        f"<page><title>{escape(title)}</title><ns>0</ns><id>{name}</id><revision><id>1</id>"
+        f"<text>{escape(chr(10).join(text))}</text></revision></page>\n"
+        for name, title, text in documents
+    ]
+    return ["<mediawiki>\n", *pages, "</mediawiki>\n"]
+
+
+def json_lines(documents: list[tuple[str, str, list[str]]]) -> str:
+    return "".join(
+        json.dumps({"id": name, "url": "", "title": title, "text": "\n".join(text)}) + "\n"
+        for name, title, text in documents
+    )
+
+
+def test_all_forms_of_the_same_articles_give_the_same_corpus(
+    prepare, sample_files, documents, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(wikipedia_xml, "PART_BYTES", 4000)  # the driver cuts the dump into parts
+    streams = [bz2.compress(piece.encode()) for piece in xml_dump(documents)]
+    (tmp_path / "dump.xml.bz2").write_bytes(b"".join(streams))
+    (tmp_path / "wiki.json").write_text(json_lines(documents))
+    inputs = {
+        "extracted": sample_files / "wikipedia",
+        "xml": tmp_path / "dump.xml.bz2",
+        "json": tmp_path / "wiki.json",
+    }
+    found = {}
+    for name, file in inputs.items():
+        corpus = prepare("wikipedia", [file], *SEARCH, "--wikipedia.others", 5, output=name)
+        assert corpus.counts["records"] == 60
+        assert corpus.counts["examples"] + sum(corpus.manifest["dropped"].values()) == 60
+        examples = [row for split in ("train", "valid", "test") for row in rows_of(corpus, split)]
+        found[name] = (
+            sorted(examples, key=lambda row: row["example_id"]), rows_of(corpus, "others")
+        )  # fmt: skip
+        tasks = len({entry["path"].split("/")[1][:10] for entry in corpus.manifest["files"]})
+        assert name != "xml" or tasks > 5
+    assert found["xml"] == found["json"] == found["extracted"]
+    assert len(found["xml"][1]) == 5
+
+
+@pytest.mark.parametrize("wanted", [0, 10, 10_000])
+def test_the_others_are_a_file_of_the_corpus_apart_from_its_examples(prepare, sample_files, wanted):
+    corpus = prepare("wikipedia", [sample_files / "wikipedia"], *SEARCH, "--wikipedia.queries", 3,
+                     "--wikipedia.others", wanted)  # fmt: skip
+    others = rows_of(corpus, "others")
+    train = rows_of(corpus, "train")
+    articles = {row["group_id"] for row in train}
+    expected = min(wanted, len(articles))
+    assert len(others) == len({row["id"] for row in others}) == expected
+    assert corpus.rows("others/") == expected
+    assert corpus.counts.get("others", 0) == expected
+    assert corpus.counts.get("others.missing", 0) == wanted - expected
+    assert corpus.counts["examples"] == sum(
+        corpus.rows(f"{s}/") for s in ("train", "valid", "test")
+    )
+    responses = {(row["group_id"], row["response"]) for row in train}
+    for row in others:
+        assert row.keys() == {"id", "text"}
+        assert (row["id"], row["text"]) in responses
+    # Exactly what is published is listed, and nothing is left of the choice.
+    listed = {entry["path"] for entry in corpus.manifest["files"]}
+    there = {p.relative_to(corpus.uri).as_posix() for p in Path(corpus.uri).rglob("*.parquet")}
+    assert there == listed
+
+
+def test_pairs_have_no_others(prepare, sample_files):
+    corpus = prepare("wikipedia", [sample_files / "wikipedia"])
+    assert not corpus.files("others/") and "others" not in corpus.counts
+
+
+def labels(start: int, end: int) -> str:
+    return "".join(
+        f"Article {n} begins here .\tWrite to a{n}@example.org .\tIt ends {n} .\n"
+        for n in range(start, end)
+    )
+
+
+def test_starspaces_files_with_their_base_documents(prepare, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "wikipedia_train250k.txt").write_text(labels(0, 60))
+    (folder / "wikipedia_test10k.txt").write_text(labels(60, 80))
+    (folder / "wikipedia_test_basedocs.txt").write_text(labels(75, 100))  # 5 of them in test
+    corpus = prepare("starspace", [folder], "--starspace.others", 15)
+    per_split = {split: len(rows_of(corpus, split)) for split in ("train", "valid", "test")}
+    assert per_split == {"train": 60, "valid": 0, "test": 20}
+    assert corpus.counts["records"] == 80
+    others = rows_of(corpus, "others")
+    numbers = [int(row["text"].split()[1]) for row in others]
+    assert len(set(numbers)) == 15 and set(numbers) < set(range(80, 100))
+    for row, number in zip(others, numbers, strict=True):
+        assert (
+            row["text"] == f"Article {number} begins here . Write to <email> . It ends {number} ."
+        )
+    all_of_them = prepare("starspace", [folder], output="all")
+    assert all_of_them.counts["others"] == 20
+    assert all_of_them.counts["others.missing"] == 9980
+
+
+def test_without_base_documents_starspaces_others_are_of_train_and_of_no_other_split(
+    prepare, tmp_path
+):
+    (tmp_path / "wikipedia_train.txt").write_text(labels(0, 30))
+    (tmp_path / "wikipedia_test.txt").write_text(labels(20, 40))  # half of it is in train, too
+    files = [tmp_path / "wikipedia_train.txt", tmp_path / "wikipedia_test.txt"]
+    corpus = prepare("starspace", files)
+    train, test = rows_of(corpus, "train"), rows_of(corpus, "test")
+    assert (len(train), len(test)) == (30, 20)
+    chosen = {row["id"] for row in rows_of(corpus, "others")}
+    assert chosen == {row["group_id"] for row in train} - {row["group_id"] for row in test}
+    assert len(chosen) == 20
+
+
+def test_only_base_documents_are_refused(run_job, tmp_path):
+    (tmp_path / "wikipedia_test_basedocs.txt").write_text(labels(0, 5))
+    done = run_job("prepare_corpus", "--corpus", "starspace", "--input", tmp_path,
+                   "--output", tmp_path / "out")  # fmt: skip
+    assert "--input" in done.refusal
+
+
+def test_a_dump_that_is_cut_off_is_refused_in_one_line(run_job, documents, tmp_path):
+    (tmp_path / "dump.xml").write_text("".join(xml_dump(documents)[:-5]))
+    arguments = ("--corpus", "wikipedia", "--input", tmp_path / "dump.xml", "--output")
+    refusal = run_job("prepare_corpus", *arguments, tmp_path / "out").refusal
+    assert "ends without </mediawiki> after 56 whole pages" in refusal
+    kept = run_job(
+        "prepare_corpus", *arguments, tmp_path / "out", "--reading.truncated", "keep"
+    ).summary
+    assert kept["counts"]["records"] == 56
+    assert "its 56 whole pages are used" in kept["notes"][0]
+
+
+@pytest.mark.shared
+def test_the_real_dumps_make_a_corpus_for_search(prepare, shared):
+    corpus = prepare("wikipedia", [shared / "data" / "wikipedia" / "xml_dump"], *SEARCH)
+    assert corpus.counts["records"] == 211
+    assert corpus.counts["examples"] == 211 - sum(corpus.manifest["dropped"].values()) == 102
+    assert corpus.manifest["dropped"]["redirect"] == 99
+    # An article that is in both dumps is used twice, in one split, and is one of the others.
+    ids = Counter(row["group_id"] for row in rows_of(corpus, "train"))
+    assert sorted(ids.values())[-2:] == [1, 2]
+    assert {row["id"] for row in rows_of(corpus, "others")} == ids.keys()
