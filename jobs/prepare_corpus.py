@@ -17,11 +17,14 @@ from pipeline.config import BadInput
 from pipeline.corpora import (
     amazonqa,
     convai2,
+    dstc7,
     intents,
     opensubtitles,
     pairs,
+    published,
     reddit,
     starspace,
+    ubuntu,
     wikipedia,
 )
 from pipeline.corpora.filters import Privacy
@@ -32,14 +35,14 @@ from pipeline.corpora.raw import Reading
 class Config:
     """Turns raw dump files into a corpus of (context, response) examples.
 
-    Formats: reddit (RC_* dump files), convai2 (ParlAI's text), wikipedia (XML dumps or
-    WikiExtractor's output), starspace (its articles of Wikipedia), amazonqa (McAuley's questions
-    and answers), opensubtitles (raw text), banking77, clinc150, hwu64, snips (intents), pairs (your
-    own JSON lines, CSV, TSV or Parquet).
+    Formats: reddit (RC_* dump files), convai2 (ParlAI's text, Xpersona's JSON), dstc7 (track 1,
+    Ubuntu), ubuntu (V2), wikipedia (XML dumps or WikiExtractor's output), starspace (its articles of
+    Wikipedia), amazonqa (McAuley's questions and answers), opensubtitles (raw text), banking77,
+    clinc150, hwu64, snips (intents), pairs (your own JSON lines, CSV, TSV or Parquet).
     """
 
     corpus: Literal[
-        "reddit", "convai2", "wikipedia", "starspace", "amazonqa",
+        "reddit", "convai2", "dstc7", "ubuntu", "wikipedia", "starspace", "amazonqa",
         "opensubtitles", "pairs", "banking77", "clinc150", "hwu64", "snips",
     ]  # fmt: skip
     """The format of the input."""
@@ -51,10 +54,18 @@ class Config:
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
     authors: Literal["hash", "plain"] = "hash"
     """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT."""
+    expect: published.Expect = "report"
+    """Published numbers of examples: say where others are found, or refuse them (`published`)."""
     reading: Reading = field(default_factory=Reading)
     """Damaged input."""
     reddit: reddit.Options = field(default_factory=reddit.Options)
     """Rules for reddit."""
+    convai2: convai2.Options = field(default_factory=convai2.Options)
+    """Options for convai2."""
+    dstc7: dstc7.Options = field(default_factory=dstc7.Options)
+    """Options for dstc7."""
+    ubuntu: ubuntu.Options = field(default_factory=ubuntu.Options)
+    """Options for ubuntu."""
     wikipedia: wikipedia.Options = field(default_factory=wikipedia.Options)
     """Options for wikipedia."""
     starspace: starspace.Options = field(default_factory=starspace.Options)
@@ -70,6 +81,8 @@ class Config:
 FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], list[dict[str, Any]]]] = {
     "reddit": reddit.prepare,
     "convai2": convai2.prepare,
+    "dstc7": dstc7.prepare,
+    "ubuntu": ubuntu.prepare,
     "wikipedia": wikipedia.prepare,
     "starspace": starspace.prepare,
     "amazonqa": amazonqa.prepare,
@@ -93,6 +106,7 @@ def run(config: Config) -> program.Summary:
         inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": shown}
     out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.corpus})
     if isinstance(out, Artifact):
+        published.check(out.manifest.get("published", []), config.expect)
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("prepare_corpus", out) as tracked:
         privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
@@ -102,6 +116,8 @@ def run(config: Config) -> program.Summary:
         if not counts.get("examples"):
             dropped = sum_counts(records, "dropped")
             raise BadInput(f"--input: {counts['records']:,} records gave no example ({dropped})")
+        sizes = published.compare(config.corpus, files, records)
+        published.check(sizes, config.expect)
         notes = [note for record in records for note in record.get("notes", ())]
         corpus = out.publish(
             [file for record in records for file in record.get("files", ())],
@@ -109,11 +125,12 @@ def run(config: Config) -> program.Summary:
             sum_counts(records, "dropped"),
             tracked.run_id,
             notes=notes,
+            published=sizes,
         )
         tracking.finish(tracked, corpus)
-    for note in notes:
-        print(note, file=sys.stderr)
-    return program.published(corpus, already_there=False, notes=notes)
+    for line in [*notes, *published.differences(sizes)]:
+        print(line, file=sys.stderr)
+    return program.published(corpus, already_there=False, notes=notes, published=sizes)
 
 
 if __name__ == "__main__":
