@@ -111,7 +111,7 @@ def _read_file(
         columns = [keys, *map(list, zip(*some, strict=True))]
         parts.append(f"{task}-{len(parts):03d}")
         buckets.write(draft, parts[-1], pa.table(columns, schema=_PAIRS), bucket, number)
-    return {**account.close(draft, task, privacy), "parts": parts}
+    return {**account.close(draft, task, privacy), "input": uri, "parts": parts}
 
 
 def _key(pair: Pair) -> str:
@@ -138,6 +138,7 @@ def parse(
             account.malformed.add(str(reason), uri, at, line)
             continue
         account.records += len(pairs) or 1
+        account.counts["dictionaries"] += 1
         if not pairs:
             account.dropped.add("no answer", uri, at, line)
         for pair in pairs:

@@ -3,10 +3,8 @@ from __future__ import annotations
 import ast
 import gzip
 import hashlib
-import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import shards
-from pipeline.artifact import Draft, sum_counts
 from pipeline.config import BadInput
 from pipeline.corpora import amazonqa
 from pipeline.corpora.amazonqa import Options, Pair
@@ -25,7 +21,6 @@ from pipeline.corpora.filters import Privacy
 from pipeline.corpora.raw import Reading
 
 QUESTION, ANSWER = "Does it come with a cord?", "No, it does not."
-PLAIN = Privacy(redact="off", authors="plain", salt="")
 
 
 def line(question: str = QUESTION, answer: str = ANSWER, product: str = "B1") -> str:
@@ -46,26 +41,18 @@ def read(folder: Path, text: str | bytes, **options: Any) -> tuple[list[Pair], A
     return list(amazonqa.parse(str(file), Reading(), account, Options(**options))), account
 
 
-def prepare(
-    folder: Path, files: Iterable[str], privacy: Privacy = PLAIN, **options: Any
-) -> tuple[list[dict[str, Any]], dict[str, int], dict[str, int]]:
-    """(rows, counts, drops) of the whole way, in this process and without Ray."""
-    for number, text in enumerate(files):
-        (folder / f"qa_{number}.json").write_text(text)
-    draft = Draft(str(folder / "out"), str(folder / "out"), "corpus", {}, {}, "")
-    uris = sorted(map(str, folder.glob("qa_*")))
-    reading = Reading(max_malformed_share=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "run_tasks", lambda draft, tasks, work, label: [
-            json.loads(json.dumps(work(draft, task, tasks[task]))) for task in tasks
-        ])  # fmt: skip
-        records = amazonqa.prepare(draft, uris, Options(**options), reading, privacy)
-    rows = []
-    for file in (file for record in records for file in record.get("files", ())):
-        found = pq.read_table(draft.path(file["path"]), partitioning=None).to_pylist()
-        assert {row["split"] for row in found} == {file["path"].split("/")[0]}
-        rows += found
-    return rows, sum_counts(records, "counts"), sum_counts(records, "dropped")
+@pytest.fixture(scope="session")
+def prepare(prepare_here):
+    """What files of the given texts leave."""
+
+    def run(texts: list[str], privacy: Privacy | None = None, **options: Any):
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / f"qa_{number}.json" for number in range(len(texts))]
+            for file, text in zip(files, texts, strict=True):
+                file.write_text(text)
+            return prepare_here(amazonqa.prepare, files, Options(**options), privacy=privacy)
+
+    return run
 
 
 # Lines
@@ -165,16 +152,17 @@ def test_any_lines_are_pairs_or_counted(tmp_path_factory, lines):
 # The whole way
 
 
-def test_a_pair_is_an_example_of_its_product(tmp_path):
-    rows, counts, _ = prepare(tmp_path, [line()])
-    (row,) = rows
+def test_a_pair_is_an_example_of_its_product(prepare):
+    found = prepare([line()])
+    (row,) = found.rows
     assert row.pop("example_id").startswith("B1/")
     assert row == {
         "group_id": "B1", "context": [QUESTION], "response": ANSWER, "candidates": None, "label": None,
         "source": "amazonqa", "split": row["split"], "product_id": "B1",
     }  # fmt: skip
-    assert counts == {
+    assert found.counts == {
         "records": 1,
+        "dictionaries": 1,
         "examples": 1,
         "examples.train": int(row["split"] == "train"),
         "examples.test": int(row["split"] == "test"),
@@ -183,38 +171,32 @@ def test_a_pair_is_an_example_of_its_product(tmp_path):
 
 _texts = st.sampled_from(["a b c d", "a b c e", "a b\0c d e", "f g h i", "too short"])
 _pairs = st.tuples(st.sampled_from(["B1", "B2", "B10"]), _texts, _texts)
+_files = st.lists(st.lists(_pairs, max_size=12), min_size=1, max_size=3).filter(any)
 
 
-@given(
-    st.lists(st.lists(_pairs, max_size=12), min_size=1, max_size=3),
-    st.sampled_from([150, 400, 10**6]),
-)
+@given(files=_files, bucket_bytes=st.sampled_from([150, 400, 10**6]))
 @settings(max_examples=25)
-def test_of_equal_pairs_in_all_files_that_of_the_smallest_product_stays(files, bucket_bytes):
-    every = [pair for file in files for pair in file]
-    if not every:
-        return
-    long = [pair for pair in every if "too short" not in pair]
+def test_of_equal_pairs_in_all_files_that_of_the_smallest_product_stays(
+    prepare, files, bucket_bytes
+):
+    long = [pair for file in files for pair in file if "too short" not in pair]
     smallest: dict[tuple[str, str], str] = {}
     for product, *texts in sorted(long, reverse=True):
         smallest[tuple(texts)] = product
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(amazonqa, "_BUCKET_BYTES", bucket_bytes)
         patch.setattr(amazonqa, "_PAIRS_PER_PART", 3)
-        texts = ["\n".join(line(*pair[1:], pair[0]) for pair in file) for file in files]
-        rows, counts, dropped = prepare(Path(folder), texts)
-    found = Counter((row["product_id"], row["context"][0], row["response"]) for row in rows)
-    assert found == Counter((product, *texts) for texts, product in smallest.items())
-    assert dropped.get("duplicate", 0) == len(long) - len(smallest)
-    assert len({row["example_id"] for row in rows}) == len(rows) == counts["examples"]
-    assert counts["records"] == counts["examples"] + sum(dropped.values())
+        found = prepare(["\n".join(line(*pair[1:], pair[0]) for pair in file) for file in files])
+    kept = [(row["product_id"], row["context"][0], row["response"]) for row in found.rows]
+    assert Counter(kept) == Counter((product, *texts) for texts, product in smallest.items())
+    assert found.dropped.get("duplicate", 0) == len(long) - len(smallest)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 1.0])
-def test_products_are_split_by_the_md5_of_their_id(tmp_path, share):
+def test_products_are_split_by_the_md5_of_their_id(prepare, share):
     products = [f"B{n}" for n in range(200)]
     texts = [line(f"Is this the product {product}?", product=product) for product in products]
-    rows, *_ = prepare(tmp_path, ["\n".join(texts)], train_share=share)
+    rows = prepare(["\n".join(texts)], train_share=share).rows
     assert len(rows) == 200
     for row in rows:
         place = int(hashlib.md5(row["product_id"].encode()).hexdigest(), 16) % 4096
@@ -222,12 +204,12 @@ def test_products_are_split_by_the_md5_of_their_id(tmp_path, share):
     assert ("test" in {row["split"] for row in rows}) == (share < 1)
 
 
-def test_addresses_are_redacted_after_duplicates_are_found(tmp_path):
+def test_addresses_are_redacted_after_duplicates_are_found(prepare):
     two = [line(answer=f"Ask {name}@example.org about it.") for name in ("ann", "bob")]
     privacy = Privacy(redact="on", authors="hash", salt="")
-    rows, _, dropped = prepare(tmp_path, ["\n".join(two)], privacy)
-    assert [row["response"] for row in rows] == ["Ask <email> about it."] * 2
-    assert dropped == {}
+    found = prepare(["\n".join(two)], privacy)
+    assert [row["response"] for row in found.rows] == ["Ask <email> about it."] * 2
+    assert found.dropped == {}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +236,8 @@ def test_the_real_files_give_what_a_reading_by_hand_gives(run_job, shared, tmp_p
         "--redact", "off"
     ).summary  # fmt: skip
     assert summary["counts"] == {
-        "records": 7578 + 11341, "examples": len(products), "examples.train": 10644, "examples.test": 1217,
+        "records": 7578 + 11341, "dictionaries": 7578 + 11341, "examples": len(products),
+        "examples.train": 10644, "examples.test": 1217,
     }  # fmt: skip
     assert summary["dropped"]["duplicate"] == sum(map(len, products.values())) - len(products)
     rows = pq.read_table(tmp_path / "out" / "test", partitioning=None).to_pylist()
