@@ -4,7 +4,7 @@
       <siteinfo> … <namespace key="6" case="first-letter">File</namespace> … </siteinfo>
       <page>
         <title>Autism</title> <ns>0</ns> <id>25</id>
-        <revision> … <model>wikitext</model> <text>\'\'\'Autism\'\'\' is a …</text> </revision>
+        <revision> … <model>wikitext</model> <text>'''Autism''' is a …</text> </revision>
       </page>
     </mediawiki>
 
@@ -36,7 +36,7 @@ _PART = re.compile(r"(.*)#bytes=(\d+)-(\d+)", re.DOTALL)
 _XML = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:mediawiki|[?]xml|!DOCTYPE)\b")
 _DUMP = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<[?]xml[^>]*>\s*)?<mediawiki\b")
 _HIDDEN = re.compile(r'<namespace key="(?:6|14)"[^>]*>([^<]+)<')  # of files and of categories
-_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
+_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # the first 10 bytes of a bzip2 stream
 _BEGIN, _END, _LAST = b"<page>", b"</page>", b"</mediawiki>"
 _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
 # English templates that say so; not {{disambiguation needed}}, which stands behind a link.
@@ -155,27 +155,31 @@ def _head(uri: str) -> bytes:
     return head[:_HEAD_BYTES]
 
 
-def _boundary(uri: str, at: int) -> int:
-    """The first place from `at` on where reading can begin, or the file's end."""
+def _boundary(uri: str, first: int, before: int) -> int:
+    """The first place in the range where reading can begin: in bzip2, where a stream does.
+
+    `before`, its end, where there is none.
+    """
     with storage.open_input(uri) as stream:
-        size = int(stream.size())
-        if at in (0, size) or stream.read(3) != b"BZh":
-            return at
-        stream.seek(at)
+        if first == 0 or stream.read(3) != b"BZh":
+            return first
+        stream.seek(first)
         window = b""
-        while piece := stream.read(1 << 20):
+        while stream.tell() < before + 9 and (piece := stream.read(1 << 20)):
             window = window[-9:] + piece
             if found := _STREAM.search(window):
-                return int(stream.tell()) - len(window) + found.start()
-    return size
+                return min(before, int(stream.tell()) - len(window) + found.start())
+    return before
 
 
 def _pages(uri: str, start: int, end: int | None) -> Iterator[bytes]:
     """The pages that begin in the range. Raises CutOff where the dump does not go on to its end."""
-    begin = _boundary(uri, start)
-    finish = storage.size_of(uri) if end is None else _boundary(uri, end)
-    if begin == finish > 0:  # no stream begins here
+    size = storage.size_of(uri)
+    end = size if end is None else end
+    begin = _boundary(uri, start, end)
+    if begin == end:  # one stream of bzip2 goes on through all of the range
         return
+    finish = _boundary(uri, end, size)
     own = raw.slices(raw.decompressed(uri, begin, finish))
     whole = yield from cut_pages(own, raw.slices(raw.decompressed(uri, finish)))
     if not whole:
