@@ -111,7 +111,7 @@ def test_the_summary_and_the_run_say_what_the_manifest_says(prepare, dump, tmp_p
 def test_articles_become_pairs_or_search(run_job, sample_files, tmp_path, task):
     summary = run_job(
         "prepare_corpus", "--corpus", "wikipedia", "--input", sample_files / "wikipedia",
-        "--output", tmp_path / "out", "--wikipedia.task", task
+        "--output", tmp_path / "out", "--wikipedia.task", task, "--wikipedia.others", 0
     ).summary  # fmt: skip
     rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
     assert len(rows) == summary["counts"]["examples"]
