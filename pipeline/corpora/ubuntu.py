@@ -32,7 +32,7 @@ from pipeline.corpora.schema import EXAMPLE, split_of
 _TRAIN = ["Context", "Utterance", "Label"]
 _RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]
 _RIGHT, _WRONG = ("1", "1.0"), ("0", "0.0")
-_END_OF_UTTERANCE = re.compile(r"\s*__eou__\s*")
+_MARK = "__eou__"
 _ROWS_PER_SHARD = 50_000  # of 1 kB each
 
 
@@ -67,14 +67,13 @@ def parse(
 ) -> Iterator[files.Row]:
     """The examples of a file: one per right answer."""
     name = raw.plain_name(uri)
-    between = " . " if options.end_of_utterance == "dot" else " "
     for line, turns, answers in _questions(uri, reading, account):
-        context = [_END_OF_UTTERANCE.sub(between, turn).strip() for turn in turns if _says(turn)]
+        context = [_shown(turn, options) for turn in turns if _says(turn)]
         if not context or not _says(answers[0]):
             reason = "empty answer" if context else "no turn before the answer"
             account.dropped.add(reason, uri, line, "\t".join([*turns, answers[0]]))
             continue
-        texts = [_END_OF_UTTERANCE.sub(between, answer).strip() for answer in answers]
+        texts = [_shown(answer, options) for answer in answers]
         begins = hashlib.blake2b("\t".join(context[:2]).encode(), digest_size=8).hexdigest()
         group = f"{name}/{begins}"
         yield {
@@ -90,7 +89,13 @@ def parse(
 
 
 def _says(text: str) -> bool:
-    return _END_OF_UTTERANCE.sub("", text).strip() != ""
+    return text.replace(_MARK, "").strip() != ""
+
+
+def _shown(text: str, options: Options) -> str:
+    if options.end_of_utterance == "dot":
+        return text.replace(_MARK, ".").strip()
+    return " ".join(part.strip() for part in text.split(_MARK)).strip()
 
 
 def _questions(uri: str, reading: raw.Reading, account: files.Account) -> Iterator[_Question]:
