@@ -42,14 +42,14 @@ KEY_BYTES = 24  # of one band of one example
 _KEYS = pa.schema([("key", pa.uint64()), ("tie", pa.uint64()), ("node", pa.int64())])
 _PAIRS = pa.schema([("first", pa.int64()), ("second", pa.int64())])
 _WANTED = pa.schema([("row", pa.int64()), ("bucket", pa.int64())])
+_SIDES = ("response", "context")  # the context is not always compared
 _SETS = pa.schema(
     [
         ("node", pa.int64()),
         ("rank", pa.int8()),
         ("id", pa.string()),
         # Shingles, sorted; null where they are not compared.
-        ("response", pa.large_list(pa.uint64())),
-        ("context", pa.large_list(pa.uint64())),
+        *((side, pa.large_list(pa.uint64())) for side in _SIDES),
     ]
 )
 
@@ -138,12 +138,11 @@ def _fetch(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
             "node": node_of(number, numbers),
             "rank": np.full(len(numbers), shard.rank),
             "id": rows["example_id"],
-            "response": pa.nulls(len(numbers)),
-            "context": pa.nulls(len(numbers)),
+            **dict.fromkeys(_SIDES, pa.nulls(len(numbers))),
         }
         if compared:
-            names = ["context", "response"][-len(parts := shingles(rows, plan)) :]
-            columns |= {n: _lists(hashing.distinct(p)) for n, p in zip(names, parts, strict=True)}
+            for side, part in zip(_SIDES, reversed(shingles(rows, plan)), strict=False):
+                columns[side] = _lists(hashing.distinct(part))
         tables.append(pa.table(columns).cast(_SETS))
     at = np.searchsorted(np.flatnonzero(mask), wanted)
     rows = pa.concat_tables(tables).take(pa.array(at))
@@ -159,7 +158,7 @@ def _check(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
     nodes = sets["node"].to_numpy()  # in order, as the files are and the rows of each
     first, second = (np.searchsorted(nodes, side) for side in pairs)
     alike = np.ones(len(first), bool)
-    for side in ("context", "response"):
+    for side in _SIDES:
         similarity = minhash.similarities(_tokens(sets[side].chunk(0)), first, second)
         alike &= similarity >= plan.options.threshold
     members, labels = minhash.components(first[alike], second[alike])
@@ -192,5 +191,4 @@ def _lists(sets: Tokens) -> pa.Array:
 
 
 def _tokens(lists: pa.Array) -> Tokens:
-    offsets = lists.offsets.to_numpy()
-    return Tokens(lists.values.to_numpy(), offsets)
+    return Tokens(lists.values.to_numpy(), lists.offsets.to_numpy())

@@ -206,6 +206,12 @@ def test_turns_that_a_dialogue_adds_are_no_duplicates(corpus_of, clean):
     assert clean(corpus_of(rows)).dropped == {}
 
 
+def test_a_context_is_not_held_against_a_response(corpus_of, clean):
+    rows = [row("a", "one two three", "four five six"), row("b", "four five six", "one two three")]
+    done = clean(corpus_of(rows), THOROUGH)
+    assert (set(done.rows), done.counts["near_pairs.found"]) == ({"a", "b"}, 0)
+
+
 def test_characters_find_what_words_do_not(corpus_of, clean):
     rows = [
         row("a", "东京今天天气非常好我们去公园散步吧", "好"),
