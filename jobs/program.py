@@ -72,6 +72,11 @@ def open_encoder(uri: str) -> tuple[Path, dict[str, Any]]:
             ) from None
     if not storage.exists(storage.join(uri, "config.json")):
         raise BadInput(f"--encoder {uri}: not a model directory (config.json is missing)")
+    return open_external(uri)
+
+
+def open_external(uri: str) -> tuple[Path, dict[str, Any]]:
+    """(local folder, reference) of a folder that no job made."""
     folder = storage.local_folder(uri, "external")
     fingerprint = digest([(entry["path"], entry["sha256"]) for entry in folder_entries(folder)])
     return folder, {"uri": uri, "kind": "external", "fingerprint": fingerprint}

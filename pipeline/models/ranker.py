@@ -105,7 +105,7 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     encoder = Encoder.load(encoder_folder)
     tokenizer = Tokenizer.load(encoder_folder)
     torch.manual_seed(seed)
-    return Ranker(config, tokenizer, _network(config, encoder))
+    return Ranker(config, tokenizer, new_network(config, encoder))
 
 
 def load_ranker(folder: Path) -> Ranker:
@@ -118,14 +118,10 @@ def load_ranker(folder: Path) -> Ranker:
         raise BadInput(f"{folder}: not a ranker ({SETTINGS} is missing)")
     config = parse_settings(path.read_bytes(), str(path))
     name = "encoder" if config.architecture == "cross" else "context_encoder"
-    encoder = Encoder.load(folder / name)
-    network = _network(config, encoder)
-    if isinstance(network, DualEncoder) and not config.share_towers:
+    encoder, other = Encoder.load(folder / name), None
+    if config.architecture != "cross" and not config.share_towers:
         other = Encoder.load(folder / "candidate_encoder")
-        if other.width != encoder.width:
-            raise BadInput(f"{folder}: the candidates' encoder has {other.width} dimensions, the "
-                           f"contexts' {encoder.width}")  # fmt: skip
-        network.candidate_encoder = other
+    network = new_network(config, encoder, other)
     try:
         found = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
     except SafetensorError as error:
@@ -160,17 +156,27 @@ def set_head(network: Network, weights: Mapping[str, Tensor], problem: str) -> N
             value.copy_(weights[name])
 
 
-def _network(config: RankerConfig, encoder: Encoder) -> Network:
+def new_network(config: RankerConfig, encoder: Encoder, other: Encoder | None = None) -> Network:
+    """A network with a new head. `other`: the candidates' tower where it is not the same, or to be
+    the same at the start.
+
+    Raises BadInput for settings that an encoder is too small for.
+    """
     needed = {"context": config.max_context_tokens, "candidate": config.max_candidate_tokens}
     if config.architecture == "cross":
         needed = {"context_tokens + max_candidate": sum(needed.values()) - 1}
+    positions = min(tower.positions for tower in (encoder, other) if tower is not None)
     for name, tokens in needed.items():
-        if tokens > encoder.positions:
+        if tokens > positions:
             raise BadInput(f"ranker.max_{name}_tokens: {tokens} is not allowed; allowed: at most "
-                           f"{encoder.positions}, the encoder's positions")  # fmt: skip
+                           f"{positions}, the encoder's positions")  # fmt: skip
     if config.architecture == "cross":
         return CrossEncoder(encoder, config)
-    other = encoder if config.share_towers else copy.deepcopy(encoder)
+    if other is None:
+        other = encoder if config.share_towers else copy.deepcopy(encoder)
+    if other.width != encoder.width:
+        raise BadInput(f"the candidates' encoder has {other.width} dimensions, the contexts' "
+                       f"{encoder.width}; allowed: as many")  # fmt: skip
     kind = BiEncoder if config.architecture == "bi" else PolyEncoder
     return kind(encoder, other, config)
 

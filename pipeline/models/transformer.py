@@ -116,7 +116,8 @@ class Encoder(nn.Module):
         if not (folder / "config.json").exists():
             raise BadInput(f"{folder}: not a model directory (config.json is missing)")
         if not list(folder.glob("*.safetensors")):
-            raise BadInput(f"{folder}: the model has no weights (*.safetensors is missing)")
+            raise BadInput(f"{folder}: the model has no weights (*.safetensors is missing; pickles such "
+                           "as pytorch_model.bin are never loaded)")  # fmt: skip
         _quiet()  # what is missing is said here, not in a table on the terminal
         try:
             hf, report = AutoModel.from_pretrained(

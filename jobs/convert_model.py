@@ -1,0 +1,95 @@
+"""Rankers from and to other projects' formats."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jobs import program
+from pipeline import storage, tracking
+from pipeline.artifact import MANIFEST, Artifact, draft, folder_entries, open_artifact
+from pipeline.config import BadInput, require
+from pipeline.models.exchange import (
+    from_parlai,
+    from_sentence_transformers,
+    to_sentence_transformers,
+)
+from pipeline.models.exchange.from_sentence_transformers import Lengths
+from pipeline.models.ranker import Ranker, load_ranker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Makes a ranker of another project's model, or the other way round.
+
+    Read are a ranker (of jobs.finetune), a directory of sentence-transformers (a bi-encoder, or a
+    CrossEncoder) and one of ParlAI with a poly-encoder (model, model.opt, model.dict,
+    model.dict.codecs); which one it is, its files say. The new model has the same vectors and scores.
+    """
+
+    model: str
+    """The model to read."""
+    output: str
+    """Folder of the new one."""
+    to: Literal["polyrank", "sentence-transformers"] = "polyrank"
+    """polyrank: a ranker. sentence-transformers: of a bi-encoder one folder a side, context/ and
+    candidate/; of a cross-encoder a CrossEncoder."""
+    dimensions: int = 0
+    """Vectors are cut to so many, a width that `ranker.matryoshka` names; 0: as they are."""
+    max_context_tokens: int = 0
+    """From sentence-transformers: contexts keep so many tokens; 0: what the model takes, for a
+    CrossEncoder half of it."""
+    max_candidate_tokens: int = 0
+    """Likewise for candidates."""
+
+    def __post_init__(self) -> None:
+        for name in ("dimensions", "max_context_tokens", "max_candidate_tokens"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+
+
+def run(config: Config) -> program.Summary:
+    folder, source = _open(config.model)
+    kind = "ranker" if config.to == "polyrank" else "sentence-transformers"
+    with tempfile.TemporaryDirectory() as made:
+        ranker = _read(folder, config)
+        if config.dimensions:
+            ranker.cut(config.dimensions)
+        if kind == "ranker":
+            ranker.save(Path(made))
+        else:
+            to_sentence_transformers.export(ranker, Path(made))
+        # What cannot be converted has been refused by now and leaves no draft.
+        out = draft(config.output, kind, config, {"model": source})
+        if isinstance(out, Artifact):
+            return program.published(out, already_there=True)
+        with tracking.start("convert_model", out) as tracked:
+            storage.upload(Path(made), out.staging)
+            counts = {"parameters": sum(value.numel() for value in ranker.parameters())}
+            done = out.publish(folder_entries(Path(made)), counts, run_id=tracked.run_id)
+            tracking.finish(tracked, done)
+    return program.published(done, already_there=False, architecture=ranker.config.architecture)
+
+
+def _open(uri: str) -> tuple[Path, Artifact | dict[str, Any]]:
+    """(local folder, what the manifest names)"""
+    if storage.exists(storage.join(uri, MANIFEST)):
+        artifact = open_artifact(uri, "ranker", "sentence-transformers")
+        return artifact.local(), artifact
+    if not storage.exists(uri):
+        raise BadInput(f"--model {uri}: no such folder")
+    return program.open_external(uri)
+
+
+def _read(folder: Path, config: Config) -> Ranker:
+    if (folder / "ranker.json").exists():
+        return load_ranker(folder)
+    if (folder / f"{from_parlai.CHECKPOINT}.opt").exists():
+        return from_parlai.load(folder)
+    lengths = Lengths(config.max_context_tokens, config.max_candidate_tokens)
+    return from_sentence_transformers.load(folder, lengths)
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "convert_model")

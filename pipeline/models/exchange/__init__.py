@@ -1,0 +1,1 @@
+"""Rankers to and from the formats of other projects."""

@@ -1,0 +1,272 @@
+"""A ranker from what sentence-transformers saved.
+
+    modules.json            Transformer → Pooling (cls, mean) → Dense → Normalize: a bi-encoder,
+                            the last two only where there are any; one model serves both sides
+    context/, candidate/    two of these, as our export writes them: one model a side
+    modules.json            Transformer → Pooling (cls) → Dense with tanh → Dense: a cross-encoder
+    config.json             of a BertForSequenceClassification with one label: a cross-encoder,
+                            whose scores are those before the activation (a sigmoid, mostly)
+
+Whatever else a model does is refused rather than left out. Weights are read from safetensors only,
+and no code of the model's is run. Contexts that are too long keep their end, not their beginning.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.config import BadInput, require
+from pipeline.models.ranker import Ranker, new_network, set_head
+from pipeline.models.reduction import Reduction
+from pipeline.models.settings import RankerConfig
+from pipeline.models.tokens import Tokenizer
+from pipeline.models.transformer import Encoder
+
+_REDUCTIONS: dict[str, Reduction] = {
+    "cls": "first",
+    "mean": "mean",
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+}
+_ACTIVATIONS = {"Identity": False, "Tanh": True}
+_CLASSIFIER = "BertForSequenceClassification"  # others have other layers before the score
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What texts are cut to, special tokens included; 0: as the model says."""
+
+    context: int = 0
+    candidate: int = 0
+
+
+@dataclass(frozen=True)
+class _Transformer:
+    folder: Path
+    encoder: Encoder
+    tokenizer: Tokenizer
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class _Dense:
+    weight: Tensor
+    bias: Tensor | None
+    tanh: bool
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A modules.json: what follows the Transformer."""
+
+    transformer: _Transformer
+    reduction: Reduction
+    layers: tuple[_Dense, ...]
+    length: float
+    """Of the vectors; 0: any."""
+
+
+def load(folder: Path, lengths: Lengths) -> Ranker:
+    """Raises BadInput, in one line, for a model that no ranker is equal to."""
+    try:
+        return _load(folder, lengths)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise BadInput(f"{folder}: not in the form of sentence-transformers ({error!r})") from None
+
+
+def _load(folder: Path, lengths: Lengths) -> Ranker:
+    sides = [folder / side for side in ("context", "candidate")]
+    if all((side / "modules.json").exists() for side in sides):
+        return _bi([_chain(side) for side in sides], lengths)
+    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture.endswith("ForSequenceClassification"):
+        require(architecture == _CLASSIFIER, f"{folder}: architecture", architecture, _CLASSIFIER)
+        return _classifier(_transformer(folder), lengths)
+    about = folder / "config_sentence_transformers.json"
+    kind = _json(about).get("model_type") if about.exists() else None  # older models do not say
+    require(kind in (None, "SentenceTransformer", "CrossEncoder"), f"{about}: model_type", kind,
+            "SentenceTransformer, CrossEncoder")  # fmt: skip
+    chain = _chain(folder)
+    return _cross(chain, lengths) if kind == "CrossEncoder" else _bi([chain], lengths)
+
+
+def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
+    """Of one chain for both sides, or of two."""
+    first, last = chains[0], chains[-1]
+    weights = {}
+    for side, chain in zip(("context", "candidate"), chains, strict=False):
+        folder = chain.transformer.folder
+        for layer in chain.layers:
+            if len(chain.layers) > 1 or layer.bias is not None or layer.tanh:
+                raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one, without "
+                               "bias and activation")  # fmt: skip
+            weights[f"{side}_projection.weight"] = layer.weight
+    config = RankerConfig(
+        architecture="bi",
+        reduction=first.reduction,
+        share_towers=len(chains) == 1,
+        projection=len(first.layers[0].weight) if first.layers else 0,
+        vector_length=first.length,
+        max_context_tokens=lengths.context or first.transformer.max_tokens,
+        max_candidate_tokens=lengths.candidate or last.transformer.max_tokens,
+    )
+    texts = {chain.transformer.tokenizer.hf.backend_tokenizer.to_str() for chain in chains}
+    if (first.reduction, first.length) != (last.reduction, last.length) or len(texts) > 1:
+        raise BadInput(f"{first.transformer.folder}, {last.transformer.folder}: not the same tokenizer, "
+                       "Pooling and Normalize on both sides")  # fmt: skip
+    other = None if config.share_towers else last.transformer.encoder
+    return _ranker(config, first.transformer, weights, other)
+
+
+def _cross(chain: _Chain, lengths: Lengths) -> Ranker:
+    """First output → Dense with tanh, if it is there → Dense to one number."""
+    *poolers, score = chain.layers
+    fits = all(layer.tanh and layer.bias is not None for layer in poolers)
+    if chain.reduction != "first" or len(poolers) > 1 or not fits or score.tanh or chain.length:
+        raise BadInput(f"{chain.transformer.folder}: these modules make no cross-encoder; allowed: Pooling "
+                       "(cls) → Dense with bias and tanh, or none → Dense to one score")  # fmt: skip
+    weights = {"score.weight": score.weight}
+    weights["score.bias"] = torch.zeros(1) if score.bias is None else score.bias
+    for layer in poolers:
+        assert layer.bias is not None
+        weights.update({"pooler.weight": layer.weight, "pooler.bias": layer.bias})
+    return _pair_ranker(chain.transformer, weights, lengths)
+
+
+def _classifier(transformer: _Transformer, lengths: Lengths) -> Ranker:
+    names = {"pooler": "bert.pooler.dense", "score": "classifier"}
+    found = _weights(transformer.folder)
+    weights = {
+        f"{ours}.{part}": found[f"{theirs}.{part}"]
+        for ours, theirs in names.items()
+        for part in ("weight", "bias")
+    }
+    return _pair_ranker(transformer, weights, lengths)
+
+
+def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths: Lengths) -> Ranker:
+    """The model limits a pair; unless told otherwise, either text may take half of it."""
+    total = transformer.max_tokens + 1  # the candidate's [CLS] is not in the pair
+    candidate = lengths.candidate or (total - lengths.context if lengths.context else total // 2)
+    config = RankerConfig(
+        architecture="cross",
+        pooler="pooler.weight" in weights,
+        max_context_tokens=lengths.context or total - candidate,
+        max_candidate_tokens=candidate,
+    )
+    tokenizer, encoder = transformer.tokenizer, transformer.encoder
+    theirs = tokenizer.hf.backend_tokenizer.encode("a b", "c")
+    ours = tokenizer.pairs(tokenizer.contexts([["a b"]], 9), tokenizer.candidates(["c"], 9))
+    assert ours.segments_BT is not None
+    same = theirs.ids == ours.ids_BT[0].tolist()
+    if not same or (encoder.segments and theirs.type_ids != ours.segments_BT[0].tolist()):
+        raise BadInput(f"{transformer.folder}: pairs are not [CLS] context [SEP] candidate [SEP]")
+    return _ranker(config, transformer, weights)
+
+
+def _ranker(
+    config: RankerConfig,
+    transformer: _Transformer,
+    weights: dict[str, Tensor],
+    other: Encoder | None = None,
+) -> Ranker:
+    network = new_network(config, transformer.encoder, other)
+    set_head(network, weights, f"{transformer.folder}: its layers do not fit a ranker")
+    return Ranker(config, transformer.tokenizer, network).eval()
+
+
+def _chain(folder: Path) -> _Chain:
+    path = folder / "modules.json"
+    if not path.exists():
+        raise BadInput(f"{folder}: not of sentence-transformers (modules.json is missing)")
+    modules = [(entry["type"].split(".")[-1], folder / entry["path"]) for entry in _json(path)]
+    kinds = [kind for kind, _ in modules]
+    require(kinds[:2] == ["Transformer", "Pooling"] and set(kinds[2:]) <= {"Dense", "Normalize"},
+            str(path), " → ".join(kinds), "Transformer → Pooling → Dense → Normalize")  # fmt: skip
+    about = folder / "config_sentence_transformers.json"
+    if about.exists() and (prompt := _json(about).get("default_prompt_name")) is not None:
+        raise BadInput(f"{about}: default_prompt_name: {prompt!r} is not allowed; allowed: none")
+    layers: list[_Dense] = []
+    length = 0.0
+    for kind, place in modules[2:]:
+        if kind == "Normalize":
+            length = 1.0
+        elif length:
+            length *= _factor(_dense(place), place)
+        else:
+            layers.append(_dense(place))
+    transformer = _transformer(modules[0][1])
+    return _Chain(transformer, _reduction(modules[1][1]), tuple(layers), length)
+
+
+def _transformer(folder: Path) -> _Transformer:
+    encoder, tokenizer = Encoder.load(folder), Tokenizer.load(folder)
+    if tokenizer.hf.backend_tokenizer.encode("a b").ids != tokenizer.candidates(["a b"], 9)[0]:
+        raise BadInput(f"{folder}: its texts are not [CLS] text [SEP]")
+    limits = [encoder.positions, tokenizer.hf.model_max_length]
+    normaliser = tokenizer.hf.backend_tokenizer.normalizer
+    lowers = normaliser is not None and normaliser.normalize_str("A") == "a"
+    for path in folder.glob("sentence_*_config.json"):
+        config = _json(path)
+        if config.get("do_lower_case") and not lowers:
+            raise BadInput(f"{path}: do_lower_case: true is not allowed; allowed: false")
+        if config.get("max_seq_length"):
+            limits[1] = config["max_seq_length"]
+    return _Transformer(folder, encoder, tokenizer, min(limits))
+
+
+def _reduction(folder: Path) -> Reduction:
+    config = _json(folder / "config.json")
+    modes = config.get("pooling_mode") or [
+        name for name, on in config.items() if name.startswith("pooling_mode_") and on is True
+    ]
+    modes = [modes] if isinstance(modes, str) else modes
+    if len(modes) != 1 or modes[0] not in _REDUCTIONS:
+        raise BadInput(f"{folder}: {', '.join(modes)} is not allowed; allowed: cls, mean")
+    return _REDUCTIONS[modes[0]]
+
+
+def _dense(folder: Path) -> _Dense:
+    config = _json(folder / "config.json")
+    activation = config.get("activation_function", "Tanh").split(".")[-1]
+    allowed = ", ".join(_ACTIVATIONS)
+    require(activation in _ACTIVATIONS, f"{folder}: activation_function", activation, allowed)
+    require(not config.get("use_residual"), f"{folder}: use_residual", True, "false")
+    weights = _weights(folder)
+    return _Dense(weights["linear.weight"], weights.get("linear.bias"), _ACTIVATIONS[activation])
+
+
+def _factor(layer: _Dense, folder: Path) -> float:
+    """Of a Dense after Normalize, which can only make vectors longer or shorter."""
+    factor = layer.weight[0, 0].item()
+    same = torch.equal(layer.weight, torch.eye(len(layer.weight)) * factor)
+    if not same or factor <= 0 or layer.bias is not None or layer.tanh:
+        raise BadInput(f"{folder}: Dense after Normalize is not allowed; allowed: before it")
+    return factor
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BadInput(f"{folder}: no weights (*.safetensors is missing; pickles such as "
+                       "pytorch_model.bin are never loaded)")  # fmt: skip
+    try:
+        return {name: value.float() for file in files for name, value in load_file(file).items()}
+    except SafetensorError as error:
+        raise BadInput(f"{folder}: weights not to be read ({error})") from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: not to be read ({error})") from None

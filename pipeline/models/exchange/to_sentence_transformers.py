@@ -1,0 +1,193 @@
+"""A ranker as directories that sentence-transformers loads and that give the same numbers.
+
+    context/            a bi-encoder's side as a SentenceTransformer
+    candidate/          likewise
+    (the folder itself) a cross-encoder as a CrossEncoder, its scores without an activation
+
+    each of them: modules.json, what runs one after the other
+                  config.json, model.safetensors, tokenizer*.json: the Transformer
+                  1_Pooling/, 2_Dense/, …: what follows it
+
+The library itself is not needed here: its format is JSON and safetensors. Pairs of a context and a
+candidate that are too long are cut to the sum of both lengths, each from the left, where polyrank
+cuts the two texts on their own; shorter pairs have the same scores.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
+
+from pipeline.config import BadInput
+from pipeline.models.crossencoder import CrossEncoder
+from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.ranker import Ranker
+from pipeline.models.tokens import Tokenizer
+from pipeline.models.transformer import Encoder
+
+_POOLING = {"first": "cls", "mean": "mean"}
+_IDENTITY = "torch.nn.modules.linear.Identity"
+_TANH = "torch.nn.modules.activation.Tanh"
+
+
+@dataclass(frozen=True)
+class _Module:
+    """One of what runs after the Transformer."""
+
+    kind: str
+    config: dict[str, Any]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def export(ranker: Ranker, folder: Path) -> None:
+    """Writes the directory, which is there and empty.
+
+    Raises BadInput for what sentence-transformers has no modules for.
+    """
+    config = ranker.config
+    if config.architecture == "poly":
+        raise BadInput(
+            "architecture: 'poly' is unknown to sentence-transformers; allowed: bi, cross"
+        )
+    if isinstance(ranker.network, CrossEncoder):
+        _export_cross(ranker, ranker.network, folder)
+        return
+    if config.reduction not in _POOLING:
+        raise BadInput(f"ranker.reduction: {config.reduction!r} is unknown to sentence-transformers; "
+                       f"allowed: {', '.join(_POOLING)}")  # fmt: skip
+    dual = ranker.dual
+    about = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
+    tokenizer = _tokenizer(ranker.tokenizer)
+    encoder = dual.context_encoder
+    modules = _vector_modules(dual, encoder, dual.context_projection)
+    tokens = config.max_context_tokens
+    _write(folder / "context", encoder, tokenizer, tokens, "left", modules, about)
+    encoder = dual.candidate_encoder
+    modules = _vector_modules(dual, encoder, dual.candidate_projection)
+    tokens = config.max_candidate_tokens
+    _write(folder / "candidate", encoder, tokenizer, tokens, "right", modules, about)
+
+
+def _export_cross(ranker: Ranker, network: CrossEncoder, folder: Path) -> None:
+    """First output, then the pooler if there is one, then the score; scaling goes into the weights."""
+    scaling = network.output_scaling
+    modules = [_pooling(network.encoder, "cls")]
+    if network.pooler is not None:
+        weight, bias = network.pooler.weight, network.pooler.bias
+        modules.append(_dense(weight * scaling, bias, activation=_TANH))
+        scaling = 1.0
+    weight, bias = network.score.weight * scaling, network.score.bias
+    modules.append(_dense(weight, bias, output="scores"))
+    tokens = ranker.config.max_context_tokens + ranker.config.max_candidate_tokens - 1
+    about = {"model_type": "CrossEncoder", "activation_fn": _IDENTITY}
+    tokenizer = _tokenizer(ranker.tokenizer)
+    _write(folder, network.encoder, tokenizer, tokens, "left", modules, about)
+
+
+def _vector_modules(
+    dual: DualEncoder, encoder: Encoder, projection: nn.Linear | None
+) -> list[_Module]:
+    """What makes a vector of token outputs; scaling, projection and cut are one matrix."""
+    config = dual.config
+    modules = [_pooling(encoder, _POOLING[config.reduction])]
+    matrix = torch.eye(encoder.width) if projection is None else projection.weight
+    matrix = matrix[: dual.dimensions] * config.output_scaling
+    if not torch.equal(matrix, torch.eye(encoder.width)):
+        modules.append(_dense(matrix))
+    if config.vector_length:
+        modules.append(_Module("Normalize", {}))
+        if config.vector_length != 1:
+            modules.append(_dense(torch.eye(dual.dimensions) * config.vector_length))
+    return modules
+
+
+def _pooling(encoder: Encoder, mode: str) -> _Module:
+    """In the older form too, which says for each mode whether it is on."""
+    modes = {"cls": "cls_token", "mean": "mean_tokens"}
+    flags = {f"pooling_mode_{name}": mode == key for key, name in modes.items()}
+    return _Module("Pooling", {"word_embedding_dimension": encoder.width, **flags})
+
+
+def _dense(
+    weight: Tensor, bias: Tensor | None = None, output: str = "", activation: str = _IDENTITY
+) -> _Module:
+    config = {
+        "in_features": weight.shape[1],
+        "out_features": weight.shape[0],
+        "bias": bias is not None,
+        "activation_function": activation,
+        **({"module_output_name": output} if output else {}),
+    }
+    weights = {"linear.weight": weight, **({} if bias is None else {"linear.bias": bias})}
+    return _Module("Dense", config, weights)
+
+
+def _tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy that puts the special tokens where polyrank does: [CLS] a [SEP], [CLS] a [SEP] b [SEP]."""
+    plain = Tokenizer(copy.deepcopy(tokenizer.hf))
+    cls, sep = plain.hf.cls_token, plain.hf.sep_token
+    plain.hf.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[cls, "$A", sep],
+        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
+        special_tokens=[(cls, plain.cls), (sep, plain.sep)],
+    )
+    return plain
+
+
+def _write(
+    folder: Path,
+    encoder: Encoder,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    cut: Literal["left", "right"],
+    modules: Sequence[_Module],
+    about: dict[str, Any],
+) -> None:
+    encoder.save(folder)
+    tokenizer.save(folder)
+    path = folder / "tokenizer_config.json"
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if encoder.segments else [])]
+    _write_json(
+        path,
+        {
+            **json.loads(path.read_text(encoding="utf-8")),
+            "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json as it is
+            "model_max_length": max_tokens,
+            "model_input_names": names,
+            "truncation_side": cut,
+            "padding_side": "right",
+            "split_special_tokens": True,  # "[SEP]" in somebody's text is text
+        },
+    )
+    limits = {"max_seq_length": max_tokens, "do_lower_case": False}
+    _write_json(folder / "sentence_bert_config.json", limits)
+    _write_json(folder / "config_sentence_transformers.json", about)
+    listed = [("", "Transformer")]
+    for number, module in enumerate(modules, 1):
+        name = f"{number}_{module.kind}"
+        (folder / name).mkdir()
+        listed.append((name, module.kind))
+        if module.config:
+            _write_json(folder / name / "config.json", module.config)
+        if module.weights:
+            weights = {key: value.detach().contiguous() for key, value in module.weights.items()}
+            save_file(weights, folder / name / "model.safetensors")
+    types = [f"sentence_transformers.models.{kind}" for _, kind in listed]
+    entries = [
+        {"idx": number, "name": str(number), "path": path, "type": types[number]}
+        for number, (path, _) in enumerate(listed)
+    ]
+    _write_json(folder / "modules.json", entries)
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

