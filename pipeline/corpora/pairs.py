@@ -74,8 +74,10 @@ class Options:
             require(getattr(self, name) != "", f"pairs.{name}", getattr(self, name), "a column")
         require(not self.label_column or self.candidates_column != "", "pairs.label_column",
                 self.label_column, "none without pairs.candidates_column")  # fmt: skip
-        require(min(self.shares) >= 0 and sum(self.parts_per_thousand) == 1000, "pairs.shares",
-                self.shares, "three shares in thousandths that add up to 1")  # fmt: skip
+        parts = self.parts_per_thousand
+        whole = self.shares == tuple(part / 1000 for part in parts)
+        require(whole and min(parts) >= 0 and sum(parts) == 1000, "pairs.shares", self.shares,
+                "three shares, thousandths at the finest, that add up to 1")  # fmt: skip
 
     @property
     def parts_per_thousand(self) -> list[int]:
@@ -142,7 +144,9 @@ def parse(
 def _split_of_file(uri: str, options: Options) -> Split | None:
     if options.split_by != "names" or options.split_column:
         return None
-    return named_split(storage.name_of(uri)) or named_split(storage.name_of(posixpath.dirname(uri)))
+    folder = storage.name_of(posixpath.dirname(uri)).rpartition("=")[2]  # Hive's split=train
+    # A folder test_run says nothing of its files.
+    return named_split(storage.name_of(uri)) or (named_split(folder) if folder.isalpha() else None)
 
 
 def _is_blank(side: str | list[str]) -> bool:
