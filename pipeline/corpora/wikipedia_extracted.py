@@ -77,7 +77,7 @@ def _paragraphs(line: str, title: str) -> list[str]:
     text = html.unescape(line).strip()
     if not text or text == title or text.startswith(_OVERLONG):
         return []
-    if "[[" in text or "{{" in text or "<" in text:
+    if wikitext.has_markup(text):
         try:
             return wikitext.paragraphs(text)
         except wikitext.MarkupError:
