@@ -16,6 +16,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.config import BadInput
 
+# Of a long text so much is tokenised at first for every token that is kept (English has 4.7 characters a
+# token): whole Wikipedia articles cost more to tokenise than a small encoder's 256 tokens to embed.
+_CHARACTERS_PER_TOKEN = 6
+_SPARE_TOKENS = 8  # those next to a cut are not trusted to be the whole text's
+
 
 class Tokens(NamedTuple):
     """A padded batch."""
@@ -79,7 +84,21 @@ class Tokenizer:
 
     def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP]."""
-        return [[self.cls, *row[: max_tokens - 2], self.sep] for row in self.ids(texts)]
+        return [[self.cls, *row, self.sep] for row in self._first_ids(texts, max_tokens - 2)]
+
+    def _first_ids(self, texts: Sequence[str], keep: int) -> list[list[int]]:
+        """The first `keep` ids of each text; of a long one no more is tokenised than they need."""
+        rows: list[list[int]] = [[] for _ in texts]
+        places, characters = list(range(len(texts))), keep * _CHARACTERS_PER_TOKEN
+        while places:
+            heads = [_head(texts[place], characters) for place in places]
+            short = []
+            for place, head, ids in zip(places, heads, self.ids(heads), strict=True):
+                rows[place] = ids[:keep]
+                if len(head) < len(texts[place]) and len(ids) < keep + _SPARE_TOKENS:
+                    short.append(place)
+            places, characters = short, characters * 4
+        return rows
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
         """Pads rows of `contexts` or `candidates`."""
@@ -102,6 +121,12 @@ class Tokenizer:
         ids_BT = torch.full(mask_BT.shape, self.pad)
         ids_BT[mask_BT] = torch.tensor([token for row in rows for token in row])
         return Tokens(ids_BT, mask_BT)
+
+
+def _head(text: str, characters: int) -> str:
+    """A beginning that ends before a space, and so between words; the whole text if it is short."""
+    end = text.rfind(" ", characters // 2, characters) if len(text) > characters else -1
+    return text if end < 0 else text[:end]
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> int:

@@ -115,14 +115,14 @@ def test_results_are_float32_on_the_cpu_without_graph(tiny):
 def small_memory(monkeypatch):
     """A ranker whose candidate tower has no memory for more than `limit` rows; its batch sizes."""
 
-    def limit_to(ranker, limit):
+    def limit_to(ranker, limit, error=None):
         sizes = []
         encode = ranker.dual.encode_candidates
 
         def limited(tokens):
             sizes.append(len(tokens.ids_BT))
             if sizes[-1] > limit:
-                raise torch.OutOfMemoryError("too many rows")
+                raise error or torch.OutOfMemoryError("too many rows")
             return encode(tokens)
 
         monkeypatch.setattr(ranker.network, "encode_candidates", limited)
@@ -141,6 +141,49 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(tiny, small_memory, lim
     fitted = [size for size in sizes if size <= limit]
     assert sum(fitted) == len(TEXTS)
     assert sizes[-1] <= limit < sizes[0]
+
+
+def no_memory() -> Exception:
+    """What torch says where a CPU has not enough."""
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(1 << 52)
+    return failed.value
+
+
+@pytest.mark.parametrize("error", [MemoryError(), no_memory()], ids=["python", "torch"])
+def test_memory_of_a_cpu_that_does_not_do_halves_a_batch_too(tiny, small_memory, error):
+    ranker = dual(tiny)
+    sizes = small_memory(ranker, 2, error)
+    assert len(inference.candidate_vectors(ranker, TEXTS)) == len(TEXTS)
+    assert sizes[0] == len(TEXTS)
+    assert sizes[-1] <= 2
+
+
+def test_another_error_is_raised(tiny, small_memory):
+    ranker = dual(tiny)
+    sizes = small_memory(ranker, 2, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="shapes"):
+        inference.candidate_vectors(ranker, TEXTS)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"projection": 8, "vector_length": 4.5}, {"reduction": "mean_first_m"}]
+)
+def test_weights_in_bf16_give_nearly_the_same_vectors_in_float32(tiny, config):
+    exact = inference.candidate_vectors(dual(tiny, **config), TEXTS)
+    ranker = dual(tiny, **config)
+    inference.to_bf16(ranker)
+    assert {weight.dtype for weight in ranker.dual.candidate_encoder.parameters()} == {
+        torch.bfloat16
+    }
+    vectors = inference.candidate_vectors(ranker, TEXTS)
+    assert vectors.dtype == torch.float32
+    assert torch.cosine_similarity(vectors, exact).min() > 0.999
+    assert not torch.equal(vectors.bfloat16().float(), vectors)  # no rounding behind the encoder
+    contexts, mask = inference.context_vectors(ranker, CONTEXTS)
+    expected, _ = inference.context_vectors(dual(tiny, **config), CONTEXTS)
+    assert torch.cosine_similarity(contexts[mask], expected[mask]).min() > 0.999
 
 
 def test_one_text_that_does_not_fit_is_an_error(tiny, small_memory):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.config import BadInput
@@ -37,6 +39,51 @@ def test_context_keeps_its_newest_tokens_and_both_special_ones(tiny, turns, max_
 def test_candidate_keeps_its_first_tokens_and_both_special_ones(tiny, numbers, max_tokens):
     (row,) = tiny.tokenizer().candidates([text(numbers)], max_tokens)
     assert row == [CLS, *ids(numbers)[: max_tokens - 2], SEP]
+
+
+def word_piece() -> FastTokenizer:
+    """BERT's way: lower case, punctuation apart, pieces of words."""
+    pieces = [*"abcé.!", *(f"##{letter}" for letter in "abcé"), "ab", "##ca"]
+    vocabulary = {token: place for place, token in enumerate([*SPECIALS, *pieces])}
+    fast = FastTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    fast.normalizer = normalizers.BertNormalizer(strip_accents=False)
+    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return fast
+
+
+def byte_pairs() -> FastTokenizer:
+    """RoBERTa's way: every byte counts, white space too."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate([*SPECIALS, *alphabet, "ab", "Ġa"])}
+    fast = FastTokenizer(models.BPE(vocabulary, merges=[("a", "b"), ("Ġ", "a")]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return fast
+
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+
+
+@pytest.mark.parametrize("make", [word_piece, byte_pairs])
+@given(
+    st.lists(st.text("abcé.! \n\t\u3000漢\u0301", max_size=400), min_size=1, max_size=4),
+    st.lists(st.sampled_from(["", "   ", "a" * 130, " " * 300]), min_size=1, max_size=4),
+    st.integers(3, 30),
+)
+def test_a_long_candidate_has_the_tokens_of_its_whole_text(make, pieces, fillers, max_tokens):
+    text = "".join(a + b for a, b in itertools.zip_longest(pieces, fillers, fillvalue=""))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIALS, strict=True))
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=make(), **names))
+    whole = tokenizer.ids([text, "ab", text * 3])
+    rows = tokenizer.candidates([text, "ab", text * 3], max_tokens)
+    assert [row[1:-1] for row in rows] == [ids[: max_tokens - 2] for ids in whole]
+
+
+def test_of_a_long_text_only_the_beginning_is_tokenised(tiny, monkeypatch):
+    tokenizer, seen = tiny.tokenizer(), []
+    ids = tokenizer.ids
+    monkeypatch.setattr(tokenizer, "ids", lambda texts: seen.extend(texts) or ids(texts))
+    tokenizer.candidates([text(range(100)) + " w1" * 100_000], 40)
+    assert 0 < sum(map(len, seen)) < 2_000
 
 
 def test_turns_are_joined_by_newlines():
