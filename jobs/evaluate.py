@@ -1,31 +1,37 @@
-"""How well a ranker finds the right candidate, beside TF-IDF and chance."""
+"""How well rankers find the right candidate, how surely, and how fast: beside chance, TF-IDF, BM25."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from typing import Literal
 
-import mlflow
-import pyarrow.parquet as pq
-
-from jobs import program
+from jobs import cluster, program
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import require, to_dict
-from pipeline.evaluation.baselines import Chance, TfIdf
-from pipeline.evaluation.metrics import summarise
-from pipeline.evaluation.ranking import Question, RankerScorer, Scorer, Source, questions, ranks
-from pipeline.models import inference
+from pipeline.config import BadInput, require, to_dict
+from pipeline.evaluation import errors, none, protocols, report
+from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
+from pipeline.evaluation.protocols import PROTOCOLS, Protocol
+from pipeline.evaluation.questions import Source, questions
+from pipeline.evaluation.ranking import load_scorer
+from pipeline.evaluation.results import HERE, Measurement, Result, compare_all
 from pipeline.models.ranker import load_ranker
+from pipeline.models.settings import RankerConfig
+from pipeline.shards import Actors
 
-_MAX_TFIDF_TEXTS = 200_000
+_MAX_CROSS_CANDIDATES = 1000
+_ERRORS = 100
+_ERRORS_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Ranks each example's candidates and prints R@k/C and MRR.
+    """Ranks each example's candidates and prints R@k/C, MRR and milliseconds, with 95 % intervals.
 
     Candidates are shuffled, and ties count against the scorer.
     """
@@ -36,80 +42,149 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     split: Literal["train", "valid", "test"] = "valid"
     """Which part of it."""
-    source: Source = "given"
-    """given: the corpus' own candidates; sampled: the response among other responses."""
-    candidates: int = 20
-    """C: candidates of an example, the right one among them."""
-    recall_at: tuple[int, ...] = (1, 2, 5, 10)
-    """The k of R@k/C."""
+    protocol: protocols.Name = "convai2"
+    """Whose source, candidates and recall_at hold where they are not set: convai2: given, 20; dstc7:
+    given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100."""
+    source: Source | Literal["protocol"] = "protocol"
+    """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
+    responses of a block of C random examples; others: the response among the corpus' others/."""
+    candidates: int = 0
+    """C: candidates of an example, the right one among them; 0: the protocol's."""
+    recall_at: tuple[int, ...] = ()
+    """The k of R@k/C; none: the protocol's."""
     max_examples: int = 100_000
     """At most so many, drawn at random."""
     baselines: bool = True
-    """Rows for TF-IDF (weights from the train split) and chance."""
+    """Rows for chance, TF-IDF and BM25 (weights from the train split)."""
+    none: Literal["ranked", "threshold"] = "ranked"
+    """DSTC7's sub-task 4, the score of NONE. ranked: the model's own, as for any candidate; threshold:
+    the one that gives the highest R@1 on the valid split."""
+    slow: bool = False
+    """Cross-encoders too where a question has more than 1,000 candidates."""
+    latency_queries: int = 50
+    """Questions that are timed, one at a time; 0: none."""
     json: str = ""
     """Write the table to this file too."""
+    plot: str = ""
+    """Draw R@1 against milliseconds into this PNG; empty: beside --json, if there is one."""
+    errors: str = ""
+    """Write each model's 100 worst-ranked examples to this file (JSON lines), and print three."""
+    resources: Actors = HERE
+    """What models run on; by default in this process, without a cluster."""
     seed: int = 0
-    """Of the draw and of the candidates' order."""
+    """Of the draws and of the candidates' order."""
 
     def __post_init__(self) -> None:
-        require(self.candidates >= 2, "candidates", self.candidates, ">= 2")
+        require(self.candidates == 0 or self.candidates >= 2, "candidates", self.candidates, ">= 2")
         require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
         require(all(k >= 1 for k in self.recall_at), "recall_at", self.recall_at, "numbers >= 1")
+        require(self.latency_queries >= 0, "latency_queries", self.latency_queries, ">= 0")
+        require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
+
+    def rules(self) -> Protocol:
+        """The protocol, with what is set by hand."""
+        preset = PROTOCOLS[self.protocol]
+        source = preset.source if self.source == "protocol" else self.source
+        return Protocol(
+            source, self.candidates or preset.candidates, self.recall_at or preset.recall_at
+        )
 
 
 def run(config: Config) -> program.Summary:
+    rules = config.rules()
     corpus = open_artifact(config.corpus, "corpus")
-    models = [open_artifact(uri, "ranker") for uri in config.model]
-    asked = questions(
-        corpus, config.split, config.source, config.candidates, config.max_examples, config.seed
-    )
-    table: dict[str, dict[str, float]] = {}
+    models = _open(config.model)
+    skipped = {} if config.slow else _too_slow(models, rules.candidates)
+    draw = (rules.source, rules.candidates, config.max_examples, config.seed)
+    asked = questions(corpus, config.split, *draw)
+    calibration = None
+    if config.none == "threshold":
+        none.require_none(asked, "--none threshold")
+        calibration = questions(corpus, "valid", *draw)
+    measure = Measurement(asked, rules, calibration, config.latency_queries, config.seed)
+    found, runs = list[Result](), list[tracking.Run]()
     if config.baselines:
-        table["chance"] = _measure(Chance(config.seed), asked, config)
-        known = list(_train_texts(corpus)) or [q.candidates[q.label] for q in asked]
-        table["tf-idf"] = _measure(TfIdf.fit(known), asked, config)
-    for model in models:
-        ranker = load_ranker(model.local())
-        ranker.to(inference.best_device())
-        name: str = ranker.config.architecture
-        name = name if name not in table else f"{name} {model.fingerprint[:8]}"
-        table[name] = _measure(RankerScorer(ranker), asked, config)
-        with tracking.start_evaluation(model, corpus, to_dict(config)) as tracked:
-            tracked.log({metric.replace("@", "_at_"): n for metric, n in table[name].items()})
-            mlflow.log_dict(table, "table.json")
-    print(markdown(table))
+        known = known_texts(corpus) or [asked.texts[place] for place in asked.right()]
+        found = [
+            measure.of("chance", lambda: Chance(config.seed), timed=False),
+            measure.of("tf-idf", lambda: TfIdf.fit(known)),
+            measure.of("bm25", lambda: BM25.fit(known)),
+        ]
+    here = config.resources == HERE
+    with nullcontext() if here else cluster.session():
+        for name in [name for name in models if name not in skipped]:
+            model = models[name][0]
+            make = functools.partial(load_scorer, model, name if here else "")
+            found.append(measure.of(name, make, actors=config.resources))
+            with tracking.start_evaluation(model, corpus, to_dict(config)) as tracked:
+                tracked.log(found[-1].numbers())
+            runs.append(tracked)
+    ranked = [result for result in found if result.name in models]
+    comparisons = compare_all(ranked, config.seed)
     summary: program.Summary = {
         "examples": len(asked),
         "corpus": corpus.uri,
         "split": config.split,
-        "models": {model.uri: model.fingerprint for model in models},
-        "table": table,
+        **asdict(rules),
+        "unanswerable": asked.unanswerable(),
+        "models": {model.uri: model.fingerprint for model, _ in models.values()},
+        "skipped": skipped,
+        **report.as_json(found, comparisons),
     }
-    if config.json:
-        storage.write_bytes(config.json, json.dumps(summary, indent=1).encode())
+    text = report.markdown(found, comparisons)
+    print(text, *(f"\n{name}: skipped: {reason}" for name, reason in skipped.items()))
+    # Files by name: where the user wants them, if at all, and what they hold.
+    files = {
+        "table.md": ("", text.encode()),
+        "table.json": (config.json, json.dumps(summary, indent=1).encode()),
+    }
+    if config.latency_queries:
+        beside = config.json and config.json.removesuffix(".json") + ".png"
+        files["table.png"] = (config.plot or beside, report.plot(found))
+    if config.errors:
+        worst = [errors.worst(result, asked, _ERRORS) for result in ranked]
+        files["errors.jsonl"] = (config.errors, errors.lines(worst))
+        for records in worst:
+            print("", *map(errors.shown, records[:_ERRORS_SHOWN]), sep="\n")
+    for run in runs:
+        run.attach({name: data for name, (_, data) in files.items()})
+    for uri, data in files.values():
+        if uri:
+            storage.write_bytes(uri, data)
     return summary
 
 
-def markdown(table: dict[str, dict[str, float]]) -> str:
-    """One row per scorer."""
-    names = list(next(iter(table.values())))
-    lines = [["scorer", *names], ["---", *("---:" for _ in names)]]
-    lines += [[row, *(f"{table[row][name]:.3f}" for name in names)] for row in table]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _too_slow(
+    models: Mapping[str, tuple[Artifact, RankerConfig]], candidates: int
+) -> dict[str, str]:
+    """Which models to leave out, and why. Raises BadInput where that are all."""
+    if candidates <= _MAX_CROSS_CANDIDATES:
+        return {}
+    reason = f"a cross-encoder reads {candidates:,} pairs for each question; --slow true allows it"
+    slow = {name: reason for name, (_, model) in models.items() if model.architecture == "cross"}
+    if len(slow) == len(models):
+        raise BadInput(f"--model {' '.join(slow)}: {reason}")
+    return slow
 
 
-def _measure(scorer: Scorer, asked: list[Question], config: Config) -> dict[str, float]:
-    return summarise(ranks(scorer, asked), config.candidates, config.recall_at)
-
-
-def _train_texts(corpus: Artifact) -> Iterator[str]:
-    """The responses that TF-IDF's weights come from."""
-    left = _MAX_TFIDF_TEXTS
-    for uri in corpus.files("train/", ".parquet"):
-        with storage.open_input(uri) as stream:
-            texts = pq.read_table(stream, columns=["response"])["response"]
-        yield from texts[:left].to_pylist()
-        left -= min(left, len(texts))
+def _open(uris: tuple[str, ...]) -> dict[str, tuple[Artifact, RankerConfig]]:
+    """Models by their row's name: the architecture, else the folder, else with the fingerprint."""
+    opened = []
+    for uri in uris:
+        model = open_artifact(uri, "ranker")
+        # Loaded once to see that it can be, before hours go into another one.
+        opened.append((model, load_ranker(model.local()).config))
+    known = [model.fingerprint for model, _ in opened]
+    require(len(set(known)) == len(known), "model", uris, "each model once")
+    names = [str(settings.architecture) for _, settings in opened]
+    folders = [storage.name_of(model.uri) for model, _ in opened]
+    marked = [f"{settings.architecture} {model.fingerprint[:8]}" for model, settings in opened]
+    for others in (folders, marked):
+        often = Counter(names)
+        names = [
+            own if often[own] == 1 else other for own, other in zip(names, others, strict=True)
+        ]
+    return dict(zip(names, opened, strict=True))
 
 
 if __name__ == "__main__":

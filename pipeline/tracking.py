@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,6 +43,14 @@ class Run:
         }
         mlflow.set_tracking_uri(self.tracking_uri)
         mlflow.log_metrics(finite, step=step, run_id=self.run_id, synchronous=wait)
+
+    def attach(self, files: Mapping[str, bytes]) -> None:
+        """Keeps small files with the run."""
+        mlflow.set_tracking_uri(self.tracking_uri)
+        with tempfile.TemporaryDirectory() as folder:
+            for name, data in files.items():
+                (Path(folder) / name).write_bytes(data)
+            mlflow.log_artifacts(folder, run_id=self.run_id)
 
     def flush(self) -> None:
         mlflow.flush_async_logging()

@@ -1,36 +1,41 @@
-"""What a ranker has to beat: word overlap and chance."""
+"""What a ranker has to beat: chance, and shared words by TF-IDF and BM25.
+
+Words are hashed, so that one that no known text holds is a rare word, not an unknown one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from sklearn.feature_extraction.text import TfidfVectorizer
+import pyarrow.parquet as pq
+from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
 
+from pipeline import storage
 from pipeline.arrays import Floats
-from pipeline.evaluation.ranking import Question
+from pipeline.artifact import Artifact
+from pipeline.evaluation.questions import Questions
+from pipeline.evaluation.ranking import Ready
 
-_WORD = r"(?u)\b\w+\b"
+Sparse = Any
+"""scipy's csr_matrix, which has no types."""
+_HASH = HashingVectorizer(
+    n_features=2**20, alternate_sign=False, norm=None, token_pattern=r"(?u)\b\w+\b"
+)
 
 
-@dataclass(frozen=True)
-class TfIdf:
-    """Cosine of TF-IDF vectors, weights from the texts given to `fit`."""
-
-    vectorizer: TfidfVectorizer
-
-    @classmethod
-    def fit(cls, texts: Iterable[str]) -> TfIdf:
-        return cls(TfidfVectorizer(token_pattern=_WORD, sublinear_tf=True).fit(texts))
-
-    def score(self, questions: Sequence[Question]) -> list[Floats]:
-        contexts = self.vectorizer.transform("\n".join(q.context) for q in questions)
-        found = []
-        for number, question in enumerate(questions):
-            candidates = self.vectorizer.transform(question.candidates)
-            found.append((candidates @ contexts[number].T).toarray()[:, 0])
-        return found
+def known_texts(corpus: Artifact, limit: int = 200_000) -> list[str]:
+    """The first responses of the train split: what the weights come from."""
+    known: list[str] = []
+    for uri in corpus.files("train/", ".parquet"):
+        with storage.open_input(uri) as stream:
+            for batch in pq.ParquetFile(stream).iter_batches(columns=["response"]):
+                if len(known) >= limit:
+                    return known[:limit]
+                known += batch.column(0).to_pylist()
+    return known[:limit]
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,112 @@ class Chance:
 
     seed: int = 0
 
-    def score(self, questions: Sequence[Question]) -> list[Floats]:
-        rng = np.random.default_rng(self.seed)
-        return [rng.random(len(question.candidates)) for question in questions]
+    def prepare(self, asked: Questions) -> Ready:
+        return _Random(np.random.default_rng(self.seed))
+
+
+@dataclass(frozen=True)
+class TfIdf:
+    """Cosine of TF-IDF vectors: 1 + ln tf, times ln((1 + N) / (1 + df)) + 1 (sklearn's form)."""
+
+    weights: TfidfTransformer
+
+    @classmethod
+    def fit(cls, texts: Iterable[str]) -> TfIdf:
+        """Takes N and df from the texts."""
+        return cls(TfidfTransformer(sublinear_tf=True).fit(_HASH.transform(texts)))
+
+    def prepare(self, asked: Questions) -> Ready:
+        return _Words.of(asked, self._vectors, self._vectors)
+
+    def _vectors(self, texts: Iterable[str]) -> Sparse:
+        return self.weights.transform(_HASH.transform(texts))
+
+
+@dataclass(frozen=True)
+class BM25:
+    """Robertson's BM25, the sum over the different words that stand in the context and in the candidate, of
+
+        idf · tf (k1 + 1) / (tf + k1 (1 - b + b · words / average words)),
+        idf = ln(1 + (N - df + 0.5) / (df + 0.5))
+
+    with k1 = 2.0 and b = 0.75 as PolyAI's baseline has them. A word counts once however often the
+    context has it: a dialogue is no query, its "i" and "you" would decide (ConvAI2, R@1/20: 0.468, and
+    0.331 with repetitions). The "1 +" (Lucene's form) keeps a word of most texts from counting against.
+    """
+
+    idf_V: Floats
+    average_words: float
+    k1: float = 2.0
+    b: float = 0.75
+
+    @classmethod
+    def fit(cls, texts: Iterable[str]) -> BM25:
+        """Takes N, df and the average length from the texts."""
+        counts_NV = _HASH.transform(texts)
+        known = counts_NV.shape[0]
+        found_V = np.bincount(counts_NV.indices, minlength=counts_NV.shape[1])
+        idf_V = np.log1p((known - found_V + 0.5) / (found_V + 0.5))
+        return cls(idf_V, max(1.0, counts_NV.sum() / known))
+
+    def prepare(self, asked: Questions) -> Ready:
+        return _Words.of(asked, self._candidates, _different_words)
+
+    def _candidates(self, texts: Iterable[str]) -> Sparse:
+        weights = _HASH.transform(texts)
+        words_N = np.asarray(weights.sum(axis=1))[:, 0]
+        slowed_N = self.k1 * (1 - self.b + self.b * words_N / self.average_words)
+        counts = weights.data
+        per_text = np.diff(weights.indptr)
+        weights.data = (
+            self.idf_V[weights.indices] * counts * (self.k1 + 1)
+            / (counts + np.repeat(slowed_N, per_text))
+        )  # fmt: skip
+        return weights
+
+
+@dataclass(frozen=True)
+class _Random:
+    """Scores that go on from call to call."""
+
+    rng: np.random.Generator
+
+    def scores(self, asked: Questions) -> Floats:
+        return self.rng.random((len(asked), asked.candidates))
+
+
+@dataclass(frozen=True)
+class _Words:
+    """Products of the contexts' and the candidates' sparse vectors."""
+
+    vectors_TV: Sparse
+    shared_VS: Sparse
+    of_contexts: Callable[[Iterable[str]], Sparse]
+
+    @classmethod
+    def of(
+        cls,
+        asked: Questions,
+        of_candidates: Callable[[Iterable[str]], Sparse],
+        of_contexts: Callable[[Iterable[str]], Sparse],
+    ) -> _Words:
+        vectors_TV = of_candidates(asked.texts)
+        return cls(vectors_TV, vectors_TV[: asked.shared].T.tocsr(), of_contexts)
+
+    def scores(self, asked: Questions) -> Floats:
+        questions, own = asked.own_NK.shape
+        contexts_NV = self.of_contexts(_joined(asked.contexts))
+        repeated = contexts_NV[np.repeat(np.arange(questions), own)]
+        products = self.vectors_TV[asked.own_NK.ravel()].multiply(repeated).sum(axis=1)
+        own_NK = np.asarray(products).reshape(questions, own)
+        return np.hstack([own_NK, (contexts_NV @ self.shared_VS).toarray()])
+
+
+def _different_words(texts: Iterable[str]) -> Sparse:
+    found = _HASH.transform(texts)
+    found.data[:] = 1
+    return found
+
+
+def _joined(contexts: Sequence[Sequence[str]]) -> list[str]:
+    return ["\n".join(turns) for turns in contexts]

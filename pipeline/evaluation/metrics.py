@@ -9,12 +9,13 @@ import numpy as np
 from pipeline.arrays import Floats, Ints
 
 
-def pessimistic_rank(scores: Floats, label: int) -> int:
-    """The right candidate's rank from 1: behind all that are not scored strictly below it.
+def pessimistic_ranks(scores_NC: Floats, labels_N: Ints) -> Ints:
+    """The right candidates' ranks from 1: behind all that are not scored strictly below them.
 
-    scores [C]. A score that is not a number is never below another, and nothing is below it.
+    A score that is not a number is never below another, and nothing is below it.
     """
-    return 1 + int((~(np.delete(scores, label) < scores[label])).sum())
+    right_N1 = np.take_along_axis(scores_NC, labels_N[:, None], axis=1)
+    return np.asarray(scores_NC.shape[1] - (scores_NC < right_N1).sum(axis=1), np.int64)
 
 
 def recall_at(ranks: Ints, k: int) -> float:
@@ -27,7 +28,13 @@ def mean_reciprocal_rank(ranks: Ints) -> float:
     return float((1.0 / ranks).mean())
 
 
+def earned(ranks: Ints, candidates: int, recall_ks: Sequence[int]) -> dict[str, Floats]:
+    """What each question adds to each metric, [N] each: {"R@1/20": 0 or 1, …, "MRR": 1/rank}."""
+    recalls = {f"R@{k}/{candidates}": 1.0 * (ranks <= k) for k in recall_ks if k < candidates}
+    return {**recalls, "MRR": 1.0 / ranks}
+
+
 def summarise(ranks: Ints, candidates: int, recall_ks: Sequence[int]) -> dict[str, float]:
-    """{"R@1/20": …, "MRR": …}"""
-    recalls = {f"R@{k}/{candidates}": recall_at(ranks, k) for k in recall_ks if k < candidates}
-    return {**recalls, "MRR": mean_reciprocal_rank(ranks)}
+    """{"R@1/20": …, "MRR": …}; an R@k that is always 1 is left out."""
+    parts = earned(ranks, candidates, recall_ks)
+    return {name: float(values.mean()) for name, values in parts.items()}

@@ -1,137 +1,215 @@
-"""Ranking tasks: a context, its candidates in random order, and the place of the right one."""
+"""Scorers answer questions: ranks, the best candidates, and milliseconds."""
 
 from __future__ import annotations
 
-import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
-from pipeline import storage
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput
-from pipeline.evaluation.metrics import pessimistic_rank
+from pipeline.corpora.dstc7 import NONE
+from pipeline.evaluation.metrics import pessimistic_ranks
+from pipeline.evaluation.questions import Questions
 from pipeline.models import inference
-from pipeline.models.ranker import Ranker
+from pipeline.models.ranker import Ranker, load_ranker
 
-Source = Literal["given", "sampled"]
+TOP = 5
+_QUESTIONS_AT_ONCE = 256
+_TEXTS_AT_ONCE = 8192
+_PAIRS_AT_ONCE = 4096
+_LOGITS_AT_ONCE = 1 << 24  # of float32; scoring holds some four arrays of them: 256 MB
+_WARM_UP = 5
+_LATENCY_S = 20.0
 
 
-@dataclass(frozen=True)
-class Question:
-    """One ranking to do."""
+class Ready(Protocol):
+    """A scorer that has done with the candidates what can be done before a context is known."""
 
-    example_id: str
-    context: list[str]
-    candidates: list[str]
-    label: int
-    """The right candidate's place."""
+    def scores(self, asked: Questions) -> Floats:
+        """[N, C], higher is better; a question's own candidates first, then the shared ones."""
 
 
 class Scorer(Protocol):
     """Anything that scores candidates."""
 
-    def score(self, questions: Sequence[Question]) -> list[Floats]:
-        """For each question a score per candidate, [C]; higher is better."""
+    def prepare(self, asked: Questions) -> Ready:
+        """Takes in the texts of `asked`, whose questions, or some of them, are asked then."""
 
 
-def questions(
-    corpus: Artifact, split: str, source: Source, candidates: int, max_examples: int, seed: int
-) -> list[Question]:
-    """The questions of a split, at most `max_examples`, drawn at random.
+@dataclass(frozen=True)
+class Ranking:
+    """What a scorer made of N questions."""
 
-    `given`: the corpus' own candidates. `sampled`: the response among `candidates` - 1 other
-    responses of the split. Either way in an order that depends on the example and the seed only:
-    in some public files the right one is always last.
+    ranks_N: Ints
+    """The right candidates' ranks, pessimistic."""
+    right_N: Floats
+    """Their scores."""
+    top_NT: Ints
+    """The best five candidates, best first: columns of `Ready.scores`."""
+    top_scores_NT: Floats
 
-    Raises BadInput where there are no candidates, or not as many.
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds that one question takes, alone, from its texts to its candidates' scores."""
+
+    median: float
+    p95: float
+    queries: int
+    device: str
+
+
+def rank(
+    ready: Ready, asked: Questions, label: str = "", none_score: float | None = None
+) -> Ranking:
+    """Ranks every question's candidates; memory is bounded by 256 questions' scores.
+
+    `none_score`: that of the candidate NONE, instead of the scorer's own.
     """
-    tables = []
-    for uri in corpus.files(f"{split}/", ".parquet"):
-        with storage.open_input(uri) as stream:
-            columns = ["example_id", "context", "response", "candidates", "label"]
-            tables.append(pq.read_table(stream, columns=columns))
-    if not tables:
-        raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")
-    table = pa.concat_tables(tables)
-    responses = table["response"].unique().to_pylist()
-    if source == "sampled" and len(responses) < candidates:
-        raise BadInput(f"--candidates {candidates}: {corpus.uri} has {len(responses)} different "
-                       f"responses in {split}/; allowed: 2 to as many")  # fmt: skip
-    if table.num_rows > max_examples:
-        chosen = random.Random(f"examples {seed}").sample(range(table.num_rows), max_examples)
-        table = table.take(sorted(chosen))
-    return [_question(row, responses, source, candidates, seed) for row in table.to_pylist()]
+    parts = []
+    none_place = asked.place_of(NONE)
+    with tqdm(total=len(asked), desc=f"{label}: rank", unit="question", disable=not label) as bar:
+        for start in range(0, len(asked), _QUESTIONS_AT_ONCE):
+            some = asked.rows(slice(start, start + _QUESTIONS_AT_ONCE))
+            scores_NC = ready.scores(some)
+            if none_score is not None:
+                own_NK = scores_NC[:, : some.own_NK.shape[1]]
+                own_NK[some.own_NK == none_place] = none_score
+            parts.append(_ranking(scores_NC, some.label_N))
+            bar.update(len(some))
+    return joined(parts)
 
 
-def _question(
-    row: dict[str, Any], responses: list[str], source: Source, candidates: int, seed: int
-) -> Question:
-    rng = random.Random(f"{row['example_id']} {seed}")
-    if source == "given":
-        texts, label = row["candidates"], row["label"]
-        if texts is None or label is None:
-            raise BadInput(f"example {row['example_id']}: no candidates; allowed: a corpus that "
-                           "gives them, or --source sampled")  # fmt: skip
-        if not 0 <= label < len(texts):
-            raise BadInput(f"example {row['example_id']}: label {label} is not allowed; allowed: "
-                           f"0 to {len(texts) - 1}")  # fmt: skip
-        if len(texts) != candidates:
-            raise BadInput(f"example {row['example_id']}: {len(texts)} candidates; allowed: "
-                           f"--candidates {candidates}")  # fmt: skip
-    else:
-        wrong: list[str] = []
-        while len(wrong) < candidates - 1:
-            missing = candidates - 1 - len(wrong)
-            drawn = rng.sample(responses, k=min(len(responses), missing + 1))
-            wrong += [text for text in drawn if text != row["response"] and text not in wrong]
-        texts, label = [*wrong[: candidates - 1], row["response"]], candidates - 1
-    order = list(range(len(texts)))
-    rng.shuffle(order)
-    return Question(
-        row["example_id"], row["context"], [texts[i] for i in order], order.index(label)
+def joined(parts: Sequence[Ranking]) -> Ranking:
+    """The rankings of consecutive questions as one."""
+    fields = zip(*(vars(part).values() for part in parts), strict=True)
+    return Ranking(*(np.concatenate(field) for field in fields))
+
+
+def latency(ready: Ready, asked: Questions, queries: int) -> Latency:
+    """Measures `queries` questions from all over `asked`, one at a time, after 5 to warm up.
+
+    Stops after 20 seconds with what it has.
+    """
+    numbers = np.linspace(0, len(asked) - 1, num=_WARM_UP + queries).astype(np.int64)
+    seconds: list[float] = []
+    for number in numbers:
+        one = asked.rows(slice(number, number + 1))
+        began = time.perf_counter()
+        ready.scores(one)
+        seconds.append(time.perf_counter() - began)
+        if sum(seconds[_WARM_UP:]) > _LATENCY_S:
+            break
+    measured = 1000 * np.array(seconds[_WARM_UP:])
+    median, p95 = np.quantile(measured, [0.5, 0.95]).tolist()
+    return Latency(median, p95, len(measured), device_name())
+
+
+def device_name() -> str:
+    """What the models of this process run on."""
+    if inference.best_device().type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _ranking(scores_NC: Floats, label_N: Ints) -> Ranking:
+    top = min(TOP, scores_NC.shape[1])
+    best_NT = np.argpartition(-scores_NC, top - 1, axis=1)[:, :top]
+    order_NT = np.argsort(-np.take_along_axis(scores_NC, best_NT, axis=1), axis=1, kind="stable")
+    best_NT = np.take_along_axis(best_NT, order_NT, axis=1)
+    return Ranking(
+        pessimistic_ranks(scores_NC, label_N),
+        np.take_along_axis(scores_NC, label_N[:, None], axis=1)[:, 0],
+        best_NT,
+        np.take_along_axis(scores_NC, best_NT, axis=1),
     )
-
-
-def ranks(scorer: Scorer, questions: Sequence[Question]) -> Ints:
-    """The right candidates' ranks, pessimistic, [N]."""
-    found = [
-        pessimistic_rank(scores, question.label)
-        for scores, question in zip(scorer.score(questions), questions, strict=True)
-    ]
-    return np.array(found, np.int64)
 
 
 @dataclass(frozen=True)
 class RankerScorer:
-    """A trained ranker. Each distinct candidate text is encoded once for all questions."""
+    """A trained ranker. Bi and poly: each candidate text is encoded once for all questions."""
 
     ranker: Ranker
+    label: str = ""
+    """Shown beside the progress; none is shown without."""
     batch_tokens: int = inference.BATCH_TOKENS
 
-    def score(self, questions: Sequence[Question]) -> list[Floats]:
-        contexts = [question.context for question in questions]
+    def prepare(self, asked: Questions) -> Ready:
         if self.ranker.config.architecture == "cross":
-            candidates = [question.candidates for question in questions]
-            rows = inference.pair_scores(self.ranker, contexts, candidates, self.batch_tokens)
-            return [row.numpy() for row in rows]
-        place = {text: 0 for question in questions for text in question.candidates}
-        texts = list(place)
-        place = {text: number for number, text in enumerate(texts)}
-        vectors_ND = inference.candidate_vectors(self.ranker, texts, self.batch_tokens)
-        context_NMD, mask_NM = inference.context_vectors(self.ranker, contexts, self.batch_tokens)
-        network = self.ranker.dual
-        found = []
+            return _Cross(self.ranker, self.batch_tokens)
+        parts = []
+        with tqdm(
+            total=len(asked.texts), desc=f"{self.label}: candidates", unit="text",
+            disable=not self.label,
+        ) as bar:  # fmt: skip
+            for start in range(0, len(asked.texts), _TEXTS_AT_ONCE):
+                texts = asked.texts[start : start + _TEXTS_AT_ONCE]
+                parts.append(inference.candidate_vectors(self.ranker, texts, self.batch_tokens))
+                bar.update(len(texts))
+        return _Dual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
+
+
+def load_scorer(model: Artifact, label: str = "") -> RankerScorer:
+    """A ranker's scorer, on the GPU that this process may use, else on the CPU."""
+    ranker = load_ranker(model.local())
+    ranker.to(inference.best_device())
+    return RankerScorer(ranker, label)
+
+
+@dataclass(frozen=True)
+class _Dual:
+    """A bi- or poly-encoder with its candidates' vectors."""
+
+    ranker: Ranker
+    vectors_TD: Tensor
+    batch_tokens: int
+
+    def scores(self, asked: Questions) -> Floats:
+        device, shared, own = self.ranker.device, asked.shared, asked.own_NK.shape[1]
+        vectors_NMD, mask_NM = inference.context_vectors(
+            self.ranker, asked.contexts, self.batch_tokens
+        )
+        m = vectors_NMD.shape[1]
+        step = max(1, _LOGITS_AT_ONCE // (m * max(own, min(shared, _TEXTS_AT_ONCE))))
+        scores_NC = np.empty((len(asked), own + shared), np.float32)
         with torch.inference_mode():
-            for number, question in enumerate(questions):
-                chosen = torch.tensor([place[text] for text in question.candidates])
-                one = slice(number, number + 1)
-                scores = network.scores(context_NMD[one], mask_NM[one], vectors_ND[chosen])
-                found.append(scores[0].numpy())
+            for start in range(0, len(asked), step):
+                rows = slice(start, start + step)
+                context = vectors_NMD[rows].to(device), mask_NM[rows].to(device)
+                places = torch.from_numpy(asked.own_NK[rows]).to(device)
+                scores_NC[rows, :own] = self._score(context, self.vectors_TD[places])
+                for at in range(0, shared, _TEXTS_AT_ONCE):
+                    end = min(shared, at + _TEXTS_AT_ONCE)
+                    block_CD = self.vectors_TD[at:end]
+                    scores_NC[rows, own + at : own + end] = self._score(context, block_CD)
+        return scores_NC
+
+    def _score(self, context: tuple[Tensor, Tensor], candidates: Tensor) -> Floats:
+        found: Floats = self.ranker.dual.scores(*context, candidates).cpu().numpy()
         return found
+
+
+@dataclass(frozen=True)
+class _Cross:
+    """A cross-encoder: nothing can be done in advance."""
+
+    ranker: Ranker
+    batch_tokens: int
+
+    def scores(self, asked: Questions) -> Floats:
+        found = []
+        step = max(1, _PAIRS_AT_ONCE // asked.candidates)
+        for start in range(0, len(asked), step):
+            numbers = range(start, min(start + step, len(asked)))
+            texts = [[asked.texts[place] for place in asked.places(n)] for n in numbers]
+            contexts = asked.contexts[start : start + step]
+            rows = inference.pair_scores(self.ranker, contexts, texts, self.batch_tokens)
+            found += [row.numpy() for row in rows]
+        return np.stack(found)

@@ -129,7 +129,7 @@ def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):
         assert (said["fingerprint"], said["counts"]) == (artifact.fingerprint, artifact.counts)
     table = json.loads((made.work / "table.json").read_text())["table"]
     assert table == made.said["evaluate"]["table"]
-    assert set(table) == {"chance", "tf-idf", "poly"}
+    assert set(table) == {"chance", "tf-idf", "bm25", "poly"}
     assert not list(made.work.rglob("*.partial"))
 
 

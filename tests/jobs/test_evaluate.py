@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import mlflow
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from jobs import evaluate as evaluate_job
+from jobs import prepare_corpus
+from pipeline.artifact import open_artifact
+from pipeline.corpora import wikipedia
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 
 METRICS = ["R@1/20", "R@2/20", "R@5/20", "R@10/20", "MRR"]
+QUICK = ("--latency-queries", 0, "--baselines", "false")
 
 
 @pytest.fixture
@@ -44,7 +50,7 @@ def own_metrics(rows, ranker) -> dict[str, float]:
 
 @pytest.mark.parametrize("architecture", ["bi", "poly"])
 def test_the_numbers_are_those_made_by_hand(evaluate, convai2_corpus, tiny_ranker, architecture):
-    summary = evaluate("--baselines", "false", models=[architecture]).summary
+    summary = evaluate(*QUICK, models=[architecture]).summary
     files = convai2_corpus.files("valid/", ".parquet")
     rows = [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
     wanted = own_metrics(rows, load_ranker(tiny_ranker(architecture).local()))
@@ -55,54 +61,238 @@ def test_the_numbers_are_those_made_by_hand(evaluate, convai2_corpus, tiny_ranke
     assert wanted["R@10/20"] > wanted["R@1/20"] > 0
 
 
-def test_the_table_has_chance_tf_idf_and_a_row_for_every_model(evaluate, tiny_ranker):
+def test_the_table_has_the_baselines_and_a_row_for_every_model(evaluate, tiny_ranker):
     models = ["poly", "bi", "cross", ("poly", 1)]
-    done = evaluate("--max-examples", 100, models=models)
+    done = evaluate("--max-examples", 100, "--latency-queries", 2, models=models)
     summary = done.summary
-    second = f"poly {tiny_ranker('poly', 1).fingerprint[:8]}"
-    assert list(summary["table"]) == ["chance", "tf-idf", "poly", "bi", "cross", second]
-    for row in summary["table"].values():
-        assert list(row) == METRICS
+    # All four folders are called "ranker".
+    first, second = (f"poly {tiny_ranker('poly', seed).fingerprint[:8]}" for seed in (0, 1))
+    names = ["chance", "tf-idf", "bm25", first, "bi", "cross", second]
+    assert list(summary["table"]) == list(summary["intervals"]) == names
+    for name, row in summary["table"].items():
+        assert list(row) == list(summary["intervals"][name]) == METRICS
         recalls = [row[name] for name in METRICS[:-1]]
         assert recalls == sorted(recalls)
-        assert all(0 <= share <= 1 for share in row.values())
-    assert summary["table"]["poly"] != summary["table"][second]
+        for metric, value in row.items():
+            low, high = summary["intervals"][name][metric]
+            assert 0 <= low <= value <= high <= 1
+    assert summary["table"][first] != summary["table"][second]
     assert abs(summary["table"]["chance"]["R@10/20"] - 0.5) < 0.25  # five standard deviations
     assert summary["examples"] == 100
+    assert list(summary["latency_ms"]) == names[1:]
+    assert all(0 < row["median"] <= row["p95"] for row in summary["latency_ms"].values())
+    assert len(summary["comparisons"]) == 6
     shown = [line for line in done.stdout.splitlines() if line.startswith("| tf-idf |")]
-    numbers = " | ".join(f"{value:.3f}" for value in summary["table"]["tf-idf"].values())
-    assert shown == [f"| tf-idf | {numbers} |"]
+    numbers = [f"{value:.3f}" for value in summary["table"]["tf-idf"].values()]
+    assert [shown[0].split(" | ")[n] for n in (1, 3, 4, 5, 6)] == numbers
+
+
+def test_models_are_named_by_folder_where_their_architecture_is_not_enough(tiny_ranker, tmp_path):
+    copies = [tmp_path / "poly-64", tmp_path / "poly-360"]
+    for seed, copy in enumerate(copies):
+        shutil.copytree(tiny_ranker("poly", seed).uri, copy)
+    uris = (*map(str, copies), tiny_ranker("bi").uri)
+    assert list(evaluate_job._open(uris)) == ["poly-64", "poly-360", "bi"]
+    assert list(evaluate_job._open(uris[1:])) == ["poly", "bi"]
 
 
 def test_the_table_is_written_to_a_file_and_is_the_same_every_time(evaluate, tmp_path):
-    options = ("--source", "sampled", "--max-examples", 50, "--json", tmp_path / "t" / "table.json")
-    summary = evaluate(*options).summary
-    assert evaluate(*options).summary == summary
+    file = tmp_path / "t" / "table.json"
+    options = ("--source", "sampled", "--max-examples", 50, "--json", file)
+    summary = evaluate(*options, "--latency-queries", 2).summary
+    assert sorted(path.name for path in file.parent.iterdir()) == ["table.json", "table.png"]
     assert summary.pop("job") == "evaluate"
-    assert json.loads((tmp_path / "t" / "table.json").read_text()) == summary
+    assert json.loads(file.read_text()) == summary
+    again = evaluate(*options, "--latency-queries", 0).summary
+    assert again.pop("latency_ms") == {}
+    assert {**summary, "job": "evaluate", "latency_ms": None} == {**again, "latency_ms": None}
+
+
+def test_plot_and_errors_go_where_they_are_wanted(evaluate, tmp_path, convai2_corpus):
+    plot, errors = tmp_path / "p.png", tmp_path / "e.jsonl"
+    done = evaluate("--baselines", "false", "--latency-queries", 1, "--plot", plot,
+                    "--errors", errors, models=["bi", "poly"])  # fmt: skip
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    records = [json.loads(line) for line in errors.read_text().splitlines()]
+    assert [record["scorer"] for record in records] == ["bi"] * 100 + ["poly"] * 100
+    ranks = [record["rank"] for record in records[:100]]
+    assert ranks == sorted(ranks, reverse=True)
+    assert all(len(record["top"]) == 5 for record in records)
+    rows = pq.read_table(convai2_corpus.files("valid/", ".parquet")[0], partitioning=None)
+    by_id = {row["example_id"]: row for row in rows.to_pylist()}
+    for record in records[:3]:
+        assert by_id[record["example_id"]]["response"] == record["response"]
+        assert f"bi: {record['example_id']}, the right one at {record['rank']} of 20" in done.stdout
+    assert done.stdout.count("the right one at") == 6
 
 
 def test_the_run_has_the_models_metrics_and_ancestry(evaluate, tiny_ranker, convai2_corpus):
-    table = evaluate("--max-examples", 50, "--seed", 3).summary["table"]
+    options = ("--max-examples", 50, "--seed", 3, "--latency-queries", 1)
+    summary = evaluate(*options, "--errors", "").summary
+    table, intervals = summary["table"]["poly"], summary["intervals"]["poly"]
     found = mlflow.search_runs(
         experiment_names=["polyrank"], filter_string="tags.job = 'evaluate'", max_results=1,
         output_format="list",
     )[0]  # fmt: skip
-    assert found.data.metrics == {
-        name.replace("@", "_at_"): pytest.approx(value) for name, value in table["poly"].items()
-    }
+    metrics = found.data.metrics
+    for name, value in table.items():
+        name, (low, high) = name.replace("@", "_"), intervals[name]
+        assert metrics.pop(name) == pytest.approx(value)
+        assert metrics.pop(f"{name}.low") == pytest.approx(low)
+        assert metrics.pop(f"{name}.high") == pytest.approx(high)
+    assert metrics.keys() == {"ms.median", "ms.p95"}
     assert found.data.params["seed"] == "3"
     assert found.data.tags["input.model.fingerprint"] == tiny_ranker("poly").fingerprint
     assert found.data.tags["input.corpus.fingerprint"] == convai2_corpus.fingerprint
-    assert mlflow.artifacts.load_dict(f"{found.info.artifact_uri}/table.json") == table
+    uri = found.info.artifact_uri
+    assert mlflow.artifacts.load_dict(f"{uri}/table.json")["table"] == summary["table"]
+    assert mlflow.artifacts.load_text(f"{uri}/table.md").startswith("| scorer | R@1/20 |")
+    assert mlflow.artifacts.load_image(f"{uri}/table.png").width > 500
+    files = {file.path for file in mlflow.MlflowClient().list_artifacts(found.info.run_id)}
+    assert files == {"table.json", "table.md", "table.png"}
 
 
 def test_candidates_are_sampled_where_the_corpus_gives_none(evaluate):
-    options = ("--split", "train", "--source", "sampled", "--candidates", 5, "--max-examples", 200)
+    options = ("--split", "train", "--source", "sampled", "--candidates", 5, "--max-examples", 200,
+               "--latency-queries", 0)  # fmt: skip
     summary = evaluate(*options, "--recall-at", 1, 4, 5).summary
     assert list(summary["table"]["poly"]) == ["R@1/5", "R@4/5", "MRR"]
     assert abs(summary["table"]["chance"]["R@1/5"] - 0.2) < 0.15
     assert (summary["split"], summary["examples"]) == ("train", 200)
+
+
+def test_a_protocol_sets_what_is_not_set_by_hand(evaluate):
+    rules = {"convai2": ("given", 20, [1, 2, 5, 10]), "dstc7": ("given", 100, [1, 10, 50]),
+             "ubuntu": ("given", 10, [1, 2, 5]), "wikipedia": ("others", 10_001, [1, 10, 100]),
+             "polyai": ("blocks", 100, [1])}  # fmt: skip
+    required = {"model": ("m",), "corpus": "c"}
+    for name, wanted in rules.items():
+        source, candidates, recall_at = wanted
+        found = evaluate_job.Config(protocol=name, **required).rules()
+        assert (found.source, found.candidates, list(found.recall_at)) == (
+            source, candidates, recall_at
+        )  # fmt: skip
+    by_hand = {"source": "sampled", "candidates": 7, "recall_at": (3,)}
+    found = evaluate_job.Config(protocol="dstc7", **by_hand, **required).rules()
+    assert vars(found) == by_hand
+
+
+def test_blocks_as_polyai_has_them(evaluate, convai2_corpus):
+    options = ("--protocol", "polyai", "--split", "train", "--max-examples", 430)
+    summary = evaluate(*options, *QUICK).summary
+    assert summary["examples"] == 400
+    assert list(summary["table"]["poly"]) == ["R@1/100", "MRR"]
+    assert summary["source"] == "blocks"
+
+
+@pytest.fixture(scope="module")
+def articles(local_ray, sample_files, tmp_path_factory):
+    """Article search on the sample articles: queries of valid, fixed others of train."""
+    output = str(tmp_path_factory.mktemp("articles") / "articles")
+    options = wikipedia.Options(task="search", others=30)
+    prepare_corpus.run(prepare_corpus.Config(
+        corpus="wikipedia", input=(str(sample_files / "wikipedia"),), output=output,
+        wikipedia=options,
+    ))  # fmt: skip
+    return open_artifact(output, "corpus")
+
+
+def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
+    monkeypatch.setattr(evaluate_job, "_MAX_CROSS_CANDIDATES", 30)
+    options = ("--protocol", "wikipedia", "--candidates", 31, "--recall-at", 1, 5)
+    options = (*options, "--latency-queries", 1)
+    split = next(name for name in ("valid", "test") if articles.rows(f"{name}/"))
+    done = evaluate(*options, "--split", split, models=["bi", "cross"], corpus=articles.uri)
+    summary = done.summary
+    assert list(summary["table"]) == ["chance", "tf-idf", "bm25", "bi"]
+    assert "cross: skipped: a cross-encoder reads 31 pairs for each question" in done.stdout
+    assert list(summary["skipped"]) == ["cross"]
+    assert summary["table"]["bm25"]["R@1/31"] >= 0.5 > summary["table"]["chance"]["R@1/31"]
+    slow = evaluate(*options, "--slow", "true", "--split", split, "--baselines", "false",
+                    models=["cross"], corpus=articles.uri)  # fmt: skip
+    assert list(slow.summary["table"]) == ["cross"]
+    alone = evaluate(*options, "--split", split, models=["cross"], corpus=articles.uri)
+    assert "--model cross: a cross-encoder reads 31 pairs" in alone.refusal
+    train = evaluate(*options, "--split", "train", corpus=articles.uri)
+    assert "its article is among others/" in train.refusal
+
+
+def test_a_threshold_for_none_is_chosen_on_valid(evaluate, local_ray, tmp_path):
+    """Sub-task 4: a model that never saw NONE gives it any score; a threshold helps it."""
+    for split, examples in (("train", 3), ("dev", 40)):
+        rows = [dstc7_example(n, split) for n in range(examples)]
+        (tmp_path / f"ubuntu_{split}_subtask_4.json").write_text(json.dumps(rows))
+    output = str(tmp_path / "corpus")
+    files = tuple(str(file) for file in sorted(tmp_path.glob("*.json")))
+    prepare_corpus.run(prepare_corpus.Config(corpus="dstc7", input=files, output=output))
+    options = ("--protocol", "dstc7", "--candidates", 101, "--latency-queries", 0)
+    ranked = evaluate(*options, corpus=output).summary["table"]
+    threshold = evaluate(*options, "--none", "threshold", corpus=output).summary["table"]
+    assert ranked["tf-idf"]["R@1/101"] == ranked["bm25"]["R@1/101"] == 0.5  # never NONE
+    assert threshold["tf-idf"]["R@1/101"] == threshold["bm25"]["R@1/101"] == 1
+    assert threshold["poly"]["R@1/101"] >= ranked["poly"]["R@1/101"]
+
+
+def dstc7_example(number: int, split: str) -> dict:
+    """The right answer repeats the question; in every second example it is absent."""
+    options = [{"candidate-id": f"{number} {k}", "utterance": f"other{number}x{k} words"}
+               for k in range(100)]  # fmt: skip
+    absent = number % 2
+    if not absent:
+        options[number]["utterance"] = f"about topic{number} then"
+    return {
+        "data-split": split,
+        "example-id": number,
+        "scenario": 4,
+        "messages-so-far": [
+            {"speaker": "participant_1", "utterance": f"tell me about topic{number}"}
+        ],
+        "options-for-correct-answers": [] if absent else [options[number]],
+        "options-for-next": options,
+    }
+
+
+def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate):
+    options = ("--max-examples", 60, "--baselines", "false", "--latency-queries", 1)
+    here = evaluate(*options).summary
+    there = evaluate(*options, "--resources.actors", 2, "--resources.cpus-per-actor", 1).summary
+    assert there["examples"] == 60
+    # bf16 hardware rounds a text as its batch is padded: a few of the candidates change places.
+    assert there["table"]["poly"] == pytest.approx(here["table"]["poly"], abs=0.07)
+    assert list(there["latency_ms"]) == ["poly"]
+
+
+@pytest.fixture
+def damaged(tiny_ranker, tmp_path):
+    """Published rankers whose files are not what their ranker.json says."""
+
+    def make(saved: str, settings: dict[str, object]) -> str:
+        folder = tmp_path / "damaged"
+        shutil.copytree(tiny_ranker(saved).uri, folder)
+        found = json.loads((folder / "ranker.json").read_text())
+        (folder / "ranker.json").write_text(json.dumps({**found, **settings}))
+        return str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("saved", "settings", "message"),
+    [
+        ("poly", {"architecture": "bi"}, "head.safetensors: does not fit ranker.json"),
+        ("bi", {"architecture": "poly"}, "head.safetensors: does not fit ranker.json"),
+        ("poly", {"m": 4}, "head.safetensors: does not fit ranker.json"),
+        ("bi", {"architecture": "cross"}, "encoder"),
+        ("cross", {"architecture": "bi"}, "context_encoder"),
+        ("bi", {"architecture": "tri"}, "'tri' is not allowed; allowed: bi, poly, cross"),
+        ("bi", {"colour": "red"}, "not the settings of a ranker"),
+    ],
+)
+def test_a_checkpoint_of_another_architecture_is_refused(
+    evaluate, damaged, saved, settings, message
+):
+    done = evaluate("--model", damaged(saved, settings), "--max-examples", 2)
+    assert message in done.refusal
 
 
 @pytest.mark.parametrize(
@@ -118,6 +308,14 @@ def test_candidates_are_sampled_where_the_corpus_gives_none(evaluate):
         (("--max-examples", "0"), "max_examples: 0 is not allowed"),
         (("--source", "guessed"), "guessed"),
         (("--corpus", "nowhere"), "nowhere: not a corpus"),
+        (("--latency-queries", "-1"), "latency_queries: -1 is not allowed"),
+        (("--latency-queries", "0", "--plot", "x.png"), "latency_queries: 0 is not allowed"),
+        (("--protocol", "trec"), "trec"),
+        (("--protocol", "wikipedia"), "no others/; allowed: a corpus for article search"),
+        (("--protocol", "polyai", "--max-examples", "99"), "--candidates 100: 99 examples"),
+        (("--none", "threshold"), "--none threshold: there are examples without the candidate 'NONE'"),
+        (("--model", "MODEL", "MODEL"), "each model once"),
+        (("--resources.actors", "0"), "resources.actors: 0 is not allowed"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
         (("--corpus", "MODEL"), "kind is 'ranker'; needed here: corpus"),
     ],

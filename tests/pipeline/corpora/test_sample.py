@@ -10,7 +10,8 @@ import pytest
 from pipeline.corpora import sample
 from pipeline.corpora.raw import Reading, read_lines
 from pipeline.evaluation import metrics, ranking
-from pipeline.evaluation.baselines import Chance, TfIdf
+from pipeline.evaluation.baselines import BM25, Chance, TfIdf
+from pipeline.evaluation.questions import questions
 
 TINY = sample.Size(reddit_threads=40, train_dialogues=30, valid_dialogues=12, articles=20)
 CONVAI2 = ("train_self_original_no_cands.txt", "valid_self_original.txt")
@@ -89,13 +90,15 @@ def test_the_candidates_of_an_example_are_20_different_texts(default_files):
 
 
 def test_word_overlap_helps_but_does_not_rank_the_right_answer_first(convai2_corpus):
-    questions = ranking.questions(convai2_corpus, "valid", "given", 20, 10_000, seed=0)
-    texts = [text for q in questions for text in (*q.context, *q.candidates)]
+    asked = questions(convai2_corpus, "valid", "given", 20, 10_000, seed=0)
     recall = {
-        type(scorer).__name__: metrics.recall_at(ranking.ranks(scorer, questions), 1)
-        for scorer in (TfIdf.fit(texts), Chance())
+        type(scorer).__name__: metrics.recall_at(
+            ranking.rank(scorer.prepare(asked), asked).ranks_N, 1
+        )
+        for scorer in (TfIdf.fit(asked.texts), BM25.fit(asked.texts), Chance())
     }
     assert recall["Chance"] < recall["TfIdf"] < 0.4
+    assert recall["Chance"] < recall["BM25"] < 0.4
 
 
 def test_the_dumps_hold_what_real_dumps_hold(comments):

@@ -12,7 +12,7 @@ from sklearn.metrics import label_ranking_average_precision_score, top_k_accurac
 
 from pipeline.evaluation.metrics import (
     mean_reciprocal_rank,
-    pessimistic_rank,
+    pessimistic_ranks,
     recall_at,
     summarise,
 )
@@ -33,23 +33,22 @@ def test_rank_is_the_place_behind_everything_not_surely_worse(task):
         unknown = math.isnan(other) or math.isnan(scores[label])
         surely_worse = not unknown and other < scores[label]
         rank += place != label and not surely_worse
-    assert pessimistic_rank(np.array(scores), label) == rank
+    assert pessimistic_ranks(np.array([scores]), np.array([label])).tolist() == [rank]
 
 
 @pytest.mark.parametrize("constant", [0.0, 1.0, -3.5, NAN, INF, -INF])
 @pytest.mark.parametrize("candidates", [2, 20, 100])
 def test_a_constant_scorer_earns_nothing(constant, candidates):
     """Always the last rank: R@k is 0 for every k below C, and only 1/C remains as MRR."""
-    labels = range(candidates)
-    ranks = np.array([pessimistic_rank(np.full(candidates, constant), label) for label in labels])
+    ranks = pessimistic_ranks(np.full((candidates, candidates), constant), np.arange(candidates))
     assert [recall_at(ranks, k) for k in range(1, candidates)] == [0] * (candidates - 1)
     assert recall_at(ranks, candidates) == 1
     assert mean_reciprocal_rank(ranks) == pytest.approx(1 / candidates)
 
 
 def test_a_score_that_is_no_number_is_worst_for_the_right_candidate_and_best_for_others():
-    assert pessimistic_rank(np.array([NAN, 1.0, 2.0]), 0) == 3
-    assert pessimistic_rank(np.array([5.0, NAN, 2.0]), 0) == 2
+    scores = np.array([[NAN, 1.0, 2.0], [5.0, NAN, 2.0]])
+    assert pessimistic_ranks(scores, np.array([0, 0])).tolist() == [3, 2]
 
 
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(0, 2**32 - 1))
@@ -57,7 +56,7 @@ def test_mrr_is_sklearns_average_precision_which_is_pessimistic_too(candidates, 
     rng = np.random.default_rng(seed)
     scores = rng.integers(0, 4, (count, candidates)).astype(float)
     labels = rng.integers(0, candidates, count)
-    ranks = np.array([pessimistic_rank(*task) for task in zip(scores, labels, strict=True)])
+    ranks = pessimistic_ranks(scores, labels)
     expected = label_ranking_average_precision_score(np.eye(candidates)[labels], scores)
     assert mean_reciprocal_rank(ranks) == pytest.approx(expected)
 
@@ -67,7 +66,7 @@ def test_recall_is_sklearns_top_k_accuracy_where_nothing_ties(candidates, count,
     rng = np.random.default_rng(seed)
     scores = rng.permuted(np.tile(np.arange(candidates), (count, 1)), axis=1).astype(float)
     labels = rng.integers(0, candidates, count)
-    ranks = np.array([pessimistic_rank(*task) for task in zip(scores, labels, strict=True)])
+    ranks = pessimistic_ranks(scores, labels)
     for k in range(1, candidates):
         expected = top_k_accuracy_score(labels, scores, k=k, labels=range(candidates))
         assert recall_at(ranks, k) == pytest.approx(expected)

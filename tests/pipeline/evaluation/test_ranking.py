@@ -1,210 +1,61 @@
-"""Questions whose right answers' places give nothing away, and rankers that answer them."""
+"""Rankers as scorers: each candidate encoded once, each question's scores its own."""
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 
 import numpy as np
 import pytest
 
-from pipeline.config import BadInput
-from pipeline.evaluation.metrics import recall_at
-from pipeline.evaluation.ranking import Question, RankerScorer, questions, ranks
+from pipeline.evaluation import ranking, results
+from pipeline.evaluation.baselines import Chance
+from pipeline.evaluation.metrics import pessimistic_ranks
+from pipeline.evaluation.protocols import PROTOCOLS
+from pipeline.evaluation.questions import Question, Questions
+from pipeline.evaluation.ranking import RankerScorer, joined, latency, rank
+from pipeline.evaluation.results import Measurement
 from pipeline.models import inference
+from pipeline.shards import Actors
 
-COUNT = 600
-C = 5
-
-
-@pytest.fixture(scope="module")
-def given(tiny):
-    """A corpus with candidates of its own; the right one is always last, as in ConvAI2's files."""
-    rows = [
-        {"context": [f"c{n}"], "response": f"r{n}", "label": C - 1,
-         "candidates": [*(f"wrong{n}-{k}" for k in range(C - 1)), f"r{n}"]}
-        for n in range(COUNT)
-    ]  # fmt: skip
-    return tiny.corpus(rows, split="valid", rows_per_file=250)
+ASKED = [
+    Question("a", ["w1 w2"], ["w3", "w4 w5", "w6"], 0),
+    Question("b", ["w7", "w8 w9 w10"], ["w6", "w11", "w3"], 2),
+    Question("c", ["w12"], ["w13 w14 w15 w16", "w4 w5", "w6"], 1),
+]
+SHARED = ["w20 w21", "w22", "w6", "w23 w24 w25", "w26"]
+ARCHITECTURES = ["bi", "poly", "cross"]
 
 
-@pytest.fixture(scope="module")
-def sampled(tiny):
-    """A corpus without candidates; every second response is the same text."""
-    rows = [{"context": [f"c{n}"], "response": f"r{n}" if n % 2 else "yes"} for n in range(COUNT)]
-    return tiny.corpus(rows, split="valid", rows_per_file=250)
-
-
-def ask(corpus, source, candidates=C, max_examples=COUNT, seed=0):
-    return questions(corpus, "valid", source, candidates, max_examples, seed)
-
-
-SOURCES = ["given", "sampled"]
-
-
-@pytest.fixture(params=SOURCES)
-def asked(request):
-    """`ask` for both sources in turn."""
-    corpus = request.getfixturevalue(request.param)
-    return lambda **more: ask(corpus, request.param, **more)
-
-
-class Constant:
-    """Scores that are all the same."""
-
-    def score(self, questions):
-        return [np.zeros(len(question.candidates)) for question in questions]
-
-
-class Always:
-    """The candidate at one place, whatever is asked."""
-
-    def __init__(self, place):
-        self.place = place
-
-    def score(self, questions):
-        return [np.arange(len(q.candidates)) == self.place for q in questions]
-
-
-class Knows:
-    """The right answer to every question."""
-
-    def score(self, questions):
-        return [1.0 * (np.arange(len(q.candidates)) == q.label) for q in questions]
-
-
-def test_every_question_has_its_own_right_answer_once(asked):
-    found = asked()
-    assert [question.context for question in found] == [[f"c{n}"] for n in range(COUNT)]
-    assert [question.example_id for question in found] == [f"e{n}" for n in range(COUNT)]
-    for question in found:
-        number = int(question.context[0][1:])
-        right = question.candidates[question.label]
-        assert right in (f"r{number}", "yes")
-        assert len(question.candidates) == len(set(question.candidates)) == C
-
-
-def test_given_candidates_are_the_corpus_own(given):
-    for number, question in enumerate(ask(given, "given")):
-        own = {f"r{number}", *(f"wrong{number}-{k}" for k in range(C - 1))}
-        assert set(question.candidates) == own
-
-
-def test_sampled_candidates_are_other_responses_of_the_split(sampled):
-    pool = {"yes", *(f"r{n}" for n in range(1, COUNT, 2))}
-    drawn = Counter()
-    for question in ask(sampled, "sampled"):
-        assert set(question.candidates) <= pool
-        drawn.update(question.candidates)
-    # A frequent response is drawn as often as a rare one: the right answer 300 times, and by chance
-    # in 4 of 300 of the other questions.
-    assert 300 <= drawn["yes"] < 320
-    assert max(count for text, count in drawn.items() if text != "yes") < 30
-
-
-def test_all_responses_can_be_the_candidates(tiny):
-    corpus = tiny.corpus([{"response": f"r{n % 6}"} for n in range(30)], split="valid")
-    for question in ask(corpus, "sampled", candidates=6):
-        assert sorted(question.candidates) == [f"r{n}" for n in range(6)]
-
-
-def test_the_right_answers_place_is_spread_evenly(asked):
-    places = Counter(question.label for question in asked())
-    assert set(places) == set(range(C))
-    # 120 expected; five standard deviations are 49.
-    assert all(71 < count < 169 for count in places.values())
-
-
-@pytest.mark.parametrize("place", range(C))
-def test_who_always_answers_the_same_place_is_right_once_in_c(asked, place):
-    assert recall_at(ranks(Always(place), asked()), 1) == pytest.approx(1 / C, abs=0.082)
-
-
-def test_a_constant_scorer_earns_nothing(asked):
-    assert set(ranks(Constant(), asked())) == {C}
-
-
-def test_who_knows_the_answers_is_first_everywhere(asked):
-    assert set(ranks(Knows(), asked())) == {1}
-
-
-def test_questions_follow_from_the_seed(asked):
-    assert asked(seed=1) == asked(seed=1)
-    orders = [[question.candidates for question in asked(seed=seed)] for seed in (1, 2)]
-    assert sum(left == right for left, right in zip(*orders, strict=True)) < COUNT / 20
-
-
-def test_a_part_of_the_examples_is_drawn_from_everywhere_and_asks_the_same(asked):
-    whole = {question.example_id: question for question in asked()}
-    part = asked(max_examples=60)
-    names = [question.example_id for question in part]
-    assert len(set(names)) == 60
-    numbers = [int(name[1:]) for name in names]
-    assert min(numbers) < 100
-    assert max(numbers) > 500
-    assert all(question == whole[question.example_id] for question in part)
-    assert {question.example_id for question in asked(max_examples=60, seed=9)} != set(names)
-
-
-def refusal(corpus, source, **more):
-    with pytest.raises(BadInput) as caught:
-        ask(corpus, source, **more)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-def test_corpus_without_candidates_of_its_own_is_refused(sampled):
-    assert "allowed: a corpus that gives them, or --source sampled" in refusal(sampled, "given")
-
-
-@pytest.mark.parametrize("candidates", [4, 6])
-def test_another_number_of_candidates_than_asked_for_is_refused(given, candidates):
-    message = refusal(given, "given", candidates=candidates)
-    assert "example e0: 5 candidates; allowed" in message
-
-
-@pytest.mark.parametrize("label", [-1, C])
-def test_label_outside_of_the_candidates_is_refused(tiny, label):
-    rows = [{"response": "r", "candidates": ["r", "a", "b", "c", "d"], "label": label}]
-    corpus = tiny.corpus(rows, split="valid")
-    assert f"label {label} is not allowed; allowed: 0 to 4" in refusal(corpus, "given")
-
-
-def test_more_candidates_than_different_responses_are_refused(sampled):
-    ask(sampled, "sampled", candidates=301, max_examples=2)
-    assert "301 different responses" in refusal(sampled, "sampled", candidates=302)
-
-
-def test_corpus_without_the_split_is_refused(tiny):
-    corpus = tiny.corpus([{}], split="train")
-    for source in SOURCES:
-        assert "no examples in valid/" in refusal(corpus, source)
-
-
-@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
-def test_a_rankers_scores_are_those_of_each_question_alone(tiny, monkeypatch, architecture):
-    """Candidates that questions share are encoded once; each question gets its own scores."""
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    """float32, and small bounds, so that there are several blocks and parts of everything."""
     monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr(ranking, "_TEXTS_AT_ONCE", 2)
+    monkeypatch.setattr(ranking, "_LOGITS_AT_ONCE", 16)
+    monkeypatch.setattr(ranking, "_PAIRS_AT_ONCE", 9)
+    monkeypatch.setattr(ranking, "_QUESTIONS_AT_ONCE", 2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("shared", [(), SHARED])
+def test_a_rankers_scores_are_those_of_each_question_alone(tiny, architecture, shared):
     scorer = RankerScorer(tiny.ranker(architecture=architecture), batch_tokens=50)
-    asked = [
-        Question("a", ["w1 w2"], ["w3", "w4 w5", "w6"], 0),
-        Question("b", ["w7", "w8 w9 w10"], ["w6", "w11", "w3"], 2),
-        Question("c", ["w12"], ["w13 w14 w15 w16", "w4 w5"], 1),
-    ]
-    together = scorer.score(asked)
-    for question, scores in zip(asked, together, strict=True):
-        (alone,) = scorer.score([question])
-        assert scores.shape == (len(question.candidates),)
-        assert scores.dtype == np.float32
-        np.testing.assert_allclose(scores, alone, rtol=0, atol=1e-5)
-        # Another order of candidates: the same scores in that order.
-        turned = Question(question.example_id, question.context, question.candidates[::-1], 0)
-        np.testing.assert_allclose(scorer.score([turned])[0], alone[::-1], rtol=0, atol=1e-5)
-    assert len({float(score) for scores in together for score in scores}) == 8
+    asked = Questions.of(ASKED, shared)
+    together = scorer.prepare(asked).scores(asked)
+    assert together.shape == (3, 3 + len(shared))
+    assert together.dtype == np.float32
+    for scores, question in zip(together, ASKED, strict=True):
+        candidates = [*question.candidates, *shared]
+        # Another order of candidates, all of them its own: the same scores in that order.
+        turned = Questions.of([question._replace(candidates=candidates[::-1])])
+        alone = scorer.prepare(turned).scores(turned)[0]
+        np.testing.assert_allclose(scores[::-1], alone, rtol=0, atol=1e-5)
+    assert len(np.unique(together)) == 3 * (3 + len(shared)) - 3 * bool(shared)  # "w6" is in both
 
 
-def test_each_candidate_text_is_encoded_once(tiny, monkeypatch):
-    ranker = tiny.ranker(architecture="poly")
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_each_candidate_text_is_encoded_once(tiny, monkeypatch, architecture):
+    ranker = tiny.ranker(architecture=architecture)
     rows = []
     encode = ranker.network.encode_candidates
     monkeypatch.setattr(
@@ -212,5 +63,115 @@ def test_each_candidate_text_is_encoded_once(tiny, monkeypatch):
         "encode_candidates",
         lambda tokens: rows.append(len(tokens.ids_BT)) or encode(tokens),
     )
-    RankerScorer(ranker).score([Question("a", ["w1"], ["w2", "w3"], 0)] * 50)
-    assert sum(rows) == 2
+    asked = Questions.of([Question("a", ["w1"], ["w2", "w3"], 0)] * 50, ["w4", "w3", "w5"])
+    ready = RankerScorer(ranker).prepare(asked)
+    rank(ready, asked)
+    rank(ready, asked)
+    assert sum(rows) == 4
+
+
+def test_ranks_and_the_best_five_of_every_question(fixed):
+    rng = np.random.default_rng(0)
+    scores = rng.permuted(np.tile(np.arange(9.0), (11, 1)), axis=1)
+    asked = Questions.of(
+        [Question(str(n), [], [f"{n} {k}" for k in range(4)], n % 4) for n in range(11)],
+        [f"s{k}" for k in range(5)],
+    )
+    ready = fixed({str(n): row.tolist() for n, row in enumerate(scores)})
+    found = rank(ready, asked)
+    assert found.ranks_N.tolist() == pessimistic_ranks(scores, asked.label_N).tolist()
+    assert found.right_N.tolist() == scores[np.arange(11), np.arange(11) % 4].tolist()
+    assert found.top_NT.tolist() == np.argsort(-scores, axis=1)[:, :5].tolist()
+    assert found.top_scores_NT.tolist() == [[8, 7, 6, 5, 4]] * 11
+
+
+def test_fewer_than_five_candidates_and_scores_that_are_no_numbers(fixed):
+    asked = Questions.of([Question("a", [], ["x", "y", "z"], 2)])
+    found = rank(fixed({"a": [np.nan, 1.0, 2.0]}), asked)
+    assert found.ranks_N.tolist() == [2]
+    assert found.top_NT.tolist() == [[2, 1, 0]]
+
+
+def test_rankings_of_parts_are_joined_in_order(fixed):
+    asked = Questions.of([Question(str(n), [], ["x", "y"], n % 2) for n in range(7)])
+    ready = fixed({str(n): [n, 3.5] for n in range(7)})
+    parts = [rank(ready, asked.part(numbers)) for numbers in np.array_split(np.arange(7), 3)]
+    for field, whole in vars(rank(ready, asked)).items():
+        assert getattr(joined(parts), field).tolist() == whole.tolist()
+
+
+class Clock:
+    """Says that every question takes as many seconds as its number, and counts them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.asked = 0.0, list[int]()
+        monkeypatch.setattr(ranking.time, "perf_counter", lambda: self.now)
+
+    def scores(self, asked):
+        assert len(asked) == 1  # batch size 1
+        self.asked.append(int(asked.ids[0]))
+        self.now += self.asked[-1] / 100
+        return np.zeros((1, 2))
+
+
+def test_latency_is_that_of_single_questions_from_all_over_after_a_warm_up(monkeypatch):
+    clock = Clock(monkeypatch)
+    asked = Questions.of([Question(str(n), [], ["x", "y"], 0) for n in range(101)])
+    found = latency(clock, asked, 16)
+    assert clock.asked == [*range(0, 101, 5)]  # five to warm up, then 16
+    measured = 10.0 * np.array(clock.asked[5:])
+    assert found.queries == 16
+    assert found.median == pytest.approx(np.median(measured))
+    assert found.p95 == pytest.approx(np.quantile(measured, 0.95))
+
+
+def test_latency_stops_after_20_seconds(monkeypatch):
+    clock = Clock(monkeypatch)
+    asked = Questions.of([Question("900", [], ["x", "y"], 0)] * 100)
+    assert latency(clock, asked, 50).queries == 3  # of 9 seconds each
+
+
+# On a cluster
+
+
+@pytest.fixture
+def measurement():
+    asked = Questions.of(
+        [Question(f"q{n}", [f"w{n % 7}"], [f"w{n % 30}", "w40", "w41"], 0) for n in range(9)],
+        ["w50", "w51"],
+    )
+    return Measurement(asked, PROTOCOLS["convai2"], None, queries=2, seed=0)
+
+
+@pytest.mark.parametrize("actors", [2, 20])
+def test_shares_on_a_cluster_give_the_same_ranking(
+    local_ray, tiny_ranker, measurement, monkeypatch, actors
+):
+    for name in ("_TEXTS_AT_ONCE", "_LOGITS_AT_ONCE", "_QUESTIONS_AT_ONCE"):
+        monkeypatch.setattr(ranking, name, 1000)
+
+    make = functools.partial(ranking.load_scorer, tiny_ranker("poly"))
+    here = measurement.of("poly", make)
+    there = measurement.of("poly", make, actors=Actors(actors=actors, cpus_per_actor=1))
+    # bf16 hardware rounds a text as its batch is padded.
+    np.testing.assert_allclose(there.ranking.right_N, here.ranking.right_N, atol=0.2)
+    agree = (there.ranking.ranks_N == here.ranking.ranks_N).mean()
+    assert agree > 0.7
+    assert there.latency.queries == 2
+    assert list(there.metrics) == list(here.metrics) == list(there.intervals)
+
+
+def test_numbers_of_a_result_are_its_metrics_intervals_and_times(measurement):
+    timed = measurement.of("chance", Chance).numbers()
+    assert list(timed)[:2] == ["R@1/20", "R@2/20"]
+    assert {"R@1/20.low", "R@1/20.high", "MRR.low", "ms.median", "ms.p95"} <= set(timed)
+    untimed = measurement.of("chance", Chance, timed=False)
+    assert untimed.latency is None
+    assert set(timed) - set(untimed.numbers()) == {"ms.median", "ms.p95"}
+
+
+def test_every_two_results_are_compared(measurement):
+    found = [measurement.of(f"chance {seed}", lambda s=seed: Chance(s)) for seed in range(3)]
+    pairs = [(pair.first, pair.second) for pair in results.compare_all(found, 0)]
+    names = [result.name for result in found]
+    assert pairs == [(names[0], names[1]), (names[0], names[2]), (names[1], names[2])]

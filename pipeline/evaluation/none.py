@@ -1,0 +1,47 @@
+"""DSTC7's sub-task 4: the right answer may be absent, and then the candidate NONE is right.
+
+NONE is ranked like any other candidate, as the challenge's own scorer does. What score it has is a
+choice: the model's own for the text "NONE", which one that was trained on such examples has learnt, or
+a threshold, for scorers that never saw one: whatever scores below it is no answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.arrays import Bools
+from pipeline.config import BadInput
+from pipeline.corpora.dstc7 import NONE
+from pipeline.evaluation.questions import Questions
+from pipeline.evaluation.ranking import Ranking
+
+
+def require_none(asked: Questions, option: str) -> None:
+    """Raises BadInput unless every question has the candidate."""
+    if not (asked.own_NK == asked.place_of(NONE)).any(axis=1).all():
+        raise BadInput(f"{option}: there are examples without the candidate {NONE!r}; allowed: a "
+                       "corpus of DSTC7's sub-task 4")  # fmt: skip
+
+
+def is_right(asked: Questions) -> Bools:
+    """Where no answer is right, [N]."""
+    found: Bools = asked.right() == asked.place_of(NONE)
+    return found
+
+
+def threshold(best: Ranking, none_right_N: Bools) -> float:
+    """The score for NONE with the highest R@1 on questions that were ranked with NONE at -inf.
+
+    A threshold is right about a question where NONE is right and all scores are below it, and about
+    one where the right answer has the highest score and that is above it. Only between two scores
+    does the number change; of equally good thresholds the lowest is taken.
+    """
+    best_N = best.top_scores_NT[:, 0].astype(np.float64)
+    absent = np.sort(best_N[none_right_N])
+    present = np.sort(best_N[~none_right_N & (best.ranks_N == 1)])
+    edges = np.unique(np.concatenate([absent, present]))
+    if not len(edges):
+        return 0.0
+    between = np.concatenate([[edges[0] - 1], (edges[1:] + edges[:-1]) / 2, [edges[-1] + 1]])
+    right = np.searchsorted(absent, between, "left") - np.searchsorted(present, between, "right")
+    return float(between[np.argmax(right)])

@@ -1,0 +1,37 @@
+"""How each public task is evaluated, so that numbers compare with published ones.
+
+convai2     the reply among the 20 given                         R@1/20
+dstc7       the reply among the 100 given (sub-task 4: 101,      R@1/100, R@10, R@50, MRR
+            with NONE ranked like any other)
+ubuntu      the reply among the 10 given                         R@1/10, R@2, R@5, MRR
+wikipedia   the article among it and 10,000 fixed others         R@1/10001
+polyai      1-of-100: the other responses of blocks of 100       R@1/100
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.evaluation.questions import Source
+
+Name = Literal["convai2", "dstc7", "ubuntu", "wikipedia", "polyai"]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Where candidates come from, how many there are, and what is counted."""
+
+    source: Source
+    candidates: int
+    """C, the right one among them."""
+    recall_at: tuple[int, ...]
+
+
+PROTOCOLS: dict[Name, Protocol] = {
+    "convai2": Protocol("given", 20, (1, 2, 5, 10)),
+    "dstc7": Protocol("given", 100, (1, 10, 50)),
+    "ubuntu": Protocol("given", 10, (1, 2, 5)),
+    "wikipedia": Protocol("others", 10_001, (1, 10, 100)),
+    "polyai": Protocol("blocks", 100, (1,)),
+}

@@ -1,0 +1,121 @@
+"""What comes out for one scorer: its ranking, and the numbers made of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import ray
+from tqdm import tqdm
+
+from pipeline.evaluation import none, ranking, significance
+from pipeline.evaluation.metrics import summarise
+from pipeline.evaluation.protocols import Protocol
+from pipeline.evaluation.questions import Questions
+from pipeline.evaluation.ranking import Latency, Ranking, Scorer
+from pipeline.evaluation.significance import Comparison, Interval
+from pipeline.resources import cpus_each
+from pipeline.shards import Actors
+
+HERE = Actors()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table."""
+
+    name: str
+    ranking: Ranking
+    metrics: dict[str, float]
+    """The first is the main one: R@1, unless others were asked for."""
+    intervals: dict[str, Interval]
+    """Of each metric."""
+    latency: Latency | None
+    """None: not measured."""
+
+    def numbers(self) -> dict[str, float]:
+        """All of it by name, as MLflow wants it."""
+        found = dict(self.metrics)
+        for name, (low, high) in self.intervals.items():
+            found |= {f"{name}.low": low, f"{name}.high": high}
+        if self.latency:
+            found |= {"ms.median": self.latency.median, "ms.p95": self.latency.p95}
+        return found
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured, the same for every scorer."""
+
+    asked: Questions
+    protocol: Protocol
+    calibration: Questions | None
+    """Questions that a threshold for NONE is chosen on; None: NONE keeps the scorer's own score."""
+    queries: int
+    """Questions that are timed; 0: none."""
+    seed: int
+
+    def of(
+        self, name: str, make: Callable[[], Scorer], timed: bool = True, actors: Actors = HERE
+    ) -> Result:
+        """Asks a scorer all questions, in this process or on a cluster (see `ask`)."""
+        none_score = None
+        if self.calibration:
+            found, _ = ask(f"{name}: NONE", make, self.calibration, 0, -np.inf, actors)
+            none_score = none.threshold(found, none.is_right(self.calibration))
+        queries = self.queries if timed else 0
+        found, latency = ask(name, make, self.asked, queries, none_score, actors)
+        numbers = (found.ranks_N, self.protocol.candidates, self.protocol.recall_at)
+        intervals = significance.intervals(*numbers, self.seed)
+        return Result(name, found, summarise(*numbers), intervals, latency)
+
+
+def ask(
+    name: str,
+    make: Callable[[], Scorer],
+    asked: Questions,
+    queries: int,
+    none_score: float | None,
+    actors: Actors,
+) -> tuple[Ranking, Latency | None]:
+    """The ranking, and the time that `queries` of the questions take; None for 0.
+
+    `actors` other than `HERE`: in as many tasks of a Ray cluster, each with its share of the
+    questions, the texts that those need, and a scorer of its own.
+    """
+    if actors == HERE:
+        return _ask(name, make, asked, queries, none_score)
+    task = ray.remote(_ask).options(
+        num_cpus=actors.cpus_per_actor or cpus_each(actors.actors), num_gpus=int(actors.gpu)
+    )
+    shares = np.array_split(np.arange(len(asked)), min(actors.actors, len(asked)))
+    running = [
+        task.remote("", make, asked.part(numbers), 0 if share else queries, none_score)
+        for share, numbers in enumerate(shares)
+    ]
+    found = [ray.get(share) for share in tqdm(running, desc=name, unit="share")]
+    return ranking.joined([part for part, _ in found]), found[0][1]
+
+
+def _ask(
+    name: str,
+    make: Callable[[], Scorer],
+    asked: Questions,
+    queries: int,
+    none_score: float | None,
+) -> tuple[Ranking, Latency | None]:
+    ready = make().prepare(asked)
+    found = ranking.rank(ready, asked, name, none_score)
+    return found, ranking.latency(ready, asked, queries) if queries else None
+
+
+def compare_all(results: Sequence[Result], seed: int) -> list[Comparison]:
+    """Every two of them."""
+    return [
+        significance.compare(
+            first.name, second.name, first.ranking.ranks_N == 1, second.ranking.ranks_N == 1, seed
+        )
+        for first, second in itertools.combinations(results, 2)
+    ]

@@ -1,0 +1,66 @@
+"""NONE: its place, and the best threshold by trying all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.evaluation import none
+from pipeline.evaluation.questions import Question, Questions
+from pipeline.evaluation.ranking import rank
+
+ASKED = Questions.of([
+    Question("right", [], ["a", "NONE", "b"], 0),
+    Question("absent", [], ["NONE", "c", "d"], 0),
+    Question("wrong", [], ["e", "f", "NONE"], 1),
+])  # fmt: skip
+
+
+def test_where_none_is_right():
+    assert none.is_right(ASKED).tolist() == [False, True, False]
+    none.require_none(ASKED, "--none threshold")
+
+
+def test_questions_without_the_candidate_are_refused():
+    for questions in ([Question("x", [], ["a", "b"], 0)],
+                      [Question("x", [], ["a", "NONE"], 0), Question("y", [], ["a", "b"], 0)]):  # fmt: skip
+        with pytest.raises(BadInput, match="--none threshold: there are examples without"):
+            none.require_none(Questions.of(questions), "--none threshold")
+
+
+def test_the_threshold_stands_in_for_nones_own_score(fixed):
+    ready = fixed({"right": [0.9, 99, 0.1], "absent": [-99, 0.3, 0.2], "wrong": [0.8, 0.7, 99]})
+    assert rank(ready, ASKED).ranks_N.tolist() == [2, 3, 3]
+    assert rank(ready, ASKED, none_score=0.5).ranks_N.tolist() == [1, 1, 2]
+    # A tie with NONE is lost, on either side.
+    assert rank(ready, ASKED, none_score=np.float32(0.9)).ranks_N.tolist() == [2, 1, 3]
+    assert rank(ready, ASKED, none_score=np.float32(0.3)).ranks_N.tolist() == [1, 2, 2]
+
+
+score = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0])
+
+
+@given(st.lists(st.tuples(score, score, st.booleans()), min_size=1, max_size=12))
+def test_no_other_threshold_has_a_higher_recall(rows):
+    class Scores:
+        def scores(self, asked):
+            return np.array([[r, w, 0.0] for r, w, _ in rows], np.float32)[
+                [int(i) for i in asked.ids]
+            ]
+
+    asked = Questions.of(
+        Question(str(n), [], ["right", "wrong", "NONE"], 2 if absent else 0)
+        for n, (_, _, absent) in enumerate(rows)
+    )
+
+    def recall(value: float) -> int:
+        return int((rank(Scores(), asked, none_score=value).ranks_N == 1).sum())
+
+    last = rank(Scores(), asked, none_score=-np.inf)
+    chosen = none.threshold(last, none.is_right(asked))
+    tried = [-3.0, -1.0, -0.25, 0.1, 0.6, 2.0, 4.0]
+    assert recall(chosen) == max(map(recall, tried))
+    assert np.isfinite(chosen)

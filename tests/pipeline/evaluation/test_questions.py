@@ -1,0 +1,308 @@
+"""Questions whose right answers' places give nothing away."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput
+from pipeline.evaluation.metrics import pessimistic_ranks, recall_at
+from pipeline.evaluation.questions import Question, Questions, questions
+
+COUNT = 600
+C = 5
+
+
+@pytest.fixture(scope="module")
+def given(tiny):
+    """A corpus with candidates of its own; the right one is always last, as in ConvAI2's files."""
+    rows = [
+        {"context": [f"c{n}"], "response": f"r{n}", "label": C - 1,
+         "candidates": [*(f"wrong{n}-{k}" for k in range(C - 1)), f"r{n}"]}
+        for n in range(COUNT)
+    ]  # fmt: skip
+    return tiny.corpus(rows, split="valid", rows_per_file=250)
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny):
+    """A corpus without candidates; every second response is the same text."""
+    rows = [{"context": [f"c{n}"], "response": f"r{n}" if n % 2 else "yes"} for n in range(COUNT)]
+    return tiny.corpus(rows, split="valid", rows_per_file=250)
+
+
+@pytest.fixture(scope="module")
+def blocks(tiny):
+    """A corpus whose responses are all different, in files of uneven size."""
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(COUNT + 3)]
+    return tiny.corpus(rows, split="valid", rows_per_file=107)
+
+
+@pytest.fixture(scope="module")
+def search(tiny):
+    """A corpus for article search with 12 other articles in two files."""
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(30)]
+    return with_others(tiny.corpus(rows, split="valid"), [(f"o{n}", f"t{n}") for n in range(12)])
+
+
+def with_others(corpus, others) -> Artifact:
+    entries = list(corpus.manifest["files"])
+    for number, part in enumerate(np.array_split(np.arange(len(others)), 2)):
+        name = f"others/part-{number}.parquet"
+        ids, texts = ([others[n][column] for n in part] for column in (0, 1))
+        pq.write_table(pa.table({"id": ids, "text": texts}), f"{corpus.uri}/{number}.parquet")
+        (path := corpus.local() / "others").mkdir(exist_ok=True)
+        (corpus.local() / f"{number}.parquet").rename(path / f"part-{number}.parquet")
+        entries.append({"path": name, "rows": len(part)})
+    return Artifact(corpus.uri, {**corpus.manifest, "files": entries})
+
+
+def ask(corpus, source, candidates=C, max_examples=10_000, seed=0):
+    return questions(corpus, "valid", source, candidates, max_examples, seed)
+
+
+def one_by_one(asked) -> list[Question]:
+    return [
+        Question(asked.ids[n], asked.contexts[n],
+                 [asked.texts[place] for place in asked.places(n)], int(asked.label_N[n]))
+        for n in range(len(asked))
+    ]  # fmt: skip
+
+
+SOURCES = ["given", "sampled", "blocks"]
+
+
+@pytest.fixture(params=SOURCES)
+def asked(request):
+    """`ask` for the sources in turn."""
+    corpus = request.getfixturevalue(request.param)
+    return lambda **more: ask(corpus, request.param, **more)
+
+
+def test_every_question_has_its_own_right_answer_once(asked):
+    found = one_by_one(asked())
+    assert len(found) == len({question.example_id for question in found}) == COUNT
+    for question in found:
+        number = int(question.context[0][1:])
+        assert question.example_id == f"e{number}"
+        assert question.candidates[question.label] in (f"r{number}", "yes")
+        assert len(question.candidates) == len(set(question.candidates)) == C
+
+
+@pytest.mark.parametrize("source", ["given", "sampled"])
+def test_questions_stand_in_the_corpus_order(request, source):
+    found = ask(request.getfixturevalue(source), source)
+    assert found.ids == [f"e{number}" for number in range(COUNT)]
+
+
+def test_given_candidates_are_the_corpus_own(given):
+    for number, question in enumerate(one_by_one(ask(given, "given"))):
+        own = {f"r{number}", *(f"wrong{number}-{k}" for k in range(C - 1))}
+        assert set(question.candidates) == own
+
+
+def test_sampled_candidates_are_other_responses_of_the_split(sampled):
+    pool = {"yes", *(f"r{n}" for n in range(1, COUNT, 2))}
+    drawn = Counter()
+    for question in one_by_one(ask(sampled, "sampled")):
+        assert set(question.candidates) <= pool
+        drawn.update(question.candidates)
+    # A frequent response is drawn as often as a rare one: the right answer 300 times, and by chance
+    # in 4 of 300 of the other questions.
+    assert 300 <= drawn["yes"] < 320
+    assert max(count for text, count in drawn.items() if text != "yes") < 30
+
+
+def test_all_responses_can_be_the_candidates(tiny):
+    corpus = tiny.corpus([{"response": f"r{n % 6}"} for n in range(30)], split="valid")
+    for question in one_by_one(ask(corpus, "sampled", candidates=6)):
+        assert sorted(question.candidates) == [f"r{n}" for n in range(6)]
+
+
+def test_blocks_are_whole_disjoint_and_random(blocks):
+    """PolyAI's 1-of-C: 603 examples are 120 blocks of 5, three examples are left out."""
+    found = one_by_one(ask(blocks, "blocks"))
+    assert len(found) == 600
+    seen = set()
+    for start in range(0, 600, C):
+        block = found[start : start + C]
+        assert len({tuple(question.candidates) for question in block}) == 1
+        asked_for = [question.candidates[question.label] for question in block]
+        assert sorted(asked_for) == sorted(block[0].candidates)
+        seen.update(asked_for)
+    assert len(seen) == 600
+    together = [{int(text[1:]) for text in question.candidates} for question in found[::C]]
+    # Neighbours in the corpus, of one thread for instance, are not neighbours in a block.
+    assert np.median([max(block) - min(block) for block in together]) > 200
+    assert sum(found[n].label == n % C for n in range(600)) < 180  # 120 expected
+
+
+def test_blocks_allow_the_same_response_twice(tiny):
+    corpus = tiny.corpus([{"response": "yes"}] * 4 + [{"response": "no"}], split="valid")
+    found = ask(corpus, "blocks")
+    assert sorted(found.texts) == ["no", "yes"]
+    assert found.own_NK.shape == (5, 5)
+    assert found.unanswerable() == 4
+
+
+def test_the_own_article_stands_among_the_fixed_others(search):
+    found = ask(search, "others", candidates=13)
+    assert found.candidates == 13
+    for number, question in enumerate(one_by_one(found)):
+        assert question.candidates == [f"r{number}", *(f"t{n}" for n in range(12))]
+        assert question.label == 0
+    assert len(found.texts) == 12 + 30
+    fewer = one_by_one(ask(search, "others", candidates=4))
+    assert fewer[7].candidates == ["r7", "t0", "t1", "t2"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_right_answers_place_is_spread_evenly(asked, seed):
+    places = Counter(asked(seed=seed).label_N.tolist())
+    assert set(places) == set(range(C))
+    # 120 expected; five standard deviations are 49.
+    assert all(71 < count < 169 for count in places.values())
+
+
+@pytest.mark.parametrize("place", range(C))
+def test_who_always_answers_the_same_place_is_right_once_in_c(asked, place):
+    found = asked()
+    scores = np.zeros((len(found), C))
+    scores[:, place] = 1
+    assert recall_at(pessimistic_ranks(scores, found.label_N), 1) == pytest.approx(1 / C, abs=0.082)
+
+
+def test_questions_follow_from_the_seed(asked):
+    assert one_by_one(asked(seed=1)) == one_by_one(asked(seed=1))
+    first, second = (
+        {question.example_id: question.candidates for question in one_by_one(asked(seed=seed))}
+        for seed in (1, 2)
+    )
+    assert sum(first[name] == second.get(name) for name in first) < COUNT / 20
+
+
+@pytest.mark.parametrize("source", ["given", "sampled"])
+def test_a_part_of_the_examples_is_drawn_from_everywhere_and_asks_the_same(request, source):
+    corpus = request.getfixturevalue(source)
+    whole = {question.example_id: question for question in one_by_one(ask(corpus, source))}
+    part = one_by_one(ask(corpus, source, max_examples=60))
+    numbers = [int(question.example_id[1:]) for question in part]
+    assert len(set(numbers)) == 60
+    assert numbers == sorted(numbers)
+    assert min(numbers) < 100
+    assert max(numbers) > 500
+    assert all(question == whole[question.example_id] for question in part)
+    assert set(ask(corpus, source, max_examples=60, seed=9).ids) != {q.example_id for q in part}
+
+
+def test_only_the_files_with_chosen_examples_are_read(given, monkeypatch):
+    opened = []
+    read = pq.read_table
+    monkeypatch.setattr(pq, "read_table", lambda s, **more: opened.append(1) or read(s, **more))
+    ask(given, "given", max_examples=1)
+    assert len(opened) == 1
+
+
+# -------------------------------------------------------------------------------------------------
+# Parts of them
+
+
+def test_rows_keep_all_texts_and_parts_only_what_they_need(request):
+    for source in ("given", "others"):
+        corpus = request.getfixturevalue({"given": "given", "others": "search"}[source])
+        found = ask(corpus, source, candidates=5)
+        whole = one_by_one(found)
+        assert one_by_one(found.rows(slice(7, 12))) == whole[7:12]
+        assert found.rows(slice(7, 12)).texts is found.texts
+        part = found.part(np.array([11, 3, 7]))
+        assert one_by_one(part) == [whole[11], whole[3], whole[7]]
+        shared = 4 if source == "others" else 0
+        assert part.shared == shared
+        assert len(part.texts) == shared + 3 * (5 - shared)
+
+
+def test_an_own_candidate_may_be_a_shared_one():
+    asked = [Question("a", [], ["x"], 0), Question("b", [], ["z"], 0), Question("c", [], ["w"], 0)]
+    found = Questions.of(asked, shared=["y", "z"])
+    assert found.texts == ["y", "z", "x", "w"]
+    assert one_by_one(found.part(np.array([1, 2])))[0].candidates == ["z", "y", "z"]
+    assert found.part(np.array([1, 2])).texts == ["y", "z", "w"]
+    assert found.unanswerable() == 1
+
+
+def test_places_of_texts():
+    found = Questions.of([Question("a", [], ["x", "NONE"], 1)])
+    assert (found.place_of("NONE"), found.place_of("y")) == (1, -1)
+    assert found.right().tolist() == [1]
+
+
+# -------------------------------------------------------------------------------------------------
+# What cannot be asked
+
+
+def refusal(corpus, source, **more):
+    with pytest.raises(BadInput) as caught:
+        ask(corpus, source, **more)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_corpus_without_candidates_of_its_own_is_refused(sampled):
+    assert "allowed: a corpus that gives them, or --source sampled" in refusal(sampled, "given")
+
+
+@pytest.mark.parametrize("candidates", [4, 6])
+def test_another_number_of_candidates_than_asked_for_is_refused(given, candidates):
+    message = refusal(given, "given", candidates=candidates)
+    assert "example e0: 5 candidates; allowed" in message
+
+
+@pytest.mark.parametrize("label", [-1, C])
+def test_label_outside_of_the_candidates_is_refused(tiny, label):
+    rows = [{"response": "r", "candidates": ["r", "a", "b", "c", "d"], "label": label}]
+    corpus = tiny.corpus(rows, split="valid")
+    assert f"label {label} is not allowed; allowed: 0 to 4" in refusal(corpus, "given")
+
+
+def test_label_of_another_text_than_the_response_is_refused(tiny):
+    rows = [{"response": "r", "candidates": ["r", "a", "b", "c", "d"], "label": 1}]
+    message = refusal(tiny.corpus(rows, split="valid"), "given")
+    assert "example e0: the response is not the candidate at label 1" in message
+
+
+def test_more_candidates_than_different_responses_are_refused(sampled):
+    ask(sampled, "sampled", candidates=301, max_examples=2)
+    assert "301 different responses" in refusal(sampled, "sampled", candidates=302)
+
+
+def test_fewer_examples_than_a_block_are_refused(tiny):
+    corpus = tiny.corpus([{}] * 4, split="valid")
+    assert "--candidates 5: 4 examples; allowed" in refusal(corpus, "blocks")
+
+
+def test_fewer_others_than_candidates_are_refused(search):
+    message = refusal(search, "others", candidates=14)
+    assert "--candidates 14" in message
+    assert "12 texts in others/; allowed: at most 13" in message
+
+
+def test_corpus_without_others_is_refused(given):
+    assert "no others/; allowed: a corpus for article search" in refusal(given, "others")
+
+
+def test_an_article_that_is_among_its_own_others_is_refused(tiny):
+    corpus = with_others(tiny.corpus([{}], split="valid"), [("x", "t"), ("g0", "u"), ("y", "v")])
+    message = refusal(corpus, "others", candidates=4)
+    assert "example e0: its article is among others/; allowed: --split valid or test" in message
+
+
+@pytest.mark.parametrize("source", [*SOURCES, "others"])
+def test_corpus_without_the_split_is_refused(tiny, source):
+    corpus = tiny.corpus([{}], split="train")
+    assert "no examples in valid/" in refusal(corpus, source)

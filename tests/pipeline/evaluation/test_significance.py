@@ -1,0 +1,94 @@
+"""Intervals beside scipy's bootstrap of the examples themselves, and tests by counting all swaps."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import bootstrap
+
+from pipeline.evaluation.metrics import earned, summarise
+from pipeline.evaluation.significance import compare, intervals
+
+
+@pytest.mark.parametrize(("count", "candidates"), [(60, 20), (1500, 20), (400, 10_001)])
+def test_intervals_are_those_of_resampled_examples(count, candidates):
+    ranks = np.minimum(np.random.default_rng(1).geometric(0.3, count) ** 2, candidates)
+    found = intervals(ranks, candidates, [1, 5])
+    parts = earned(ranks, candidates, [1, 5])
+    assert list(found) == list(parts) == [f"R@1/{candidates}", f"R@5/{candidates}", "MRR"]
+    for name, values in parts.items():
+        peer = bootstrap((values,), np.mean, method="percentile", n_resamples=10_000, rng=2)
+        spread = values.std() / np.sqrt(count)
+        wanted = peer.confidence_interval
+        # Percentiles of 10,000 draws: a twentieth of a standard error is three of theirs; and the
+        # share of right answers moves by whole examples.
+        assert found[name] == pytest.approx((wanted.low, wanted.high), abs=0.1 * spread + 1 / count)
+
+
+def test_an_interval_holds_the_true_share_95_times_in_100():
+    rng = np.random.default_rng(0)
+    holds = 0
+    for _ in range(300):
+        low, high = intervals(np.where(rng.random(400) < 0.6, 1, 2), 20, [1])["R@1/20"]
+        holds += low <= 0.6 <= high
+    assert 0.90 < holds / 300 < 0.985  # four standard deviations are 0.05
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(0, 1000))
+def test_the_number_lies_in_its_interval_and_the_seed_decides(ranks, seed):
+    found = intervals(np.array(ranks), 20, [1, 5], seed)
+    for name, value in summarise(np.array(ranks), 20, [1, 5]).items():
+        low, high = found[name]
+        assert 0 <= low <= value + 1e-12
+        assert value - 1e-12 <= high <= 1
+    assert intervals(np.array(ranks), 20, [1, 5], seed) == found
+
+
+def test_what_is_always_right_or_always_wrong_has_no_spread():
+    assert intervals(np.ones(30, int), 20, [1]) == {"R@1/20": (1.0, 1.0), "MRR": (1.0, 1.0)}
+    assert intervals(np.full(30, 20), 20, [1])["R@1/20"] == (0.0, 0.0)
+
+
+outcomes = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=9)
+
+
+@given(outcomes)
+def test_p_is_the_share_of_all_swaps_that_differ_as_much(pairs):
+    first, second = np.array(pairs).T
+    differences = first.astype(int) - second
+    swapped = [
+        abs(np.dot(signs, differences))
+        for signs in itertools.product([1, -1], repeat=len(differences))
+    ]
+    expected = np.mean(np.array(swapped) >= abs(differences.sum()))
+    found = compare("a", "b", first, second)
+    assert found.p == pytest.approx(expected)
+    assert found.difference == pytest.approx(differences.mean())
+    turned = compare("b", "a", second, first)
+    assert turned.p == pytest.approx(found.p)
+    assert turned.difference == pytest.approx(-found.difference)
+
+
+def test_the_interval_of_a_difference_is_that_of_paired_examples():
+    rng = np.random.default_rng(3)
+    easy = rng.random(800)
+    first, second = easy < 0.62, (easy + 0.05 * rng.standard_normal(800)) < 0.58
+    differences = first.astype(float) - second
+    peer = bootstrap((differences,), np.mean, method="percentile", n_resamples=10_000, rng=2)
+    found = compare("a", "b", first, second)
+    wanted = peer.confidence_interval
+    assert found.interval == pytest.approx((wanted.low, wanted.high), abs=0.003)
+    # The two are right about mostly the same examples: unpaired, the interval would be twice as wide.
+    unpaired = 1.96 * np.sqrt((first.var() + second.var()) / 800)
+    assert found.interval[1] - found.interval[0] < unpaired
+    assert found.p < 0.05
+
+
+def test_models_that_agree_everywhere_do_not_differ():
+    same = np.array([True, False, True])
+    found = compare("a", "b", same, same)
+    assert (found.difference, found.interval, found.p) == (0.0, (0.0, 0.0), 1.0)
