@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 
+from pipeline.artifact import Artifact
 from pipeline.config import require
 
 Split = Literal["train", "valid", "test"]
@@ -42,6 +43,15 @@ EXAMPLE = pa.schema(
 def schema_with(*columns: tuple[str, pa.DataType]) -> pa.Schema:
     """The schema of a corpus with columns of its own, such as `subreddit` or `title`."""
     return pa.schema([*EXAMPLE, *(pa.field(name, kind) for name, kind in columns)])
+
+
+def example_files(corpus: Artifact) -> list[dict[str, Any]]:
+    """Manifest entries of the shards of examples, in order; `others/` holds articles, no examples."""
+    return [
+        entry
+        for entry in corpus.manifest["files"]
+        if entry["path"].partition("/")[0] in SPLITS and entry["path"].endswith(".parquet")
+    ]
 
 
 def named_split(name: str) -> Split | None:

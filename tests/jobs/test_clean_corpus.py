@@ -198,3 +198,17 @@ def test_real_dialogues(run_job, real_data, tmp_path):
     ).summary  # fmt: skip
     assert summary["counts"]["records"] == 11_223
     assert summary["dropped"] == {"13 words of valid": 24, "near duplicate": 7}
+
+
+def test_the_fixed_others_of_an_article_search_come_along(run_job, sample_files, tmp_path):
+    run_job("prepare_corpus", "--corpus", "wikipedia", "--input", sample_files / "wikipedia",
+            "--wikipedia.task", "search", "--wikipedia.others", 20,
+            "--output", tmp_path / "articles")  # fmt: skip
+    run_job("inspect", "--corpus", tmp_path / "articles", "--html", tmp_path / "page.html")
+    done = run_job("clean_corpus", "--corpus", tmp_path / "articles", "--output", tmp_path / "clean")
+    before, after = (
+        open_artifact(str(tmp_path / name), "corpus") for name in ("articles", "clean")
+    )
+    assert done.summary["counts"]["records"] == before.counts["examples"]
+    (others,) = before.files("others/")
+    assert [pq.read_table(file) for file in after.files("others/")] == [pq.read_table(others)]

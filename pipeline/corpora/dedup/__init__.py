@@ -58,7 +58,17 @@ def clean(
     records += exact.drop(draft, plan) if plan.exact_buckets else []
     records += near.drop(draft, plan) if plan.near_buckets else []
     write = functools.partial(_write, plan=plan)
-    return records + shards.run_tasks(draft, plan.tasks("write"), write, "write")
+    records += shards.run_tasks(draft, plan.tasks("write"), write, "write")
+    return [*records, {"files": _copy_others(draft, corpus)}]
+
+
+def _copy_others(draft: Draft, corpus: Artifact) -> list[dict[str, Any]]:
+    """What the corpus holds besides examples: the fixed other articles of an article search."""
+    return [
+        draft.write_file(entry["path"], storage.read_bytes(storage.join(corpus.uri, entry["path"])),
+                         entry["rows"])
+        for entry in corpus.manifest["files"] if entry["path"].startswith("others/")
+    ]  # fmt: skip
 
 
 def _write(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:

@@ -16,13 +16,12 @@ from pipeline.artifact import Artifact, Draft
 from pipeline.corpora.dedup import buckets
 from pipeline.corpora.dedup.hashing import Tokens
 from pipeline.corpora.dedup.options import Options
+from pipeline.corpora.schema import example_files
 
 COMPARED = ["example_id", "context", "response"]
 """Columns that the comparing stages read."""
 
-_PIECE_BYTES = (
-    1 << 18
-)  # of text that is hashed at once: its arrays, 8 bytes a letter, stay in cache
+_PIECE_BYTES = 1 << 18  # hashed at once: the arrays, 8 bytes a letter, stay in cache
 _ROWS_READ = 2048
 _ROW_BITS = 32  # a node is an example of the corpus: its shard's number, then its row
 
@@ -78,10 +77,9 @@ class Plan:
 
 
 def shards_of(corpus: Artifact) -> tuple[Shard, ...]:
-    entries = [entry for entry in corpus.manifest["files"] if entry["path"].endswith(".parquet")]
     return tuple(
         Shard(storage.join(corpus.uri, entry["path"]), entry["path"], entry["rows"])
-        for entry in entries
+        for entry in example_files(corpus)
     )
 
 

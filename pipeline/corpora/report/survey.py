@@ -21,7 +21,7 @@ from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.corpora.schema import EXAMPLE, SPLITS
+from pipeline.corpora.schema import EXAMPLE, SPLITS, example_files
 
 _BLOCK_ROWS = 2048  # what is read at once: a row group of a corpus
 _GROUP_ROWS = 10  # group ids are short: so many times the sample's rows are looked at
@@ -242,11 +242,8 @@ def _read(file: pq.ParquetFile, block: Block, columns: list[str] | None) -> pa.T
 
 
 def _rows_of_files(corpus: Artifact) -> dict[str, int]:
-    entries = {entry["path"]: entry["rows"] for entry in corpus.manifest["files"]}
     return {
-        storage.join(corpus.uri, path): rows
-        for path, rows in entries.items()
-        if path.endswith(".parquet")
+        storage.join(corpus.uri, entry["path"]): entry["rows"] for entry in example_files(corpus)
     }
 
 
