@@ -239,7 +239,11 @@ def _split(row: dict[str, Any], column: str) -> Split:
 
 def _key(row: dict[str, Any], column: str) -> str:
     value = row.get(column)
-    return str(value) if type(value) is int else _text(row, column)
+    if value is None or value == "":
+        raise Malformed(f"no {column}")
+    if type(value) is not int and not raw.is_text(value):
+        raise Malformed(f"{column} is neither a text nor a whole number")
+    return str(value)
 
 
 def _text(row: dict[str, Any], column: str) -> str:

@@ -200,6 +200,20 @@ def test_a_line_over_10_mib_is_set_aside_unread(tmp_path, name):
     assert account.malformed.counts == {"line too long": 1}
 
 
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_a_file_that_is_cut_off_is_refused_until_it_is_told_to_keep_its_lines(tmp_path, form):
+    lines = FORMS[form].count(b"\n") - 1
+    stream = zstandard.ZstdCompressor().compressobj()
+    data = stream.compress(FORMS[form][:-3]) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    file = tmp_path / f"rows.{form}.zst"
+    with pytest.raises(BadInput, match=f"cut off after {lines} whole lines"):
+        read(file, data)
+    account = Account()
+    kept = tables.read(str(file), WANTED, Reading(truncated="keep"), account)
+    assert [row for _, row in kept] == ROWS[:1]
+    assert len(account.notes) == 1
+
+
 # Columns
 
 
