@@ -143,7 +143,7 @@ def _corpora(work: Path, data: Data) -> None:
     _stage("ConvAI2 dialogues to examples", "prepare_corpus", "--corpus", "convai2",
            "--input", *data.convai2, "--output", f"{corpora}/convai2")  # fmt: skip
     _stage("Articles to search examples", "prepare_corpus", "--corpus", "wikipedia",
-           "--wikipedia.task", "search", "--wikipedia.queries", "5",
+           "--wikipedia.task", "search", "--wikipedia.queries", "5", "--wikipedia.others", "0",
            "--input", *data.wikipedia, "--output", f"{corpora}/articles")  # fmt: skip
 
 

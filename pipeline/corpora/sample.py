@@ -1,8 +1,8 @@
 """The embedded sample corpora: raw files in the public formats, generated from a seed in seconds.
 
     <folder>/reddit_dump/RC_2011-01.zst  RC_2011-02.bz2         Reddit comment dumps
-    <folder>/convai2/train_self_original_no_cands.txt           ConvAI2 without candidates
-    <folder>/convai2/valid_self_original.txt                    ConvAI2 with 20 candidates
+    <folder>/convai2/train_self_original.sample_no_cands.txt    ConvAI2 without candidates
+    <folder>/convai2/valid_self_original.sample.txt             ConvAI2 with 20 candidates
     <folder>/wikipedia/extracted/AA/wiki_00 …                   WikiExtractor output
 
 People have traits and talk about what goes with them (`sample_world.py`). No person is in two files
@@ -145,8 +145,8 @@ def _write_convai2(
     folder.mkdir(parents=True, exist_ok=True)
     personas: set[frozenset[str]] = set()
     for name, number, with_candidates in (
-        ("train_self_original_no_cands.txt", size.train_dialogues, False),
-        ("valid_self_original.txt", size.valid_dialogues, True),
+        ("train_self_original.sample_no_cands.txt", size.train_dialogues, False),
+        ("valid_self_original.sample.txt", size.valid_dialogues, True),
     ):
         dialogues: list[tuple[list[str], list[_Turn]]] = []
         while len(dialogues) < number:

@@ -43,7 +43,7 @@ def doubled_corpus(
     """The sample dialogues, each of train three times, among them as new dialogues of valid."""
     folder = tmp_path_factory.mktemp("doubled")
     source = sample_files / "convai2"
-    train = (source / "train_self_original_no_cands.txt").read_text()
+    train = (source / "train_self_original.sample_no_cands.txt").read_text()
     valid = next(iter(source.glob("valid*"))).read_text()
     start = train.index("\n1 ", len(train) // 2) + 1
     (folder / "train_1.txt").write_text(train)

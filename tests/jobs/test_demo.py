@@ -48,7 +48,7 @@ def test_the_sample_files_are_found(sample_files):
     assert found(sample_files) == {
         "reddit": ["reddit_dump/RC_2011-01.zst", "reddit_dump/RC_2011-02.bz2"],
         "convai2": [
-            "convai2/train_self_original_no_cands.txt", "convai2/valid_self_original.txt"
+            "convai2/train_self_original.sample_no_cands.txt", "convai2/valid_self_original.sample.txt"
         ],
         "wikipedia": ["wikipedia/extracted/AA/wiki_00", "wikipedia/extracted/AA/wiki_01"],
     }  # fmt: skip

@@ -302,7 +302,7 @@ def test_a_file_that_is_cut_off_is_refused_with_its_lines_until_it_is_told_to_ke
     prepare, dump, sample_files, tmp_path, corpus
 ):
     if corpus == "convai2":
-        dump = (sample_files / "convai2" / "train_self_original_no_cands.txt").read_bytes()
+        dump = (sample_files / "convai2" / "train_self_original.sample_no_cands.txt").read_bytes()
     whole = dump[: dump.index(b"\n", len(dump) // 3) + 1]
     half_a_line = dump[len(whole) : len(whole) + 20]
     stream = zstandard.ZstdCompressor().compressobj()

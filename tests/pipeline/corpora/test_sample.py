@@ -14,7 +14,7 @@ from pipeline.evaluation.baselines import BM25, Chance, TfIdf
 from pipeline.evaluation.questions import questions
 
 TINY = sample.Size(reddit_threads=40, train_dialogues=30, valid_dialogues=12, articles=20)
-CONVAI2 = ("train_self_original_no_cands.txt", "valid_self_original.txt")
+CONVAI2 = ("train_self_original.sample_no_cands.txt", "valid_self_original.sample.txt")
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -57,8 +57,8 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
 
 def test_the_layout_is_that_of_the_public_sets(default_files):
     assert set(files_of(default_files)) == {
-        "convai2/train_self_original_no_cands.txt",
-        "convai2/valid_self_original.txt",
+        "convai2/train_self_original.sample_no_cands.txt",
+        "convai2/valid_self_original.sample.txt",
         "reddit_dump/RC_2011-01.zst",
         "reddit_dump/RC_2011-02.bz2",
         "wikipedia/extracted/AA/wiki_00",
