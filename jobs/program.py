@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
-from pipeline.config import BadInput, digest, parse
+from pipeline.config import BadInput, Stopped, digest, parse
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
@@ -29,6 +29,8 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         summary = run(parse(config_class, sys.argv[1:], program))
     except BadInput as error:
         _refuse(program, error)
+    except Stopped as error:
+        _refuse(program, error, 1)
     except Exception as error:
         if inner := _bad_input_in(error):
             _refuse(program, inner)
@@ -82,9 +84,9 @@ def open_external(uri: str) -> tuple[Path, dict[str, Any]]:
     return folder, {"uri": uri, "kind": "external", "fingerprint": fingerprint}
 
 
-def _refuse(program: str, error: BadInput) -> None:
+def _refuse(program: str, error: BadInput | Stopped, code: int = 2) -> None:
     print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def _bad_input_in(error: BaseException) -> BadInput | None:

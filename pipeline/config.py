@@ -25,6 +25,10 @@ class BadInput(Exception):
     """The user's input, settings or usage are at fault; the message is one clear line (exit code 2)."""
 
 
+class Stopped(Exception):
+    """The job has stopped for a reason that it foresees; the message is one clear line (exit code 1)."""
+
+
 def require(allowed: bool, field: str, value: object, meaning: str) -> None:
     """Raises BadInput naming `field`, `value` and what is allowed, unless `allowed`."""
     if not allowed:
