@@ -47,7 +47,9 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     model = open_artifact(config.model, "ranker")
-    dimensions = load_ranker(model.local()).dual.dimensions
+    ranker = load_ranker(model.local())
+    dimensions = ranker.dual.dimensions
+    _ = ranker.config.search_attention  # refuses a model whose pools nothing could search
     found = storage.expand(config.candidates, "candidates")
     files = [file for file in found if storage.name_of(file) != MANIFEST]
     fingerprint = storage.raw_fingerprint(files, whole=True)

@@ -266,6 +266,28 @@ def test_layers_that_do_not_train_stay_as_they_are(tiny, encoder, architecture, 
     assert held == len(moved)
 
 
+@pytest.mark.parametrize("settings", [
+    {"architecture": "poly", "code_attention": "multi_head", "candidate_attention": "multi_head"},
+    {"architecture": "poly", "projection": 8, "matryoshka": (4,), "vector_length": 2.0},
+    {"architecture": "poly", "context_codes": "last_m_and_first", "projection": 8},
+    {"architecture": "bi", "projection": 8, "share_towers": True},
+    {"architecture": "cross", "pooler": True},
+])  # fmt: skip
+def test_gradients_reach_every_weight_of_the_head(tiny, settings):
+    ranker = tiny.ranker(**settings)
+    if settings["architecture"] == "cross":
+        module, batch = PairModule(ranker.cross), collated(PairCollator(ranker, 3), PAIR_ROWS)
+    else:
+        module, batch = DualModule(ranker.dual), collated(DualCollator(ranker), DUAL_ROWS)
+    module(batch)[0].backward()
+    head = {name: value for name, value in module.named_parameters() if "encoder." not in name}
+    assert head
+    for name, value in head.items():
+        assert value.grad.isfinite().all(), name
+        # Neither a key's bias nor the score's moves a softmax: all its logits move alike.
+        assert value.grad.abs().max() > 1e-6 or name.endswith((".k.bias", "score.bias")), name
+
+
 @pytest.mark.parametrize("layers", ["top", "all_but_embeddings"])
 def test_frozen_layers_get_no_gradients(tiny, layers):
     task = recipe(tiny, train_layers=layers).build(0, 1)
@@ -303,7 +325,7 @@ def test_a_corpus_smaller_than_a_batch_is_refused(tiny):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("batch_examples", 1), ("negatives", 0), ("epochs", -1), ("max_steps", -1), ("dropout", 1.0),
-    ("dropout", -0.1),
+    ("dropout", -0.1), ("valid_examples", 1), ("valid_candidates", 1),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(BadInput, match=rf"finetune\.{name}: {value} is not allowed; allowed: "):
