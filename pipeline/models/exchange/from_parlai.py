@@ -41,16 +41,16 @@ _ATTENTION: dict[str, HeadAttention] = {
 }
 _LAYER_NORM_EPS = 1e-5  # ParlAI's; XLM's and BERT's is 1e-12
 # What a setting must be, and what it is where an older model.opt does not have it.
-_NEEDED: dict[str, tuple[set[Any], Any]] = {
-    "variant": ({"xlm"}, "aiayn"),
-    "activation": ({"gelu", "relu"}, "relu"),
-    "reduction_type": ({"first", "mean"}, "mean"),
-    "polyencoder_type": ({"codes", "n_first"}, None),
-    "poly_attention_type": (set(_ATTENTION), "basic"),
-    "codes_attention_type": (set(_ATTENTION), "basic"),
-    "polyencoder_attention_keys": ({"context"}, "context"),
-    "polyencoder_image_encoder_num_layers": ({0}, 0),
-    "dict_tokenizer": ({"bpe"}, None),
+_NEEDED: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "variant": (("xlm",), "aiayn"),
+    "activation": (("gelu", "relu"), "relu"),
+    "reduction_type": (("first", "mean"), "mean"),
+    "polyencoder_type": (("codes", "n_first"), None),
+    "poly_attention_type": (tuple(_ATTENTION), "basic"),
+    "codes_attention_type": (tuple(_ATTENTION), "basic"),
+    "polyencoder_attention_keys": (("context",), "context"),
+    "polyencoder_image_encoder_num_layers": ((0,), 0),
+    "dict_tokenizer": (("bpe",), None),
 }
 _WORDS = r"[\p{L}\p{N}_]+|[^\p{L}\p{N}_\s]"  # Python's \w+|[^\w\s]
 _END = "</w>"
@@ -111,7 +111,7 @@ def _options(path: Path) -> dict[str, Any]:
         ) from None
     for name, (allowed, default) in _NEEDED.items():
         value = found.setdefault(name, default)
-        require(value in allowed, f"{path}: {name}", value, ", ".join(map(str, sorted(allowed))))
+        require(value in allowed, f"{path}: {name}", value, ", ".join(map(str, allowed)))
     for name in ("n_heads", "n_layers", "poly_n_codes"):
         require(isinstance(found.get(name), int), f"{path}: {name}", found.get(name), "a number")
     return found
