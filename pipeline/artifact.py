@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline import storage
@@ -187,10 +186,9 @@ class Draft:
 
     def _tidy(self) -> None:
         """Removes what only a resumed run would need: everything whose name begins with "_"."""
-        filesystem, root = storage.locate(self.staging)
-        for info in filesystem.get_file_info(pafs.FileSelector(root)):
-            if storage.name_of(info.path).startswith("_"):
-                storage.delete(self.path(storage.name_of(info.path)))
+        for name in storage.names_in(self.staging):
+            if name.startswith("_"):
+                storage.delete(self.path(name))
 
 
 def request_of(
@@ -237,10 +235,12 @@ def draft(
         raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
     if resumed:
         earlier = json.loads(storage.read_bytes(request_uri))
-        if digest(earlier) != request:
+        if digest(earlier) != request and storage.names_in(staging) == [_REQUEST]:
+            resumed = False  # a refused job left no more than its request
+        elif digest(earlier) != request:
             raise BadInput(f"{staging}: holds an unfinished job ({_difference(earlier, wanted)}); "
                            "finish that one, choose another --output, or remove it")  # fmt: skip
-    else:
+    if not resumed:
         storage.write_bytes(request_uri, json.dumps(wanted).encode())
     return Draft(uri, staging, kind, settings, references, request)
 

@@ -88,6 +88,12 @@ def list_files(uri: str) -> list[str]:
     return sorted(found)
 
 
+def names_in(uri: str) -> list[str]:
+    """Everything right in a folder, hidden or not."""
+    filesystem, path = locate(uri)
+    return sorted(name_of(info.path) for info in filesystem.get_file_info(pafs.FileSelector(path)))
+
+
 def is_occupied(uri: str) -> bool:
     """Whether a file is there, or a folder that holds anything, hidden or not."""
     filesystem, path = locate(uri)
@@ -135,16 +141,48 @@ def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
     filesystem, path = locate(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # Hidden: a write that is killed leaves it behind.
-        beside = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}.tmp")
-        with beside.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        beside = _write_beside(Path(path), data)
         beside.replace(path)
     else:
         with filesystem.open_output_stream(path) as stream:
             stream.write(data)
+
+
+def create_bytes(uri: str, data: bytes) -> bool:
+    """Writes a file that is not there; False where there is one, which stays as it is.
+
+    Atomic locally. Of two that write to an object store at the same moment, the later one wins, and
+    the earlier one may not notice.
+    """
+    filesystem, path = locate(uri)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        beside = _write_beside(Path(path), data)
+        try:
+            Path(path).hardlink_to(beside)
+        except FileExistsError:
+            return False
+        finally:
+            beside.unlink()
+        return True
+    if exists(uri):
+        return False
+    write_bytes(uri, data)
+    return read_bytes(uri) == data
+
+
+def _write_beside(path: Path, data: bytes | pa.Buffer) -> Path:
+    """A file next to `path`. Its name is hidden: a write that is killed leaves it behind."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with beside.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError:  # a full disk, which half a file should not fill further
+        beside.unlink(missing_ok=True)
+        raise
+    return beside
 
 
 def delete(uri: str) -> None:

@@ -167,7 +167,7 @@ def test_where_and_on_what_a_job_runs_does_not_make_it_another(tmp_path):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_settings_are_refused_naming_the_setting(tmp_path, finished):
-    publish(tmp_path / "a") if finished else begin(tmp_path / "a")
+    publish(tmp_path / "a") if finished else begin(tmp_path / "a").mark("task", {})
     message = refusal(tmp_path / "a", Config(max_steps=4))
     assert "max_steps: 3 there, 4 here" in message
     assert "names" not in message
@@ -175,9 +175,15 @@ def test_other_settings_are_refused_naming_the_setting(tmp_path, finished):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_input_is_refused_naming_it(tmp_path, finished):
-    publish(tmp_path / "a") if finished else begin(tmp_path / "a")
+    publish(tmp_path / "a") if finished else begin(tmp_path / "a").mark("task", {})
     message = refusal(tmp_path / "a", input={**SOURCE, "fingerprint": "beef"})
     assert "input: 'f00d' there, 'beef' here" in message
+
+
+def test_a_job_that_was_refused_before_it_did_anything_is_in_nobodys_way(tmp_path):
+    begin(tmp_path / "a", Config(max_steps=3))
+    out = begin(tmp_path / "a", Config(max_steps=4))
+    assert out.publish([], {}).manifest["config"]["max_steps"] == 4
 
 
 def test_a_job_that_stopped_at_damaged_input_resumes_with_more_tolerance(tmp_path):
