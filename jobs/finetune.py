@@ -11,7 +11,7 @@ from pipeline.models.settings import RankerConfig
 from pipeline.training import launch
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.launch import Workers
-from pipeline.training.loop import LoopConfig
+from pipeline.training.loop import LoopConfig, validation_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ def run(config: Config) -> program.Summary:
     folder, encoder = program.open_encoder(config.encoder)
     recipe = Finetuning(corpus, folder, config.ranker, config.finetune, config.loop.seed)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
+    validation_steps(task, config.loop)
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
@@ -50,7 +51,7 @@ def run(config: Config) -> program.Summary:
         label = f"finetune {config.ranker.architecture}"
         metrics = launch.fit(recipe, config.loop, steps, config.resources, out, tracked, label)
         parameters = sum(value.numel() for value in task.ranker.parameters())
-        counts = {"steps": steps, "parameters": parameters}
+        counts = {"steps": int(metrics["step"]), "parameters": parameters}
         files = launch.collect_model(out)
         ranker = out.publish(files, counts, run_id=tracked.run_id, metrics=metrics)
         tracking.finish(tracked, ranker)

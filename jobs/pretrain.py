@@ -10,7 +10,7 @@ from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.models.transformer import Shape
 from pipeline.training import launch
 from pipeline.training.launch import Workers
-from pipeline.training.loop import LoopConfig
+from pipeline.training.loop import LoopConfig, validation_steps
 from pipeline.training.pretraining import PretrainConfig, Pretraining
 
 
@@ -45,6 +45,7 @@ def run(config: Config) -> program.Summary:
         corpus, tokenizer.local(), config.encoder, config.pretrain, config.loop.seed
     )
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
+    validation_steps(task, config.loop)
     out = draft(config.output, "encoder", config, {"corpus": corpus, "tokenizer": tokenizer})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)

@@ -1,26 +1,25 @@
-"""What fine-tuning is: rankers, their batches and their loss."""
+"""What fine-tuning is: which rankers learn from which examples, against what, for how long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.artifact import Artifact
-from pipeline.config import require
+from pipeline.config import BadInput, require
 from pipeline.models.crossencoder import CrossEncoder
-from pipeline.models.dualencoder import DualEncoder
-from pipeline.models.losses import false_negatives, ranking_loss
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
-from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout
-from pipeline.training.batches import Batches, Row, Rows
-from pipeline.training.distributed import gather, gather_with_gradient, rank
+from pipeline.training.batches import Batches, Rows
+from pipeline.training.caching import Backward, backward, cached_backward
+from pipeline.training.examples import DualCollator, PairCollator, has_candidates
+from pipeline.training.objectives import DualModule, NegativesFrom, Objective, PairModule
+from pipeline.training.validation import Measured, Validation, questions_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +27,16 @@ class FinetuneConfig:
     """Which examples, against which negatives, for how long."""
 
     batch_examples: int = 64
-    """Examples in a batch over all workers. For bi and poly, each is a negative of all others."""
+    """Examples in a batch over all workers."""
+    chunk_examples: int = 0
+    """Examples of a worker's batch in memory at once (gradient caching): the same gradients, a third
+    more time; 0: all of them."""
+    negatives_from: NegativesFrom = "batch"
+    """bi and poly: a context's wrong candidates are all other responses of the batch, or `negatives`
+    of those that the corpus gives it, or both."""
     negatives: int = 15
-    """cross: wrong candidates per example, of those given; else other examples' responses."""
+    """cross, given and both: wrong candidates per example, of those given; else other examples'
+    responses."""
     epochs: float = 3.0
     """Passes over the training examples."""
     max_steps: int = 0
@@ -40,6 +46,11 @@ class FinetuneConfig:
     freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its own."""
     dropout: float | None = None
     """Of the encoder while it is fine-tuned; null: as it comes. On CPUs dropout costs a third."""
+    valid_examples: int = 1000
+    """Examples of the valid split that a validation ranks, at most."""
+    valid_candidates: int = 20
+    """Where the valid split gives no candidates: responses of it that a context is ranked against,
+    its own among them."""
 
     def __post_init__(self) -> None:
         require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")
@@ -48,153 +59,9 @@ class FinetuneConfig:
         require(self.max_steps >= 0, "finetune.max_steps", self.max_steps, ">= 0")
         require(self.dropout is None or 0 <= self.dropout < 1, "finetune.dropout", self.dropout,
                 "0 to below 1, or null")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DualBatch:
-    """Contexts and their responses; row i answers row i."""
-
-    contexts: Tokens
-    responses: Tokens
-    key_B: Tensor
-    """int64; equal where the responses' tokens are."""
-
-    def to(self, device: torch.device) -> DualBatch:
-        return DualBatch(self.contexts.to(device), self.responses.to(device), self.key_B.to(device))
-
-
-@dataclass(frozen=True)
-class PairBatch:
-    """Contexts, each with C candidates, as B · C pairs."""
-
-    pairs: Tokens
-    label_B: Tensor
-
-    def to(self, device: torch.device) -> PairBatch:
-        return PairBatch(self.pairs.to(device), self.label_B.to(device))
-
-
-class _DualItem(NamedTuple):
-    context: list[int]
-    response: list[int]
-
-
-class DualCollator:
-    """For bi- and poly-encoders: the negatives are the batch's other responses."""
-
-    columns = ("context", "response")
-
-    def __init__(self, ranker: Ranker) -> None:
-        self._ranker = ranker
-
-    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_DualItem]:
-        contexts = self._ranker.context_rows([row["context"] for row in rows])
-        responses = self._ranker.candidate_rows([row["response"] for row in rows])
-        return [_DualItem(*item) for item in zip(contexts, responses, strict=True)]
-
-    def length(self, item: _DualItem) -> int:
-        return len(item.context) + len(item.response)
-
-    def collate(self, items: list[_DualItem], generator: torch.Generator) -> DualBatch:
-        tokenizer = self._ranker.tokenizer
-        keys = [hash(tuple(item.response)) for item in items]  # of integers: the same everywhere
-        return DualBatch(
-            tokenizer.batch([item.context for item in items]),
-            tokenizer.batch([item.response for item in items]),
-            torch.tensor(keys),
-        )
-
-
-class _PairItem(NamedTuple):
-    context: list[int]
-    candidates: list[list[int]]
-    label: int
-
-
-class PairCollator:
-    """For cross-encoders: each context with its right candidate and `negatives` wrong ones."""
-
-    columns = ("context", "response", "candidates")
-
-    def __init__(self, ranker: Ranker, negatives: int) -> None:
-        self._ranker = ranker
-        self._negatives = negatives
-
-    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_PairItem]:
-        contexts = self._ranker.context_rows([row["context"] for row in rows])
-        others = [row["response"] for row in rows]
-        chosen = [self._choose(row, others, generator) for row in rows]
-        tokens = iter(self._ranker.candidate_rows([text for texts in chosen for text in texts]))
-        return [
-            _PairItem(context, [next(tokens) for _ in texts], 0)
-            for context, texts in zip(contexts, chosen, strict=True)
-        ]
-
-    def _choose(self, row: Row, others: Sequence[str], generator: torch.Generator) -> list[str]:
-        """The right candidate, then wrong ones: given if there are any, else other responses.
-
-        Missing ones are filled up by other responses, so that every example has as many.
-        """
-        given = [text for text in row["candidates"] or () if text != row["response"]]
-        order = torch.randperm(len(given), generator=generator)[: self._negatives].tolist()
-        wrong = [given[place] for place in order]
-        while len(wrong) < self._negatives:
-            text = others[int(torch.randint(len(others), (1,), generator=generator))]
-            if text != row["response"] or len(set(others)) == 1:
-                wrong.append(text)
-        return [row["response"], *wrong]
-
-    def length(self, item: _PairItem) -> int:
-        return len(item.context) + max(map(len, item.candidates))
-
-    def collate(self, items: list[_PairItem], generator: torch.Generator) -> PairBatch:
-        contexts = [item.context for item in items for _ in item.candidates]
-        candidates = [candidate for item in items for candidate in item.candidates]
-        pairs = self._ranker.tokenizer.pairs(contexts, candidates)
-        return PairBatch(pairs, torch.tensor([item.label for item in items]))
-
-
-class DualModule(nn.Module):
-    """In-batch softmax: every response of the global batch is a candidate of every context."""
-
-    def __init__(self, network: DualEncoder) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, batch: DualBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        vectors_BMD, mask_BM = self.network.encode_contexts(batch.contexts)
-        own_BD = self.network.encode_candidates(batch.responses)
-        with torch.autocast(own_BD.device.type, enabled=False):
-            candidates_CD = gather_with_gradient(own_BD.float())
-            key_C = gather(batch.key_B)
-            label_B = torch.arange(len(own_BD), device=own_BD.device) + rank() * len(own_BD)
-            excluded_BC = false_negatives(key_C, label_B)
-            losses = []
-            for width in self.network.widths:  # the last one is all that the vectors have
-                scores_BC = self.network.scores(
-                    self.network.cut(vectors_BMD.float(), width),
-                    mask_BM,
-                    self.network.cut(candidates_CD, width),
-                )
-                losses.append(ranking_loss(scores_BC, label_B, excluded_BC))
-            loss = torch.stack(losses).mean()
-        with torch.no_grad():
-            best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
-        return loss, {"accuracy": (best_B == label_B).float().mean()}
-
-
-class PairModule(nn.Module):
-    """Softmax over each context's own candidates."""
-
-    def __init__(self, network: CrossEncoder) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        scores_BC = self.network.score_pairs(batch.pairs).view(len(batch.label_B), -1)
-        with torch.no_grad():
-            hit_B = scores_BC.argmax(dim=1) == batch.label_B
-        return ranking_loss(scores_BC, batch.label_B), {"accuracy": hit_B.float().mean()}
+        require(self.chunk_examples >= 0, "finetune.chunk_examples", self.chunk_examples, ">= 0")
+        for name in ("valid_examples", "valid_candidates"):
+            require(getattr(self, name) >= 2, f"finetune.{name}", getattr(self, name), ">= 2")
 
 
 @dataclass
@@ -205,6 +72,8 @@ class FinetuneTask:
     module: nn.Module
     batches: Batches[Any]
     new_weights: Iterable[nn.Parameter] = field(default=())
+    backward: Backward = field(default=backward)
+    validation: Callable[[], Measured] | None = None
 
     def save(self, folder: Path) -> None:
         self.ranker.save(folder)
@@ -232,16 +101,35 @@ class Finetuning:
                 freeze(part, self.finetune.train_layers)
         if self.finetune.dropout is not None:
             set_dropout(network, self.finetune.dropout)
-        module: nn.Module
-        collator: Any
-        if isinstance(network, CrossEncoder):
-            module = PairModule(network)
-            collator = PairCollator(ranker, self.finetune.negatives)
-        else:
-            module, collator = DualModule(network), DualCollator(ranker)
+        module, collator = self._objective(ranker)
         rows = Rows.of(self.corpus, "train", collator.columns, rank, world, self.seed)
         head = [value for name, value in network.named_parameters() if "encoder." not in name]
-        return FinetuneTask(ranker, module, Batches(rows, collator, examples=own), head)
+        chunk = self.finetune.chunk_examples
+        return FinetuneTask(
+            ranker=ranker,
+            module=module,
+            batches=Batches(rows, collator, examples=own),
+            new_weights=head,
+            backward=cached_backward(module, chunk) if 0 < chunk < own else backward,
+            validation=self._validation(ranker, rank, world),
+        )
+
+    def _objective(self, ranker: Ranker) -> tuple[Objective, Any]:
+        """What is minimised, and what makes its batches."""
+        config = self.finetune
+        if isinstance(ranker.network, CrossEncoder):
+            return PairModule(ranker.network), PairCollator(ranker, config.negatives)
+        given = 0 if config.negatives_from == "batch" else config.negatives
+        if given and not has_candidates(self.corpus):
+            raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
+                           f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
+                           "train/")  # fmt: skip
+        return DualModule(ranker.network, config.negatives_from), DualCollator(ranker, given)
+
+    def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
+        config = self.finetune
+        asked = questions_of(self.corpus, config.valid_examples, config.valid_candidates, self.seed)
+        return Validation(ranker, asked, rank, world) if asked else None
 
     def steps(self, task: FinetuneTask) -> int:
         """Steps of the whole run."""

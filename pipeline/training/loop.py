@@ -1,8 +1,9 @@
 """THE training loop: for pre-training and for every architecture.
 
 What is trained, on what, and with which loss come in as a `Task`. Schedules are functions of the
-step and dropout is seeded by (seed, step, rank), so a checkpoint holds weights, optimizer state, the
-step and the ranks' cursors, and a run that was killed ends with the weights of one that was not.
+step and of the validations so far, and dropout is seeded by (seed, step, rank), so a checkpoint holds
+weights, optimizer state, the step, what validations decided and the ranks' cursors, and a run that was
+killed ends with the weights of one that was not.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config import require
+from pipeline.config import BadInput, require
 from pipeline.models.transformer import use_bf16
 from pipeline.training.batches import Batches, Cursor
+from pipeline.training.caching import Backward
+from pipeline.training.selection import Selection
+from pipeline.training.validation import Measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +38,16 @@ class LoopConfig:
     """Learning rate of weights that were not pre-trained (codes, heads), as a multiple."""
     warmup_share: float = 0.1
     """Share of the steps in which the rate rises linearly from 0."""
-    schedule: Literal["linear", "inverse_sqrt", "constant"] = "linear"
-    """How the rate falls after that: to 0 at the last step, with 1/sqrt(step), or not."""
+    schedule: Literal["linear", "inverse_sqrt", "constant", "plateau"] = "linear"
+    """How the rate falls after that: to 0 at the last step, with 1/sqrt(step), not at all, or by
+    `plateau_decay` whenever the validation loss is not lower than ever (the paper's)."""
+    plateau_decay: float = 0.4
+    """plateau: factor on the rate."""
+    validate_every_epochs: float = 0.5
+    """Validate so often, and after the last step; the weights of the best R@1 are the result.
+    0: never, the last weights are. Without a valid split nothing is validated."""
+    stop_after_validations: int = 10
+    """Stop after so many validations in a row without a better R@1 or, where equal, loss; 0: never."""
     optimizer: Literal["adamw", "adamax"] = "adamw"
     """AdamW for BERT-like weights; the paper used Adamax for its own."""
     weight_decay: float = 0.01
@@ -58,6 +70,12 @@ class LoopConfig:
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, "loop.learning_rate", self.learning_rate, "above 0")
         require(0 <= self.warmup_share < 1, "loop.warmup_share", self.warmup_share, "0 to below 1")
+        require(0 < self.plateau_decay < 1, "loop.plateau_decay", self.plateau_decay,
+                "between 0 and 1")  # fmt: skip
+        for name in ("validate_every_epochs", "stop_after_validations"):
+            require(getattr(self, name) >= 0, f"loop.{name}", getattr(self, name), ">= 0")
+        require(self.schedule != "plateau" or self.validate_every_epochs > 0, "loop.schedule",
+                self.schedule, "another one where loop.validate_every_epochs is 0")  # fmt: skip
         for name in ("new_weights_factor", "max_gradient_norm"):
             require(getattr(self, name) > 0, f"loop.{name}", getattr(self, name), "above 0")
         for name in ("checkpoint_every_steps", "log_every_steps"):
@@ -67,15 +85,38 @@ class LoopConfig:
 class Task(Protocol):
     """What is trained."""
 
-    module: nn.Module
-    """forward(batch) → (loss, {name: number to show})"""
+    @property
+    def module(self) -> nn.Module:
+        """forward(batch) → (loss, {name: number to show})"""
+
+    @property
+    def backward(self) -> Backward:
+        """How a batch's loss and its gradients are found: at once, or in chunks."""
+
     batches: Batches[Any]
     """Batches have `to(device)`."""
     new_weights: Iterable[nn.Parameter]
     """Parameters that start at random."""
+    validation: Callable[[], Measured] | None
+    """Measures `module`; a collective call. None: there is nothing to validate on."""
 
     def save(self, folder: Path) -> None:
         """Writes the trained model."""
+
+
+def validation_steps(task: Task, config: LoopConfig) -> int:
+    """Steps from one validation to the next; 0: none.
+
+    Raises BadInput for a schedule that waits for validations which never come.
+    """
+    if task.validation is None:
+        if config.schedule == "plateau":
+            raise BadInput("loop.schedule: 'plateau' is not allowed; allowed: another one where the "
+                           "corpus has no valid split")  # fmt: skip
+        return 0
+    if not config.validate_every_epochs:
+        return 0
+    return max(1, round(config.validate_every_epochs * task.batches.steps_per_epoch))
 
 
 @dataclass(frozen=True)
@@ -100,7 +141,7 @@ def train(
     state: dict[str, Any] | None = None,
     cursor: Cursor | None = None,
 ) -> None:
-    """Trains up to `steps` steps.
+    """Trains up to `steps` steps, and leaves the weights of the best validation in the module.
 
     `model` is `task.module`, wrapped for its ranks. `on_checkpoint(state, cursor)` is called on
     every rank every `checkpoint_every_steps` and at the end; `state` and `cursor` of an earlier call
@@ -109,43 +150,59 @@ def train(
     Raises FloatingPointError when the loss or the gradient stops being a number.
     """
     optimizer = _optimizer(task, config)
-    first = 0
+    every = validation_steps(task, config)
+    decay = config.plateau_decay if config.schedule == "plateau" else 1.0
+    chosen = Selection(decay, config.stop_after_validations)
+    done = 0
     if state:
         task.module.load_state_dict(state["module"])
         optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
+        chosen.load(state["selection"])
+        done = state["step"]
     batches = task.batches.start(cursor or Cursor())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and use_bf16(device))
     model.train()
     meter = _Meter(device)
-    for step in range(first, steps):
+    while done < steps and not chosen.stop:
         batch, cursor = meter.timed(next, batches)
-        rate = config.learning_rate * rate_share(step, steps, config)
+        rate = config.learning_rate * rate_share(done, steps, config) * chosen.share
         for group in optimizer.param_groups:
             group["lr"] = rate * group["factor"]
-        torch.manual_seed(_step_seed(config.seed, step, rank))
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            loss, shown = model(batch.to(device))
-        loss.backward()
+        torch.manual_seed(_step_seed(config.seed, done, rank))
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+        loss, shown = task.backward(model, batch.to(device), autocast)
         norm = nn.utils.clip_grad_norm_(task.module.parameters(), config.max_gradient_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        meter.add({"loss": loss.detach(), "gradient_norm": norm.detach(), **shown})
+        meter.add({"loss": loss, "gradient_norm": norm.detach(), **shown})
 
-        done = step + 1
+        done += 1
+        validate = every > 0 and (done % every == 0 or done == steps)
         save = done % config.checkpoint_every_steps == 0 or done == steps
-        if save or done % config.log_every_steps == 0:
-            metrics = meter.read()
-            for name in ("loss", "gradient_norm"):  # weights may be spoilt before the loss shows it
-                if not math.isfinite(metrics[name]):
-                    raise FloatingPointError(f"step {done}: the {name} is {metrics[name]}")
-            on_progress(Progress(done, {**metrics, "learning_rate": rate}))
-        if save:
-            weights = task.module.state_dict()
+        if not (validate or save or done % config.log_every_steps == 0):
+            continue
+        metrics = meter.read()
+        for name in ("loss", "gradient_norm"):  # weights may be spoilt before the loss shows it
+            if not math.isfinite(metrics[name]):
+                raise FloatingPointError(f"step {done}: the {name} is {metrics[name]}")
+        if validate and task.validation is not None:
+            metrics |= chosen.judge(task.validation(), done, task.module)
+            model.train()
+        on_progress(Progress(done, {**metrics, "learning_rate": rate}))
+        if save or chosen.stop:
             on_checkpoint(
-                {"module": weights, "optimizer": optimizer.state_dict(), "step": done}, cursor
+                {
+                    "module": task.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "selection": chosen.state(),
+                    "step": done,
+                },
+                cursor,
             )
+        if save or validate:
             meter.restart()
+    if chosen.weights:
+        task.module.load_state_dict(chosen.weights)
 
 
 class _Meter:
@@ -217,4 +274,3 @@ def _optimizer(task: Task, config: LoopConfig) -> torch.optim.Optimizer:
 
 def _step_seed(seed: int, step: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint32)[0])
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,8 @@ from pipeline.models.pretraining import PretrainingModel, hide_tokens
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.training.batches import Batches, Row, Rows
+from pipeline.training.caching import Backward, backward
+from pipeline.training.validation import Measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,8 @@ class PretrainTask:
     module: PretrainModule
     batches: Batches[PretrainBatch]
     new_weights: Iterable[nn.Parameter] = field(default=())  # all are; one rate for all
+    backward: Backward = field(default=backward)
+    validation: Callable[[], Measured] | None = None  # the loss is of pairs not seen before
 
     def save(self, folder: Path) -> None:
         self.module.model.encoder.save(folder)

@@ -161,6 +161,16 @@ def test_the_run_holds_the_curve_the_settings_and_the_lineage(trained, architect
         assert tags[f"input.{name}.run_id"] == str(reference.get("run_id"))
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_validations_are_curves_and_the_best_is_in_the_summary(trained, architecture):
+    made = trained(architecture)
+    found = curve(made.artifact, "valid_r1")
+    assert STEPS[architecture] in found
+    metrics = made.summary["metrics"]
+    assert metrics["best_valid_r1"] == max(found.values()) == found[int(metrics["best_step"])]
+    assert set(curve(made.artifact, "valid_loss")) == set(found)
+
+
 def test_a_registered_model_is_the_candidate_of_its_name(trained):
     artifact = trained("bi").artifact
     version = mlflow.MlflowClient().get_model_version_by_alias("tiny-bi", "candidate")
@@ -253,6 +263,13 @@ def refused(run_job, convai2_corpus, encoder, tmp_path):
     ("options", "parts"),
     [
         (["--finetune.negatives", 0], ["finetune.negatives: 0", ">= 1"]),
+        (["--finetune.valid-examples", 1], ["finetune.valid_examples: 1", ">= 2"]),
+        (["--finetune.chunk-examples", -1], ["finetune.chunk_examples: -1", ">= 0"]),
+        (
+            ["--finetune.negatives-from", "given"],
+            ["negatives_from: 'given'", "gives no candidates"],
+        ),
+        (["--loop.plateau-decay", 1], ["loop.plateau_decay: 1", "between 0 and 1"]),
         (["--finetune.batch-examples", 1], ["finetune.batch_examples: 1", ">= 2"]),
         (["--finetune.batch-examples", 10**6], ["too few for a batch of 1000000"]),
         (["--resources.workers", 3], ["finetune.batch_examples: 8", "a multiple of the 3 workers"]),

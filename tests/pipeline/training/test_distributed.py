@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.models.ranker import load_ranker
+from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
-from pipeline.training.finetuning import DualCollator, DualModule
+from pipeline.training.examples import DualCollator
+from pipeline.training.objectives import DualModule
 
 KINDS = {
     "bi": {"architecture": "bi"},
     "bi_shared": {"architecture": "bi", "share_towers": True},
     "poly": {"architecture": "poly"},
+    # Its last attention is used by the loss alone.
+    "poly_heads": {"architecture": "poly", "candidate_attention": "multi_head"},
 }
 WORLD = 2
+CHUNKS = (0, 1, 2)  # three rows on each rank
 # The third and the last response are the same text, on different ranks: no negatives of each other.
 ROWS = [
     {"context": ["w1 w2", "w3"], "response": "w4"},
@@ -33,7 +39,7 @@ ROWS = [
 ]
 
 
-def losses_and_gradients(folder, kind, own_rank, world):
+def losses_and_gradients(folder, kind, own_rank, world, chunk=0):
     """One step's mean loss over all ranks, and the gradients after it."""
     ranker = load_ranker(folder / kind)
     model = module = DualModule(ranker.network)
@@ -42,9 +48,10 @@ def losses_and_gradients(folder, kind, own_rank, world):
     collator, generator = DualCollator(ranker), torch.Generator()
     share = len(ROWS) // world
     rows = ROWS[own_rank * share : (own_rank + 1) * share]
-    loss, shown = model(collator.collate(collator.prepare(rows, generator), generator))
-    loss.backward()
-    means = torch.stack([loss.detach(), shown["accuracy"]])
+    batch = collator.collate(collator.prepare(rows, generator), generator)
+    run = cached_backward(module, chunk) if chunk else backward
+    loss, shown = run(model, batch, nullcontext())
+    means = torch.stack([loss, shown["accuracy"]])
     if world > 1:
         dist.all_reduce(means)
     gradients = {name: value.grad for name, value in module.named_parameters()}
@@ -57,7 +64,13 @@ def work(folder, own_rank):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=own_rank, world_size=WORLD
     )
-    found = {kind: losses_and_gradients(folder, kind, own_rank, WORLD) for kind in KINDS}
+    found = {
+        kind if not chunk else f"{kind}/{chunk}": losses_and_gradients(
+            folder, kind, own_rank, WORLD, chunk
+        )
+        for kind in KINDS
+        for chunk in CHUNKS
+    }
     rows = torch.full((2, 3), float(own_rank), requires_grad=True)
     gathered = gather_with_gradient(rows)
     (gathered * torch.arange(4.0)[:, None] * (own_rank + 1)).sum().backward()
@@ -100,10 +113,13 @@ def ranks(folder):
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(WORLD)]
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind):
+def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind, chunk):
+    """At once or in chunks."""
     alone = losses_and_gradients(folder, kind, 0, 1)
     assert alone["means"][0] > 0.1
+    kind = kind if not chunk else f"{kind}/{chunk}"
     for found in ranks:
         torch.testing.assert_close(found[kind]["means"], alone["means"])
         assert found[kind]["gradients"].keys() == alone["gradients"].keys()

@@ -13,15 +13,10 @@ from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.training.batches import Cursor
-from pipeline.training.finetuning import (
-    DualCollator,
-    DualModule,
-    FinetuneConfig,
-    Finetuning,
-    PairCollator,
-    PairModule,
-)
+from pipeline.training.examples import DualCollator, PairCollator
+from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.loop import LoopConfig, train
+from pipeline.training.objectives import DualModule, PairModule
 
 
 def generator(seed=0):
@@ -107,6 +102,54 @@ def test_matryoshka_loss_is_the_mean_of_the_losses_of_all_widths(tiny, settings)
             alone.append(softmax_loss(scores.double().numpy(), range(4), excluded))
     assert len({round(one, 3) for one in alone}) == 3
     assert loss.item() == pytest.approx(np.mean(alone), rel=1e-4)
+
+
+OWN = [
+    {**row, "candidates": [f"w{20 + place}", row["response"], "w4", f"w{30 + place} w1"]}
+    for place, row in enumerate(DUAL_ROWS)
+]
+
+
+@pytest.mark.parametrize("negatives_from", ["given", "both"])
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_dual_loss_over_given_candidates(tiny, architecture, negatives_from):
+    """The softmax over each context's own, beside all responses of the batch or without them."""
+    ranker = tiny.ranker(architecture=architecture)
+    batch = collated(DualCollator(ranker, 2), OWN)
+    wrong = [texts_of(batch.wrong, place) for place in range(8)]
+    scores, excluded = [], []
+    with torch.no_grad():
+        loss, shown = DualModule(ranker.network, negatives_from)(batch)
+        for place, row in enumerate(OWN):
+            own = wrong[2 * place : 2 * place + 2]
+            assert set(own) <= set(row["candidates"]) - {row["response"]}
+            others = [other["response"] for other in OWN] if negatives_from == "both" else []
+            texts = [row["response"], *(others[:place] + others[place + 1 :]), *own]
+            vectors = inference.context_vectors(ranker, [row["context"]])
+            candidates = inference.candidate_vectors(ranker, texts)
+            scores.append(ranker.dual.scores(*vectors, candidates)[0].double().numpy())
+            excluded.append([number > 0 and text == row["response"]
+                             for number, text in enumerate(texts)])  # fmt: skip
+    assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-4)
+    kept = [np.where(out, -np.inf, row) for row, out in zip(scores, excluded, strict=True)]
+    assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
+
+
+def test_wrong_candidates_that_read_as_the_response_do_not_count(tiny):
+    """Cut to their first tokens they are the same text to the model."""
+    ranker = tiny.ranker(architecture="bi")
+    same = "w1 " * 10
+    row = {"context": ["w9"], "response": f"{same} w2", "candidates": [f"{same} w3", f"{same} w2"]}
+    with torch.no_grad():
+        loss, _ = DualModule(ranker.network, "given")(collated(DualCollator(ranker, 1), [row]))
+    assert loss.item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("negatives_from", ["given", "both"])
+def test_a_corpus_without_candidates_is_refused_where_they_are_needed(tiny, negatives_from):
+    message = refused(tiny, negatives_from=negatives_from)
+    assert f"finetune.negatives_from: '{negatives_from}' is not allowed" in message
+    assert "gives no candidates in train/" in message
 
 
 @pytest.fixture(autouse=True)
@@ -326,6 +369,7 @@ def test_a_corpus_smaller_than_a_batch_is_refused(tiny):
 @pytest.mark.parametrize(("name", "value"), [
     ("batch_examples", 1), ("negatives", 0), ("epochs", -1), ("max_steps", -1), ("dropout", 1.0),
     ("dropout", -0.1), ("valid_examples", 1), ("valid_candidates", 1),
+    ("chunk_examples", -1),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(BadInput, match=rf"finetune\.{name}: {value} is not allowed; allowed: "):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.settings import RankerConfig
 from pipeline.models.transformer import Shape
 from pipeline.training.batches import Cursor
+from pipeline.training.caching import backward
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.loop import LoopConfig, rate_share, train
 from pipeline.training.pretraining import PretrainConfig, Pretraining
+from pipeline.training.validation import Measured
 
 CPU = torch.device("cpu")
 
@@ -149,6 +153,69 @@ def test_a_finished_run_has_nothing_left_to_do(tiny):
     assert same(again.weights, whole.weights)
 
 
+def validated(tiny):
+    """`echoes`, with a valid split whose candidates are given."""
+    rows = [
+        {"context": [f"w{number}"], "response": f"w{number} w{number + 60}",
+         "candidates": [f"w{other} w{other + 60}" for other in range(number, number + 5)]}
+        for number in range(12)
+    ]  # fmt: skip
+    train_split, valid = echoes(tiny), tiny.corpus(rows, split="valid")
+    files = {file["path"]: file for file in train_split.manifest["files"]}
+    for file in valid.manifest["files"]:
+        target = Path(train_split.uri) / file["path"]
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes((Path(valid.uri) / file["path"]).read_bytes())
+        files[file["path"]] = file
+    return Artifact(train_split.uri, {"fingerprint": "v", "files": list(files.values())})
+
+
+VALIDATED = {"schedule": "plateau", "learning_rate": 0.01, "warmup_share": 0.0}
+
+
+@pytest.mark.parametrize("kind", ["poly", "cross"])
+@pytest.mark.parametrize("step", [4, 8, 12])
+def test_validations_survive_a_kill(tiny, kind, step):
+    """Rates after a plateau, what is best so far, and the weights of the best in the end."""
+    corpus = validated(tiny)
+
+    def run(**more):
+        return Run(TASKS[kind](tiny, corpus), 18, checkpoint_every_steps=4, **VALIDATED, **more)
+
+    whole = run()
+    steps = [p.step for p in whole.progress if "valid_r1" in p.metrics]
+    assert steps == [2, 4, 6, 8, 10, 12, 14, 16, 18]  # an epoch is five steps; half of it: two
+    assert len(set(whole.shown("learning_rate"))) > 2  # the plateau has been met
+    resumed = run(checkpoint=whole.checkpoints[step])
+    assert same(resumed.weights, whole.weights)
+    for name in ("learning_rate", "loss"):
+        assert resumed.shown(name) == whole.shown(name)[step:]
+    assert resumed.progress[-1].metrics["best_step"] == whole.progress[-1].metrics["best_step"]
+
+
+def test_the_result_is_the_best_validation_measured_again(tiny):
+    task = TASKS["poly"](tiny, validated(tiny))
+    run = Run(task, 18, **VALIDATED)
+    last = run.progress[-1].metrics
+    found = {p.step: p.metrics["valid_r1"] for p in run.progress if "valid_r1" in p.metrics}
+    assert last["best_valid_r1"] == max(found.values()) == found[last["best_step"]]
+    assert len(set(found.values())) > 1
+    assert task.validation().r1 == last["best_valid_r1"]
+
+
+def test_no_validation_where_it_is_switched_off_or_there_is_no_split(tiny):
+    off = Run(TASKS["poly"](tiny, validated(tiny)), 4, validate_every_epochs=0)
+    none = Run(TASKS["poly"](tiny, echoes(tiny)), 4)
+    assert not any("valid_r1" in p.metrics for run in (off, none) for p in run.progress)
+
+
+def test_a_plateau_without_validations_is_refused(tiny):
+    with pytest.raises(BadInput, match=r"loop\.schedule: 'plateau' is not allowed; .*valid split"):
+        Run(TASKS["poly"](tiny, echoes(tiny)), 4, schedule="plateau")
+    with pytest.raises(BadInput, match=r"loop\.schedule: .*validate_every_epochs is 0"):
+        LoopConfig(schedule="plateau", validate_every_epochs=0)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adamax"])
 @pytest.mark.parametrize("kind", ["poly", "cross"])
 def test_loss_goes_down_on_a_task_that_can_be_learnt(tiny, kind, optimizer):
@@ -182,10 +249,59 @@ class ToyTask:
         self.module.bias = nn.Parameter(torch.ones(2))
         self.module.forward = lambda batch: (loss(self.module, batch), {"number": batch})
         self.new_weights = [self.module.new]
+        self.validation = None
+        self.backward = backward
 
 
 def zero(module, batch):
     return sum((value * 0).sum() for value in module.parameters())
+
+
+class Told(ToyTask):
+    """Validations find what they are told to, one after the other; one each step."""
+
+    def __init__(self, *measured):
+        def count(module, batch):
+            return zero(module, batch) + module.bias.sum()
+
+        super().__init__(count)
+        self.batches.steps_per_epoch = 1
+        told = iter(measured)
+        self.validation = lambda: Measured(*next(told))
+
+
+def test_rates_fall_whenever_the_loss_is_not_lower_than_ever():
+    losses = [3.0, 2.0, 2.5, 2.0, 1.0, 4.0]
+    run = Run(Told(*((0.5, loss) for loss in losses)), 6, schedule="plateau", warmup_share=0.0,
+              learning_rate=1.0, plateau_decay=0.4, validate_every_epochs=1)  # fmt: skip
+    rates = [rate / rate_share(step, 6, LoopConfig(schedule="plateau", warmup_share=0.0))
+             for step, rate in enumerate(run.shown("learning_rate"))]  # fmt: skip
+    assert rates == pytest.approx([1, 1, 1, 0.4, 0.16, 0.16])
+
+
+def test_other_schedules_do_not_wait_for_plateaus():
+    run = Run(Told(*[(0.5, 1.0)] * 6), 6, schedule="constant", validate_every_epochs=1)
+    assert len(set(run.shown("learning_rate")[1:])) == 1
+
+
+@pytest.mark.parametrize(("found", "patience", "stops", "best"), [
+    ([(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)], 2, 4, 2),
+    ([(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)], 3, 6, 5),
+    ([(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.3, 1), (0.1, 1)], 0, 6, 2),
+    ([(0.5, 3), (0.5, 2), (0.5, 1), (0.5, 4), (0.5, 0.5), (0.4, 1)], 2, 6, 5),
+])  # fmt: skip
+def test_stops_after_so_many_validations_without_a_better_one(found, patience, stops, best):
+    """Better is a higher R@1 or, where it is equal, a lower loss."""
+    plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_share": 0.0, "weight_decay": 0.0}
+    config = {**plain, "stop_after_validations": patience, "validate_every_epochs": 1}
+    disk = {}
+    run = Run(Told(*found), 6, disk=disk, **config)
+    assert run.progress[-1].step == stops == max(disk)
+    assert run.progress[-1].metrics["best_step"] == best
+    assert same(run.weights, Run(Told(), best, **plain, validate_every_epochs=0).weights)
+    again = Run(Told(), 6, checkpoint=disk[stops], **config)
+    assert again.progress == []
+    assert same(again.weights, run.weights)
 
 
 def test_checkpoints_and_reports_come_when_they_are_due():
@@ -287,7 +403,8 @@ def test_constant_stays_at_the_peak():
 @pytest.mark.parametrize(("name", "value"), [
     ("learning_rate", 0.0), ("warmup_share", 1.0), ("warmup_share", -0.1),
     ("new_weights_factor", 0.0), ("max_gradient_norm", 0.0), ("checkpoint_every_steps", 0),
-    ("log_every_steps", 0),
+    ("log_every_steps", 0), ("plateau_decay", 0.0), ("plateau_decay", 1.0),
+    ("validate_every_epochs", -0.5), ("stop_after_validations", -1),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(BadInput, match=rf"loop\.{name}: {value} is not allowed; allowed: "):

@@ -1,0 +1,79 @@
+"""Gradient caching (GradCache: Gao, Zhang, Han and Callan, 2021): large batches in little memory.
+
+    1. encode the batch in chunks, without a graph         memory: one chunk, and a row per example
+    2. the loss of all rows, and its gradient by the rows  memory: the scores
+    3. encode each chunk again, with a graph, and go back  memory: one chunk and its graph
+       from the gradient of its rows
+
+The gradients are those of the whole batch, as a row is made of its example alone. It costs a second
+encoding without a graph, about a third more time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.training.objectives import Objective
+
+Autocast = AbstractContextManager[Any]
+Backward = Callable[[nn.Module, Any, Autocast], tuple[Tensor, dict[str, Tensor]]]
+"""(model, batch, autocast) → the loss, whose gradients are added up, and numbers to show."""
+
+
+def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole batch at once."""
+    with autocast:
+        loss, shown = model(batch)
+    torch.autograd.backward(loss)
+    return loss.detach(), shown
+
+
+def cached_backward(objective: Objective, chunk_examples: int) -> Backward:
+    """`backward` by chunks of so many examples; `model` is `objective`, wrapped for its ranks.
+
+    Both encodings of a chunk draw the same dropout, which follows from torch's generator.
+    """
+
+    def run(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, dict[str, Tensor]]:
+        parts = [
+            batch.part(start, start + chunk_examples)
+            for start in range(0, len(batch), chunk_examples)
+        ]
+        seeds = torch.randint(1 << 62, (len(parts),)).tolist()
+        chunks = []
+        with torch.no_grad(), autocast:
+            for part, seed in zip(parts, seeds, strict=True):
+                torch.manual_seed(seed)
+                chunks.append(objective.encode(part))
+        rows = [torch.cat(tensors) for tensors in zip(*chunks, strict=True)]
+        floats = [tensor.requires_grad_() for tensor in rows if tensor.is_floating_point()]
+        loss, shown = objective.loss(rows, batch)
+        torch.autograd.backward(loss)
+        # Weights that only the loss uses have their gradients now. DistributedDataParallel averages
+        # those of the weights that it sees in the last chunk.
+        used = [value for value in objective.parameters() if value.grad is not None]
+        gradients = zip(
+            *(torch.split(_gradient(tensor), chunk_examples) for tensor in floats), strict=True
+        )
+        for number, (part, seed, own) in enumerate(zip(parts, seeds, gradients, strict=True)):
+            last = number == len(parts) - 1
+            apart: Any = nullcontext if last else getattr(model, "no_sync", nullcontext)
+            torch.manual_seed(seed)
+            with apart():
+                with autocast:
+                    stand_in = model(part, own)
+                if last:
+                    stand_in = stand_in + sum((value * 0).sum() for value in used)
+                torch.autograd.backward(stand_in)
+        return loss.detach(), shown
+
+    return run
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,0 +1,212 @@
+"""Rows of a corpus to batches: contexts with their responses, or with candidates of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from pipeline import storage
+from pipeline.artifact import Artifact
+from pipeline.models.ranker import Ranker
+from pipeline.models.tokens import Tokens
+from pipeline.training.batches import Row
+
+TEACHER = "teacher_scores"
+"""Column of a corpus: a score for each of `candidates`, of a model to learn from."""
+_NO_SCORE = math.nan
+
+
+@dataclass(frozen=True)
+class DualBatch:
+    """Contexts and their responses; row i answers row i."""
+
+    contexts: Tokens
+    responses: Tokens
+    key_B: Tensor
+    """int64; equal where the responses' tokens are."""
+    wrong: Tokens
+    """K wrong candidates of each context's own, B · K rows; K may be 0."""
+    wrong_key_BK: Tensor
+    teacher_BC: Tensor
+    """The teacher's scores of the response and the K others; NaN where it gave none."""
+
+    def __len__(self) -> int:
+        return len(self.key_B)
+
+    def to(self, device: torch.device) -> DualBatch:
+        return DualBatch(
+            self.contexts.to(device),
+            self.responses.to(device),
+            self.key_B.to(device),
+            self.wrong.to(device),
+            self.wrong_key_BK.to(device),
+            self.teacher_BC.to(device),
+        )
+
+    def part(self, start: int, stop: int) -> DualBatch:
+        """Examples start to stop."""
+        each = self.wrong_key_BK.shape[1]
+        return DualBatch(
+            _part(self.contexts, start, stop),
+            _part(self.responses, start, stop),
+            self.key_B[start:stop],
+            _part(self.wrong, start * each, stop * each),
+            self.wrong_key_BK[start:stop],
+            self.teacher_BC[start:stop],
+        )
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Contexts, each with C candidates, as B · C pairs."""
+
+    pairs: Tokens
+    label_B: Tensor
+
+    def __len__(self) -> int:
+        return len(self.label_B)
+
+    def to(self, device: torch.device) -> PairBatch:
+        return PairBatch(self.pairs.to(device), self.label_B.to(device))
+
+    def part(self, start: int, stop: int) -> PairBatch:
+        """Examples start to stop."""
+        each = len(self.pairs.ids_BT) // len(self)
+        return PairBatch(_part(self.pairs, start * each, stop * each), self.label_B[start:stop])
+
+
+def _part(tokens: Tokens, start: int, stop: int) -> Tokens:
+    """Rows start to stop, without columns that are pads in all of them."""
+    mask_BT = tokens.mask_BT[start:stop]
+    length = int(mask_BT.sum(dim=1).max()) if len(mask_BT) else 0
+    segments = tokens.segments_BT
+    return Tokens(
+        tokens.ids_BT[start:stop, :length],
+        mask_BT[:, :length],
+        None if segments is None else segments[start:stop, :length],
+    )
+
+
+def has_candidates(corpus: Artifact, column: str = "candidates") -> bool:
+    """Whether the first examples of the train split have any."""
+    for uri in corpus.files("train/", ".parquet"):
+        with storage.open_input(uri) as stream:
+            file = pq.ParquetFile(stream)
+            if file.metadata.num_rows:
+                if column not in file.schema_arrow.names:
+                    return False
+                table = file.read_row_group(0, columns=[column])
+                return bool(table[column].null_count < table.num_rows)
+    return False
+
+
+class _Candidate(NamedTuple):
+    text: str
+    teacher: float
+
+
+def _choose(
+    row: Row, others: Sequence[str], count: int, generator: torch.Generator
+) -> list[_Candidate]:
+    """The right candidate, then wrong ones: given if there are any, else other responses.
+
+    Missing ones are filled up by other responses, so that every example has as many.
+    """
+    texts = row.get("candidates") or ()
+    scores = row.get(TEACHER) or [_NO_SCORE] * len(texts)
+    given = [_Candidate(*one) for one in zip(texts, scores, strict=True)]
+    right = next((one for one in given if one.text == row["response"]), None)
+    given = [one for one in given if one.text != row["response"]]
+    order = torch.randperm(len(given), generator=generator)[:count].tolist()
+    wrong = [given[place] for place in order]
+    while len(wrong) < count:
+        text = others[int(torch.randint(len(others), (1,), generator=generator))]
+        if text != row["response"] or len(set(others)) == 1:
+            wrong.append(_Candidate(text, _NO_SCORE))
+    return [right or _Candidate(row["response"], _NO_SCORE), *wrong]
+
+
+class _DualItem(NamedTuple):
+    context: list[int]
+    candidates: list[list[int]]
+    """The response, then wrong ones."""
+    teacher: list[float]
+
+
+class DualCollator:
+    """For bi- and poly-encoders: responses, and `negatives` wrong candidates for each context."""
+
+    def __init__(self, ranker: Ranker, negatives: int = 0, teacher: bool = False) -> None:
+        self._ranker = ranker
+        self._negatives = negatives
+        self.columns = ("context", "response", *(["candidates"] if negatives else []),
+                        *([TEACHER] if teacher else []))  # fmt: skip
+
+    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_DualItem]:
+        contexts = self._ranker.context_rows([row["context"] for row in rows])
+        others = [row["response"] for row in rows]
+        chosen = [_choose(row, others, self._negatives, generator) for row in rows]
+        tokens = iter(self._ranker.candidate_rows([one.text for some in chosen for one in some]))
+        return [
+            _DualItem(context, [next(tokens) for _ in some], [one.teacher for one in some])
+            for context, some in zip(contexts, chosen, strict=True)
+        ]
+
+    def length(self, item: _DualItem) -> int:
+        return len(item.context) + max(map(len, item.candidates))
+
+    def collate(self, items: list[_DualItem], generator: torch.Generator) -> DualBatch:
+        tokenizer = self._ranker.tokenizer
+        # Hashes of integers: the same everywhere.
+        keys = torch.tensor([[hash(tuple(ids)) for ids in item.candidates] for item in items])
+        wrong = [ids for item in items for ids in item.candidates[1:]]
+        empty = Tokens(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool))
+        return DualBatch(
+            tokenizer.batch([item.context for item in items]),
+            tokenizer.batch([item.candidates[0] for item in items]),
+            keys[:, 0],
+            tokenizer.batch(wrong) if wrong else empty,
+            keys[:, 1:],
+            torch.tensor([item.teacher for item in items]),
+        )
+
+
+class _PairItem(NamedTuple):
+    context: list[int]
+    candidates: list[list[int]]
+    label: int
+
+
+class PairCollator:
+    """For cross-encoders: each context with its right candidate and `negatives` wrong ones."""
+
+    columns = ("context", "response", "candidates")
+
+    def __init__(self, ranker: Ranker, negatives: int) -> None:
+        self._ranker = ranker
+        self._negatives = negatives
+
+    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_PairItem]:
+        contexts = self._ranker.context_rows([row["context"] for row in rows])
+        others = [row["response"] for row in rows]
+        chosen = [_choose(row, others, self._negatives, generator) for row in rows]
+        tokens = iter(self._ranker.candidate_rows([one.text for some in chosen for one in some]))
+        return [
+            _PairItem(context, [next(tokens) for _ in some], 0)
+            for context, some in zip(contexts, chosen, strict=True)
+        ]
+
+    def length(self, item: _PairItem) -> int:
+        return len(item.context) + max(map(len, item.candidates))
+
+    def collate(self, items: list[_PairItem], generator: torch.Generator) -> PairBatch:
+        contexts = [item.context for item in items for _ in item.candidates]
+        candidates = [candidate for item in items for candidate in item.candidates]
+        pairs = self._ranker.tokenizer.pairs(contexts, candidates)
+        return PairBatch(pairs, torch.tensor([item.label for item in items]))

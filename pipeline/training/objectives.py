@@ -1,0 +1,107 @@
+"""What rankers are trained for: first every row is encoded alone, then rows are compared."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.crossencoder import CrossEncoder
+from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.losses import false_negatives, ranking_loss
+from pipeline.training.distributed import gather, gather_with_gradient, rank
+from pipeline.training.examples import DualBatch, PairBatch
+
+NegativesFrom = Literal["batch", "given", "both"]
+Shown = dict[str, Tensor]
+
+
+class Objective(nn.Module):
+    """A loss in two steps, so that the first can be done in parts (pipeline/training/caching.py)."""
+
+    @abstractmethod
+    def encode(self, batch: Any) -> tuple[Tensor, ...]:
+        """Tensors with one row per example, each made of that example alone; float32 or bool."""
+
+    @abstractmethod
+    def loss(self, encoded: Sequence[Tensor], batch: Any) -> tuple[Tensor, Shown]:
+        """The mean loss over the examples and numbers to show; float32."""
+
+    def forward(self, batch: Any, gradients: Sequence[Tensor] | None = None) -> Any:
+        """`loss` of a batch. With gradients of the loss by each float tensor of `encode`: a number
+        whose own gradient by the weights is that of the loss, as far as this batch makes it."""
+        encoded = self.encode(batch)
+        if gradients is None:
+            with torch.autocast(encoded[0].device.type, enabled=False):
+                return self.loss(encoded, batch)
+        floats = [tensor for tensor in encoded if tensor.is_floating_point()]
+        return torch.stack(
+            [(tensor * given).sum() for tensor, given in zip(floats, gradients, strict=True)]
+        ).sum()
+
+
+class DualModule(Objective):
+    """Softmax over candidates: every response of the global batch, or each context's own, or both."""
+
+    def __init__(self, network: DualEncoder, negatives_from: NegativesFrom = "batch") -> None:
+        super().__init__()
+        self.network = network
+        self._from_batch = negatives_from != "given"
+
+    def encode(self, batch: DualBatch) -> tuple[Tensor, ...]:
+        """Vectors [B, M, D], their mask [B, M], responses [B, D], wrong candidates [B, K, D]."""
+        vectors_BMD, mask_BM = self.network.encode_contexts(batch.contexts)
+        own_BD = self.network.encode_candidates(batch.responses)
+        wrong_BKD = own_BD.new_zeros(len(batch), 0, own_BD.shape[1])
+        if len(batch.wrong.ids_BT):
+            wrong_ND = self.network.encode_candidates(batch.wrong)
+            wrong_BKD = wrong_ND.view(len(batch), -1, wrong_ND.shape[1])
+        return vectors_BMD.float(), mask_BM, own_BD.float(), wrong_BKD.float()
+
+    def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, Shown]:
+        vectors_BMD, mask_BM, own_BD, wrong_BKD = encoded
+        count, device = len(own_BD), own_BD.device
+        if self._from_batch:
+            right = gather_with_gradient(own_BD)  # [C, D]
+            label_B = torch.arange(count, device=device) + rank() * count
+            excluded_BC = false_negatives(gather(batch.key_B), label_B)
+        else:
+            right = own_BD[:, None]  # [B, 1, D]
+            label_B = torch.zeros(count, dtype=torch.long, device=device)
+            excluded_BC = torch.zeros(count, 1, dtype=torch.bool, device=device)
+        same_BK = batch.wrong_key_BK == batch.key_B[:, None]
+        excluded_BC = torch.cat([excluded_BC, same_BK], dim=1)
+        losses = []
+        for width in self.network.widths:  # the last one is all that the vectors have
+            cut_BMD = self.network.cut(vectors_BMD, width)
+            columns = [
+                self.network.scores(cut_BMD, mask_BM, self.network.cut(part, width))
+                for part in (right, wrong_BKD)
+                if part.shape[-2]
+            ]
+            scores_BC = torch.cat(columns, dim=1)
+            losses.append(ranking_loss(scores_BC, label_B, excluded_BC))
+        with torch.no_grad():
+            best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
+        return torch.stack(losses).mean(), {"accuracy": (best_B == label_B).float().mean()}
+
+
+class PairModule(Objective):
+    """Softmax over each context's own candidates."""
+
+    def __init__(self, network: CrossEncoder) -> None:
+        super().__init__()
+        self.network = network
+
+    def encode(self, batch: PairBatch) -> tuple[Tensor, ...]:
+        """Scores [B, C]."""
+        return (self.network.score_pairs(batch.pairs).view(len(batch), -1),)
+
+    def loss(self, encoded: Sequence[Tensor], batch: PairBatch) -> tuple[Tensor, Shown]:
+        (scores_BC,) = encoded
+        with torch.no_grad():
+            hit_B = scores_BC.argmax(dim=1) == batch.label_B
+        return ranking_loss(scores_BC, batch.label_B), {"accuracy": hit_B.float().mean()}

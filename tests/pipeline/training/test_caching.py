@@ -1,0 +1,140 @@
+"""Gradient caching: the gradients of the whole batch, dropout included, in less memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from pipeline.models.transformer import set_dropout
+from pipeline.training.caching import backward, cached_backward
+from pipeline.training.examples import DualCollator, PairCollator
+from pipeline.training.objectives import DualModule, PairModule
+
+ROWS = [
+    {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),
+     "candidates": [f"w{20 + n} w{30 + other}" for other in range(4)]}
+    for n in range(11)
+]  # fmt: skip
+KINDS = {
+    "bi": ({"architecture": "bi"}, {}),
+    "poly": ({"architecture": "poly"}, {}),
+    "poly, both": ({"architecture": "poly"}, {"negatives_from": "both"}),
+    "poly, given": ({"architecture": "poly"}, {"negatives_from": "given"}),
+    "matryoshka": ({"matryoshka": (4,), "projection": 8, "share_towers": True}, {}),
+    "heads": ({"candidate_attention": "multi_head"}, {}),
+    "cross": ({"architecture": "cross"}, {}),
+}
+
+
+def made(tiny, kind, dropout=0.0):
+    """An objective in training, and a batch."""
+    settings, more = KINDS[kind]
+    ranker = tiny.ranker(**settings)
+    set_dropout(ranker, dropout)
+    if kind == "cross":
+        objective, collator = PairModule(ranker.cross), PairCollator(ranker, 3)
+    else:
+        given = 3 if more else 0
+        objective, collator = DualModule(ranker.dual, **more), DualCollator(ranker, given)
+    generator = torch.Generator().manual_seed(0)
+    return objective.train(), collator.collate(collator.prepare(ROWS, generator), generator)
+
+
+def gradients(objective):
+    return {name: value.grad for name, value in objective.named_parameters()}
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 10])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_whole_batch(tiny, kind, chunk):
+    objective, batch = made(tiny, kind)
+    direct = backward(objective, batch, nullcontext())
+    expected = gradients(objective)
+    objective.zero_grad()
+    found = cached_backward(objective, chunk)(objective, batch, nullcontext())
+    torch.testing.assert_close(found, direct)
+    largest = 0.0
+    for name, gradient in gradients(objective).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        largest = max(largest, float(gradient.abs().max()))
+    assert largest > 0.01
+
+
+@pytest.mark.parametrize("kind", ["poly", "cross"])
+def test_both_encodings_draw_the_same_dropout(tiny, kind):
+    """Beside the whole graph of chunks that are encoded with the same seeds."""
+    objective, batch = made(tiny, kind, dropout=0.3)
+    torch.manual_seed(7)
+    seeds = torch.randint(1 << 62, (3,)).tolist()
+    chunks = []
+    for number, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        chunks.append(objective.encode(batch.part(number * 4, number * 4 + 4)))
+    rows = [torch.cat(tensors) for tensors in zip(*chunks, strict=True)]
+    objective.loss(rows, batch)[0].backward()
+    expected = gradients(objective)
+    for seed, same in ((7, True), (8, False)):
+        objective.zero_grad()
+        torch.manual_seed(seed)
+        cached_backward(objective, 4)(objective, batch, nullcontext())
+        found = gradients(objective)
+        close = [torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+                 for name in expected]  # fmt: skip
+        assert all(close) is same
+
+
+def test_frozen_weights_get_no_gradient(tiny):
+    objective, batch = made(tiny, "poly")
+    objective.network.context_encoder.requires_grad_(False)
+    cached_backward(objective, 4)(objective, batch, nullcontext())
+    grads = gradients(objective)
+    assert all((value is None) is ("context_encoder" in name) for name, value in grads.items())
+
+
+MEASURE = """
+import sys
+from contextlib import nullcontext
+import torch
+from pipeline.models.polyencoder import PolyEncoder
+from pipeline.models.settings import RankerConfig
+from pipeline.models.tokens import Tokens
+from pipeline.models.transformer import Encoder, Shape
+from pipeline.training.caching import backward, cached_backward
+from pipeline.training.examples import DualBatch
+from pipeline.training.objectives import DualModule
+
+examples, chunk = int(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+def encoder():
+    return Encoder.new(Shape(layers=2, width=64, heads=2, positions=64), 100,
+                       {"pad": 0, "cls": 2, "sep": 3})
+model = DualModule(PolyEncoder(encoder(), encoder(), RankerConfig(m=4)))
+def tokens(rows):
+    return Tokens(torch.randint(5, 99, (rows, 48)), torch.ones(rows, 48, dtype=torch.bool))
+batch = DualBatch(tokens(examples), tokens(examples), torch.arange(examples), tokens(0),
+                  torch.zeros(examples, 0, dtype=torch.long), torch.zeros(examples, 1))
+def kib(name):
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return int(line.split()[1])
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts again
+before = kib("VmRSS")
+(cached_backward(model, chunk) if chunk else backward)(model, batch, nullcontext())
+print(kib("VmHWM") - before)
+"""
+
+
+def test_memory_grows_less_than_linearly_with_the_negatives():
+    """Peak of the process above what it held before, in KiB, for 31 and 511 negatives."""
+
+    def peak(examples, chunk):
+        command = [sys.executable, "-c", MEASURE, str(examples), str(chunk)]
+        return int(subprocess.run(command, check=True, capture_output=True).stdout)
+
+    few, many, direct = peak(32, 16), peak(512, 16), peak(512, 0)
+    assert many < 4 * few  # for 16 times as many
+    assert many < direct / 4
