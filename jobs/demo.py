@@ -167,13 +167,14 @@ def _rankers(work: Path, encoder: str, recipes: str) -> None:
     real_on_cpu = recipes == "finetune" and not _gpus()
     quick = ("--finetune.dropout", "0") if real_on_cpu else ()
     brief = (*quick, "--finetune.max-steps", "100") if real_on_cpu else ()
-    for name, corpus, origin, more in (
-        ("bi", "convai2", encoder, quick),
-        ("poly", "convai2", start, quick),
-        ("cross", "convai2", start, brief),
-        ("articles", "articles", start, brief),
+    for name, small, corpus, origin, more in (
+        ("bi", "convai2-bi", "convai2", encoder, quick),
+        ("poly", "convai2-poly", "convai2", start, quick),
+        ("cross", "convai2-cross", "convai2", start, brief),
+        ("articles", "wikipedia-poly", "articles", start, brief),
     ):
-        _stage(f"A ranker: {name}", "finetune", "--config", _recipe(f"{recipes}-{name}"),
+        recipe = f"finetune/{small}-small" if recipes == "finetune" else f"{recipes}-{name}"
+        _stage(f"A ranker: {name}", "finetune", "--config", _recipe(recipe),
                "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *more,
                *(("--resources.gpu", "true") if _gpus() else ()),
                "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}")  # fmt: skip

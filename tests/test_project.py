@@ -27,7 +27,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERBS = sorted(
     file.stem for file in (ROOT / "jobs").glob("*.py") if "program.main(" in file.read_text()
 )
-RECIPES = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
+RECIPES = sorted((ROOT / "jobs" / "configs").rglob("*.yaml"))
+KINDS = ("bi", "poly", "cross")
 
 
 def config_of(verb: str) -> type:
@@ -75,9 +76,30 @@ def test_every_recipe_is_a_config_of_its_job(recipe):
 def test_every_recipe_is_used_or_documented():
     demo = (ROOT / "jobs" / "demo.py").read_text()
     assert "demo-pretrain" in demo
-    rest = {recipe.stem for recipe in RECIPES} - {"demo-pretrain"}
-    names = ("bi", "poly", "cross", "articles")
-    assert rest == {f"{kind}-{name}" for kind in ("demo", "finetune") for name in names}
+    demos = {"demo-pretrain", *(f"demo-{name}" for name in ("bi", "poly", "cross", "articles"))}
+    tasks, sizes = ("convai2", "dstc7", "ubuntu", "wikipedia"), ("", "-small")
+    each = {f"{task}-{kind}{size}" for task in tasks for kind in KINDS for size in sizes}
+    assert {recipe.stem for recipe in RECIPES} == demos | each
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.parent.name == "finetune"],
+                         ids=lambda file: file.stem)  # fmt: skip
+def test_recipes_are_what_their_names_say(recipe):
+    """The paper's: its batches, epochs, rates and decay."""
+    task, kind, *small = recipe.stem.split("-")
+    required = ["--corpus", "c", "--encoder", "e", "--output", "o"]
+    config = parse(config_of("finetune"), ["--config", str(recipe), *required], "test")
+    assert config.ranker.architecture == kind
+    if small:
+        assert not config.resources.gpu and config.finetune.epochs <= 1
+        return
+    batches = {"bi": 512 if task == "convai2" else 256, "poly": 256, "cross": 16}
+    assert config.finetune.batch_examples == batches[kind]
+    assert config.finetune.epochs == {"bi": 10, "poly": 8, "cross": 12}[kind]
+    assert (config.loop.learning_rate, config.loop.plateau_decay) == (5e-5, 0.4)
+    assert (config.loop.schedule, config.loop.validate_every_epochs) == ("plateau", 0.5)
+    if kind == "cross":
+        assert config.finetune.negatives == (19 if task == "convai2" else 15)
 
 
 # README
