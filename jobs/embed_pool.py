@@ -1,28 +1,43 @@
-"""Candidate texts to a versioned pool that searches and services open."""
+"""Candidate texts to a versioned pool that searches and services open, made anew night after night."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import uuid
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jobs import cluster, program
 from pipeline import storage, tracking
-from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_of
-from pipeline.config import require
+from pipeline.artifact import (
+    MANIFEST,
+    Artifact,
+    Draft,
+    draft,
+    open_artifact,
+    request_of,
+    sum_counts,
+)
+from pipeline.config import BadInput, require
 from pipeline.corpora.raw import Reading
-from pipeline.models.ranker import load_ranker
-from pipeline.retrieval import embed
+from pipeline.retrieval import embed, gate, versions
 from pipeline.retrieval.embed import EmbedConfig
-from pipeline.retrieval.pool import KIND, current_uri, make_current
+from pipeline.retrieval.gate import GateConfig
+from pipeline.retrieval.lock import Lock, locked
+from pipeline.retrieval.plan import Plan
+from pipeline.retrieval.pool import KIND, Pool, current_uri, make_current
 from pipeline.shards import Actors
+
+_SETTINGS = "ranker.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Embeds candidate texts with a ranker into a new version of a pool and makes it CURRENT.
 
-    The same texts and model again: nothing to do. Candidates are Parquet files (such as a corpus'
-    train/ folder, with `--embed.text-column response --embed.id-column example_id`) or JSON lines.
+    Texts that the version before has are copied from it, if the same model embedded them; the same texts
+    and model again: nothing to do. Candidates are tables: Parquet (such as a corpus' train/ folder, with
+    `--embed.text-column response --embed.id-column example_id`), JSON lines, CSV or TSV.
     """
 
     model: str
@@ -33,8 +48,18 @@ class Config:
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str
     """The pool's name."""
+    dry_run: bool = False
+    """Only say what would be done."""
+    keep: int = 3
+    """Versions that stay; CURRENT, and what a service has open, stay too. 0: all."""
+    keep_days: float = 0.0
+    """Versions younger than this stay too."""
+    lock_expires_s: float = 120.0
+    """A job that has given no sign of life for so long loses the pool to the next one."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     """The texts."""
+    gate: GateConfig = field(default_factory=GateConfig)
+    """What a version has to pass."""
     reading: Reading = field(default_factory=Reading)
     """Damaged input."""
     resources: Actors = field(default_factory=Actors)
@@ -43,36 +68,160 @@ class Config:
     def __post_init__(self) -> None:
         require(bool(self.name) and not set(self.name) & set("/\\ .\n"), "name", self.name,
                 "a folder's name without dots, slashes and spaces")  # fmt: skip
+        require(not self.name.startswith("_"), "name", self.name, "a name that begins otherwise")
+        for name in ("keep", "keep_days"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        require(self.lock_expires_s > 0, "lock_expires_s", self.lock_expires_s, "above 0")
 
 
 def run(config: Config) -> program.Summary:
+    job = _job(config)
+    if config.dry_run:
+        return _dry_run(config, job)
+    is_current = versions.current_name(config.pools, config.name) == job.version
+    if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
+        return _summary(config, open_artifact(job.uri, KIND), True)
+    with locked(config.pools, config.name, config.lock_expires_s) as lock:
+        pool, there = _update(config, job, lock)
+        for removed in versions.remove_old(
+            config.pools, config.name, config.keep, config.keep_days
+        ):
+            print(f"pool {config.name}: removed {removed}")
+    return _summary(config, pool, there)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the settings stand for."""
+
+    model: Artifact
+    architecture: str
+    files: list[str]
+    inputs: dict[str, Any]
+    version: str
+    uri: str
+
+
+def _job(config: Config) -> _Job:
+    """Raises BadInput for a model without vectors, and for input that is not there."""
     model = open_artifact(config.model, "ranker")
-    ranker = load_ranker(model.local())
-    dimensions = ranker.dual.dimensions
-    _ = ranker.config.search_attention  # refuses a model whose pools nothing could search
+    # Without the ranker's own module, and so without torch: where nothing is left to do that takes seconds.
+    architecture = json.loads(storage.read_bytes(storage.join(model.uri, _SETTINGS)))[
+        "architecture"
+    ]
+    if architecture == "cross":
+        raise BadInput("architecture: 'cross' has no candidate vectors; allowed: bi, poly")
     found = storage.expand(config.candidates, "candidates")
     files = [file for file in found if storage.name_of(file) != MANIFEST]
     fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"
-    out = draft(storage.join(config.pools, config.name, version), KIND, config, inputs)
-    there = isinstance(out, Artifact)
+    uri = storage.join(config.pools, config.name, version)
+    return _Job(model, architecture, files, inputs, version, uri)
+
+
+def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
+    """(the version that is CURRENT then, whether it was there before)"""
+    out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
-        pool = out
-    else:
-        with cluster.session(), tracking.start("embed_pool", out) as tracked:
-            records = embed.prepare(
-                out, files, model.local(), config.embed, config.resources, config.reading
-            )
-            counts, dropped = embed.totals(records)
-            entries = [entry for record in records for entry in record["files"]]
-            pool = out.publish(entries, counts, dropped, tracked.run_id, dimensions=dimensions)
+        make_current(config.pools, config.name, job.version)
+        return out, True
+    with cluster.session():
+        prepared, previous = _plan(config, job, out)
+        if previous and _is_same(config, job, embed.plan_of(prepared), previous):
+            storage.delete(out.staging)
+            return previous.artifact, True
+        with tracking.start("embed_pool", out) as tracked:
+            pool = _embed(config, job, out, prepared, lock, tracked.run_id)
             tracking.finish(tracked, pool)
-    make_current(config.pools, config.name, version)
+    lock.check()
+    make_current(config.pools, config.name, job.version)
+    return pool, False
+
+
+def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.Record, Pool | None]:
+    """(what `embed.prepare` returns, the version before), and prints the plan."""
+    previous = versions.open_current(config.pools, config.name)
+    copies = previous is not None and versions.has_vectors_of(previous, job.model, config)
+    prepared = embed.prepare(
+        out, job.files, config.embed, config.gate, config.reading, previous, copies
+    )
+    plan = embed.plan_of(prepared)
+    rows = plan.rows - plan.known if prepared["copies"] else plan.rows
+    embedded = previous.artifact.manifest.get("embedded") if previous else None
+    minutes = "not known yet how long that takes"
+    if embedded:
+        seconds = rows / embedded["rows"] * embedded["actor_seconds"] / config.resources.actors
+        minutes = f"about {seconds / 60:.1f} minutes"
+    changes = ", ".join(f"{count:,} {what}" for what, count in asdict(plan.changes).items())
+    print(
+        f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({minutes})", flush=True
+    )
+    return prepared, previous
+
+
+def _is_same(config: Config, job: _Job, plan: Plan, previous: Pool) -> bool:
+    """Whether the version before has the same rows, and they would be made the same way."""
+    theirs = {**job.inputs, "candidates": previous.artifact.manifest["inputs"]["candidates"]}
+    request = request_of(KIND, config, theirs)
+    return plan.changes.none and request == previous.artifact.manifest["request"]
+
+
+def _embed(
+    config: Config, job: _Job, out: Draft, prepared: embed.Record, lock: Lock, run_id: str
+) -> Artifact:
+    """Raises Stopped where the gate does, or where the lock is lost."""
+    model = job.model.local()
+    records = embed.embed(
+        out, prepared, model, config.embed, config.gate, config.reading, config.resources
+    )
+    checks = [record["check"] for record in records if record["check"]]
+    kind = f"{job.architecture}, {checks[0]['dimensions']} dimensions"
+    canaries, plan = prepared["canaries"], embed.plan_of(prepared)
+    passed, answered = gate.check(
+        config.gate, checks, kind, canaries["contexts"], canaries["before"], plan.present
+    )
+    print(f"pool {config.name}: the gate is passed: {passed}", flush=True)
+    lock.check()
+    return out.publish(
+        [entry for record in records for entry in record["files"]],
+        sum_counts([prepared, *records], "counts"),
+        sum_counts([prepared, *records], "dropped"),
+        run_id,
+        dimensions=checks[0]["dimensions"],
+        plan=asdict(plan.changes),
+        embedded=sum_counts(records, "embedded"),
+        gate=passed,
+        canaries={**answered, "file": canaries["file"]},
+    )
+
+
+def _dry_run(config: Config, job: _Job) -> program.Summary:
+    """The plan alone; what it writes on the way is removed."""
+    uri = storage.join(config.pools, "_plans", f"{job.version}-{uuid.uuid4().hex[:8]}")
+    out = draft(uri, KIND, config, job.inputs)
+    assert isinstance(out, Draft)
+    try:
+        with cluster.session():
+            prepared, previous = _plan(config, job, out)
+    finally:
+        storage.delete(out.staging)
+    plan = embed.plan_of(prepared)
+    same = previous is not None and _is_same(config, job, plan, previous)
+    return {
+        "pool": storage.join(config.pools, config.name),
+        "version": previous.version if previous and same else job.version,
+        "already_done": same,
+        "plan": asdict(plan.changes),
+        "dropped": prepared["dropped"],
+    }
+
+
+def _summary(config: Config, pool: Artifact, there: bool) -> program.Summary:
     return program.published(
-        pool, there, pool=storage.join(config.pools, config.name), version=version,
-        current=current_uri(config.pools, config.name),
+        pool, there, pool=storage.join(config.pools, config.name), version=storage.name_of(pool.uri),
+        current=current_uri(config.pools, config.name), plan=pool.manifest["plan"],
     )  # fmt: skip
 
 

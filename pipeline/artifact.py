@@ -33,9 +33,11 @@ MANIFEST = "manifest.json"
 _TASKS = "_tasks"
 _REQUEST = "_request.json"
 # Where and on what a job runs, what damage and which size of its input it puts up with, how often it
-# reports and what the result is called in the registry never decide what comes out.
+# reports, what the result has to pass, which older ones stay beside it and what it is called in the
+# registry never decide what comes out.
 _NOT_IDENTITY = re.compile(
-    r"(output|pools|expect|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_steps)"
+    r"(output|pools|expect|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_steps"
+    r"|gate\..*|keep|keep_days|dry_run|lock_expires_s)"
 )
 
 

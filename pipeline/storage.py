@@ -34,7 +34,9 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
     Raises BadInput where the scheme is unknown.
     """
     if is_local(uri):
-        return pafs.LocalFileSystem(), str(Path(uri.removeprefix("file://")).expanduser().absolute())
+        return pafs.LocalFileSystem(), str(
+            Path(uri.removeprefix("file://")).expanduser().absolute()
+        )
     try:
         filesystem, path = pafs.FileSystem.from_uri(uri)
         return filesystem, path
@@ -92,6 +94,14 @@ def names_in(uri: str) -> list[str]:
     """Everything right in a folder, hidden or not."""
     filesystem, path = locate(uri)
     return sorted(name_of(info.path) for info in filesystem.get_file_info(pafs.FileSelector(path)))
+
+
+def list_folders(uri: str) -> list[str]:
+    """The folders right in a folder, sorted; [] where it does not exist."""
+    filesystem, root = locate(uri)
+    infos = filesystem.get_file_info(pafs.FileSelector(root, allow_not_found=True))
+    found = (info.path for info in infos if info.type == pafs.FileType.Directory)
+    return sorted(join(uri, posixpath.basename(path.rstrip("/"))) for path in found)
 
 
 def is_occupied(uri: str) -> bool:

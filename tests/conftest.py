@@ -44,7 +44,7 @@ from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
-from pipeline.retrieval import embed
+from pipeline.retrieval import candidates, embed
 
 ROOT = Path(__file__).parents[1]
 
@@ -162,17 +162,20 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
 
 @pytest.fixture
 def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Embeds in this process, without Ray, whose actors take seconds to start; returns what it did."""
+    """Embeds in this process, without Ray, whose actors take seconds to start; returns what they did."""
     done: list[str] = []
 
-    def run(draft, tasks, make, label, actors):
-        work = make()
+    def run(draft, tasks, work, label):
         for name in [name for name in tasks if name not in draft.records()]:
             draft.mark(name, work(draft, name, tasks[name]))
-            done.append(name)
         return [draft.records()[name] for name in tasks]
 
-    monkeypatch.setattr(embed, "run_tasks_on_actors", run)
+    def run_on_actors(draft, tasks, make, label, actors):
+        done.extend(name for name in tasks if name not in draft.records())
+        return run(draft, tasks, make(), label)
+
+    monkeypatch.setattr(candidates.shards, "run_tasks", run)
+    monkeypatch.setattr(embed, "run_tasks_on_actors", run_on_actors)
     return done
 
 

@@ -139,8 +139,11 @@ def test_ids_may_be_hashes_of_the_texts(embed, texts):
     [
         ("", "no text to embed"),
         ('{"id": 1, "text": " "}\n', "no text to embed ({'text is empty': 1})"),
-        ('{"id": 1, "body": "a"}\n', "line 1: no column 'text'; there are: id, body"),
-        ("id,text\n", "line 1: not a JSON object"),
+        (
+            '{"id": 1, "body": "a"}\n',
+            "embed.text_column: 'text' is not allowed; allowed: the columns",
+        ),
+        ("id,text\n", "no text to embed ({'not JSON': 1})"),
     ],
 )
 def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, contents, message):

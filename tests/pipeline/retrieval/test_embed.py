@@ -13,12 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline.artifact import Artifact, draft
+from pipeline.artifact import Artifact, draft, sum_counts
 from pipeline.config import BadInput
+from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval import embed
 from pipeline.retrieval.embed import EmbedConfig
+from pipeline.retrieval.gate import GateConfig
 from pipeline.retrieval.pool import Pool
 from pipeline.shards import Actors
 
@@ -34,15 +36,28 @@ def model(tiny_ranker) -> Path:
 def make(actors_in_process, model, tmp_path):
     """Embeds files, named in the order of their rows, and opens the pool that comes out."""
 
-    def run(*files: Path, name: str = "v", model: Path = model, **config) -> Pool:
+    def run(
+        *files: Path,
+        name: str = "v",
+        model: Path = model,
+        previous: Pool | None = None,
+        copies: bool = True,
+        gate: GateConfig = GateConfig(),  # noqa: B008
+        reading: Reading = Reading(),  # noqa: B008
+        **config,
+    ) -> Pool:
         settings = EmbedConfig(**config)
         out = draft(str(tmp_path / "pools" / "p" / name), "pool", settings, {})
         if isinstance(out, Artifact):
             return Pool.open(out.uri)
-        records = embed.prepare(out, [str(file) for file in files], model, settings, Actors())
-        counts, dropped = embed.totals(records)
-        entries = [entry for record in records for entry in record["files"]]
-        return Pool.open(out.publish(entries, counts, dropped, dimensions=16).uri)
+        names = [str(file) for file in files]
+        prepared = embed.prepare(out, names, settings, gate, reading, previous, copies)
+        records = embed.embed(out, prepared, model, settings, gate, reading, Actors())
+        records = [prepared, *records]
+        counts, dropped = (sum_counts(records, name) for name in ("counts", "dropped"))
+        entries = [entry for record in records[1:] for entry in record["files"]]
+        checks = [record["check"] for record in records[1:]]
+        return Pool.open(out.publish(entries, counts, dropped, dimensions=16, checks=checks).uri)
 
     return run
 
@@ -166,7 +181,7 @@ def test_a_line_that_is_no_record_is_counted_and_set_aside(make, tmp_path):
     assert len(pool) == 300
     assert pool.artifact.counts["records"] == 302
     dropped = pool.artifact.manifest["dropped"]
-    assert dropped == {"no column text": 1, "not a JSON object": 1}
+    assert dropped == {"no column text": 1, "not JSON": 1}
     (samples,) = Path(pool.artifact.uri, "rejected").iterdir()
     assert [json.loads(line)["line"] for line in samples.read_text().splitlines()] == [301, 302]
 
@@ -180,11 +195,19 @@ def test_too_many_lines_that_are_no_records_stop_the_job(make, tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'\n["a"]\n', "line 2: not a JSON object"),
-        ("a.csv", b"id,text\n1,a\n", "line 1: not a JSON object; allowed: .parquet files, or"),
-        ("a.jsonl", b'{"id": 1, "body": "a"}\n', "line 1: no column 'text'; there are: id, body"),
-        ("a.jsonl", b'{"text": "a"}\n', "line 1: no column 'id'; there are: text"),
-        ("a.parquet", b"PAR1 but broken", "no Parquet file"),
+        ("a.jsonl", b'\n["a"]\n', "no text to embed ({'not a JSON object': 1})"),
+        (
+            "a.csv",
+            b"id,body\n1,a\n",
+            "embed.text_column: 'text' is not allowed; allowed: the columns",
+        ),
+        ("a.jsonl", b'{"id": 1, "body": "a"}\n', "embed.text_column: 'text' is not allowed"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n',
+            "embed.id_column: 'id' is not allowed; allowed: the columns",
+        ),
+        ("a.parquet", b"PAR1 but broken", "broken Parquet"),
         ("a.jsonl.gz", gzip.compress(b'{"id": 1, "text": "a"}\n')[:-9], "cut off"),
         ("a.jsonl", b"", "no text to embed (no rows)"),
         ("a.jsonl", b'{"id": 1, "text": ""}\n', "no text to embed ({'text is empty': 1})"),
@@ -201,29 +224,32 @@ def test_input_that_cannot_be_read_is_refused_naming_the_place(make, tmp_path, n
 
 def test_a_parquet_file_without_the_column_is_refused(make, tmp_path):
     file = parquet(tmp_path / "a.parquet", [{"id": 1, "body": "a"}])
-    with pytest.raises(BadInput, match=r"a\.parquet: no column 'text'; there are: id, body"):
+    with pytest.raises(BadInput, match=r"text_column: 'text' .*a\.parquet: id, body"):
         make(file)
 
 
-@pytest.mark.parametrize("field", ["rows_per_shard", "batch_tokens", "text_column"])
+@pytest.mark.parametrize(
+    "field",
+    [{"rows_per_shard": 0}, {"batch_tokens": -1}, {"text_column": ""}, {"max_text_bytes": 0}],
+)
 def test_settings_out_of_range_are_refused(field):
-    with pytest.raises(BadInput, match=rf"^embed\.{field}: "):
-        EmbedConfig(**{field: "" if field == "text_column" else 0})
+    with pytest.raises(BadInput, match=rf"^embed\.{next(iter(field))}: "):
+        EmbedConfig(**field)
 
 
-def test_a_resumed_run_embeds_the_shards_that_are_missing_only(make, actors_in_process, tmp_path):
+def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
+    make, actors_in_process, model, tmp_path
+):
     file = json_lines(tmp_path / "a.jsonl", RECORDS)
     whole = make(file, name="whole", rows_per_shard=2)
     assert actors_in_process == [f"part-0000{n}" for n in range(4)]
-    settings = EmbedConfig(rows_per_shard=2)
-    out = draft(str(tmp_path / "pools" / "p" / "v"), "pool", settings, {})
-    for task in ("plan", "part-00000", "part-00002"):  # as a killed run leaves them
-        if task == "plan":
-            out.mark(task, embed._plan(out, [str(file)], settings))
-            continue
-        name = f"vectors/{task}.npy"
-        data = (tmp_path / "pools" / "p" / "whole" / name).read_bytes()
-        out.mark(task, {"files": [out.write_file(name, data, 2)], "counts": {"shards": 1}})
+    out = draft(str(tmp_path / "pools" / "p" / "v"), "pool", EmbedConfig(rows_per_shard=2), {})
+    settings = (EmbedConfig(rows_per_shard=2), GateConfig(), Reading())
+    prepared = embed.prepare(out, [str(file)], *settings, None, False)
+    actor = embed._embedder(model=model, batch_tokens=0, previous="", top_k=10, sample=8,
+                            canaries=prepared["canaries"]["contexts"])  # fmt: skip
+    for task in ("part-00000", "part-00002"):  # as a killed run leaves them
+        out.mark(task, actor(out, task, embed.plan_of(prepared).shards[task]))
     file.write_text("read no more")  # the plan is there
 
     actors_in_process.clear()
@@ -241,7 +267,7 @@ def test_weights_that_are_not_numbers_embed_nothing(make, model, tmp_path):
     file = json_lines(tmp_path / "a.jsonl", RECORDS)
     with pytest.raises(FloatingPointError, match=r"part-00000: .* not finite"):
         make(file, model=tmp_path / "broken")
-    assert not list((tmp_path / "pools").rglob("*.npy"))
+    assert not list((tmp_path / "pools").rglob("vectors"))
     assert not list((tmp_path / "pools").rglob("part-00000.json"))
     assert not (tmp_path / "pools" / "p" / "v").exists()
 
