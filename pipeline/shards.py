@@ -22,6 +22,8 @@ class Actors:
 
     actors: int = 1
     """Processes; on GPUs one each."""
+    max_actors: int = 0
+    """While work waits, there come to be so many, as far as the cluster can grow; 0: no more."""
     cpus_per_actor: int = 0
     """Cores, and threads, of each; 0: the cluster's cores shared out among the actors."""
     gpu: bool = False
@@ -29,6 +31,8 @@ class Actors:
 
     def __post_init__(self) -> None:
         require(self.actors >= 1, "resources.actors", self.actors, ">= 1")
+        require(self.max_actors == 0 or self.max_actors >= self.actors, "resources.max_actors",
+                self.max_actors, f"0, or resources.actors {self.actors} at least")  # fmt: skip
         require(self.cpus_per_actor >= 0, "resources.cpus_per_actor", self.cpus_per_actor, ">= 0")
 
 
@@ -50,10 +54,19 @@ def run_tasks(
 
 
 def run_tasks_on_actors(
-    draft: Draft, tasks: Mapping[str, Any], make: Callable[[], Work], label: str, actors: Actors
+    draft: Draft,
+    tasks: Mapping[str, Any],
+    make: Callable[[], Work],
+    label: str,
+    actors: Actors,
+    rows: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """As `run_tasks`, on actors that each call `make()` once for the `work` they do."""
-    cpus = actors.cpus_per_actor or cpus_each(actors.actors)
+    """As `run_tasks`, on actors that each call `make()` once for the `work` they do.
+
+    `rows`: how many each task has, where that tells better how long it takes.
+    """
+    most = max(actors.actors, actors.max_actors)
+    cpus = actors.cpus_per_actor or cpus_each(most)
 
     class Actor:
         def __init__(self) -> None:
@@ -65,12 +78,12 @@ def run_tasks_on_actors(
     def run(dataset: Any) -> Any:
         return dataset.map(
             Actor,
-            compute=ray.data.ActorPoolStrategy(size=actors.actors),
+            compute=ray.data.ActorPoolStrategy(min_size=actors.actors, max_size=most),
             num_cpus=cpus,
             num_gpus=1 if actors.gpu else None,
         )
 
-    return _run(draft, tasks, label, run)
+    return _run(draft, tasks, label, run, rows)
 
 
 def _do(draft: Draft, work: Work, row: dict[str, Any]) -> dict[str, Any]:
@@ -83,17 +96,23 @@ def _do(draft: Draft, work: Work, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(
-    draft: Draft, tasks: Mapping[str, Any], label: str, run: Callable[[Any], Any]
+    draft: Draft,
+    tasks: Mapping[str, Any],
+    label: str,
+    run: Callable[[Any], Any],
+    rows: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
     done = draft.records()
     missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in done]
-    started = len(tasks) - len(missing)
-    with tqdm(desc=label, total=len(tasks), initial=started, unit="task") as progress:
+    size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
+    started = sum(size[name] for name in tasks if name in done)
+    total = sum(size[name] for name in tasks)
+    with tqdm(desc=label, total=total, initial=started, unit=unit) as progress:
         if missing:
             dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
             for row in run(dataset).iter_rows():
                 if row["refusal"]:
                     raise BadInput(row["refusal"])
-                progress.update()
+                progress.update(size[row["task"]])
             done = draft.records()
     return [done[name] for name in tasks]

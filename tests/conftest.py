@@ -170,7 +170,7 @@ def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             draft.mark(name, work(draft, name, tasks[name]))
         return [draft.records()[name] for name in tasks]
 
-    def run_on_actors(draft, tasks, make, label, actors):
+    def run_on_actors(draft, tasks, make, label, actors, rows):
         done.extend(name for name in tasks if name not in draft.records())
         return run(draft, tasks, make(), label)
 

@@ -126,7 +126,9 @@ def embed(
         sample=gate.sample,
     )
     tasks = plan_of(prepared).shards
-    records = run_tasks_on_actors(draft, tasks, make_work, "embed candidates", actors)
+    rows = {name: sum(end - start for _, start, end in tasks[name]) for name in tasks}
+    label = "embed candidates"
+    records = run_tasks_on_actors(draft, tasks, make_work, label, actors, rows)
     raw.check_share(draft, [prepared, *records], reading)
     if not sum_counts(records, "counts").get("candidates"):
         raise BadInput(f"--candidates: no text to embed ({sum_counts(records, 'dropped')})")

@@ -113,6 +113,26 @@ def test_each_actor_makes_its_work_once_for_all_its_tasks(out, make, tmp_path, a
     assert len(list(tmp_path.glob("made-*"))) == actors
 
 
+def test_actors_may_grow_in_number_and_their_progress_is_in_rows(out, make, tmp_path, capsys):
+    out.mark("a", {"argument": "from before"})
+    resources = Actors(actors=1, max_actors=2, cpus_per_actor=1)
+    rows = {"c": 300, "a": 100, "b": 200, "d": 400}
+    records = run_tasks_on_actors(out, TASKS, make, "grow", resources, rows)
+    assert [record["argument"] for record in records] == [3, "from before", 2, 4]
+    assert 1 <= len(list(tmp_path.glob("made-*"))) <= 2
+    shown = capsys.readouterr().err
+    assert "100/1000" in shown
+    assert "1000/1000" in shown
+    assert "row/s" in shown
+
+
+def test_actors_cannot_shrink_below_their_number():
+    with pytest.raises(
+        BadInput, match=r"^resources\.max_actors: 2 .* resources\.actors 3 at least"
+    ):
+        Actors(actors=3, max_actors=2)
+
+
 @pytest.mark.parametrize("field", ["actors", "cpus_per_actor"])
 def test_resources_out_of_range_are_refused(field):
     with pytest.raises(BadInput, match=f"^resources.{field}: -1 is not allowed"):
