@@ -26,3 +26,28 @@ def false_negatives(key_C: Tensor, label_B: Tensor) -> Tensor:
     """
     same_BC = key_C[label_B][:, None] == key_C[None, :]
     return same_BC & (torch.arange(len(key_C), device=key_C.device) != label_B[:, None])
+
+
+def distillation_kl(student_BC: Tensor, teacher_BC: Tensor, temperature: float) -> Tensor:
+    """Mean KL divergence of the student's softmax from the teacher's, in nats (Hinton et al., 2015).
+
+    Both are scores over `temperature`, whose square keeps the gradients' size. Candidates whose
+    teacher score is NaN do not count; contexts with fewer than two others count as 0.
+    """
+    unknown_BC = teacher_BC.isnan()
+    least = torch.finfo(student_BC.dtype).min
+    student_BC = (student_BC / temperature).masked_fill(unknown_BC, least).log_softmax(dim=1)
+    teacher_BC = (teacher_BC / temperature).masked_fill(unknown_BC, least).log_softmax(dim=1)
+    each_BC = teacher_BC.exp() * (teacher_BC - student_BC)
+    return each_BC.masked_fill(unknown_BC, 0.0).sum(dim=1).mean() * temperature**2
+
+
+def margin_mse(student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
+    """Mean squared difference of the margins between the right candidate, the first, and each other
+    (Hofstätter et al., 2020), so that the scores' levels do not matter.
+
+    Margins in which a teacher score is NaN do not count; 0 where none does.
+    """
+    gap_BC = (student_BC[:, :1] - student_BC[:, 1:]) - (teacher_BC[:, :1] - teacher_BC[:, 1:])
+    known_BC = ~gap_BC.isnan()
+    return gap_BC.masked_fill(~known_BC, 0.0).square().sum() / known_BC.sum().clamp(min=1)

@@ -17,8 +17,14 @@ from pipeline.models.settings import RankerConfig
 from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import Backward, backward, cached_backward
-from pipeline.training.examples import DualCollator, PairCollator, has_candidates
-from pipeline.training.objectives import DualModule, NegativesFrom, Objective, PairModule
+from pipeline.training.examples import TEACHER, DualCollator, PairCollator, has_candidates
+from pipeline.training.objectives import (
+    Distillation,
+    DualModule,
+    NegativesFrom,
+    Objective,
+    PairModule,
+)
 from pipeline.training.validation import Measured, Validation, questions_of
 
 
@@ -37,6 +43,8 @@ class FinetuneConfig:
     negatives: int = 15
     """cross, given and both: wrong candidates per example, of those given; else other examples'
     responses."""
+    distill: Distillation = field(default_factory=Distillation)
+    """bi and poly: learning from a cross-encoder's scores; needs candidates that are given."""
     epochs: float = 3.0
     """Passes over the training examples."""
     max_steps: int = 0
@@ -94,6 +102,7 @@ class Finetuning:
         own, rest = divmod(self.finetune.batch_examples, world)
         require(rest == 0, "finetune.batch_examples", self.finetune.batch_examples,
                 f"a multiple of the {world} workers")  # fmt: skip
+        self._check_teacher()
         ranker = new_ranker(self.ranker, self.encoder, self.seed)
         network = ranker.network
         for part in network.modules():
@@ -124,7 +133,22 @@ class Finetuning:
             raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
                            f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
                            "train/")  # fmt: skip
-        return DualModule(ranker.network, config.negatives_from), DualCollator(ranker, given)
+        taught = config.distill.loss != "none"
+        module = DualModule(ranker.network, config.negatives_from, config.distill)
+        return module, DualCollator(ranker, given, teacher=taught)
+
+    def _check_teacher(self) -> None:
+        """Raises BadInput for a loss on a teacher's scores that nothing would get."""
+        config = self.finetune
+        wrong = ""
+        if self.ranker.architecture == "cross":
+            wrong = "'none', with ranker.architecture 'cross'"
+        elif config.negatives_from == "batch":
+            wrong = "'none', with finetune.negatives_from 'batch'"
+        elif not has_candidates(self.corpus, TEACHER):
+            wrong = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"
+        require(config.distill.loss == "none" or not wrong, "finetune.distill.loss",
+                config.distill.loss, wrong)  # fmt: skip
 
     def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
         config = self.finetune

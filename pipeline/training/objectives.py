@@ -4,19 +4,45 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import require
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
-from pipeline.models.losses import false_negatives, ranking_loss
+from pipeline.models.losses import distillation_kl, false_negatives, margin_mse, ranking_loss
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualBatch, PairBatch
 
 NegativesFrom = Literal["batch", "given", "both"]
 Shown = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """What is learnt from a teacher's scores (of jobs.score_candidates), beside the right answers."""
+
+    loss: Literal["none", "kl", "margin_mse"] = "none"
+    """kl: the teacher's distribution over a context's candidates. margin_mse: its margins between
+    the right candidate and each other."""
+    weight: float = 1.0
+    """Factor on that loss; that of the right answers has 1."""
+    temperature: float = 1.0
+    """kl: both scores are divided by it."""
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "temperature"):
+            value = getattr(self, name)
+            require(value > 0, f"finetune.distill.{name}", value, "above 0")
+
+    def __call__(self, student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
+        """Weighted; the right candidate is the first column."""
+        if self.loss == "kl":
+            return distillation_kl(student_BC, teacher_BC, self.temperature) * self.weight
+        return margin_mse(student_BC, teacher_BC) * self.weight
 
 
 class Objective(nn.Module):
@@ -43,13 +69,22 @@ class Objective(nn.Module):
         ).sum()
 
 
+_NO_TEACHER = Distillation()
+
+
 class DualModule(Objective):
     """Softmax over candidates: every response of the global batch, or each context's own, or both."""
 
-    def __init__(self, network: DualEncoder, negatives_from: NegativesFrom = "batch") -> None:
+    def __init__(
+        self,
+        network: DualEncoder,
+        negatives_from: NegativesFrom = "batch",
+        distill: Distillation = _NO_TEACHER,
+    ) -> None:
         super().__init__()
         self.network = network
         self._from_batch = negatives_from != "given"
+        self._distill = distill
 
     def encode(self, batch: DualBatch) -> tuple[Tensor, ...]:
         """Vectors [B, M, D], their mask [B, M], responses [B, D], wrong candidates [B, K, D]."""
@@ -74,7 +109,7 @@ class DualModule(Objective):
             excluded_BC = torch.zeros(count, 1, dtype=torch.bool, device=device)
         same_BK = batch.wrong_key_BK == batch.key_B[:, None]
         excluded_BC = torch.cat([excluded_BC, same_BK], dim=1)
-        losses = []
+        losses, distilled = [], []
         for width in self.network.widths:  # the last one is all that the vectors have
             cut_BMD = self.network.cut(vectors_BMD, width)
             columns = [
@@ -84,9 +119,18 @@ class DualModule(Objective):
             ]
             scores_BC = torch.cat(columns, dim=1)
             losses.append(ranking_loss(scores_BC, label_B, excluded_BC))
+            if self._distill.loss != "none":
+                each = same_BK.shape[1]
+                own_BC = [scores_BC.gather(1, label_B[:, None]), scores_BC[:, -each:]]
+                distilled.append(self._distill(torch.cat(own_BC, dim=1), batch.teacher_BC))
         with torch.no_grad():
             best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
-        return torch.stack(losses).mean(), {"accuracy": (best_B == label_B).float().mean()}
+        loss = torch.stack(losses).mean()
+        shown = {"accuracy": (best_B == label_B).float().mean()}
+        if distilled:
+            teaching = torch.stack(distilled).mean()
+            loss, shown["distill_loss"] = loss + teaching, teaching.detach()
+        return loss, shown
 
 
 class PairModule(Objective):

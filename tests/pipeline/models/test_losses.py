@@ -8,7 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.models.losses import false_negatives, ranking_loss
+from pipeline.models.losses import (
+    distillation_kl,
+    false_negatives,
+    margin_mse,
+    ranking_loss,
+)
 
 
 def oracle_loss(scores, labels, excluded):
@@ -83,3 +88,59 @@ def test_loss_of_parlais_scores(shared):
         expected = oracle_loss(scores.astype(np.float64), labels, np.zeros(scores.shape, bool))
         loss = ranking_loss(torch.tensor(scores), torch.tensor(labels))
         assert loss.item() == pytest.approx(expected, abs=1e-5), name
+
+
+@st.composite
+def taught(draw):
+    """Scores of a student and of a teacher, who has none for some of the wrong candidates."""
+    batch, columns = draw(st.integers(1, 4)), draw(st.integers(2, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    student, teacher = 3 * rng.standard_normal((2, batch, columns))
+    unknown = rng.random((batch, columns)) < draw(st.sampled_from([0.0, 0.4, 1.0]))
+    unknown[:, 0] &= draw(st.booleans())
+    return student, np.where(unknown, np.nan, teacher)
+
+
+def log_softmax(row):
+    return row - row.max() - np.log(np.exp(row - row.max()).sum())
+
+
+@given(taught(), st.sampled_from([0.5, 1.0, 4.0]))
+def test_kl_is_that_of_the_distributions_over_scored_candidates(case, temperature):
+    losses = []
+    for student, teacher in zip(*case, strict=True):
+        known = ~np.isnan(teacher)
+        ours, theirs = (
+            log_softmax(row[known] / temperature) if known.any() else np.zeros(0)
+            for row in (student, teacher)
+        )
+        losses.append((np.exp(theirs) * (theirs - ours)).sum() * temperature**2)
+    student, teacher = (torch.tensor(part) for part in case)
+    student.requires_grad_()
+    found = distillation_kl(student, teacher, temperature)
+    assert found.item() == pytest.approx(np.mean(losses), abs=1e-9)
+    found.backward()
+    assert student.grad.isfinite().all()
+    assert (student.grad[teacher.isnan()] == 0).all()
+
+
+@given(taught())
+def test_margin_mse_is_that_of_the_margins_that_are_known(case):
+    gaps = [
+        (student[0] - student[place]) - (teacher[0] - teacher[place])
+        for student, teacher in zip(*case, strict=True)
+        for place in range(1, len(student))
+    ]
+    known = [gap**2 for gap in gaps if not np.isnan(gap)]
+    student, teacher = (torch.tensor(part) for part in case)
+    student.requires_grad_()
+    found = margin_mse(student, teacher)
+    assert found.item() == pytest.approx(np.mean(known) if known else 0.0)
+    found.backward()
+    assert student.grad.isfinite().all()
+
+
+def test_a_student_like_its_teacher_has_nothing_to_learn():
+    scores = torch.tensor([[3.0, 1.0, -2.0]])
+    assert distillation_kl(scores + 5, scores, 2.0).item() == pytest.approx(0, abs=1e-6)
+    assert margin_mse(scores + 5, scores).item() == pytest.approx(0, abs=1e-6)

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.models import inference
+from pipeline.models.losses import distillation_kl, margin_mse
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.training.batches import Cursor
 from pipeline.training.examples import DualCollator, PairCollator
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.loop import LoopConfig, train
-from pipeline.training.objectives import DualModule, PairModule
+from pipeline.training.objectives import Distillation, DualModule, PairModule
 
 
 def generator(seed=0):
@@ -143,6 +144,59 @@ def test_wrong_candidates_that_read_as_the_response_do_not_count(tiny):
     with torch.no_grad():
         loss, _ = DualModule(ranker.network, "given")(collated(DualCollator(ranker, 1), [row]))
     assert loss.item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+@pytest.mark.parametrize("negatives_from", ["given", "both"])
+def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
+    """Wrong candidates are drawn in any order; what is filled up from the batch has no score."""
+    ranker = tiny.ranker(architecture="bi")
+    teacher = {f"w{n}": n / 7 for n in range(200)} | {f"w{30 + n} w1": -n / 3 for n in range(4)}
+    rows = [
+        {**row, "teacher_scores": [teacher.get(text, 1.5) for text in row["candidates"]]}
+        for row in OWN
+    ]
+    batch = collated(DualCollator(ranker, 5, teacher=True), rows)
+    config = Distillation(loss=kind, weight=0.3, temperature=2.0)
+    with torch.no_grad():
+        plain, _ = DualModule(ranker.dual, negatives_from)(batch)
+        loss, shown = DualModule(ranker.dual, negatives_from, config)(batch)
+        students = []
+        for place, row in enumerate(OWN):
+            texts = [row["response"], *(texts_of(batch.wrong, 5 * place + n) for n in range(5))]
+            vectors = inference.context_vectors(ranker, [row["context"]])
+            candidates = inference.candidate_vectors(ranker, texts)
+            students.append(ranker.dual.scores(*vectors, candidates)[0])
+            given = dict(zip(row["candidates"], rows[place]["teacher_scores"], strict=True))
+            scores = [given[text] for text in texts[:4] if text in given]
+            assert batch.teacher_BC[place, : len(scores)].tolist() == pytest.approx(scores)
+            assert batch.teacher_BC[place].isnan().sum() == 6 - len(set(row["candidates"]))
+    student_BC = torch.stack(students)
+    expected = (
+        distillation_kl(student_BC, batch.teacher_BC, 2.0)
+        if kind == "kl"
+        else margin_mse(student_BC, batch.teacher_BC)
+    )
+    assert expected > 0
+    assert shown["distill_loss"].item() == pytest.approx(0.3 * expected.item(), rel=1e-4)
+    assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"architecture": "cross"}, "ranker.architecture 'cross'"),
+    ({}, "finetune.negatives_from 'batch'"),
+    ({"negatives_from": "both"}, "has no scores of jobs.score_candidates"),
+])  # fmt: skip
+def test_learning_from_scores_that_are_not_there_is_refused(tiny, settings, reason):
+    message = refused(tiny, distill=Distillation(loss="kl"), **settings)
+    assert message.startswith("finetune.distill.loss: 'kl' is not allowed; allowed: 'none'")
+    assert reason in message
+
+
+@pytest.mark.parametrize("name", ["weight", "temperature"])
+def test_distillation_out_of_range_is_refused_by_name(name):
+    with pytest.raises(BadInput, match=rf"finetune\.distill\.{name}: 0 is not allowed; allowed: "):
+        Distillation(**{name: 0})
 
 
 @pytest.mark.parametrize("negatives_from", ["given", "both"])

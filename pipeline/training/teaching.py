@@ -1,0 +1,116 @@
+"""A cross-encoder's scores of a corpus' candidates, once, for others to learn from.
+
+    train/….parquet      the corpus' rows, in their order, with `teacher_scores` list<float>: one for
+                         each of `candidates`; null where a row has none
+    valid/…, test/…      as they are, `teacher_scores` null
+
+Each shard is one task.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from pipeline import storage
+from pipeline.artifact import Artifact, Draft
+from pipeline.config import require
+from pipeline.models import inference
+from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.shards import Actors, Work, run_tasks_on_actors
+from pipeline.training.batches import Row
+from pipeline.training.examples import TEACHER
+
+_AT_ONCE = 256  # rows whose pairs are sorted by length together
+_ADDED = pa.field(TEACHER, pa.list_(pa.float32()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeachingConfig:
+    """What is scored."""
+
+    random_candidates: int = 0
+    """A train example without candidates gets its response and so many other responses of its shard;
+    0: it stays without, and without scores."""
+    batch_tokens: int = inference.BATCH_TOKENS
+    """Tokens in a batch at most, padding included; 0: what suits the device."""
+    seed: int = 0
+    """Of the candidates that are drawn."""
+
+    def __post_init__(self) -> None:
+        for name in ("random_candidates", "batch_tokens"):
+            require(getattr(self, name) >= 0, f"teaching.{name}", getattr(self, name), ">= 0")
+
+
+def score(
+    draft: Draft, corpus: Artifact, teacher: Path, config: TeachingConfig, actors: Actors
+) -> list[dict[str, Any]]:
+    """Makes the shards; returns their records: `file` and `counts`."""
+    tasks = {
+        entry["path"].replace("/", "-"): {"uri": storage.join(corpus.uri, entry["path"]),
+                                          "path": entry["path"]}
+        for entry in corpus.manifest["files"]
+        if entry["path"].endswith(".parquet")
+        and entry["path"].startswith(("train/", "valid/", "test/"))
+    }  # fmt: skip
+
+    def make() -> Work:
+        ranker = load_ranker(teacher).to(inference.best_device())
+
+        def work(draft: Draft, name: str, shard: dict[str, str]) -> dict[str, Any]:
+            return _score_shard(draft, shard, ranker, config)
+
+        return work
+
+    return run_tasks_on_actors(draft, tasks, make, "score candidates", actors)
+
+
+def _score_shard(
+    draft: Draft, shard: dict[str, str], ranker: Ranker, config: TeachingConfig
+) -> dict[str, Any]:
+    with storage.open_input(shard["uri"]) as stream:
+        table = pq.read_table(stream)
+    split = shard["path"].split("/")[0]
+    counts: Counter[str] = Counter({f"examples.{split}": table.num_rows})
+    rows = table.to_pylist()
+    if split == "train":
+        draw = np.random.default_rng([config.seed, *shard["path"].encode()])
+        _add_candidates(rows, config.random_candidates, draw)
+        asked = [row for row in rows if row["candidates"]]
+        for start in range(0, len(asked), _AT_ONCE):
+            _add_scores(asked[start : start + _AT_ONCE], ranker, config.batch_tokens)
+        counts["scored"] = len(asked)
+        counts["without_candidates"] = len(rows) - len(asked)
+    schema = table.schema.append(_ADDED) if TEACHER not in table.schema.names else table.schema
+    scored = pa.Table.from_pylist([{TEACHER: None, **row} for row in rows], schema=schema)
+    return {"file": draft.write_table(shard["path"], scored), "counts": dict(counts)}
+
+
+def _add_candidates(rows: list[Row], count: int, draw: np.random.Generator) -> None:
+    """Gives rows without candidates the response at a random place among others of the shard."""
+    texts = list(dict.fromkeys(row["response"] for row in rows))
+    for row in rows:
+        if row["candidates"] or count == 0:
+            continue
+        taken = draw.choice(len(texts), size=min(count + 1, len(texts)), replace=False)
+        others = [texts[place] for place in taken if texts[place] != row["response"]][:count]
+        if others:
+            label = int(draw.integers(len(others) + 1))
+            row["candidates"] = [*others[:label], row["response"], *others[label:]]
+            row["label"] = label
+
+
+def _add_scores(rows: list[Row], ranker: Ranker, batch_tokens: int) -> None:
+    contexts = [row["context"] for row in rows]
+    candidates = [row["candidates"] for row in rows]
+    with torch.inference_mode():
+        scores = inference.pair_scores(ranker, contexts, candidates, batch_tokens)
+    for row, scores_C in zip(rows, scores, strict=True):
+        row[TEACHER] = scores_C.tolist()

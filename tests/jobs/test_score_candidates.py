@@ -1,0 +1,120 @@
+"""jobs.score_candidates: the teacher's scores beside their candidates, and a student's training."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.artifact import open_artifact
+from pipeline.models import inference
+from pipeline.models.ranker import load_ranker
+from pipeline.training import teaching
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch):
+    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Scores in this process, whose actors would take seconds to start; returns what it did."""
+    done = []
+
+    def run(draft, tasks, make, label, actors):
+        work = make()
+        for name in [name for name in tasks if name not in draft.records()]:
+            draft.mark(name, work(draft, name, tasks[name]))
+            done.append(name)
+        return [draft.records()[name] for name in tasks]
+
+    monkeypatch.setattr(teaching, "run_tasks_on_actors", run)
+    return done
+
+
+def arguments(corpus, teacher, output, candidates=3):
+    return ("--corpus", corpus, "--teacher", teacher, "--output", output,
+            "--teaching.random-candidates", candidates)  # fmt: skip
+
+
+def rows_of(artifact, split):
+    return [row for uri in artifact.files(f"{split}/", ".parquet")
+            for row in pq.read_table(uri).to_pylist()]  # fmt: skip
+
+
+def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
+    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
+):
+    teacher = tiny_ranker("cross")
+    argv = arguments(convai2_corpus.uri, teacher.uri, tmp_path / "out")
+    summary = run_job("score_candidates", *argv).summary
+    scored = open_artifact(str(tmp_path / "out"), "corpus")
+    added = {"candidates", "label", "teacher_scores"}
+    for split in ("train", "valid"):
+        before, after = rows_of(convai2_corpus, split), rows_of(scored, split)
+        kept = [{k: v for k, v in row.items() if k not in added} for row in after]
+        assert kept == [{k: v for k, v in row.items() if k not in added} for row in before]
+    assert all(row["teacher_scores"] is None for row in rows_of(scored, "valid"))
+    train = rows_of(scored, "train")
+    assert summary["counts"]["scored"] == summary["counts"]["examples.train"] == len(train)
+    assert len({row["label"] for row in train}) > 1
+    ranker = load_ranker(teacher.local())
+    for row in train[:20]:
+        assert row["candidates"][row["label"]] == row["response"]
+        assert len(set(row["candidates"])) == len(row["candidates"]) in (3, 4)
+        (scores,) = inference.pair_scores(ranker, [row["context"]], [row["candidates"]])
+        assert row["teacher_scores"] == pytest.approx(scores.tolist(), abs=1e-4)
+    again = run_job("score_candidates", *argv).summary
+    assert again["already_done"] and again["fingerprint"] == scored.fingerprint
+
+
+def test_a_killed_job_scores_only_what_is_missing(
+    in_process, run_job, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
+):
+    argv = arguments(convai2_corpus.uri, tiny_ranker("cross").uri, tmp_path / "out")
+    score = teaching._score_shard
+
+    def dies(draft, shard, ranker, config):
+        if in_process:
+            raise KeyboardInterrupt
+        return score(draft, shard, ranker, config)
+
+    monkeypatch.setattr(teaching, "_score_shard", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run_job("score_candidates", *argv)
+    monkeypatch.setattr(teaching, "_score_shard", score)
+    first = list(in_process)
+    resumed = run_job("score_candidates", *argv).summary
+    assert len(first) == 1 and len(in_process) == len(set(in_process))
+    whole = run_job("score_candidates", *argv[:-4], "--output", tmp_path / "whole", *argv[-2:])
+    assert whole.summary["fingerprint"] == resumed["fingerprint"]
+
+
+def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ranker, tmp_path):
+    """With actors and workers as a user has them."""
+    argv = arguments(convai2_corpus.uri, tiny_ranker("cross").uri, tmp_path / "scored")
+    run_job("score_candidates", *argv, "--resources.cpus-per-actor", 1)
+    metrics = run_job(
+        "finetune", "--corpus", tmp_path / "scored", "--output", tmp_path / "student",
+        "--encoder", tiny_ranker("bi").local() / "context_encoder",
+        "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
+        "--ranker.m", 3, "--finetune.batch-examples", 8, "--finetune.max-steps", 2,
+        "--finetune.negatives-from", "both", "--finetune.negatives", 3,
+        "--finetune.distill.loss", "margin_mse", "--finetune.chunk-examples", 4,
+        "--loop.precision", "fp32", "--resources.cpus-per-worker", 1,
+    ).summary["metrics"]  # fmt: skip
+    assert metrics["distill_loss"] > 0
+
+
+def test_what_cannot_teach_or_be_taught_is_refused(
+    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
+):
+    output = tmp_path / "out"
+    argv = arguments(convai2_corpus.uri, tiny_ranker("bi").uri, output)
+    assert "architecture 'bi' is not allowed; allowed: cross" in (
+        run_job("score_candidates", *argv).refusal
+    )
+    argv = arguments(convai2_corpus.uri, tiny_ranker("cross").uri, output, -1)
+    assert "teaching.random_candidates: -1" in run_job("score_candidates", *argv).refusal
+    argv = arguments(convai2_corpus.uri, tiny_ranker("cross").uri, output, 0)
+    assert "no example of train has candidates" in run_job("score_candidates", *argv).refusal
