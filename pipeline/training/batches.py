@@ -14,7 +14,7 @@ import itertools
 import queue
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
@@ -158,7 +158,7 @@ class Batches(Generic[BatchT]):
         """Batches of fixed size in an epoch: the same on every rank."""
         return len(self.rows) // self.examples
 
-    def start(self, cursor: Cursor) -> Iterator[tuple[BatchT, Cursor]]:
+    def start(self, cursor: Cursor) -> Generator[tuple[BatchT, Cursor]]:
         """Batches from a cursor on, prepared in a thread of their own."""
         return _ahead(self._walk(cursor), depth=4)
 
@@ -210,7 +210,7 @@ class Batches(Generic[BatchT]):
         return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint32)[0]))
 
 
-def _ahead(source: Iterator[BatchT], depth: int) -> Iterator[BatchT]:
+def _ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
     """Takes from `source` in a thread, up to `depth` items ahead."""
     waiting: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()

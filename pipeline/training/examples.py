@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,15 +140,28 @@ class _DualItem(NamedTuple):
 
 
 class DualCollator:
-    """For bi- and poly-encoders: responses, and `negatives` wrong candidates for each context."""
+    """For bi- and poly-encoders: responses, and `negatives` wrong candidates for each context.
 
-    def __init__(self, ranker: Ranker, negatives: int = 0, teacher: bool = False) -> None:
+    Those are of the row's own candidates, or of what `mined` returns for its example_id.
+    """
+
+    def __init__(
+        self,
+        ranker: Ranker,
+        negatives: int = 0,
+        teacher: bool = False,
+        mined: Callable[[str], list[str]] | None = None,
+    ) -> None:
         self._ranker = ranker
         self._negatives = negatives
-        self.columns = ("context", "response", *(["candidates"] if negatives else []),
+        self._mined = mined
+        source = "example_id" if mined else "candidates"
+        self.columns = ("context", "response", *([source] if negatives else []),
                         *([TEACHER] if teacher else []))  # fmt: skip
 
     def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_DualItem]:
+        if self._mined is not None:
+            rows = [{**row, "candidates": self._mined(row["example_id"])} for row in rows]
         contexts = self._ranker.context_rows([row["context"] for row in rows])
         others = [row["response"] for row in rows]
         chosen = [_choose(row, others, self._negatives, generator) for row in rows]
@@ -159,7 +172,8 @@ class DualCollator:
         ]
 
     def length(self, item: _DualItem) -> int:
-        return len(item.context) + max(map(len, item.candidates))
+        """Of the context and its response: which rows make a batch does not hang on what is mined."""
+        return len(item.context) + len(item.candidates[0])
 
     def collate(self, items: list[_DualItem], generator: torch.Generator) -> DualBatch:
         tokenizer = self._ranker.tokenizer

@@ -18,6 +18,8 @@ from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropou
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import Backward, backward, cached_backward
 from pipeline.training.examples import TEACHER, DualCollator, PairCollator, has_candidates
+from pipeline.training.loop import Refresh
+from pipeline.training.mining import COLUMNS, Miner, Mining
 from pipeline.training.objectives import (
     Distillation,
     DualModule,
@@ -39,10 +41,13 @@ class FinetuneConfig:
     more time; 0: all of them."""
     negatives_from: NegativesFrom = "batch"
     """bi and poly: a context's wrong candidates are all other responses of the batch, or `negatives`
-    of those that the corpus gives it, or both."""
+    of those that the corpus gives it, or both; mined: the batch's, and `negatives` of those in all of
+    train that the model scores highest."""
     negatives: int = 15
-    """cross, given and both: wrong candidates per example, of those given; else other examples'
-    responses."""
+    """cross, given, both and mined: wrong candidates per example, of those given or mined; where they
+    are too few, other examples' responses."""
+    mine: Mining = field(default_factory=Mining)
+    """mined: how they are found."""
     distill: Distillation = field(default_factory=Distillation)
     """bi and poly: learning from a cross-encoder's scores; needs candidates that are given."""
     epochs: float = 3.0
@@ -82,6 +87,7 @@ class FinetuneTask:
     new_weights: Iterable[nn.Parameter] = field(default=())
     backward: Backward = field(default=backward)
     validation: Callable[[], Measured] | None = None
+    refresh: Refresh | None = None
 
     def save(self, folder: Path) -> None:
         self.ranker.save(folder)
@@ -110,7 +116,8 @@ class Finetuning:
                 freeze(part, self.finetune.train_layers)
         if self.finetune.dropout is not None:
             set_dropout(network, self.finetune.dropout)
-        module, collator = self._objective(ranker)
+        miner = self._miner(ranker, rank, world)
+        module, collator = self._objective(ranker, miner)
         rows = Rows.of(self.corpus, "train", collator.columns, rank, world, self.seed)
         head = [value for name, value in network.named_parameters() if "encoder." not in name]
         chunk = self.finetune.chunk_examples
@@ -121,21 +128,34 @@ class Finetuning:
             new_weights=head,
             backward=cached_backward(module, chunk) if 0 < chunk < own else backward,
             validation=self._validation(ranker, rank, world),
+            refresh=miner,
         )
 
-    def _objective(self, ranker: Ranker) -> tuple[Objective, Any]:
+    def _miner(self, ranker: Ranker, rank: int, world: int) -> Miner | None:
+        config = self.finetune
+        if config.negatives_from != "mined":
+            return None
+        require(ranker.config.architecture != "cross", "finetune.negatives_from", "mined",
+                "'batch' with ranker.architecture 'cross', which searches no responses")  # fmt: skip
+        rows = Rows.of(self.corpus, "train", COLUMNS, 0, 1, self.seed)
+        steps = round(config.mine.every_epochs * len(rows) / config.batch_examples)
+        return Miner(ranker, rows, config.mine, max(1, steps), rank, world)
+
+    def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, Any]:
         """What is minimised, and what makes its batches."""
         config = self.finetune
         if isinstance(ranker.network, CrossEncoder):
             return PairModule(ranker.network), PairCollator(ranker, config.negatives)
         given = 0 if config.negatives_from == "batch" else config.negatives
-        if given and not has_candidates(self.corpus):
+        if given and miner is None and not has_candidates(self.corpus):
             raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
                            f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
                            "train/")  # fmt: skip
         taught = config.distill.loss != "none"
         module = DualModule(ranker.network, config.negatives_from, config.distill)
-        return module, DualCollator(ranker, given, teacher=taught)
+        return module, DualCollator(
+            ranker, given, teacher=taught, mined=miner.of if miner else None
+        )
 
     def _check_teacher(self) -> None:
         """Raises BadInput for a loss on a teacher's scores that nothing would get."""
@@ -143,8 +163,8 @@ class Finetuning:
         wrong = ""
         if self.ranker.architecture == "cross":
             wrong = "'none', with ranker.architecture 'cross'"
-        elif config.negatives_from == "batch":
-            wrong = "'none', with finetune.negatives_from 'batch'"
+        elif config.negatives_from in ("batch", "mined"):
+            wrong = f"'none', with finetune.negatives_from {config.negatives_from!r}"
         elif not has_candidates(self.corpus, TEACHER):
             wrong = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"
         require(config.distill.loss == "none" or not wrong, "finetune.distill.loss",

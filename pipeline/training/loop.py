@@ -2,8 +2,8 @@
 
 What is trained, on what, and with which loss come in as a `Task`. Schedules are functions of the
 step and of the validations so far, and dropout is seeded by (seed, step, rank), so a checkpoint holds
-weights, optimizer state, the step, what validations decided and the ranks' cursors, and a run that was
-killed ends with the weights of one that was not.
+weights, optimizer state, the step, what validations decided, what was mined and the ranks' cursors, and
+a run that was killed ends with the weights of one that was not.
 """
 
 from __future__ import annotations
@@ -100,8 +100,26 @@ class Task(Protocol):
     validation: Callable[[], Measured] | None
     """Measures `module`; a collective call. None: there is nothing to validate on."""
 
+    refresh: Refresh | None
+    """What batches depend on and weights change. None: there is nothing."""
+
     def save(self, folder: Path) -> None:
         """Writes the trained model."""
+
+
+class Refresh(Protocol):
+    """Something made with the weights of now, again and again, such as hard negatives."""
+
+    every_steps: int
+
+    def __call__(self) -> None:
+        """Makes it; a collective call."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: the weights that made it may be gone."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes a `state` back."""
 
 
 def validation_steps(task: Task, config: LoopConfig) -> int:
@@ -158,6 +176,8 @@ def train(
         task.module.load_state_dict(state["module"])
         optimizer.load_state_dict(state["optimizer"])
         chosen.load(state["selection"])
+        if task.refresh is not None:
+            task.refresh.load(state["refresh"])
         done = state["step"]
     batches = task.batches.start(cursor or Cursor())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and use_bf16(device))
@@ -177,6 +197,11 @@ def train(
         meter.add({"loss": loss, "gradient_norm": norm.detach(), **shown})
 
         done += 1
+        if task.refresh is not None and done % task.refresh.every_steps == 0 and done < steps:
+            task.refresh()
+            batches.close()  # it has prepared some ahead
+            batches = task.batches.start(cursor)
+            model.train()
         validate = every > 0 and (done % every == 0 or done == steps)
         save = done % config.checkpoint_every_steps == 0 or done == steps
         if not (validate or save or done % config.log_every_steps == 0):
@@ -195,6 +220,7 @@ def train(
                     "module": task.module.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "selection": chosen.state(),
+                    "refresh": task.refresh.state() if task.refresh is not None else {},
                     "step": done,
                 },
                 cursor,

@@ -17,7 +17,7 @@ from pipeline.models.losses import distillation_kl, false_negatives, margin_mse,
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualBatch, PairBatch
 
-NegativesFrom = Literal["batch", "given", "both"]
+NegativesFrom = Literal["batch", "given", "both", "mined"]
 Shown = dict[str, Tensor]
 
 

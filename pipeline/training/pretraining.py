@@ -17,6 +17,7 @@ from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.training.batches import Batches, Row, Rows
 from pipeline.training.caching import Backward, backward
+from pipeline.training.loop import Refresh
 from pipeline.training.validation import Measured
 
 
@@ -140,6 +141,7 @@ class PretrainTask:
     new_weights: Iterable[nn.Parameter] = field(default=())  # all are; one rate for all
     backward: Backward = field(default=backward)
     validation: Callable[[], Measured] | None = None  # the loss is of pairs not seen before
+    refresh: Refresh | None = None
 
     def save(self, folder: Path) -> None:
         self.module.model.encoder.save(folder)

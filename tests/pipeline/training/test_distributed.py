@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.artifact import Artifact
 from pipeline.models.ranker import load_ranker
+from pipeline.training.batches import Rows
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualCollator
+from pipeline.training.mining import COLUMNS, Miner, Mining
 from pipeline.training.objectives import DualModule
 
 KINDS = {
@@ -58,6 +62,17 @@ def losses_and_gradients(folder, kind, own_rank, world, chunk=0):
     return {"means": means / world, "gradients": gradients}
 
 
+def mined(folder, own_rank, world):
+    """What a miner finds, twice; neither its 11 responses nor its 15 contexts are shared out evenly."""
+    corpus = Artifact(**json.loads((folder / "corpus.json").read_text()))
+    rows = Rows.of(corpus, "train", COLUMNS, 0, 1, seed=0)
+    config = Mining(responses=9, top_k=5, max_share=1.0)
+    miner = Miner(load_ranker(folder / "poly"), rows, config, 1, own_rank, world)
+    miner()
+    miner()
+    return miner.state()["found"]
+
+
 def work(folder, own_rank):
     """One of the two processes."""
     torch.set_num_threads(1)
@@ -80,6 +95,7 @@ def work(folder, own_rank):
         "without": gather(rows.detach()),
         "gradient": rows.grad,
     }
+    found["mined"] = mined(folder, own_rank, WORLD)
     torch.save(found, folder / f"{own_rank}.pt")
     dist.destroy_process_group()
 
@@ -89,6 +105,10 @@ def folder(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     for kind, config in KINDS.items():
         tiny.ranker(**config).save(folder / kind)
+    rows = [{"context": [f"w{n}"], "response": f"w{50 + n % 11} w3"} for n in range(15)]
+    corpus = tiny.corpus(rows)
+    text = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
+    (folder / "corpus.json").write_text(text)
     return folder
 
 
@@ -141,6 +161,13 @@ def test_gradient_of_gathered_rows_is_the_sum_over_ranks(ranks):
     for number, found in enumerate(ranks):
         rows = torch.tensor([[0.0], [1.0]]) + 2 * number
         assert torch.equal(found["gather"]["gradient"], (3 * rows).expand(2, 3))
+
+
+def test_ranks_mine_together_what_one_process_mines(folder, ranks):
+    alone = mined(folder, 0, 1)
+    assert alone.shape == (15, 5) and (alone >= 0).any()
+    for found in ranks:
+        assert torch.equal(found["mined"], alone)
 
 
 def test_without_a_process_group_nothing_is_gathered():

@@ -186,6 +186,7 @@ def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
     ({"architecture": "cross"}, "ranker.architecture 'cross'"),
     ({}, "finetune.negatives_from 'batch'"),
     ({"negatives_from": "both"}, "has no scores of jobs.score_candidates"),
+    ({"negatives_from": "mined"}, "finetune.negatives_from 'mined'"),
 ])  # fmt: skip
 def test_learning_from_scores_that_are_not_there_is_refused(tiny, settings, reason):
     message = refused(tiny, distill=Distillation(loss="kl"), **settings)

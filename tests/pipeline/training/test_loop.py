@@ -18,6 +18,7 @@ from pipeline.training.batches import Cursor
 from pipeline.training.caching import backward
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.loop import LoopConfig, rate_share, train
+from pipeline.training.mining import Mining
 from pipeline.training.pretraining import PretrainConfig, Pretraining
 from pipeline.training.validation import Measured
 
@@ -77,9 +78,10 @@ def marked(tiny):
     return tiny.corpus(rows)
 
 
-def finetuning(tiny, corpus, seed=0, **ranker):
+def finetuning(tiny, corpus, seed=0, finetune=None, **ranker):
     settings = {"max_context_tokens": 24, "max_candidate_tokens": 12, "m": 4, **ranker}
-    config = FinetuneConfig(batch_examples=8, negatives=3, dropout=0.2)
+    common = {"batch_examples": 8, "negatives": 3, "dropout": 0.2}
+    config = FinetuneConfig(**{**common, **(finetune or {})})
     recipe = Finetuning(corpus, tiny.encoder_folder(), RankerConfig(**settings), config, seed)
     return recipe.build(0, 1)
 
@@ -99,7 +101,7 @@ TASKS = {
 
 def same(left, right):
     assert left.keys() == right.keys()
-    return all(torch.equal(left[name], right[name]) for name in left)
+    return all(torch.equal(torch.as_tensor(left[n]), torch.as_tensor(right[n])) for n in left)
 
 
 @pytest.mark.parametrize("kind", TASKS)
@@ -251,10 +253,34 @@ class ToyTask:
         self.new_weights = [self.module.new]
         self.validation = None
         self.backward = backward
+        self.refresh = None
 
 
 def zero(module, batch):
     return sum((value * 0).sum() for value in module.parameters())
+
+
+@pytest.mark.parametrize("step", [3, 6, 9])
+def test_what_was_mined_survives_a_kill(tiny, step):
+    """Found again after every fifth step; killed between two times, and before the first."""
+    corpus = echoes(tiny)
+
+    def run(**more):
+        finetune = {"negatives_from": "mined", "mine": Mining(top_k=6, max_share=1.0)}
+        task = finetuning(tiny, corpus, architecture="poly", finetune=finetune)
+        assert task.refresh.every_steps == 5
+        return Run(task, 12, checkpoint_every_steps=3, learning_rate=1e-3, **more)
+
+    whole = run()
+    resumed = run(checkpoint=whole.checkpoints[step])
+    assert same(resumed.weights, whole.weights)
+    assert resumed.shown("loss") == whole.shown("loss")[step:]
+    assert same(resumed.task.refresh.state(), whole.task.refresh.state())
+    never = finetuning(tiny, corpus, architecture="poly", finetune={
+        "negatives_from": "mined", "mine": Mining(every_epochs=9.0)})  # fmt: skip
+    losses = Run(never, 12, checkpoint_every_steps=3, learning_rate=1e-3).shown("loss")
+    assert losses[:5] == whole.shown("loss")[:5]
+    assert losses[5:] != whole.shown("loss")[5:]
 
 
 class Told(ToyTask):

@@ -1,0 +1,121 @@
+"""Hard negatives: the nearest wrong responses of the model as it is, but none that may be right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.config import BadInput
+from pipeline.models import inference
+from pipeline.training import mining
+from pipeline.training.batches import Rows
+from pipeline.training.examples import DualCollator
+from pipeline.training.mining import COLUMNS, Miner, Mining
+
+# Some responses stand twice.
+ROWS = [
+    {"context": [f"w{n} w{n + 1}", f"w{n + 2}"], "response": f"w{50 + n % 37} w{n % 5}"}
+    for n in range(90)
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr(mining, "_CONTEXTS_AT_ONCE", 16)
+    monkeypatch.setattr(mining, "_LOGITS_AT_ONCE", 16 * 4 * 10)  # ten columns at once
+
+
+@pytest.fixture(scope="module")
+def corpus(tiny):
+    return tiny.corpus(ROWS)
+
+
+def miner(corpus, ranker, rank=0, world=1, **config):
+    rows = Rows.of(corpus, "train", COLUMNS, 0, 1, seed=3)
+    return Miner(ranker, rows, Mining(**config), 1, rank, world)
+
+
+def scores_of(ranker, context, texts):
+    vectors = inference.context_vectors(ranker, [context])
+    with torch.no_grad():
+        return ranker.dual.scores(*vectors, inference.candidate_vectors(ranker, texts))[0].tolist()
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+@pytest.mark.parametrize("limits", [
+    {"margin": 0.0, "max_share": 1.0}, {"margin": 0.3, "max_share": 1.0}, {"max_share": 0.6},
+])  # fmt: skip
+def test_the_nearest_below_the_limit_are_found(tiny, corpus, architecture, limits):
+    """Against a search of each context alone, with the limits in plain numbers."""
+    ranker = tiny.ranker(architecture=architecture)
+    found = miner(corpus, ranker, top_k=4, **limits)
+    found()
+    texts = sorted({row["response"] for row in ROWS})
+    sizes = set()
+    for number, row in enumerate(ROWS):
+        scores = dict(zip(texts, scores_of(ranker, row["context"], texts), strict=True))
+        right = scores.pop(row["response"])
+        most = right - limits.get("margin", 0.0)
+        if right > 0:
+            most = min(most, right * limits["max_share"])
+        wanted = sorted((text for text in scores if scores[text] <= most), key=lambda t: -scores[t])
+        mined = found.of(f"e{number}")
+        assert [scores[text] for text in mined] == pytest.approx(
+            [scores[text] for text in wanted[:4]], abs=1e-4
+        )
+        assert row["response"] not in mined
+        sizes.add(len(mined))
+    assert max(sizes) == 4
+
+
+def test_a_pool_is_part_of_the_responses_another_each_time(tiny, corpus):
+    ranker = tiny.ranker(architecture="bi")
+    one, two = (miner(corpus, ranker, responses=9, top_k=30, max_share=1.0) for _ in range(2))
+    seen = []
+    for _ in range(2):
+        one()
+        two()
+        mined = [one.of(f"e{n}") for n in range(90)]
+        assert mined == [two.of(f"e{n}") for n in range(90)]
+        seen.append({text for texts in mined for text in texts})
+        assert len(seen[-1]) <= 9
+    assert seen[0] != seen[1]
+
+
+def test_before_the_first_time_there_are_none_and_a_state_brings_all_back(tiny, corpus):
+    ranker = tiny.ranker(architecture="bi")
+    first, again = (miner(corpus, ranker, responses=20) for _ in range(2))
+    again.load(first.state())
+    assert first.of("e0") == again.of("e0") == []
+    first()
+    again.load(first.state())
+    mined = [first.of(f"e{n}") for n in range(90)]
+    assert any(mined)
+    assert [again.of(f"e{n}") for n in range(90)] == mined
+
+
+def test_batches_take_what_is_mined_and_fill_up(tiny, corpus):
+    ranker = tiny.ranker(architecture="bi")
+    mined = {f"e{n}": [f"w{100 + n}", f"w{120 + n}"][: n % 3] for n in range(4)}
+    rows = [{**row, "example_id": f"e{n}", "candidates": ["w9"]} for n, row in enumerate(ROWS[:4])]
+    collator = DualCollator(ranker, 2, mined=mined.__getitem__)
+    assert "candidates" not in collator.columns and "example_id" in collator.columns
+    generator = torch.Generator().manual_seed(0)
+    items = collator.prepare(rows, generator)
+    for item, row in zip(items, rows, strict=True):
+        wrong = [tuple(ids) for ids in item.candidates[1:]]
+        hard = {tuple(ids) for ids in ranker.candidate_rows(mined[row["example_id"]])}
+        assert len(wrong) == 2 and hard <= set(wrong)
+        assert collator.length(item) == len(item.context) + len(item.candidates[0])
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("every_epochs", 0.0), ("responses", 1), ("top_k", 0), ("margin", -0.1), ("max_share", 0.0),
+    ("max_share", 1.1),
+])  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(
+        BadInput, match=rf"finetune\.mine\.{name}: {value} is not allowed; allowed: "
+    ):
+        Mining(**{name: value})
