@@ -29,6 +29,7 @@ from pipeline.retrieval.pool import KIND, Pool, current_uri, make_current
 from pipeline.shards import Actors
 
 _SETTINGS = "ranker.json"
+_MEASURED_ROWS = 1000  # fewer say little about how long many take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +77,11 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     job = _job(config)
-    if config.dry_run:
-        return _dry_run(config, job)
     is_current = versions.current_name(config.pools, config.name) == job.version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         return _summary(config, open_artifact(job.uri, KIND), True)
+    if config.dry_run:
+        return _dry_run(config, job)
     with locked(config.pools, config.name, config.lock_expires_s) as lock:
         pool, there = _update(config, job, lock)
         for removed in versions.remove_old(
@@ -133,7 +134,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
             storage.delete(out.staging)
             return previous.artifact, True
         with tracking.start("embed_pool", out) as tracked:
-            pool = _embed(config, job, out, prepared, lock, tracked.run_id)
+            pool = _embed(config, job, out, prepared, previous, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
     make_current(config.pools, config.name, job.version)
@@ -149,16 +150,18 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.Record, Pool | N
     )
     plan = embed.plan_of(prepared)
     rows = plan.rows - plan.known if prepared["copies"] else plan.rows
-    embedded = previous.artifact.manifest.get("embedded") if previous else None
-    minutes = "not known yet how long that takes"
-    if embedded:
-        seconds = rows / embedded["rows"] * embedded["actor_seconds"] / config.resources.actors
-        minutes = f"about {seconds / 60:.1f} minutes"
+    time = "not known yet how long that takes"
+    if rate := _rate(previous):
+        minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
+        time = f"about {minutes:.1f} minutes"
     changes = ", ".join(f"{count:,} {what}" for what, count in asdict(plan.changes).items())
-    print(
-        f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({minutes})", flush=True
-    )
+    print(f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({time})", flush=True)
     return prepared, previous
+
+
+def _rate(previous: Pool | None) -> float:
+    """Rows that an actor embeds in a second, as the version before has measured; 0: not known."""
+    return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
 def _is_same(config: Config, job: _Job, plan: Plan, previous: Pool) -> bool:
@@ -169,7 +172,13 @@ def _is_same(config: Config, job: _Job, plan: Plan, previous: Pool) -> bool:
 
 
 def _embed(
-    config: Config, job: _Job, out: Draft, prepared: embed.Record, lock: Lock, run_id: str
+    config: Config,
+    job: _Job,
+    out: Draft,
+    prepared: embed.Record,
+    previous: Pool | None,
+    lock: Lock,
+    run_id: str,
 ) -> Artifact:
     """Raises Stopped where the gate does, or where the lock is lost."""
     model = job.model.local()
@@ -183,6 +192,12 @@ def _embed(
         config.gate, checks, kind, canaries["contexts"], canaries["before"], plan.present
     )
     print(f"pool {config.name}: the gate is passed: {passed}", flush=True)
+    embedded = sum_counts(records, "embedded")
+    rate = _rate(previous)
+    if embedded["rows"] >= _MEASURED_ROWS or not rate:
+        rate = embedded["rows"] / max(embedded["actor_seconds"], 1e-3)
+    begins, ends = zip(*(record["clock"] for record in records), strict=True)
+    seconds = {"plan_seconds": prepared["seconds"], "seconds": round(max(ends) - min(begins), 3)}
     lock.check()
     return out.publish(
         [entry for record in records for entry in record["files"]],
@@ -191,7 +206,7 @@ def _embed(
         run_id,
         dimensions=checks[0]["dimensions"],
         plan=asdict(plan.changes),
-        embedded=sum_counts(records, "embedded"),
+        embedded={**embedded, "rate": round(rate, 1), **seconds},
         gate=passed,
         canaries={**answered, "file": canaries["file"]},
     )

@@ -20,8 +20,8 @@ Work = Callable[[Draft, str, Any], dict[str, Any]]
 class Actors:
     """Processes that keep a model in memory. They never change what comes out."""
 
-    actors: int = 1
-    """Processes; on GPUs one each."""
+    actors: int = 0
+    """Processes; 0: one for each GPU, or else for each core, that the cluster has."""
     max_actors: int = 0
     """While work waits, there come to be so many, as far as the cluster can grow; 0: no more."""
     cpus_per_actor: int = 0
@@ -30,10 +30,16 @@ class Actors:
     """One GPU per actor."""
 
     def __post_init__(self) -> None:
-        require(self.actors >= 1, "resources.actors", self.actors, ">= 1")
+        require(self.actors >= 0, "resources.actors", self.actors, ">= 0")
         require(self.max_actors == 0 or self.max_actors >= self.actors, "resources.max_actors",
                 self.max_actors, f"0, or resources.actors {self.actors} at least")  # fmt: skip
         require(self.cpus_per_actor >= 0, "resources.cpus_per_actor", self.cpus_per_actor, ">= 0")
+
+    def count(self, tasks: int) -> int:
+        """Processes at the start, no more than there are tasks."""
+        found = ray.cluster_resources().get("GPU" if self.gpu else "CPU", 0)
+        fitting = int(found) if self.gpu else int(found) // max(1, self.cpus_per_actor)
+        return max(1, min(tasks, self.actors or fitting))
 
 
 def run_tasks(
@@ -65,7 +71,8 @@ def run_tasks_on_actors(
 
     `rows`: how many each task has, where that tells better how long it takes.
     """
-    most = max(actors.actors, actors.max_actors)
+    least = actors.count(len(tasks))
+    most = max(least, actors.max_actors)
     cpus = actors.cpus_per_actor or cpus_each(most)
 
     class Actor:
@@ -78,7 +85,7 @@ def run_tasks_on_actors(
     def run(dataset: Any) -> Any:
         return dataset.map(
             Actor,
-            compute=ray.data.ActorPoolStrategy(min_size=actors.actors, max_size=most),
+            compute=ray.data.ActorPoolStrategy(min_size=least, max_size=most),
             num_cpus=cpus,
             num_gpus=1 if actors.gpu else None,
         )

@@ -11,6 +11,7 @@ drives this never loads the model, nor holds the texts.
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def prepare(
     found = draft.records().get(_PLAN)
     if found and (not found["copies"] or storage.exists(storage.join(found["previous"], MANIFEST))):
         return found
+    began = time.perf_counter()
     columns = (config.id_column, config.text_column)
     staged = candidates.stage(draft, files, columns, config.max_text_bytes, reading)
     dropped = sum_counts(staged, "dropped")
@@ -92,6 +94,7 @@ def prepare(
         "counts": sum_counts(staged, "counts"),
         "malformed": sum_counts(staged, "malformed"),
         "dropped": sum_counts([{"dropped": dropped}, {"dropped": plan.dropped}], "dropped"),
+        "seconds": round(time.perf_counter() - began, 3),
     }
     draft.mark(_PLAN, record)
     return record

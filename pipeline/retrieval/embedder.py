@@ -63,13 +63,14 @@ class Embedder:
 
     def __call__(self, draft: Draft, name: str, slices: plan.Slices) -> dict[str, Any]:
         """Writes a shard's rows and vectors; `check` in the record is for the gate."""
+        started = time.time()
         rows, places_N = _read(draft, slices)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
         copied_N = self._copy(rows, places_N, vectors_ND)
         todo = np.flatnonzero(~copied_N)
         began = time.perf_counter()
         vectors_ND[todo], tokens_N = self._embed(rows["text"].take(todo).to_pylist())
-        seconds = time.perf_counter() - began
+        embedded = {"rows": len(todo), "actor_seconds": round(time.perf_counter() - began, 3)}
         poisoned = {"text has no tokens": todo[tokens_N == 0]}
         infinite = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
         if len(infinite) and not np.isfinite(self._embed([_ORDINARY])[0]).all():
@@ -83,8 +84,9 @@ class Embedder:
             "counts": {"candidates": len(rows), "shards": int(len(rows) > 0)},
             "dropped": rejects,
             "malformed": rejects,
-            "embedded": {"rows": len(todo), "actor_seconds": round(seconds, 3)},
             "check": self._check(name, rows, vectors_ND, known_N) if len(rows) else None,
+            "embedded": embedded,
+            "clock": [started, time.time()],
         }
 
     def _copy(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:

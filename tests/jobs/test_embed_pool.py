@@ -164,7 +164,7 @@ def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, conte
         (("--name", "a/b"), "name: 'a/b' is not allowed"),
         (("--name", ""), "name: '' is not allowed"),
         (("--embed.rows-per-shard", "0"), "embed.rows_per_shard: 0 is not allowed; allowed: >= 1"),
-        (("--resources.actors", "0"), "resources.actors: 0 is not allowed; allowed: >= 1"),
+        (("--resources.actors", "-1"), "resources.actors: -1 is not allowed; allowed: >= 0"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_is_written(

@@ -102,15 +102,26 @@ def test_a_failure_is_raised_and_another_run_does_the_rest(out, refusing, square
     assert run_tasks(out, {"d": 4}, square, "-")[0]["square"] == 16
 
 
-@pytest.mark.parametrize("actors", [1, 2])
+@pytest.mark.parametrize("actors", [0, 1, 2])
 def test_each_actor_makes_its_work_once_for_all_its_tasks(out, make, tmp_path, actors):
     resources = Actors(actors=actors, cpus_per_actor=1)
     records = run_tasks_on_actors(out, TASKS, make, "-", resources)
     assert [record["argument"] for record in records] == list(TASKS.values())
     processes = {record["process"] for record in records}
-    assert len(processes) <= actors
+    made = actors or 2  # one for each of the cluster's cores
+    assert len(processes) <= made
     assert os.getpid() not in processes
-    assert len(list(tmp_path.glob("made-*"))) == actors
+    assert len(list(tmp_path.glob("made-*"))) == made
+
+
+@pytest.mark.parametrize(
+    ("settings", "tasks", "count"),
+    [({}, 9, 2), ({}, 1, 1), ({"cpus_per_actor": 2}, 9, 1), ({"cpus_per_actor": 3}, 9, 1),
+     ({"actors": 5}, 9, 5), ({"actors": 5}, 3, 3), ({"gpu": True}, 9, 1)],
+)  # fmt: skip
+def test_there_are_as_many_actors_as_cores_and_no_more_than_tasks(settings, tasks, count):
+    """On 2 cores and no GPU, which an autoscaler may still start."""
+    assert Actors(**settings).count(tasks) == count
 
 
 def test_actors_may_grow_in_number_and_their_progress_is_in_rows(out, make, tmp_path, capsys):
