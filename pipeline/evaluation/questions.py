@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -82,28 +82,22 @@ class Questions:
         """A question's candidates as places in `texts`, [C]: its own, then the shared ones."""
         return np.concatenate([self.own_NK[number], np.arange(self.shared)])
 
-    def rows(self, rows: slice) -> Questions:
+    def rows(self, numbers: Ints) -> Questions:
         """Some of the questions, with all texts."""
-        return Questions(
-            self.ids[rows], self.contexts[rows], self.texts, self.own_NK[rows], self.label_N[rows],
-            self.shared,
-        )  # fmt: skip
+        ids = [self.ids[number] for number in numbers]
+        contexts = [self.contexts[number] for number in numbers]
+        own_NK, label_N = self.own_NK[numbers], self.label_N[numbers]
+        return Questions(ids, contexts, self.texts, own_NK, label_N, self.shared)
 
     def part(self, numbers: Ints) -> Questions:
         """Some of the questions, with the texts that they need and no others."""
-        used, own = np.unique(self.own_NK[numbers], return_inverse=True)
+        some = self.rows(numbers)
+        used = np.unique(some.own_NK)
         own_texts = used[used >= self.shared]
         places = np.arange(len(self.texts))
         places[own_texts] = self.shared + np.arange(len(own_texts))
         kept = [*self.texts[: self.shared], *(self.texts[place] for place in own_texts)]
-        return Questions(
-            [self.ids[number] for number in numbers],
-            [self.contexts[number] for number in numbers],
-            kept,
-            places[used][own].reshape(len(numbers), -1),
-            self.label_N[numbers],
-            self.shared,
-        )
+        return replace(some, texts=kept, own_NK=places[some.own_NK])
 
     def right(self) -> Ints:
         """The right candidates as places in `texts`, [N]."""

@@ -73,18 +73,22 @@ def rank(
 
     `none_score`: that of the candidate NONE, instead of the scorer's own.
     """
-    parts = []
     none_place = asked.place_of(NONE)
+    # Contexts of similar lengths waste little on padding.
+    lengths = [sum(map(len, context)) for context in asked.contexts]
+    order = np.argsort(lengths, kind="stable")[::-1]
+    parts = []
     with tqdm(total=len(asked), desc=f"{label}: rank", unit="question", disable=not label) as bar:
         for start in range(0, len(asked), _QUESTIONS_AT_ONCE):
-            some = asked.rows(slice(start, start + _QUESTIONS_AT_ONCE))
+            some = asked.rows(order[start : start + _QUESTIONS_AT_ONCE])
             scores_NC = ready.scores(some)
             if none_score is not None:
                 own_NK = scores_NC[:, : some.own_NK.shape[1]]
                 own_NK[some.own_NK == none_place] = none_score
             parts.append(_ranking(scores_NC, some.label_N))
             bar.update(len(some))
-    return joined(parts)
+    inverse = np.argsort(order)
+    return Ranking(*(field[inverse] for field in vars(joined(parts)).values()))
 
 
 def joined(parts: Sequence[Ranking]) -> Ranking:
@@ -101,7 +105,7 @@ def latency(ready: Ready, asked: Questions, queries: int) -> Latency:
     numbers = np.linspace(0, len(asked) - 1, num=_WARM_UP + queries).astype(np.int64)
     seconds: list[float] = []
     for number in numbers:
-        one = asked.rows(slice(number, number + 1))
+        one = asked.rows(np.array([number]))
         began = time.perf_counter()
         ready.scores(one)
         seconds.append(time.perf_counter() - began)

@@ -42,8 +42,8 @@ def test_the_table_has_a_row_for_each_scorer_and_for_every_pair():
         "| --- | ---: | ---: | ---: |",
         "| poly - bi | +0.020 | -0.001 to +0.041 | 0.012 |",
         "",
-        "ms: a question alone, median and 95th percentile; candidates' vectors made before, but a "
-        "cross-encoder has none; on CPU, 2 threads (bi); NVIDIA H200 (poly)",
+        "ms: one question alone, median (95th percentile), on CPU, 2 threads (bi); NVIDIA H200 (poly); "
+        "all but cross-encoders have their candidates' vectors ready",
     ]
 
 
