@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.config import require
 from pipeline.models.settings import RankerConfig
 from pipeline.training import launch
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
@@ -34,6 +35,11 @@ class Config:
     """What it runs on."""
     register_as: str = ""
     """Name in MLflow's registry; the new version gets the alias `candidate`."""
+
+    def __post_init__(self) -> None:
+        # Compiled code draws other dropout than the first encoding of a chunk.
+        require(not (self.loop.compile and self.finetune.chunk_examples), "loop.compile", True,
+                "false where finetune.chunk_examples is not 0")  # fmt: skip
 
 
 def run(config: Config) -> program.Summary:

@@ -194,6 +194,11 @@ def test_learning_from_scores_that_are_not_there_is_refused(tiny, settings, reas
     assert reason in message
 
 
+def test_a_cross_encoder_mines_nothing(tiny):
+    message = refused(tiny, architecture="cross", negatives_from="mined")
+    assert message.startswith("finetune.negatives_from: 'mined' is not allowed; allowed: 'batch'")
+
+
 @pytest.mark.parametrize("name", ["weight", "temperature"])
 def test_distillation_out_of_range_is_refused_by_name(name):
     with pytest.raises(BadInput, match=rf"finetune\.distill\.{name}: 0 is not allowed; allowed: "):
