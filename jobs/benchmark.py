@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import program
-from jobs.benchmarks import corpora, measure
+from jobs.benchmarks import corpora, inference_time, measure
+from pipeline.artifact import open_artifact
 from pipeline.config import require
 
 
@@ -19,12 +20,18 @@ class Config:
     Only ratios of what ran in turn in one run mean anything on a shared machine.
     """
 
-    name: Literal["corpora"]
+    name: Literal["corpora", "paper"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
     """`small`: minutes. `full`: what the README's figures come from."""
     kills: int = 20
     """For corpora: how often the job is killed before its rows are compared; 0: never."""
+    table: Literal[5] = 5
+    """For paper: which of its tables; 5: inference time."""
+    encoder: str = ""
+    """For paper: an encoder, as for jobs.finetune."""
+    corpus: str = ""
+    """For paper: a corpus of dialogues."""
     json: str = ""
     """File for the rows of the report."""
     work: str = ".benchmark"
@@ -32,12 +39,19 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.kills >= 0, "kills", self.kills, ">= 0")
+        if self.name == "paper":
+            for name in ("encoder", "corpus"):
+                require(bool(getattr(self, name)), name, "", "its URI, for paper")
 
 
 def run(config: Config) -> program.Summary:
     work = Path(config.work).absolute()
     work.mkdir(parents=True, exist_ok=True)
-    rows = corpora.measure(config.size, work, config.kills)
+    if config.name == "paper":
+        encoder, _ = program.open_encoder(config.encoder)
+        rows = inference_time.measure(config.size, encoder, open_artifact(config.corpus, "corpus"))
+    else:
+        rows = corpora.measure(config.size, work, config.kills)
     measure.report(rows, config.json)
     figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
     return {"rows": figures, "machine": measure.environment()}

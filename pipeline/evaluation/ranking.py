@@ -26,6 +26,7 @@ _TEXTS_AT_ONCE = 8192
 _PAIRS_AT_ONCE = 4096
 _LOGITS_AT_ONCE = 1 << 24  # of float32; scoring holds some four arrays of them: 256 MB
 _WARM_UP = 5
+_WARM_UP_S = 5.0
 _LATENCY_S = 20.0
 
 
@@ -100,20 +101,26 @@ def joined(parts: Sequence[Ranking]) -> Ranking:
 def latency(ready: Ready, asked: Questions, queries: int) -> Latency:
     """Measures `queries` questions from all over `asked`, one at a time, after 5 to warm up.
 
-    Stops after 20 seconds with what it has.
+    Stops after 20 seconds with what it has, and the warm-up after 5.
     """
     numbers = np.linspace(0, len(asked) - 1, num=_WARM_UP + queries).astype(np.int64)
-    seconds: list[float] = []
+    _seconds(ready, asked, numbers[:_WARM_UP], _WARM_UP_S)
+    seconds = _seconds(ready, asked, numbers[_WARM_UP:], _LATENCY_S)
+    median, p95 = (1000 * np.quantile(seconds, [0.5, 0.95])).tolist()
+    return Latency(median, p95, len(seconds), device_name())
+
+
+def _seconds(ready: Ready, asked: Questions, numbers: Ints, at_most_s: float) -> list[float]:
+    """How long each of some questions takes, until they take too long together."""
+    found: list[float] = []
     for number in numbers:
         one = asked.rows(np.array([number]))
         began = time.perf_counter()
         ready.scores(one)
-        seconds.append(time.perf_counter() - began)
-        if sum(seconds[_WARM_UP:]) > _LATENCY_S:
+        found.append(time.perf_counter() - began)
+        if sum(found) > at_most_s:
             break
-    measured = 1000 * np.array(seconds[_WARM_UP:])
-    median, p95 = np.quantile(measured, [0.5, 0.95]).tolist()
-    return Latency(median, p95, len(measured), device_name())
+    return found
 
 
 def device_name() -> str:
@@ -147,7 +154,7 @@ class RankerScorer:
 
     def prepare(self, asked: Questions) -> Ready:
         if self.ranker.config.architecture == "cross":
-            return _Cross(self.ranker, self.batch_tokens)
+            return Cross(self.ranker, self.batch_tokens)
         parts = []
         with tqdm(
             total=len(asked.texts), desc=f"{self.label}: candidates", unit="text",
@@ -157,7 +164,7 @@ class RankerScorer:
                 texts = asked.texts[start : start + _TEXTS_AT_ONCE]
                 parts.append(inference.candidate_vectors(self.ranker, texts, self.batch_tokens))
                 bar.update(len(texts))
-        return _Dual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
+        return Dual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
 
 
 def load_scorer(model: Artifact, label: str = "") -> RankerScorer:
@@ -168,7 +175,7 @@ def load_scorer(model: Artifact, label: str = "") -> RankerScorer:
 
 
 @dataclass(frozen=True)
-class _Dual:
+class Dual:
     """A bi- or poly-encoder with its candidates' vectors."""
 
     ranker: Ranker
@@ -201,7 +208,7 @@ class _Dual:
 
 
 @dataclass(frozen=True)
-class _Cross:
+class Cross:
     """A cross-encoder: nothing can be done in advance."""
 
     ranker: Ranker

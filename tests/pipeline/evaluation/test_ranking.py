@@ -129,6 +129,7 @@ def test_latency_stops_after_20_seconds(monkeypatch):
     clock = Clock(monkeypatch)
     asked = Questions.of([Question("900", [], ["x", "y"], 0)] * 100)
     assert latency(clock, asked, 50).queries == 3  # of 9 seconds each
+    assert len(clock.asked) == 4  # the warm-up ends after 5 seconds
 
 
 # On a cluster

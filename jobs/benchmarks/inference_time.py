@@ -1,0 +1,71 @@
+"""Table 5 of the Poly-encoder paper: milliseconds for one context among 1,000 and 100,000 candidates.
+
+The candidates' vectors are there already, as in the paper. How long a product takes does not depend on
+what is in it, so vectors and heads are random. A cross-encoder reads every pair instead; as in the
+paper that is measured among 1,000, and 100,000 are taken to last 100 times as long.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from jobs.benchmarks.measure import Row
+from pipeline.artifact import Artifact
+from pipeline.config import from_dict
+from pipeline.evaluation.questions import Question, Questions, questions
+from pipeline.evaluation.ranking import Cross, Dual, Latency, latency
+from pipeline.models import inference
+from pipeline.models.ranker import Ranker, new_ranker
+from pipeline.models.settings import RankerConfig
+
+# Tables 5 and 9, ms: BERT-base on an 80-core Xeon, and on a Quadro GP100; means of 100 contexts.
+_PAPER = {
+    "cpu": {"bi": (115, 160), "poly-16": (122, 678), "poly-64": (126, 692), "poly-360": (160, 837),
+            "cross": (21_700, 2_200_000)},
+    "cuda": {"bi": (19, 22), "poly-16": (18, 38), "poly-64": (23, 46), "poly-360": (57, 88),
+             "cross": (2_600, 266_000)},
+}  # fmt: skip
+_QUERIES = {"small": 10, "full": 100}
+
+
+def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> list[Row]:
+    """A row per model and number of candidates: ours, beside the paper's on its machine.
+
+    Contexts and candidates are those of the corpus' valid split.
+    """
+    device = inference.best_device()
+    found = questions(corpus, "valid", "sampled", 2, max_examples=1000, seed=0)
+    rows = list[Row]()
+    for name, published in _PAPER[device.type].items():
+        architecture, _, m = name.partition("-")
+        settings = from_dict(RankerConfig, {"architecture": architecture, "m": int(m or 1)})
+        ranker = new_ranker(settings, encoder, seed=0)
+        ranker.to(device).eval()
+        for candidates, peer in zip((1_000, 100_000), published, strict=True):
+            if architecture == "cross" and candidates > 1_000:
+                inferred = {"inferred": "100 times the row before"}
+                rows.append(Row(f"paper.5.{name}.{candidates}", 100 * rows[-1].ours, "ms", peer,
+                                detail=inferred))  # fmt: skip
+                continue
+            time = _time(ranker, _among(found, candidates), _QUERIES[size])
+            rows.append(Row(f"paper.5.{name}.{candidates}", time.median, "ms", peer,
+                            detail={"p95": time.p95, "device": time.device}))  # fmt: skip
+    return rows
+
+
+def _among(found: Questions, candidates: int) -> Questions:
+    """The questions, with so many candidates that all share; where texts are too few, again and again."""
+    contexts = zip(found.ids, found.contexts, strict=True)
+    asked = (Question(name, context, [found.texts[0]], 0) for name, context in contexts)
+    return Questions.of(asked, list(itertools.islice(itertools.cycle(found.texts), candidates)))
+
+
+def _time(ranker: Ranker, asked: Questions, queries: int) -> Latency:
+    if ranker.config.architecture == "cross":
+        return latency(Cross(ranker, inference.BATCH_TOKENS), asked, queries)
+    vectors_TD = torch.randn(len(asked.texts), ranker.dual.dimensions, device=ranker.device)
+    return latency(Dual(ranker, vectors_TD, inference.BATCH_TOKENS), asked, queries)
