@@ -265,6 +265,9 @@ def refused(run_job, convai2_corpus, encoder, tmp_path):
         (["--finetune.negatives", 0], ["finetune.negatives: 0", ">= 1"]),
         (["--finetune.valid-examples", 1], ["finetune.valid_examples: 1", ">= 2"]),
         (["--finetune.chunk-examples", -1], ["finetune.chunk_examples: -1", ">= 0"]),
+        (["--finetune.chunk-examples", 4, "--loop.compile"], ["loop.compile: True", "false where"]),
+        (["--finetune.mine.top-k", 0], ["finetune.mine.top_k: 0", ">= 1"]),
+        (["--finetune.distill.loss", "kl"], ["finetune.distill.loss: 'kl'", "negatives_from"]),
         (
             ["--finetune.negatives-from", "given"],
             ["negatives_from: 'given'", "gives no candidates"],
