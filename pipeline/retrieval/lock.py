@@ -45,7 +45,7 @@ class Beat:
             "since": time.time(),
         }
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._renew, daemon=True)
+        self._thread = threading.Thread(target=self._keep_fresh, daemon=True)
 
     def start(self) -> bool:
         """Makes the file; False where there is one already."""
@@ -68,12 +68,18 @@ class Beat:
     def _text(self) -> bytes:
         return json.dumps({**self._facts, "until": time.time() + self._expires_s}).encode()
 
-    def _renew(self) -> None:
+    def renew(self) -> bool:
+        """Moves the end on; False where the file is not ours any more."""
+        if not self.is_ours():
+            return False
+        storage.write_bytes(self.uri, self._text())
+        return True
+
+    def _keep_fresh(self) -> None:
         while not self._stop.wait(self._expires_s / 4):
             with suppress(OSError):  # a store that is away for a moment: the next beat tries again
-                if not self.is_ours():
+                if not self.renew():
                     return
-                storage.write_bytes(self.uri, self._text())
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,9 @@ class Plan:
     known: int
     """Candidates whose text the version before has."""
     dropped: dict[str, int]
-    first: list[str]
+    first: tuple[str, ...]
     """Some texts, those with the lowest hashes."""
-    present: list[str]
+    present: tuple[str, ...]
     """Which of the `hashes` that were asked about are in the pool."""
 
     @property
@@ -114,8 +114,8 @@ def make(
         changes=changes,
         known=sum(int(np.count_nonzero(verdicts[at] >= 0)) for at in _chunks(total)),
         dropped=_drop(draft, parts, verdicts),
-        first=[_row(draft, parts, place)[1] for place in first],
-        present=present,
+        first=tuple(_row(draft, parts, place)[1] for place in first),
+        present=tuple(present),
     )
 
 
