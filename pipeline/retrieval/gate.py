@@ -92,8 +92,8 @@ def check(
         faults.append(f"norms from {least:g} to {most:g}; allowed: 1/{_NORM_RANGE} to {_NORM_RANGE} "
                       f"times their mean, {mean:g}")  # fmt: skip
     cosines = [record["cosine"] for record in records if record["cosine"] is not None]
-    if cosines and not min(cosines) >= config.min_cosine:
-        faults.append(f"a row's cosine to itself, embedded once more, is {min(cosines):.4f}; allowed: "
+    if apart := [cosine for cosine in cosines if not cosine >= config.min_cosine]:
+        faults.append(f"a row's cosine to itself, embedded once more, is {min(apart):.4f}; allowed: "
                       f"gate.min_cosine {config.min_cosine:g} at least")  # fmt: skip
     share, why_not = _recall(config, records, kind, contexts, before, set(present))
     if share is not None and share < config.min_recall:
