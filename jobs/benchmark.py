@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ class Config:
     Only ratios of what ran in turn in one run mean anything on a shared machine.
     """
 
+    POSITIONAL = "name"
     name: Literal["corpora", "paper"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
@@ -58,6 +58,4 @@ def run(config: Config) -> program.Summary:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and not sys.argv[1].startswith("-"):
-        sys.argv.insert(1, "--name")
     program.main(Config, run, "benchmark")

@@ -39,10 +39,14 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     """Returns the configuration that `argv` describes.
 
     On the command line `--max-steps 3` and `--max_steps=3` are the same, a list field takes several
-    values (`--input a b c`), and a boolean field alone (`--keep`) means true.
+    values (`--input a b c`), and a boolean field alone (`--keep`) means true. A dataclass whose
+    `POSITIONAL` names a field takes its value as the first argument, without a name.
 
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
+    positional = getattr(config_class, "POSITIONAL", "")
+    if positional and argv and not argv[0].startswith("-"):
+        argv = [f"--{positional}", *argv]
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     description = (config_class.__doc__ or "").strip()
     parser = jsonargparse.ArgumentParser(
