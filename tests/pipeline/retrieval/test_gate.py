@@ -134,7 +134,7 @@ def test_a_file_of_canaries_holds_a_query_in_each_line(tmp_path):
     file.write_text("how are you ?\n\nhi\thello\n")
     assert gate.read_canaries(str(file)) == CONTEXTS
     file.write_text("\n \n")
-    with pytest.raises(BadInput, match="gate.canaries: .*a file with a query in each line"):
+    with pytest.raises(BadInput, match=r"gate\.canaries: .*a file with a query in each line"):
         gate.read_canaries(str(file))
 
 
