@@ -315,7 +315,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--protocol", "polyai", "--max-examples", "99"), "--candidates 100: 99 examples"),
         (("--none", "threshold"), "--none threshold: there are examples without the candidate 'NONE'"),
         (("--model", "MODEL", "MODEL"), "each model once"),
-        (("--resources.actors", "0"), "resources.actors: 0 is not allowed"),
+        (("--resources.actors", "-1"), "resources.actors: -1 is not allowed"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
         (("--corpus", "MODEL"), "kind is 'ranker'; needed here: corpus"),
     ],

@@ -269,7 +269,7 @@ def test_two_files_of_one_name_are_refused_since_ids_come_from_names(local_ray, 
 
 
 def test_the_sample_files_give_every_answer_with_its_candidates(sample_files):
-    rows, account = read_file(sample_files / "convai2" / "valid_self_original.txt")
+    rows, account = read_file(sample_files / "convai2" / "valid_self_original.sample.txt")
     assert len(rows) > 100 and not account.malformed.counts
     for row in rows:
         assert len(row["candidates"]) == 20

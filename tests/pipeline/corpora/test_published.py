@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -106,10 +107,11 @@ def test_published_counts_are_found_or_the_job_is_refused():
 
 @pytest.fixture
 def prepare(run_job, sample_files: Path, tmp_path: Path):
-    """The job on the sample's validation file, which has the name of a public one."""
+    """The job on the sample's validation file under the name of a public one."""
 
     def run(*options: str):
-        file = sample_files / "convai2" / CONVAI2
+        file = tmp_path / CONVAI2
+        shutil.copy(sample_files / "convai2" / "valid_self_original.sample.txt", file)
         return run_job("prepare_corpus", "--corpus", "convai2", "--input", file, "--output",
                        tmp_path / "out", *options)  # fmt: skip
 
