@@ -186,8 +186,10 @@ def _embed(
         out, prepared, model, config.embed, config.gate, config.reading, config.resources
     )
     checks = [record["check"] for record in records if record["check"]]
-    kind = f"{job.architecture}, {checks[0]['dimensions']} dimensions"
     canaries, plan = prepared["canaries"], embed.plan_of(prepared)
+    kind = f"{job.architecture}, {checks[0]['dimensions']} dimensions"
+    if not canaries["file"]:  # near texts are not the same ones to two models
+        kind += f", {job.model.fingerprint}"
     passed, answered = gate.check(
         config.gate, checks, kind, canaries["contexts"], canaries["before"], plan.present
     )

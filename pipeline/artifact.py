@@ -164,7 +164,7 @@ class Draft:
             "format_version": FORMAT_VERSION,
             "fingerprint": digest(named),
             "request": self.request,
-            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.time() - self.started, 1),
             "config": self.config,
             "inputs": self.inputs,

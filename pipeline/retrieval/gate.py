@@ -38,7 +38,8 @@ class GateConfig:
     min_cosine: float = 0.99
     """Of every such row to itself."""
     canaries: str = ""
-    """File of queries, one a line, a dialogue's turns parted by tabs; "": texts of the pool's own."""
+    """File of queries, one a line, a dialogue's turns parted by tabs, which another model of the same
+    kind has to answer alike; empty: texts of the pool's own, which the same model has to."""
     canary_texts: int = 16
     """Texts of its own that a pool without a file is asked for; 0: none."""
     top_k: int = 10
@@ -50,8 +51,8 @@ class GateConfig:
         for name in ("sample", "canary_texts"):
             require(getattr(self, name) >= 0, f"gate.{name}", getattr(self, name), ">= 0")
         require(self.top_k >= 1, "gate.top_k", self.top_k, ">= 1")
-        for name in ("min_cosine", "min_recall"):
-            require(0 <= getattr(self, name) <= 1, f"gate.{name}", getattr(self, name), "0 to 1")
+        require(-1 <= self.min_cosine <= 1, "gate.min_cosine", self.min_cosine, "-1 to 1")
+        require(0 <= self.min_recall <= 1, "gate.min_recall", self.min_recall, "0 to 1")
 
 
 def read_canaries(uri: str) -> list[list[str]]:

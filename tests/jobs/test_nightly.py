@@ -1,0 +1,345 @@
+"""A pool night after night: the plan, copies, the gate, the lock, old versions, readers, a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import storage
+from pipeline.config import BadInput
+from pipeline.retrieval import candidates, embedder
+from pipeline.retrieval.lock import lease, locked
+from pipeline.retrieval.pool import Pool
+
+pytestmark = pytest.mark.usefixtures("actors_in_process")
+
+Rows = dict[str, str]
+FIRST = {str(n): f"text {n}" for n in range(30)}
+
+
+@pytest.fixture
+def night(run_job, tiny_ranker, tmp_path):
+    """`night(rows, …)`: the job on a table of rows, into pool "p" of `tmp_path / "pools"`."""
+
+    def run(rows: Rows | list[tuple[str, str]], *options: object, model: str = ""):
+        pairs = rows.items() if isinstance(rows, dict) else rows
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in pairs))
+        return run_job(
+            "embed_pool", "--model", model or tiny_ranker("poly").uri, "--candidates", file,
+            "--pools", tmp_path / "pools", "--name", "p", *options
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def pools(tmp_path) -> Path:
+    return tmp_path / "pools"
+
+
+def current(pools: Path) -> str:
+    return (pools / "p" / "CURRENT").read_text().strip()
+
+
+def versions(pools: Path) -> list[str]:
+    return sorted(path.name for path in (pools / "p").glob("v-*"))
+
+
+def contents(uri: str) -> dict[str, tuple[str, list[float]]]:
+    """(text, vector) by id."""
+    pool = Pool.open(uri)
+    vectors = pool.vectors_at(np.arange(len(pool)))
+    rows = [pool.row(place) for place in range(len(pool))]
+    return {row.id: (row.text, v.tolist()) for row, v in zip(rows, vectors, strict=True)}
+
+
+def embedded(summary: dict) -> int:
+    """How many rows went through the model."""
+    return Pool.open(summary["output"]).artifact.manifest["embedded"]["rows"]
+
+
+def changed(rows: Rows) -> Rows:
+    """The next night's: two gone, one changed, one new."""
+    next_rows = {name: text for name, text in rows.items() if name not in ("3", "17")}
+    return {**next_rows, "5": "another text 5", "new": "new text"}
+
+
+# Incremental
+
+
+def test_only_what_is_new_or_changed_is_embedded_and_the_pool_is_that_of_a_whole_run(
+    night, pools, tmp_path
+):
+    first = night(FIRST).summary
+    assert first["plan"] == {"new": 30, "changed": 0, "same": 0, "gone": 0}
+    finished = night(changed(FIRST))
+    second = finished.summary
+    assert (
+        "1 new, 1 changed, 27 same, 2 gone; to embed 2 of 29 (about 0.0 minutes)" in finished.stdout
+    )
+    assert second["plan"] == {"new": 1, "changed": 1, "same": 27, "gone": 2}
+    assert (embedded(first), embedded(second)) == (30, 2)
+    assert current(pools) == second["version"]
+
+    before, after = contents(first["output"]), contents(second["output"])
+    assert {name: text for name, (text, _) in after.items()} == changed(FIRST)
+    for name in set(after) - {"5", "new"}:
+        assert after[name] == before[name]  # to the bit
+    (pools / "p" / "CURRENT").unlink()
+    storage.delete(second["output"])
+    whole = night(changed(FIRST)).summary
+    assert embedded(whole) == 29
+    for name, (_, vector) in contents(whole["output"]).items():
+        np.testing.assert_allclose(after[name][1], vector, atol=0.05)
+
+
+def test_a_text_that_has_moved_to_another_id_is_copied(night):
+    night(FIRST)
+    second = night({"a": "text 1", "b": "text 0", "c": "more"}).summary
+    assert second["plan"] == {"new": 3, "changed": 0, "same": 0, "gone": 30}
+    assert embedded(second) == 1
+
+
+def test_rows_of_another_model_are_embedded_again(night, tiny_ranker):
+    night(FIRST)
+    finished = night(FIRST, model=tiny_ranker("poly", seed=1).uri)
+    assert finished.summary["plan"] == {"new": 0, "changed": 0, "same": 30, "gone": 0}
+    assert "to embed 30 of 30" in finished.stdout
+    assert embedded(finished.summary) == 30
+    assert "'recall': 'skipped: the version before is of another kind of model" in finished.stdout
+
+
+def test_other_shards_of_the_same_rows_are_copies(night):
+    night(FIRST)
+    second = night(FIRST, "--embed.rows-per-shard", 7).summary
+    assert second["already_done"] is False
+    assert second["counts"]["shards"] == 5
+    assert embedded(second) == 0
+
+
+def test_the_same_rows_in_another_file_leave_nothing_to_do(night, pools, actors_in_process):
+    first = night(FIRST).summary
+    actors_in_process.clear()
+    again = night(dict(reversed(FIRST.items()))).summary  # another order, and so another file
+    assert again == {**first, "already_done": True}
+    assert actors_in_process == []
+    assert versions(pools) == [current(pools)] == [first["version"]]
+
+
+def test_deletions_alone_embed_nothing(night):
+    night(FIRST)
+    second = night({name: text for name, text in FIRST.items() if name != "4"}).summary
+    assert (second["plan"]["gone"], embedded(second)) == (1, 0)
+
+
+def test_the_version_before_that_cannot_be_opened_is_not_copied(night, pools):
+    first = night(FIRST).summary
+    rows = next(Path(first["output"]).glob("rows/*"))
+    rows.write_bytes(rows.read_bytes()[:-1])
+    finished = night(changed(FIRST))
+    assert "nothing is copied, as its CURRENT version cannot be opened" in finished.stdout
+    assert embedded(finished.summary) == 29
+
+
+def test_a_pool_may_have_one_row(night):
+    summary = night({"only": "text"}).summary
+    assert contents(summary["pool"])["only"][0] == "text"
+    assert night({"only": "text"}).summary["already_done"] is True
+
+
+def test_two_texts_of_one_id_are_counted_by_name_and_the_first_one_stays(night, pools):
+    summary = night([("1", "a"), ("2", "b"), ("1", "c")]).summary
+    assert summary["dropped"] == {"the same id again": 1}
+    assert {name: text for name, (text, _) in contents(summary["pool"]).items()} == {
+        "1": "a",
+        "2": "b",
+    }
+    (sample,) = Path(summary["output"], "rejected").glob("*.jsonl")
+    assert json.loads(sample.read_text())["text"] == "id '1': 'c'"
+
+
+def test_texts_over_the_limit_are_set_aside(night):
+    summary = night({"1": "short", "2": "é" * 40}, "--embed.max-text-bytes", 79).summary
+    assert summary["dropped"] == {"text is too long": 1}
+
+
+# Dry run
+
+
+def test_a_dry_run_says_what_would_be_done_and_leaves_no_trace(night, pools, tmp_path):
+    first = night(FIRST).summary
+    before = sorted(str(path) for path in pools.rglob("*") if path.is_file())
+    finished = night(changed(FIRST), "--dry-run")
+    assert "1 new, 1 changed, 27 same, 2 gone; to embed 2 of 29" in finished.stdout
+    assert finished.summary["plan"] == {"new": 1, "changed": 1, "same": 27, "gone": 2}
+    assert finished.summary["already_done"] is False
+    assert finished.summary["version"] != first["version"] == current(pools)
+    assert sorted(str(path) for path in pools.rglob("*") if path.is_file()) == before
+    assert night(changed(FIRST)).summary["version"] == finished.summary["version"]
+
+
+def test_a_dry_run_of_what_is_there_says_so(night):
+    first = night(FIRST).summary
+    for rows in (FIRST, dict(reversed(FIRST.items()))):
+        found = night(rows, "--dry-run").summary
+        assert (found["already_done"], found["version"]) == (True, first["version"])
+
+
+def test_a_dry_run_loads_no_model(night, monkeypatch):
+    monkeypatch.setattr(embedder, "load_ranker", None)
+    assert night(FIRST, "--dry-run").summary["plan"]["new"] == 30
+
+
+# The gate and the lock
+
+
+def stopped(finished) -> str:
+    """The one line of a job that ends with exit code 1."""
+    assert finished.code == 1, finished
+    (line,) = [
+        x for x in finished.stderr.splitlines() if x.startswith("python -m jobs.embed_pool: ")
+    ]
+    assert "Traceback" not in finished.stderr
+    return line
+
+
+def test_a_gate_that_is_not_passed_publishes_nothing_and_the_next_run_may(
+    night, pools, monkeypatch
+):
+    first = night(FIRST).summary
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Pool, "vectors_at", lambda self, places: np.ones((len(places), 16), np.float32)
+        )
+        line = stopped(night(changed(FIRST), "--gate.sample", 30))
+    assert "the gate: a row's cosine to itself, embedded once more, is" in line
+    assert current(pools) == first["version"]
+    assert [name for name in versions(pools) if not name.endswith(".partial")] == [first["version"]]
+    # It has been looked at, and is let pass: the same shards, and nothing is done again.
+    second = night(changed(FIRST), "--gate.min-cosine", -1, "--gate.min-recall", 0).summary
+    assert current(pools) == second["version"]
+
+
+def test_canaries_find_the_answers_of_the_night_before(night, pools):
+    first = night(FIRST).summary
+    gates = []
+    for rows in (changed(FIRST), changed(changed(FIRST)) | {"x": "x"}):
+        second = night(rows, "--gate.min-recall", 1).summary
+        gates.append(Pool.open(second["output"]).artifact.manifest)
+    assert [gate["gate"]["recall"] for gate in gates] == [1.0, 1.0]
+    asked = Pool.open(first["output"]).artifact.manifest["canaries"]["contexts"]
+    assert len(asked) == 16
+    assert all(gate["canaries"]["contexts"] == asked for gate in gates)
+
+
+def test_canaries_of_a_file_that_are_not_found_again_stop_the_night(
+    night, pools, tmp_path, tiny_ranker
+):
+    file = tmp_path / "canaries.txt"
+    file.write_text("text 1\ntext 2\thow are you ?\n")
+    options = ("--gate.canaries", file, "--gate.top-k", 3, "--gate.min-recall", 0.9)
+    first = night(FIRST, *options).summary
+    other = tiny_ranker("poly", seed=1).uri  # of the same kind, and trained to something else
+    assert "the canaries' answers found again are 0." in stopped(
+        night(FIRST, *options, model=other)
+    )
+    assert current(pools) == first["version"]
+    bi = night(FIRST, *options, model=tiny_ranker("bi").uri).summary
+    passed = Pool.open(bi["output"]).artifact.manifest["gate"]
+    assert "skipped: the version before is of another kind of model (poly" in passed["recall"]
+
+
+def test_a_pool_that_another_job_works_on_is_left_alone(night, pools):
+    first = night(FIRST).summary
+    with locked(str(pools), "p", 60):
+        assert "pool p: pid " in stopped(night(changed(FIRST)))
+        assert night(FIRST).summary["already_done"] is True  # that needs no lock
+    assert current(pools) == first["version"]
+    assert [path.name for path in (pools / "p").iterdir() if "partial" in path.name] == []
+
+
+def test_a_job_that_has_lost_its_lock_publishes_nothing(night, pools, monkeypatch):
+    first = night(FIRST).summary
+    write = embedder._write
+
+    def stolen(*arguments):
+        taken = {"token": "t", "machine": "far", "pid": 1, "until": 1e12}
+        storage.write_bytes(str(pools / "_locks/p/99999999.json"), json.dumps(taken).encode())
+        return write(*arguments)
+
+    monkeypatch.setattr(embedder, "_write", stolen)
+    assert "another job has taken over the lock" in stopped(night(changed(FIRST)))
+    assert current(pools) == first["version"]
+
+
+# Versions
+
+
+def test_old_versions_go_but_those_that_are_served(night, pools):
+    nights = []
+    for number in range(5):
+        nights.append(night({**FIRST, "night": f"night {number}"}, "--keep", 2).summary["version"])
+        if number == 1:
+            served = lease(str(pools / "p" / nights[1]))
+    assert versions(pools) == sorted([nights[1], nights[3], nights[4]])
+    served.stop()
+    night({**FIRST, "night": "night 6"}, "--keep", 1)
+    assert versions(pools) == [current(pools)]
+
+
+def test_what_another_night_has_begun_goes(night, pools):
+    (pools / "p" / "v-0123456789ab.partial").mkdir(parents=True)
+    (pools / "p" / "v-0123456789ab.partial" / "_request.json").write_text("{}")
+    summary = night(FIRST).summary
+    assert versions(pools) == [summary["version"]]
+
+
+def test_a_reader_finds_a_whole_version_whenever_it_looks(night, pools):
+    night(FIRST)
+    done, looks, failures = threading.Event(), [], []
+
+    def read():
+        while not done.is_set() or len(looks) < 20:
+            try:
+                pool = Pool.open(str(pools / "p"))
+                looks.append((pool.version, len(pool), pool.row(len(pool) - 1).text))
+            except BadInput as error:  # pragma: no cover
+                failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    made = [night({**FIRST, "n": f"night {n}"}, "--keep", 3).summary["version"] for n in range(4)]
+    done.set()
+    reader.join()
+    assert failures == []
+    assert {count for _, count, _ in looks} <= {30, 31}
+    assert looks[-1][0] == made[-1]
+
+
+def test_a_full_disk_fails_the_night_and_the_next_run_goes_on(night, pools, monkeypatch):
+    first = night(FIRST).summary
+    write, calls = candidates.storage.write_bytes, []
+
+    def full(uri, data):
+        if "/vectors/" in uri:
+            calls.append(uri)
+            if len(calls) == 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        write(uri, data)
+
+    options = ("--embed.rows-per-shard", 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            night(changed(FIRST), *options)
+    assert current(pools) == first["version"]
+    assert len(Pool.open(str(pools / "p"))) == 30
+    second = night(changed(FIRST), *options).summary
+    assert second["counts"]["candidates"] == 29
+    assert len(set(calls)) == 3  # the two shards before it were not written again
