@@ -132,7 +132,12 @@ def run(config: Config) -> program.Summary:
         **report.as_json(found, comparisons),
     }
     text = report.markdown(found, comparisons)
-    print(text, *(f"\n{name}: skipped: {reason}" for name, reason in skipped.items()))
+    print(text)
+    for name, reason in skipped.items():
+        print(f"{name}: skipped: {reason}")
+    if lost := asked.unanswerable():
+        print(f"{lost:,} of {len(asked):,} questions have a wrong candidate with the right one's text: "
+              "nobody can answer them")  # fmt: skip
     # Files by name: where the user wants them, if at all, and what they hold.
     files = {
         "table.md": ("", text.encode()),

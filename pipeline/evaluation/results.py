@@ -36,13 +36,13 @@ class Result:
     """None: not measured."""
 
     def numbers(self) -> dict[str, float]:
-        """All of it by name, as MLflow wants it."""
+        """All of it by name; MLflow wants no "@" in one."""
         found = dict(self.metrics)
         for name, (low, high) in self.intervals.items():
             found |= {f"{name}.low": low, f"{name}.high": high}
         if self.latency:
             found |= {"ms.median": self.latency.median, "ms.p95": self.latency.p95}
-        return found
+        return {name.replace("@", "_at_"): number for name, number in found.items()}
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,8 @@ def test_shares_on_a_cluster_give_the_same_ranking(
 
 def test_numbers_of_a_result_are_its_metrics_intervals_and_times(measurement):
     timed = measurement.of("chance", Chance).numbers()
-    assert list(timed)[:2] == ["R@1/20", "R@2/20"]
-    assert {"R@1/20.low", "R@1/20.high", "MRR.low", "ms.median", "ms.p95"} <= set(timed)
+    assert list(timed)[:2] == ["R_at_1/20", "R_at_2/20"]
+    assert {"R_at_1/20.low", "R_at_1/20.high", "MRR.low", "ms.median", "ms.p95"} <= set(timed)
     untimed = measurement.of("chance", Chance, timed=False)
     assert untimed.latency is None
     assert set(timed) - set(untimed.numbers()) == {"ms.median", "ms.p95"}
