@@ -14,6 +14,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -152,31 +153,44 @@ class Scheduler:
 
 
 def run(config: Config) -> program.Summary:
-    try:
-        scheduler = Scheduler(
-            config, JobSubmissionClient(config.address or None), datetime.now(UTC)
-        )
-    except _NO_ANSWER as error:
-        raise BadInput(
-            f"--address {config.address}: no cluster answers ({_first_line(error)})"
-        ) from None
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    wait = 0.0
-    while not stop.wait(wait):
-        scheduler.step(datetime.now(UTC))
-        left = scheduler.next_time() - datetime.now(UTC)
-        wait = min(max(left.total_seconds(), 0), config.poll_s)
+    with _told_by_signals(stop):
+        try:
+            client = JobSubmissionClient(config.address or None)
+            scheduler = Scheduler(config, client, datetime.now(UTC))
+        except _NO_ANSWER as error:
+            raise BadInput(
+                f"--address {config.address}: no cluster answers ({_first_line(error)})"
+            ) from None
+        wait = 0.0
+        while not stop.wait(wait):
+            scheduler.step(datetime.now(UTC))
+            left = scheduler.next_time() - datetime.now(UTC)
+            wait = min(max(left.total_seconds(), 0), config.poll_s)
     print("stopped; a run that is going goes on", flush=True)
     return {"submitted": scheduler.submitted, "missed": scheduler.missed}
 
 
+@contextmanager
+def _told_by_signals(stop: threading.Event) -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
 def _times(config: Config, after: datetime, until: datetime) -> Iterator[datetime]:
-    """The cron line's times after one moment and up to another, in UTC."""
+    """The cron line's times after one moment and up to another, in UTC.
+
+    An hour that comes twice, where clocks are set back, counts once.
+    """
     times = croniter(config.cron, after.astimezone(ZoneInfo(config.timezone)))
-    while (time := times.get_next(datetime).astimezone(UTC)) <= until:
-        yield time
+    while (time := times.get_next(datetime)).astimezone(UTC) <= until:
+        if not time.fold:
+            yield time.astimezone(UTC)
 
 
 def _id_of(config: Config, time: datetime) -> str:
