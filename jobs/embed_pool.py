@@ -20,6 +20,7 @@ from pipeline.artifact import (
 )
 from pipeline.config import BadInput, require
 from pipeline.corpora.raw import Reading
+from pipeline.corpora.schema import example_files
 from pipeline.retrieval import embed, gate, versions
 from pipeline.retrieval.embed import EmbedConfig
 from pipeline.retrieval.gate import GateConfig
@@ -112,8 +113,7 @@ def _job(config: Config) -> _Job:
     ]
     if architecture == "cross":
         raise BadInput("architecture: 'cross' has no candidate vectors; allowed: bi, poly")
-    found = storage.expand(config.candidates, "candidates")
-    files = [file for file in found if storage.name_of(file) != MANIFEST]
+    files = [file for uri in config.candidates for file in _files(uri)]
     fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
@@ -240,6 +240,14 @@ def _summary(config: Config, pool: Artifact, there: bool) -> program.Summary:
         pool, there, pool=storage.join(config.pools, config.name), version=storage.name_of(pool.uri),
         current=current_uri(config.pools, config.name), plan=pool.manifest["plan"],
     )  # fmt: skip
+
+
+def _files(uri: str) -> list[str]:
+    """A corpus' shards, or the files that a URI names."""
+    if not storage.exists(storage.join(uri, MANIFEST)):
+        return storage.expand((uri,), "candidates")
+    corpus = open_artifact(uri, "corpus")
+    return [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
 
 
 if __name__ == "__main__":

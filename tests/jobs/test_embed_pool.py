@@ -242,3 +242,11 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     folders = [Path(artifact.uri) for artifact in (ours, theirs)]
     names = [sorted(str(path.relative_to(f)) for path in f.rglob("*")) for f in folders]
     assert names[0] == names[1]
+
+
+@inline
+def test_of_a_corpus_the_examples_are_embedded_and_nothing_else(embed, convai2_corpus):
+    assert Path(convai2_corpus.uri, "rejected").is_dir()
+    options = ("--embed.text-column", "response", "--embed.id-column", "example_id")
+    summary = embed(Path(convai2_corpus.uri), *options).summary
+    assert summary["counts"]["records"] == convai2_corpus.counts["examples"]
