@@ -162,10 +162,11 @@ def _rankers(work: Path, encoder: str, recipes: str) -> None:
     """From a pre-trained encoder all start from it; from a new one poly and cross start from bi."""
     rankers = work / "rankers"
     start = encoder if recipes == "finetune" else f"{rankers}/bi"
-    # Without a GPU: no dropout, which costs CPUs a third of the time, and 100 steps where an epoch of
-    # pairs or of whole articles would take most of an hour.
+    # Without a GPU: no dropout, which costs CPUs a third of the time, no validation on the way, and 100
+    # steps where an epoch of pairs or of whole articles would take most of an hour.
     real_on_cpu = recipes == "finetune" and not _gpus()
-    quick = ("--finetune.dropout", "0") if real_on_cpu else ()
+    lean = ("--finetune.dropout", "0", "--loop.validate-every-epochs", "0")
+    quick = lean if real_on_cpu else ()
     brief = (*quick, "--finetune.max-steps", "100") if real_on_cpu else ()
     for name, small, corpus, origin, more in (
         ("bi", "convai2-bi", "convai2", encoder, quick),
@@ -183,7 +184,12 @@ def _rankers(work: Path, encoder: str, recipes: str) -> None:
 def _evaluate(work: Path, full: bool) -> dict[str, Any]:
     rankers, corpus = work / "rankers", f"{work}/corpora/convai2"
     three = [f"{rankers}/{name}" for name in ("bi", "poly", "cross")]
-    few = ("--max-examples", "500") if full else ()
+    few = (
+        "--max-examples",
+        "500",
+        "--latency-queries",
+        "20",
+    )  # a cross-encoder takes 40 ms for each
     table = _stage("The right reply among 20, held-out people", "evaluate", "--model", *three,
                    "--corpus", corpus, *few, "--json", f"{work}/replies.json")  # fmt: skip
     found = {"replies": table["table"]}
