@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import program
-from jobs.benchmarks import corpora, inference_time, measure
+from jobs.benchmarks import corpora, embed, inference_time, measure
 from pipeline.artifact import open_artifact
 from pipeline.config import require
 
@@ -20,12 +20,14 @@ class Config:
     """
 
     POSITIONAL = "name"
-    name: Literal["corpora", "paper"]
+    name: Literal["corpora", "embed", "paper"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
     """`small`: minutes. `full`: what the README's figures come from."""
     kills: int = 20
-    """For corpora: how often the job is killed before its rows are compared; 0: never."""
+    """For corpora and embed: how often the job is killed before its rows are compared; 0: never."""
+    data: str = ".data"
+    """For embed: a folder with Wikipedia's articles, as WikiExtractor leaves them."""
     table: Literal[5] = 5
     """For paper: which of its tables; 5: inference time."""
     encoder: str = ""
@@ -50,6 +52,8 @@ def run(config: Config) -> program.Summary:
     if config.name == "paper":
         encoder, _ = program.open_encoder(config.encoder)
         rows = inference_time.measure(config.size, encoder, open_artifact(config.corpus, "corpus"))
+    elif config.name == "embed":
+        rows = embed.measure(config.size, Path(config.data), work, config.kills)
     else:
         rows = corpora.measure(config.size, work, config.kills)
     measure.report(rows, config.json)

