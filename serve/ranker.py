@@ -12,6 +12,7 @@ from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import SETTINGS, load_ranker, parse_settings
+from pipeline.retrieval.lock import lease
 from pipeline.retrieval.pool import Pool, describe
 from pipeline.retrieval.search import top_rows
 
@@ -36,6 +37,7 @@ class Engine:
         """Raises BadInput for a model or a pool that cannot be served."""
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
+        self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]  # none is removed
         self._ranker = load_ranker(self.model.local())
         self._ranker.to(inference.best_device())
         self.rank(["warm up"], ["one", "two"], 1)  # the first pass allocates and compiles
@@ -104,7 +106,9 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     settings = storage.join(artifact.uri, SETTINGS)
     config = parse_settings(storage.read_bytes(settings), settings)
     if pools and config.architecture == "cross":
-        raise BadInput("pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model")
+        raise BadInput(
+            "pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model"
+        )
     if pools:
         _ = config.search_attention  # refuses what cannot search
     opened: dict[str, Pool] = {}

@@ -124,16 +124,18 @@ def locked(pools: str, name: str, expires_s: float) -> Iterator[Lock]:
         beat.stop()
 
 
-def lease(version: str) -> Beat:
+def lease(version: str) -> Beat | None:
     """Says that a version of a pool (<pools>/<name>/<version>) is open here, so that it is not removed.
 
-    Raises OSError where nothing can be written.
+    None where nothing can be written, as in a folder that is mounted read-only.
     """
     pool, _, name = version.rstrip("/").rpartition("/")
     pools, _, pool = pool.rpartition("/")
     beat = Beat(storage.join(_leases(pools, pool, name), f"{uuid.uuid4().hex}.json"), _LEASE_S)
-    beat.start()
-    return beat
+    with suppress(OSError):
+        beat.start()
+        return beat
+    return None
 
 
 def is_leased(pools: str, name: str, version: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jobs import finetune
+from jobs.benchmarks.measure import workers_of
 from pipeline import storage
 from pipeline.artifact import draft, folder_entries
 from pipeline.config import BadInput
@@ -204,28 +205,40 @@ def test_weights_that_are_not_numbers_fail_the_job_and_leave_current(
     assert (run["tags.job"], run["status"]) == ("embed_pool", "FAILED")
 
 
+def done(pools: Path) -> list[Path]:
+    """Shards that a job has finished, and not yet published."""
+    return list(pools.glob("p/*.partial/_tasks/part-*.json"))
+
+
+def while_fewer_than(shards: int, process: subprocess.Popen[bytes], pools: Path) -> None:
+    while len(done(pools)) < shards:
+        try:  # waits a little
+            process.wait(timeout=0.02)
+        except subprocess.TimeoutExpired:
+            continue
+        pytest.fail("the job ended before it was killed")
+
+
 def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     embed, start_job, tiny_ranker, texts, tmp_path, request
 ):
-    """The killed and the resumed run on Ray's actors."""
+    """The killed and the resumed run on Ray's actors, one of which is killed first."""
     pools = tmp_path / "pools"
-    write(texts, [f"another text {n}" for n in range(120)])
+    write(texts, [f"another text {n}" for n in range(300)])
     options = ("--embed.rows-per-shard", 2, "--resources.cpus-per-actor", 1)
 
     process = start_job(
         "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
         "--pools", pools, "--name", "p", *options
     )  # fmt: skip
-    while not list(pools.glob("p/*.partial/_tasks/part-*.json")):
-        try:  # waits a little
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        pytest.fail("the job ended before it had done anything")
+    while_fewer_than(1, process, pools)
+    (actor, *_) = workers_of(process.pid)
+    actor.kill()
+    while_fewer_than(len(done(pools)) + 3, process, pools)  # it goes on without it
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     (tasks,) = pools.glob("p/*.partial/_tasks")
-    assert 0 < len(list(tasks.glob("part-*.json"))) < 60
+    assert 0 < len(done(pools)) < 150
     assert [path.name for path in (pools / "p").iterdir()] == [tasks.parent.name]  # no CURRENT
     with pytest.raises(BadInput, match="unfinished"):
         Pool.open(str(tasks.parent).removesuffix(".partial"))
@@ -235,7 +248,7 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
     assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]
-    assert resumed["counts"] == whole["counts"] == {"records": 120, "candidates": 120, "shards": 60}
+    assert resumed["counts"] == whole["counts"] == {"records": 300, "candidates": 300, "shards": 150}
     assert current(pools) == resumed["version"] == whole["version"]
     ours, theirs = (Pool.open(summary["pool"]).artifact for summary in (resumed, whole))
     assert ours.manifest["files"] == theirs.manifest["files"]

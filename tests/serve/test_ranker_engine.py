@@ -14,6 +14,7 @@ import pytest
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.retrieval.lock import is_leased
 from serve import app
 from serve.ranker import Engine, UnknownPool
 
@@ -46,7 +47,9 @@ def test_candidates_are_ranked_by_the_models_scores(tiny_ranker, architecture):
     assert len(set(scores)) == len(TEXTS)
     assert [one.place for one in ranked] == np.argsort(scores)[::-1].tolist()
     assert [one.score for one in ranked] == pytest.approx(sorted(scores, reverse=True), rel=1e-4)
-    assert [(one.text, one.id) for one in ranked] == [(TEXTS[r.place], str(r.place)) for r in ranked]
+    assert [(one.text, one.id) for one in ranked] == [
+        (TEXTS[r.place], str(r.place)) for r in ranked
+    ]
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
@@ -54,6 +57,13 @@ def test_top_k_is_the_best_of_the_whole_ranking(tiny_ranker, architecture):
     engine = Engine(tiny_ranker(architecture).uri)
     whole = engine.rank(CONTEXT, TEXTS, top_k=len(TEXTS))
     assert engine.rank(CONTEXT, TEXTS, top_k=2) == whole[:2]
+
+
+def test_a_version_that_is_served_is_not_removed(tiny_ranker, tiny_pool):
+    pool = Path(tiny_pool(tiny_ranker("poly")))
+    engine = Engine(tiny_ranker("poly").uri, [str(pool)])
+    version = engine.pool("replies").version
+    assert is_leased(str(pool.parent), "replies", version)
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
@@ -104,7 +114,9 @@ def test_calls_from_many_threads_give_what_one_gives(tiny_ranker, tiny_pool):
 
     def rank(context):
         given = engine.rank(context, TEXTS, 5)
-        return [(o.place, round(o.score, 4)) for o in given + engine.rank_pool(context, "replies", 5)]
+        return [
+            (o.place, round(o.score, 4)) for o in given + engine.rank_pool(context, "replies", 5)
+        ]
 
     alone = [rank(context) for context in contexts]
     with ThreadPoolExecutor(4) as threads:

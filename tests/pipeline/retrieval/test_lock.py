@@ -179,3 +179,8 @@ def test_a_lease_keeps_a_version_until_it_is_given_back_or_runs_out(pools):
     storage.write_bytes(uri, json.dumps(facts).encode())
     assert not is_leased(pools, "p", "v-1")
     assert not storage.exists(uri)
+
+
+def test_where_nothing_can_be_written_there_is_no_lease(tmp_path):
+    (tmp_path / "pools").write_text("a file")  # root may write into any folder
+    assert lease(str(tmp_path / "pools" / "p" / "v-1")) is None
