@@ -8,6 +8,9 @@ from typing import Literal
 
 from jobs import program
 from jobs.benchmarks import corpora, embed, inference_time, measure
+from jobs.benchmarks.paper import sweep
+from jobs.benchmarks.paper.trials import Setting
+from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
 
@@ -16,42 +19,71 @@ from pipeline.config import require
 class Config:
     """Measures a part of polyrank: `python -m jobs.benchmark corpora --size full`.
 
-    Only ratios of what ran in turn in one run mean anything on a shared machine.
+    Only ratios of what ran in turn in one run mean anything on a shared machine. For paper, options of
+    jobs.finetune (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trials.
     """
 
     POSITIONAL = "name"
+    PASSED_ON = ("overrides", ("ranker", "finetune", "loop", "resources"))
     name: Literal["corpora", "embed", "paper"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
-    """`small`: minutes. `full`: what the README's figures come from."""
+    """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
+    jobs/configs/finetune that are meant."""
     kills: int = 20
     """For corpora and embed: how often the job is killed before its rows are compared; 0: never."""
     data: str = ".data"
     """For embed: a folder with Wikipedia's articles, as WikiExtractor leaves them."""
-    table: Literal[5] = 5
-    """For paper: which of its tables; 5: inference time."""
+    table: Literal[2, 3, 4, 5, 6, 7, 8] = 5
+    """For paper: 2 negatives, 3 trained layers, 4 models, 5 inference time, 6 training time,
+    7 reduction, 8 context vectors."""
     encoder: str = ""
     """For paper: an encoder, as for jobs.finetune."""
-    corpus: str = ""
-    """For paper: a corpus of dialogues."""
+    corpus: tuple[str, ...] = ()
+    """For paper: corpora, of a task each."""
+    only: tuple[str, ...] = ()
+    """For paper: names of the table's rows; none: all."""
+    seeds: int = 1
+    """For paper: trainings of each row, from seeds 0, 1, …; more can be added later."""
+    split: Literal["valid", "test"] = "valid"
+    """For paper: what is ranked."""
+    max_examples: int = 100_000
+    """For paper: at most so many examples are ranked."""
+    overrides: tuple[str, ...] = ()
+    """For paper: options of jobs.finetune; as a rule they are written beside the others."""
     json: str = ""
     """File for the rows of the report."""
     work: str = ".benchmark"
-    """Folder for what is measured; its generated dumps are kept for the next run."""
+    """Folder for what is measured; what it holds is used by the next run. For paper: any URI."""
 
     def __post_init__(self) -> None:
         require(self.kills >= 0, "kills", self.kills, ">= 0")
+        for name in ("seeds", "max_examples"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
         if self.name == "paper":
             for name in ("encoder", "corpus"):
-                require(bool(getattr(self, name)), name, "", "its URI, for paper")
+                require(bool(getattr(self, name)), name, getattr(self, name), "its URI, for paper")
+            require(
+                self.table != 5 or len(self.corpus) == 1, "corpus", self.corpus, "one, for table 5"
+            )
+        require(self.name == "paper" or not self.overrides, "name", self.name,
+                f"paper, with {' '.join(self.overrides)}")  # fmt: skip
 
 
 def run(config: Config) -> program.Summary:
     work = Path(config.work).absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    if config.name == "paper":
+    if storage.is_local(config.work):
+        work.mkdir(parents=True, exist_ok=True)
+    if config.name == "paper" and config.table != 5:
+        setting = Setting(
+            config.encoder, config.size, config.split, config.max_examples, config.overrides,
+            storage.absolute(config.work),
+        )  # fmt: skip
+        rows = sweep.measure(config.table, config.corpus, config.only, config.seeds, setting)
+    elif config.name == "paper":
         encoder, _ = program.open_encoder(config.encoder)
-        rows = inference_time.measure(config.size, encoder, open_artifact(config.corpus, "corpus"))
+        corpus = open_artifact(config.corpus[0], "corpus")
+        rows = inference_time.measure(config.size, encoder, corpus)
     elif config.name == "embed":
         rows = embed.measure(config.size, Path(config.data), work, config.kills)
     else:

@@ -95,13 +95,8 @@ def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     models = _open(config.model)
     skipped = {} if config.slow else _too_slow(models, rules.candidates)
-    draw = (rules.source, rules.candidates, config.max_examples, config.seed)
-    asked = questions(corpus, config.split, *draw)
-    calibration = None
-    if config.none == "threshold":
-        none.require_none(asked, "--none threshold")
-        calibration = questions(corpus, "valid", *draw)
-    measure = Measurement(asked, rules, calibration, config.latency_queries, config.seed)
+    measure = measurement(config, corpus)
+    asked = measure.asked
     found, runs = list[Result](), list[tracking.Run]()
     if config.baselines:
         known = known_texts(corpus) or [asked.texts[place] for place in asked.right()]
@@ -157,6 +152,18 @@ def run(config: Config) -> program.Summary:
         if uri:
             storage.write_bytes(uri, data)
     return summary
+
+
+def measurement(config: Config, corpus: Artifact) -> Measurement:
+    """What every model is asked, and how it is counted."""
+    rules = config.rules()
+    draw = (rules.source, rules.candidates, config.max_examples, config.seed)
+    asked = questions(corpus, config.split, *draw)
+    calibration = None
+    if config.none == "threshold":
+        none.require_none(asked, "--none threshold")
+        calibration = questions(corpus, "valid", *draw)
+    return Measurement(asked, rules, calibration, config.latency_queries, config.seed)
 
 
 def _too_slow(

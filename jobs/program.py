@@ -32,7 +32,7 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     except Stopped as error:
         _refuse(program, error, 1)
     except Exception as error:
-        if inner := _bad_input_in(error):
+        if inner := bad_input_in(error):
             _refuse(program, inner)
         raise
     print(json.dumps({"job": name, **summary}, ensure_ascii=False), flush=True)
@@ -89,7 +89,7 @@ def _refuse(program: str, error: BadInput | Stopped, code: int = 2) -> None:
     sys.exit(code)
 
 
-def _bad_input_in(error: BaseException) -> BadInput | None:
+def bad_input_in(error: BaseException) -> BadInput | None:
     """The BadInput that a task on another machine raised, out of Ray's wrappers."""
     waiting, seen = [error], set[int]()
     while waiting:

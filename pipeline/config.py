@@ -40,7 +40,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
 
     On the command line `--max-steps 3` and `--max_steps=3` are the same, a list field takes several
     values (`--input a b c`), and a boolean field alone (`--keep`) means true. A dataclass whose
-    `POSITIONAL` names a field takes its value as the first argument, without a name.
+    `POSITIONAL` names a field takes its value as the first argument, without a name. Where `PASSED_ON`
+    names a list field and groups of another job's options, `--group.name value` goes unread into that
+    field.
 
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
@@ -58,7 +60,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jsonargparse's own deprecations are not the user's
-            namespace = parser.parse_args(_normalise(argv, fields))
+            normal = _normalise(argv, fields)
+            namespace = parser.parse_args(_passed_on(config_class, normal))
         values = namespace.as_dict()
         values.pop("config", None)
         return from_dict(config_class, values)
@@ -146,6 +149,19 @@ def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:
             values = [json.dumps(values)]
         (config if name == "--config" else normal).extend([name, *values])
     return config + normal
+
+
+def _passed_on(config_class: type, argv: Sequence[str]) -> list[str]:
+    """Gathers options of the groups that `PASSED_ON` names in its field; `argv` is normalised."""
+    field, groups = getattr(config_class, "PASSED_ON", ("", ()))
+    own, others = list[str](), list[str]()
+    target = own
+    for argument in argv:
+        if argument.startswith("--"):
+            group, dot, _ = argument[2:].partition(".")
+            target = others if dot and group in groups else own
+        target.append(argument)
+    return [*own, f"--{field}", json.dumps(others)] if others else own
 
 
 def _one_line(error: ArgumentError, fields: dict[str, Any]) -> str:

@@ -73,6 +73,20 @@ def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]
 
 
 @contextmanager
+def start_sweep(
+    name: str, inputs: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]
+) -> Iterator[Run]:
+    """Opens the run of a comparison of many models, whose own runs lie beside it."""
+    with _open("benchmark", name, inputs, settings, {}) as run:
+        yield run
+
+
+def server() -> str:
+    """The address for processes elsewhere."""
+    return _absolute(mlflow.get_tracking_uri())
+
+
+@contextmanager
 def _open(
     job: str,
     name: str,
@@ -82,7 +96,7 @@ def _open(
 ) -> Iterator[Run]:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    mlflow.set_tracking_uri(_absolute(mlflow.get_tracking_uri()))
+    mlflow.set_tracking_uri(server())
     _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
     tags = {
         "job": job,

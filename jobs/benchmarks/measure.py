@@ -26,7 +26,8 @@ class Row:
 
     row: str
     """What was measured; the same name in every run."""
-    ours: float
+    ours: float | None
+    """None: it failed; `detail` says why."""
     unit: str
     peer: float | None = None
     """The same by somebody else's code, or by the plain way."""

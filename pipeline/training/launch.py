@@ -25,6 +25,7 @@ from pipeline.resources import cpus_each
 from pipeline.tracking import Run
 from pipeline.training.batches import Cursor
 from pipeline.training.loop import LoopConfig, Progress, train
+from pipeline.training.pace import Pace
 
 _STATE = "state.pt"
 
@@ -70,7 +71,13 @@ class _Assignment:
 
 
 def fit(
-    recipe: Recipe, loop: LoopConfig, steps: int, workers: Workers, draft: Draft, run: Run, label: str
+    recipe: Recipe,
+    loop: LoopConfig,
+    steps: int,
+    workers: Workers,
+    draft: Draft,
+    run: Run,
+    label: str,
 ) -> dict[str, float]:
     """Trains on the cluster, leaves the model in the draft, and returns the last metrics.
 
@@ -142,12 +149,14 @@ def _work(config: dict[str, Any]) -> None:
     if assignment.loop.compile:
         model = torch.compile(model)
     last: dict[str, float] = {"step": state["step"] if state else 0}
+    pace = Pace(device, last["step"])
 
     def on_progress(progress: Progress) -> None:
+        metrics = {**progress.metrics, **pace.of(progress)}
         if rank == 0:
-            assignment.progress.put((progress.step, progress.metrics["loss"]))
-            assignment.run.log(progress.metrics, progress.step)
-        last.update(progress.metrics, step=progress.step)
+            assignment.progress.put((progress.step, metrics["loss"]))
+            assignment.run.log(metrics, progress.step)
+        last.update(metrics, step=progress.step)
 
     def on_checkpoint(state: dict[str, Any], cursor: Cursor) -> None:
         _checkpoint(state, cursor, rank, last)
@@ -187,5 +196,3 @@ def _restore(rank: int, device: torch.device) -> tuple[dict[str, Any] | None, Cu
         cursor = Cursor(*json.loads(path.read_text()))
         state = torch.load(Path(folder) / _STATE, map_location=device, weights_only=True)
     return state, cursor
-
-

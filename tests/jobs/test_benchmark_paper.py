@@ -52,8 +52,9 @@ def test_table_5_has_every_model_among_1000_and_100000(
     assert asked == [*dual * 4, *[("Cross", 1000, 1000)] * 2]
 
 
-@pytest.mark.parametrize("option", ["--encoder", "--corpus"])
-def test_what_is_needed_is_asked_for(run_job, option, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "missing"), [("--encoder", "corpus: ()"), ("--corpus", "encoder: ''")]
+)
+def test_what_is_needed_is_asked_for(run_job, option, missing, tmp_path):
     done = run_job("benchmark", "--name", "paper", option, "somewhere", "--work", tmp_path)
-    missing = {"--encoder": "corpus", "--corpus": "encoder"}[option]
-    assert f"{missing}: '' is not allowed; allowed: its URI, for paper" in done.refusal
+    assert f"{missing} is not allowed; allowed: its URI, for paper" in done.refusal

@@ -1,0 +1,84 @@
+"""A table from its trials to its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from jobs.benchmarks.measure import Row
+from jobs.benchmarks.paper import report, trials
+from jobs.benchmarks.paper.tables import TABLES, Number, Table, Trial
+from jobs.benchmarks.paper.trials import Job, Setting
+from pipeline import storage, tracking
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, Stopped, require
+
+
+def measure(
+    number: Number, corpora: Sequence[str], only: Sequence[str], seeds: int, setting: Setting
+) -> list[Row]:
+    """Does what is missing, writes `table-<number>` as .md, .json and .png, and returns its rows.
+
+    Raises BadInput for trials and options that there are not, and Stopped where no trial ends well.
+    """
+    table = TABLES[number]
+    opened = _by_task(corpora)
+    jobs = [
+        trials.plan(trial, corpus, task, seed, setting)
+        for task, corpus in opened.items()
+        for trial in _chosen(table, only)
+        if task not in trial.tasks_without
+        for seed in range(seeds)
+    ]
+    require(bool(jobs), "only", tuple(only), "a trial that there is for these corpora")
+    found = trials.run(jobs)
+    made = report.lines(table, jobs, found)
+    if not any(line.done for line in made):
+        raise Stopped(f"no trial ended well; {jobs[0].label}: {found[jobs[0].label]}")
+    compared = report.comparisons(table, made)
+    rows = report.rows(number, made, compared)
+    text = report.markdown(number, table, made, compared, _note(jobs, setting))
+    print(text)
+    files = {
+        f"table-{number}.md": text.encode(),
+        f"table-{number}.json": json.dumps([asdict(row) for row in rows], indent=1).encode(),
+        f"table-{number}.png": report.plot(table, made),
+    }
+    for name, data in files.items():
+        storage.write_bytes(storage.join(setting.work, name), data)
+    inputs = {task: corpus.reference() for task, corpus in opened.items()}
+    settings = {**asdict(setting), "table": number, "only": tuple(only), "seeds": seeds}
+    with tracking.start_sweep(f"paper table {number}", inputs, settings) as tracked:
+        tracked.log({row.row: row.ours for row in rows if row.ours is not None})
+        tracked.attach(files)
+    return rows
+
+
+def _by_task(uris: Sequence[str]) -> dict[str, Artifact]:
+    found: dict[str, Artifact] = {}
+    for uri in uris:
+        corpus = open_artifact(uri, "corpus")
+        task = trials.task_of(corpus)
+        if task in found:
+            raise BadInput(f"--corpus {uri}: {task}, as {found[task].uri}; allowed: one of each")
+        found[task] = corpus
+    return found
+
+
+def _chosen(table: Table, only: Sequence[str]) -> list[Trial]:
+    names = [trial.name for trial in table.trials]
+    for name in only:
+        require(name in names, "only", name, ", ".join(names))
+    return [trial for trial in table.trials if not only or trial.name in only]
+
+
+def _note(jobs: Sequence[Job], setting: Setting) -> str:
+    """What the figures hang on."""
+    seeds = len({job.seed for job in jobs})
+    changes = f"; {' '.join(setting.overrides)}" if setting.overrides else ""
+    encoder = "/".join(setting.encoder.rstrip("/").split("/")[-2:])
+    return (f"From {encoder}, {setting.size} recipes{changes}; "
+            f"{seeds} seed{'s' if seeds > 1 else ''} (± over them), ranked: {setting.split}. 95 %: "
+            "bootstrap over examples. The paper's are its own data, and its test sets in table 4. "
+            "Minutes are those of the training steps alone.")  # fmt: skip

@@ -1,0 +1,253 @@
+"""A model on a corpus from a seed: trained by jobs.finetune, and asked what jobs.evaluate asks.
+
+Trials are tasks of the cluster, as many at once as it has room for. What one makes are two artifacts in
+a folder named after all that decides what comes out; they are found again there, by the same
+command and by another table that has the same trial. One that fails is said to have failed, and the
+others go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import mlflow
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+import torch
+from tqdm import tqdm
+
+from jobs import cluster, evaluate, finetune, program
+from jobs.benchmarks.paper.tables import Trial
+from pipeline import storage, tracking
+from pipeline.arrays import Ints
+from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_of
+from pipeline.config import BadInput, parse, to_dict
+from pipeline.evaluation import protocols
+from pipeline.evaluation.ranking import RankerScorer, load_scorer
+from pipeline.resources import cpus_each
+from pipeline.shards import Actors
+
+_CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
+_RANKS = "ranks.parquet"
+# What a corpus' examples say they are, and whose recipes and protocol that means.
+_TASKS: dict[str, tuple[str, protocols.Name]] = {
+    "convai2": ("convai2", "convai2"),
+    "dstc7": ("dstc7", "dstc7"),
+    "ubuntu": ("ubuntu", "ubuntu"),
+    "wikipedia": ("wikipedia", "wikipedia"),
+    "starspace": ("wikipedia", "wikipedia"),
+}
+_OTHER: tuple[str, protocols.Name] = ("convai2", "polyai")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all trials of a sweep share."""
+
+    encoder: str
+    size: Literal["small", "full"]
+    """Of the recipes."""
+    split: Literal["valid", "test"]
+    max_examples: int
+    """Of the split, at most."""
+    overrides: tuple[str, ...]
+    """More options of jobs.finetune, for all trials."""
+    work: str
+    """URI of the folder for what trials make."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trial with all that decides what comes out."""
+
+    trial: Trial
+    task: str
+    seed: int
+    train: finetune.Config
+    ask: evaluate.Config
+    evaluation: str
+    """URI of what comes of it."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.task} {self.trial.name} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial's artifacts hold."""
+
+    ranks_N: Ints
+    """The right answers' ranks; every trial of a task is asked the same questions."""
+    metrics: dict[str, float]
+    """The first is the main one."""
+    samples_per_s: float
+    """Of training alone."""
+    minutes: float
+    """All steps at this rate."""
+    peak_memory_mib: float
+    """Of one worker: a GPU's tensors, or the whole process."""
+
+
+def task_of(corpus: Artifact) -> str:
+    """Where the corpus' examples come from, as the first of them says."""
+    for uri in corpus.files(suffix=".parquet"):
+        with storage.open_input(uri) as stream:
+            table = pq.ParquetFile(stream)
+            if "source" in table.schema_arrow.names and table.metadata.num_rows:
+                return str(next(table.iter_batches(1, columns=["source"]))["source"][0])
+    raise BadInput(f"{corpus.uri}: the corpus has no examples")
+
+
+def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting) -> Job:
+    """Raises BadInput for overrides that jobs.finetune does not know."""
+    recipes, protocol = _TASKS.get(task, _OTHER)
+    ending = "-small.yaml" if setting.size == "small" else ".yaml"
+    recipe = _CONFIGS / f"{recipes}-{trial.architecture}{ending}"
+    given = ["--config", str(recipe), "--corpus", corpus.uri, "--encoder", setting.encoder,
+             "--output", "not yet known"]  # fmt: skip
+    read = functools.partial(parse, finetune.Config, prog="jobs.finetune")
+    changes = dict(trial.changes)
+    if batch := changes.get("finetune.batch_examples"):
+        usual = read(given)
+        changes["loop.learning_rate"] = usual.loop.learning_rate * math.sqrt(
+            batch / usual.finetune.batch_examples
+        )
+    options = [f"--{name}={value}" for name, value in changes.items()]
+    train = read([*given, *options, *setting.overrides, f"--loop.seed={seed}"])
+    _, encoder = _open_encoder(setting.encoder)
+    request = request_of("ranker", train, {"corpus": corpus, "encoder": encoder})
+    folder = storage.join(setting.work, "trials", f"{task}-{trial.architecture}-{request}")
+    train = replace(train, output=storage.join(folder, "ranker"))
+    ask = evaluate.Config(
+        model=(train.output,), corpus=corpus.uri, split=setting.split, protocol=protocol,
+        max_examples=setting.max_examples, latency_queries=0,
+    )  # fmt: skip
+    asked = request_of("evaluation", ask, {"model": {"fingerprint": request}, "corpus": corpus})
+    return Job(trial, task, seed, train, ask, storage.join(folder, f"evaluation-{asked}"))
+
+
+@functools.cache
+def _open_encoder(uri: str) -> tuple[Path, dict[str, Any]]:
+    return program.open_encoder(uri)
+
+
+def outcome(job: Job) -> Outcome | None:
+    """What is there of an earlier run; None: nothing yet."""
+    if not storage.exists(storage.join(job.evaluation, MANIFEST)):
+        return None
+    found = open_artifact(job.evaluation, "evaluation")
+    trained = open_artifact(job.train.output, "ranker").manifest["metrics"]
+    with storage.open_input(storage.join(found.uri, _RANKS)) as stream:
+        ranks_N = pq.read_table(stream, columns=["rank"])["rank"].to_numpy()
+    steps_per_s = trained["mean_steps_per_s"]
+    return Outcome(
+        ranks_N,
+        found.manifest["metrics"],
+        steps_per_s * job.train.finetune.batch_examples,
+        trained["step"] / steps_per_s / 60,
+        trained["peak_memory_mib"],
+    )
+
+
+def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
+    """The outcome of each job by its label; for one that failed, why."""
+    found: dict[str, Outcome | str] = {job.label: done for job in jobs if (done := outcome(job))}
+    missing = [job for job in jobs if job.label not in found]
+    for ask in {job.ask.corpus: job.ask for job in missing}.values():
+        evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
+    if missing:
+        bar = tqdm(desc="trials", total=len(jobs), initial=len(found), unit="trial")
+        with cluster.session(), bar:
+            for job, problem in run_tasks(missing):
+                found[job.label] = problem or outcome(job) or "nothing came out"
+                bar.set_postfix_str(f"{job.label}{' failed' if problem else ''}")
+                bar.update()
+    return {job.label: found[job.label] for job in jobs}
+
+
+def run_tasks(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
+    """Each job as it ends, and its problem, if it has one."""
+    task = ray.remote(num_cpus=0, max_retries=0)(train_and_evaluate)
+    waiting, running = list(reversed(jobs)), dict[Any, Job]()
+    while waiting or running:
+        while waiting and len(running) < _at_once([*running.values(), waiting[-1]]):
+            job = _placed(waiting.pop())
+            running[task.remote(job, tracking.server())] = job
+        (done,), _ = ray.wait(list(running), num_returns=1)
+        job = running.pop(done)
+        try:
+            ray.get(done)
+            yield job, ""
+        except Exception as error:  # whatever it is, the other trials go on
+            yield job, _reason(error)
+
+
+def train_and_evaluate(job: Job, tracking_server: str) -> None:
+    """A trial, or what is missing of it. Its training's workers and its scorer are tasks of their own."""
+    mlflow.set_tracking_uri(tracking_server)
+    finetune.run(job.train)
+    model = open_artifact(job.train.output, "ranker")
+    corpus = open_artifact(job.train.corpus, "corpus")
+    out = draft(job.evaluation, "evaluation", job.ask, {"model": model, "corpus": corpus})
+    if isinstance(out, Artifact):
+        return
+    measure = evaluate.measurement(job.ask, corpus)
+    make = functools.partial(_scorer, model, job.ask.resources.cpus_per_actor)
+    result = measure.of(job.label, make, actors=job.ask.resources)
+    with tracking.start_evaluation(model, corpus, to_dict(job.ask)) as tracked:
+        tracked.log(result.numbers())
+        table = pa.table({"example_id": measure.asked.ids, "rank": result.ranking.ranks_N})
+        files = [out.write_table(_RANKS, table)]
+        counts = {"examples": len(measure.asked)}
+        out.publish(files, counts, run_id=tracked.run_id, metrics=result.metrics)
+
+
+def _scorer(model: Artifact, threads: int) -> RankerScorer:
+    torch.set_num_threads(max(1, threads))  # Ray sets them for new processes only
+    return load_scorer(model)
+
+
+def _cpus(job: Job) -> int:
+    """Cores of each of its workers: what is asked for; else a GPU's share, or the workers'."""
+    resources = job.train.resources
+    processes = resources.workers
+    if resources.gpu:
+        processes = max(processes, int(ray.cluster_resources().get("GPU", 0)))
+    return resources.cpus_per_worker or cpus_each(processes)
+
+
+def _placed(job: Job) -> Job:
+    """The job with its cores."""
+    cpus, gpu = _cpus(job), job.train.resources.gpu
+    resources = replace(job.train.resources, cpus_per_worker=cpus)
+    actors = Actors(actors=1, cpus_per_actor=cpus, gpu=gpu)
+    return replace(
+        job,
+        train=replace(job.train, resources=resources),
+        ask=replace(job.ask, resources=actors),
+    )
+
+
+def _at_once(jobs: Sequence[Job]) -> int:
+    """How many such jobs the cluster has room for."""
+    have = ray.cluster_resources()
+    rooms = [have.get("CPU", 0) // (_cpus(job) * job.train.resources.workers) for job in jobs]
+    rooms += [
+        have.get("GPU", 0) // job.train.resources.workers for job in jobs if job.train.resources.gpu
+    ]
+    return max(1, int(min(rooms)))
+
+
+def _reason(error: Exception) -> str:
+    """One line: what was refused, or the last line of what went wrong."""
+    if inner := program.bad_input_in(error):
+        return str(inner)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[-1][:300]
