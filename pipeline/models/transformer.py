@@ -14,6 +14,7 @@ from transformers import AutoModel, BertConfig, BertModel, ModernBertConfig, Mod
 from transformers.utils import logging as hf_logging
 
 from pipeline.config import BadInput, require
+from pipeline.models import cpu
 from pipeline.models.tokens import Tokens
 
 TrainLayers = Literal["all", "top", "top4", "all_but_embeddings"]
@@ -97,6 +98,7 @@ class Encoder(nn.Module):
         self.hf = hf
         if getattr(hf, "pooler", None) is not None:
             hf.pooler = None  # never used here; DDP would wait for its gradients
+        cpu.speed_up(hf)
         self.segments = getattr(hf.config, "type_vocab_size", 0) > 1
 
     @classmethod

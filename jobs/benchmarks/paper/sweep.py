@@ -50,7 +50,7 @@ def measure(
     inputs = {task: corpus.reference() for task, corpus in opened.items()}
     settings = {**asdict(setting), "table": number, "only": tuple(only), "seeds": seeds}
     with tracking.start_sweep(f"paper table {number}", inputs, settings) as tracked:
-        tracked.log({row.row: row.ours for row in rows if row.ours is not None})
+        tracked.log({row.row: row.ours for row in rows if row.ours is not None}, wait=True)
         tracked.attach(files)
     return rows
 

@@ -202,7 +202,7 @@ def train_and_evaluate(job: Job, tracking_server: str) -> None:
     make = functools.partial(_scorer, model, job.ask.resources.cpus_per_actor)
     result = measure.of(job.label, make, actors=job.ask.resources)
     with tracking.start_evaluation(model, corpus, to_dict(job.ask)) as tracked:
-        tracked.log(result.numbers())
+        tracked.log(result.numbers(), wait=True)
         table = pa.table({"example_id": measure.asked.ids, "rank": result.ranking.ranks_N})
         files = [out.write_table(_RANKS, table)]
         counts = {"examples": len(measure.asked)}
