@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import nn
 
 from pipeline.models import cpu
@@ -48,6 +50,44 @@ def test_attention_and_its_gradients_are_those_of_the_library(encoder, tokens, p
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for name, gradient in their_gradients.items():
         torch.testing.assert_close(our_gradients[name], gradient, rtol=1e-3, atol=1e-3, msg=name)
+
+
+SIZES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.sampled_from([4, 8]))
+
+
+def with_gradients(function, inputs, d_out):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = function(*leaves)
+    return out.detach(), torch.autograd.grad(out, leaves, d_out)
+
+
+@given(SIZES, st.integers(0, 1000), st.sampled_from([1, 200, 1 << 20]), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_attention_without_dropout_is_the_formula_in_float64(size, seed, at_once, masked):
+    """Whether its way back takes one text at a time, or all of them."""
+    texts, _, length, _ = size
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, d_out = (torch.randn(*size, generator=generator) for _ in range(4))
+    count = torch.randint(1, length + 1, (texts,), generator=generator)
+    mask = (torch.arange(length) < count[:, None])[:, None, None, :].expand(-1, 1, length, -1)
+    if not masked:
+        mask = torch.ones_like(mask)
+
+    def ours(q, k, v):
+        out, _ = cpu._attention(nn.Module(), q, k, v, mask if masked else None, scaling=0.3)
+        return out.transpose(1, 2)
+
+    def formula(q, k, v):
+        return (q @ k.mT * 0.3).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_WEIGHTS_AT_ONCE", at_once)
+        out, found = with_gradients(ours, (q, k, v), d_out)
+    doubles = [tensor.double() for tensor in (q, k, v)]
+    wanted_out, wanted = with_gradients(formula, doubles, d_out.double())
+    torch.testing.assert_close(out.double(), wanted_out, rtol=1e-5, atol=1e-5)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
 def test_it_is_not_what_a_saved_model_says(encoder, tmp_path):
