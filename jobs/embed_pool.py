@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from pipeline.artifact import (
 from pipeline.config import BadInput, require
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
-from pipeline.retrieval import embed, gate, versions
+from pipeline.retrieval import build, embed, gate, versions
 from pipeline.retrieval.embed import EmbedConfig
 from pipeline.retrieval.gate import GateConfig
 from pipeline.retrieval.lock import Lock, locked
@@ -150,12 +151,15 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.Record, Pool | N
     )
     plan = embed.plan_of(prepared)
     rows = plan.rows - plan.known if prepared["copies"] else plan.rows
-    time = "not known yet how long that takes"
+    estimate = "not known yet how long that takes"
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
-        time = f"about {minutes:.1f} minutes"
+        estimate = f"about {minutes:.1f} minutes"
     changes = ", ".join(f"{count:,} {what}" for what, count in asdict(plan.changes).items())
-    print(f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({time})", flush=True)
+    print(
+        f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({estimate})",
+        flush=True,
+    )
     return prepared, previous
 
 
@@ -194,19 +198,28 @@ def _embed(
         config.gate, checks, kind, canaries["contexts"], canaries["before"], plan.present
     )
     print(f"pool {config.name}: the gate is passed: {passed}", flush=True)
+    began = time.perf_counter()
+    names = [n for n, r in zip(plan.shards, records, strict=True) if r["counts"]["shards"]]
+    entries, statistics = build.index(out, names, checks[0]["dimensions"])
+    indexing = time.perf_counter() - began
     embedded = sum_counts(records, "embedded")
     rate = _rate(previous)
     if embedded["rows"] >= _MEASURED_ROWS or not rate:
         rate = embedded["rows"] / max(embedded["actor_seconds"], 1e-3)
     begins, ends = zip(*(record["clock"] for record in records), strict=True)
-    seconds = {"plan_seconds": prepared["seconds"], "seconds": round(max(ends) - min(begins), 3)}
+    seconds = {
+        "plan_seconds": prepared["seconds"],
+        "seconds": round(max(ends) - min(begins) + indexing, 3),
+    }
     lock.check()
     return out.publish(
-        [entry for record in records for entry in record["files"]],
+        [*(entry for record in records for entry in record["files"]), *entries],
         sum_counts([prepared, *records], "counts"),
         sum_counts([prepared, *records], "dropped"),
         run_id,
         dimensions=checks[0]["dimensions"],
+        dtype=config.embed.dtype,
+        statistics=statistics,
         plan=asdict(plan.changes),
         embedded={**embedded, "rate": round(rate, 1), **seconds},
         gate=passed,

@@ -55,7 +55,7 @@ def run(config: Config) -> program.Summary:
     return {
         "pool": describe(pool),
         "results": results,
-        "certified": found.certified,
+        "certified": bool(found.certified[0]),
         "milliseconds": milliseconds,
     }
 

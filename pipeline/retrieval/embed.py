@@ -1,11 +1,9 @@
 """Candidate texts to the shards of a pool: rows, and their vectors.
 
-    rows/part-00000.arrow      id, text, content_hash of each row (Arrow IPC, memory-mappable)
-    vectors/part-00000.npy     [rows, D] float32, in the same order
-
-Three steps, and each is resumed where it was: every file is read (`candidates`); the plan says which rows
-there are, and whose vectors the version before has (`plan`); actors make the shards (`embedder`). Who
-drives this never loads the model, nor holds the texts.
+Four steps, and each is resumed where it was: every file is read (`candidates`); the plan says which rows
+there are, and whose vectors the version before has (`plan`); actors make the shards (`embedder`); what
+searches need is added (`build`). Who drives this never loads the model, nor holds the texts. What the
+files of a pool are: `pool`.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from pipeline.retrieval.candidates import ROWS as ROWS
 from pipeline.retrieval.gate import GateConfig, read_canaries
 from pipeline.retrieval.plan import Plan, make
 from pipeline.retrieval.pool import Pool
+from pipeline.retrieval.stored import FILE_DTYPES, Dtype
 from pipeline.shards import Actors, Work, run_tasks_on_actors
 
 Record = dict[str, Any]
@@ -42,12 +41,15 @@ class EmbedConfig:
     """Column with its id, text or integer; empty: the text's content hash is the id."""
     rows_per_shard: int = 16_384
     """Rows in a shard at most; small pools are cut in 16. A killed job loses one shard per actor."""
+    dtype: Dtype = "float32"
+    """What is kept of a vector's numbers: float32, bfloat16, float16, or int8 with a scale for each."""
     batch_tokens: int = 0
     """Tokens in a batch at most, padding included; 0: what suits the device."""
     max_text_bytes: int = 1 << 20
     """Longer texts are set aside."""
 
     def __post_init__(self) -> None:
+        require(self.dtype in FILE_DTYPES, "embed.dtype", self.dtype, ", ".join(FILE_DTYPES))
         require(bool(self.text_column), "embed.text_column", self.text_column, "a column's name")
         require(self.batch_tokens >= 0, "embed.batch_tokens", self.batch_tokens, ">= 0")
         for name in ("rows_per_shard", "max_text_bytes"):
@@ -127,6 +129,7 @@ def embed(
         canaries=prepared["canaries"]["contexts"],
         top_k=gate.top_k,
         sample=gate.sample,
+        dtype=config.dtype,
     )
     tasks = plan_of(prepared).shards
     rows = {name: sum(end - start for _, start, end in tasks[name]) for name in tasks}

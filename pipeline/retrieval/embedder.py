@@ -24,9 +24,10 @@ from pipeline.corpora import raw
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.models.transformer import use_bf16
-from pipeline.retrieval import candidates, plan
+from pipeline.retrieval import build, candidates, plan
 from pipeline.retrieval.gate import KEY_DIGITS, Answers
 from pipeline.retrieval.pool import Pool
+from pipeline.retrieval.stored import Dtype, decode, encode
 
 _WINDOW_ROWS = 4096
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
@@ -44,15 +45,17 @@ class Embedder:
         canaries: list[list[str]],
         top_k: int,
         sample: int,
+        dtype: Dtype = "float32",
     ) -> None:
         """`previous`: the version whose vectors are those that the model would make, or "".
 
         `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard
-        that are embedded once more.
+        that are embedded once more. `dtype`: what the pool keeps of a vector.
         """
         # Ray gives torch as many threads as the actor has cores; the tokenizer would take all there are.
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
+        self._dtype: Dtype = dtype
         self._ranker = load_ranker(model)
         device = inference.best_device()
         self._ranker.to(device)
@@ -78,9 +81,11 @@ class Embedder:
         poisoned["vector is not finite"] = infinite
         rejects = _reject(draft, name, rows, poisoned)
         good = np.delete(np.arange(len(rows)), np.concatenate(list(poisoned.values())))
-        rows, vectors_ND, known_N = rows.take(good), vectors_ND[good], places_N[good] >= 0
+        rows, known_N = rows.take(good), places_N[good] >= 0
+        layer = encode(vectors_ND[good], self._dtype)
+        vectors_ND = decode(layer)  # the gate looks at what searches will
         return {
-            "files": _write(draft, name, rows, vectors_ND) if len(rows) else [],
+            "files": build.write_shard(draft, name, rows, layer) if len(rows) else [],
             "counts": {"candidates": len(rows), "shards": int(len(rows) > 0)},
             "dropped": rejects,
             "malformed": rejects,
@@ -185,11 +190,3 @@ def _reject(draft: Draft, name: str, rows: pa.Table, poisoned: dict[str, Ints]) 
             rejects.add(reason, f"rows/{name}", at + 1, text)
     rejects.save(draft, name)
     return dict(rejects.counts)
-
-
-def _write(draft: Draft, name: str, rows: pa.Table, vectors_ND: Floats) -> list[dict[str, Any]]:
-    vectors = candidates.npy_file(vectors_ND)
-    return [
-        draft.write_file(f"rows/{name}.arrow", candidates.arrow_file(rows), len(rows)),
-        draft.write_file(f"vectors/{name}.npy", vectors, len(rows)),
-    ]

@@ -42,7 +42,7 @@ def test_the_best_candidates_of_the_pool_are_shown_best_first(search, pool, tiny
     ranker = load_ranker(tiny_ranker("poly").local())
     vectors, mask = inference.context_vectors(ranker, [context])
     assert mask.all()
-    logits = np.concatenate(Pool.open(pool).vectors).astype(np.float64) @ vectors[0].numpy().T
+    logits = Pool.open(pool).vectors_at(np.arange(6)).astype(np.float64) @ vectors[0].numpy().T
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     scores = (weights * logits).sum(axis=1) / weights.sum(axis=1)
     order = np.argsort(-scores)[:4]

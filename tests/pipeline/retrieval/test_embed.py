@@ -18,7 +18,7 @@ from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval import embed
+from pipeline.retrieval import build, embed
 from pipeline.retrieval.embed import EmbedConfig
 from pipeline.retrieval.gate import GateConfig
 from pipeline.retrieval.pool import Pool
@@ -57,7 +57,12 @@ def make(actors_in_process, model, tmp_path):
         counts, dropped = (sum_counts(records, name) for name in ("counts", "dropped"))
         entries = [entry for record in records[1:] for entry in record["files"]]
         checks = [record["check"] for record in records[1:]]
-        return Pool.open(out.publish(entries, counts, dropped, dimensions=16, checks=checks).uri)
+        shards = zip(embed.plan_of(prepared).shards, records[1:], strict=True)
+        good = [name for name, record in shards if record["files"]]
+        more, statistics = build.index(out, good, 16)
+        facts = {"dimensions": 16, "dtype": settings.dtype, "statistics": statistics}
+        out.publish([*entries, *more], counts, dropped, checks=checks, **facts)
+        return Pool.open(out.uri)
 
     return run
 
@@ -92,7 +97,7 @@ def test_shards_hold_rows_per_shard_and_the_vectors_of_their_rows(make, model, t
     texts = [f"{'long ' * (n % 5)}text {n}" for n in range(7)]
     file = json_lines(tmp_path / "a.jsonl", [{"id": n, "text": t} for n, t in enumerate(texts)])
     pool = make(file, rows_per_shard=3, batch_tokens=40)
-    assert [len(matrix) for matrix in pool.vectors] == [3, 3, 1]
+    assert [len(shard) for shard in pool.shards] == [3, 3, 1]
     assert [table.num_rows for table in pool.rows] == [3, 3, 1]
     assert pool.artifact.counts["shards"] == 3
     ranker = load_ranker(model)
@@ -100,7 +105,7 @@ def test_shards_hold_rows_per_shard_and_the_vectors_of_their_rows(make, model, t
     # Where the hardware multiplies in bf16, a batch's padding moves its last bits.
     exact = not torch.cpu.get_capabilities().get("amx_bf16", False)
     tolerance = 1e-5 if exact else 0.03
-    np.testing.assert_allclose(np.concatenate(pool.vectors), one_by_one, atol=tolerance, rtol=0)
+    np.testing.assert_allclose(pool.vectors_at(np.arange(7)), one_by_one, atol=tolerance, rtol=0)
     apart = np.abs(np.diff(one_by_one, axis=0)).max(axis=1)
     assert apart.min() > 3 * tolerance  # a row in another's place would be noticed
 

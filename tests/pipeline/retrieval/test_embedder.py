@@ -96,11 +96,11 @@ def written(monkeypatch) -> dict[str, np.ndarray]:
     """The vectors that were written, by text."""
     found: dict[str, np.ndarray] = {}
 
-    def write(draft, name, rows, vectors_ND, *more):
-        found.update(zip(rows["text"].to_pylist(), vectors_ND, strict=True))
+    def write(draft, name, rows, layer):
+        found.update(zip(rows["text"].to_pylist(), layer.matrix, strict=True))
         return []
 
-    monkeypatch.setattr(embedder, "_write", write)
+    monkeypatch.setattr(embedder.build, "write_shard", write)
     return found
 
 

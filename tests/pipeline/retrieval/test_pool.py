@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import pyarrow as pa
 import pytest
 
 from pipeline import storage
-from pipeline.artifact import Artifact, draft
+from pipeline.artifact import Artifact, Draft, draft
 from pipeline.config import BadInput
+from pipeline.retrieval import build, checks
+from pipeline.retrieval.candidates import ROWS
 from pipeline.retrieval.embed import EmbedConfig
 from pipeline.retrieval.pool import Pool, current_uri, describe, make_current
 from pipeline.retrieval.search import search
+from pipeline.retrieval.stored import encode
 
 MODEL = Artifact("models/mine", {"kind": "ranker", "fingerprint": "aaaa"})
 OTHER = Artifact("models/other", {"kind": "ranker", "fingerprint": "bbbb"})
@@ -22,24 +26,33 @@ WIDTH = 4
 MAPS = Path("/proc/self/maps")
 
 
-def publish(pools: Path, version: str, sizes=(3, 1, 2), first=0) -> Pool:
-    """A version with shards of `sizes`: row n has the id "id{n}" and vectors of n."""
+def publish(
+    pools: Path, version: str, sizes=(3, 1, 2), first=0, dtype="float32", twice: str = ""
+) -> str:
+    """A version with shards of `sizes`: row n has the id "id{n}" and vectors of n.
+
+    `twice`: the id of every shard's last row instead.
+    """
     out = draft(str(pools / "p" / version), "pool", EmbedConfig(), {"model": MODEL})
-    entries = []
-    for shard, size in enumerate(sizes):
+    assert isinstance(out, Draft)
+    entries, names = [], [f"part-{shard:05d}" for shard in range(len(sizes))]
+    for name, size in zip(names, sizes, strict=True):
         numbers = range(first, first + size)
         first += size
-        table = pa.table({"id": [f"id{n}" for n in numbers], "text": [f"text {n}" for n in numbers],
-                          "content_hash": ["-"] * size})  # fmt: skip
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-        entries.append(out.write_file(f"rows/part-{shard:05d}.arrow", sink.getvalue(), size))
-        stream = pa.BufferOutputStream()
+        ids = [twice if twice and n == numbers[-1] else f"id{n}" for n in numbers]
+        table = pa.table([ids, [f"text {n}" for n in numbers], ["-"] * size], schema=ROWS)
         matrix = np.repeat(np.array(numbers, np.float32)[:, None], WIDTH, axis=1)
-        np.lib.format.write_array(stream, matrix, allow_pickle=False)
-        entries.append(out.write_file(f"vectors/part-{shard:05d}.npy", stream.getvalue(), size))
-    return Pool.open(out.publish(entries, {"candidates": first}, dimensions=WIDTH).uri)
+        entries += build.write_shard(out, name, table, encode(matrix, dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build.shards, "run_tasks", one_by_one)
+        more, statistics = build.index(out, names, WIDTH)
+    facts = {"dimensions": WIDTH, "dtype": dtype, "statistics": statistics}
+    return out.publish([*entries, *more], {"candidates": first}, **facts).uri
+
+
+def one_by_one(draft, tasks, work, label):
+    """`run_tasks` without Ray."""
+    return [work(draft, name, tasks[name]) for name in tasks]
 
 
 @pytest.fixture
@@ -87,21 +100,47 @@ def test_vectors_at_gathers_places_across_shards(pools):
         assert found[:, 0].tolist() == places
 
 
-def test_the_vectors_are_memory_mapped_and_cannot_be_changed(pools):
-    for shard, matrix in enumerate(Pool.open(f"{pools}/p").vectors):
-        assert isinstance(matrix, np.memmap)
-        assert Path(matrix.filename).name == f"part-{shard:05d}.npy"
-        with pytest.raises(ValueError, match="read-only"):
-            matrix[0, 0] = 1
-
-
 @pytest.mark.skipif(not MAPS.exists(), reason="Linux only")
-def test_vectors_and_rows_stay_in_their_files(pools):
+def test_everything_stays_in_its_files(pools):
     before = pa.total_allocated_bytes()
-    pool = Pool.open(f"{pools}/p")
+    pool = Pool.open(f"{pools}/p", check="never")
     assert pa.total_allocated_bytes() == before
     mapped = {line.split()[-1] for line in MAPS.read_text().splitlines()}
     assert set(pool.artifact.files()) <= mapped
+
+
+def test_what_is_written_to_a_vector_in_memory_does_not_reach_the_file(pools):
+    pool = Pool.open(f"{pools}/p")
+    pool.shards[0].vectors.matrix[:] = 7
+    assert Pool.open(f"{pools}/p").vectors_at(np.array([0])).tolist() == [[0.0] * WIDTH]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_every_type_of_numbers_opens_as_it_was_written(tmp_path, dtype):
+    pool = Pool.open(publish(tmp_path, "v", sizes=(5, 3), dtype=dtype))
+    assert pool.dtype == dtype
+    # 0 to 7 are the same in all of them but int8, whose scales have 16 bits.
+    np.testing.assert_allclose(pool.vectors_at(np.arange(8))[:, 0], np.arange(8), rtol=4e-5)
+    assert pool.longest == pytest.approx(7 * WIDTH**0.5, rel=1e-4)
+    assert search(pool, np.ones((1, WIDTH)), 2, method="pruned").ids == ["id7", "id6"]
+
+
+def test_a_pool_without_rows_opens_and_answers_nothing(tmp_path):
+    pool = Pool.open(publish(tmp_path, "v", sizes=()))
+    assert len(pool) == 0
+    assert pool.vectors_at(np.arange(0)).shape == (0, WIDTH)
+    for method in ("auto", "exact", "pruned"):
+        answer = search(pool, np.ones((2, WIDTH)), 3, method=method)
+        assert (answer.ids, answer.scores.shape, answer.certified) == ([], (0,), True)
+
+
+def test_the_manifest_tells_of_every_shard(pools):
+    manifest = Pool.open(f"{pools}/p").artifact.manifest
+    assert [s["rows"] for s in manifest["statistics"]] == [3, 1, 2]
+    least, mean, most = manifest["statistics"][0]["lengths"]  # of the rows 0, 1, 2
+    assert (least, mean, most) == pytest.approx((0, 2, 4))
+    # Vectors on one line: a direction holds all of them.
+    assert manifest["statistics"][1]["missed_by_sketch"] < 1e-3
 
 
 # CURRENT
@@ -187,7 +226,11 @@ def test_an_artifact_of_another_kind_is_refused(pools, tiny_ranker):
         Pool.open(tiny_ranker("poly").uri)
 
 
-@pytest.mark.parametrize("name", ["vectors/part-00001.npy", "rows/part-00002.arrow"])
+FILES = ["vectors/part-00001.npy", "rows/part-00002.arrow", "norms/part-00000.npy",
+         "sketch/part-00001.npy", "sketch_norms/part-00002.npy", "rotation.npy"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["longer", "shorter", "missing"])
 def test_a_file_that_is_not_what_the_manifest_names_is_refused_naming_it(pools, name, damage):
     file = pools / "p" / "v1" / name
@@ -202,8 +245,64 @@ def test_a_file_that_is_not_what_the_manifest_names_is_refused_naming_it(pools, 
 def test_shards_of_another_width_than_the_manifest_says_are_refused(pools):
     manifest = pools / "p" / "v1" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"dimensions": 4', '"dimensions": 5'))
-    with pytest.raises(BadInput, match=r"\(3, 4\) vectors for 3 rows of 5 dimensions"):
+    with pytest.raises(BadInput, match=r"rotation.npy: float64 \(4, .* float64 \(5, "):
         Pool.open(f"{pools}/p")
+
+
+def flip(file: Path) -> None:
+    """Changes one bit of the last byte, and nothing else that a directory shows."""
+    stat, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_corrupted_byte_is_found_the_first_time_and_named(pools, name):
+    flip(pools / "p" / "v1" / name)
+    with pytest.raises(BadInput, match=rf"v1/{name}: damaged"):
+        Pool.open(f"{pools}/p")
+
+
+def test_checksums_are_looked_at_once_on_a_node_or_always(pools, monkeypatch):
+    looked: list[Path] = []
+    digest = checks._sha256
+    monkeypatch.setattr(checks, "_sha256", lambda path: looked.append(path) or digest(path))
+    count = len(Pool.open(f"{pools}/p").artifact.manifest["files"])
+    assert len(looked) == count
+    Pool.open(f"{pools}/p")
+    assert len(looked) == count
+    Pool.open(f"{pools}/p", check="never")
+    assert len(looked) == count
+    Pool.open(f"{pools}/p", check="always")
+    assert len(looked) == 2 * count
+    file = pools / "p" / "v1" / "vectors" / "part-00000.npy"
+    file.write_bytes(file.read_bytes())  # another time
+    Pool.open(f"{pools}/p")
+    assert len(looked) == 3 * count
+    flip(file)
+    with pytest.raises(BadInput, match=r"part-00000.npy: damaged"):
+        Pool.open(f"{pools}/p", check="always")
+
+
+def test_an_id_that_comes_twice_is_refused_by_name(tmp_path):
+    uri = publish(tmp_path, "v", twice="the same")
+    with pytest.raises(BadInput, match="id: 'the same' comes 3 times; allowed: each id once"):
+        Pool.open(uri)
+
+
+def test_a_pool_of_an_older_format_is_to_be_embedded_again(pools):
+    manifest = pools / "p" / "v1" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"dtype"', '"was"'))
+    with pytest.raises(BadInput, match=r"v1: dtype is None; allowed: .*; embed the pool again"):
+        Pool.open(f"{pools}/p")
+
+
+def test_a_rotation_that_is_none_is_refused_even_where_checksums_are_not_looked_at(pools):
+    file = pools / "p" / "v1" / "rotation.npy"
+    np.save(file, np.load(file) * 1.001)
+    with pytest.raises(BadInput, match=r"rotation.npy: damaged \(no rotation\)"):
+        Pool.open(f"{pools}/p", check="never")
 
 
 def test_another_model_than_the_pools_is_refused_in_one_line_that_names_both(pools):

@@ -1,0 +1,5 @@
+from typing import Any
+
+
+def neighbours(pool: Any, vectors: Any, top_k: int) -> Any:
+    raise NotImplementedError

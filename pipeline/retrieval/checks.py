@@ -1,0 +1,74 @@
+"""Whether the files of a pool are those that were published.
+
+Sizes are compared whenever a pool is opened. Checksums are computed `once`: by the first process of a
+node that opens these files, at some 1.5 GB a second and core, and again only when a file's size, time or
+inode has changed. A note in the node's cache folder says what has passed. `always` takes no notice of
+the notes, for disks that decay in silence; `never` is for who has just written the pool.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput, digest, require
+
+Check = Literal["once", "always", "never"]
+
+
+def sizes(artifact: Artifact, folder: Path) -> None:
+    """Raises BadInput, naming the first file that is missing or is not as long as it was."""
+    for entry in artifact.manifest["files"]:
+        path = folder / entry["path"]
+        if not path.exists() or path.stat().st_size != entry["bytes"]:
+            raise BadInput(f"{path}: not the {entry['bytes']:,} bytes that the manifest names")
+
+
+def contents(artifact: Artifact, folder: Path, tables: Sequence[pa.Table], check: Check) -> None:
+    """Raises BadInput, naming the first file with another checksum, or an id that comes twice.
+
+    `tables`: the pool's rows. Looking for ids takes as much memory as the ids, for the moment.
+    """
+    require(check in ("once", "always", "never"), "check", check, "once, always, never")
+    if check == "never":
+        return
+    note = _note(artifact, folder)
+    if check == "once" and note.exists():
+        return
+    entries = artifact.manifest["files"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
+        found = pool.map(_sha256, (folder / entry["path"] for entry in entries))
+        for entry, sha256 in zip(entries, found, strict=True):
+            if sha256 != entry["sha256"]:
+                raise BadInput(
+                    f"{folder / entry['path']}: damaged (its checksum is not the manifest's)"
+                )
+    ids = pa.chunked_array([c for table in tables for c in table["id"].chunks], pa.string())
+    if pc.count_distinct(ids).as_py() != len(ids):
+        twice = next(v for v in pc.value_counts(ids).to_pylist() if v["counts"] > 1)
+        raise BadInput(f"{artifact.uri}: id: {twice['values']!r} comes {twice['counts']} times; "
+                       "allowed: each id once")  # fmt: skip
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.touch()
+
+
+def _note(artifact: Artifact, folder: Path) -> Path:
+    facts: list[Any] = [artifact.fingerprint, str(folder)]
+    for entry in artifact.manifest["files"]:
+        stat = (folder / entry["path"]).stat()
+        facts.append([entry["sha256"], stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    return Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}" / "checked" / digest(facts)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
