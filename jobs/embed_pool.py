@@ -106,7 +106,9 @@ class _Job:
 
 
 def _job(config: Config) -> _Job:
-    """Raises BadInput for a model without vectors, and for input that is not there."""
+    """Raises BadInput for a model without vectors, and for input or a package that is not there."""
+    if config.embed.neighbours:
+        build.require_faiss()
     model = open_artifact(config.model, "ranker")
     # Without the ranker's own module, and so without torch: where nothing is left to do that takes seconds.
     architecture = json.loads(storage.read_bytes(storage.join(model.uri, _SETTINGS)))[
@@ -200,7 +202,7 @@ def _embed(
     print(f"pool {config.name}: the gate is passed: {passed}", flush=True)
     began = time.perf_counter()
     names = [n for n, r in zip(plan.shards, records, strict=True) if r["counts"]["shards"]]
-    entries, statistics = build.index(out, names, checks[0]["dimensions"])
+    entries, statistics = build.index(out, names, checks[0]["dimensions"], config.embed.neighbours)
     indexing = time.perf_counter() - began
     embedded = sum_counts(records, "embedded")
     rate = _rate(previous)

@@ -148,7 +148,7 @@ def _columns(
     contexts: Sequence[Floats], longest: float, centres: int, dtype: str, rounded: float
 ) -> Columns:
     """`rounded`: what a row may be off, relative to its length, when it is multiplied."""
-    found = in_parallel(functools.partial(_centres, count=centres), contexts)
+    found = in_parallel(functools.partial(centres_of, count=centres), contexts)
     most = max(-(-_LEAST_COLUMNS // len(contexts)), *(len(centres_GK) for centres_GK, _ in found))
     parts, scales, weights, floors = [], [], [], []
     for vectors_MK, (centres_GK, of_M) in zip(contexts, found, strict=True):
@@ -183,7 +183,7 @@ def _low_precision(centres_GK: Floats, dtype: str) -> tuple[Tensor, float]:
     return torch.from_numpy(codes_1.reshape(centres_GK.shape)), float(scales_1[0])
 
 
-def _centres(vectors_MK: Floats, count: int) -> tuple[Floats, Ints]:
+def centres_of(vectors_MK: Floats, count: int) -> tuple[Floats, Ints]:
     """(centres [G, K], the centre of each vector [M]): at most `count`, with small largest distances.
 
     Complete linkage keeps the widest group narrow; each centre then goes some steps towards the

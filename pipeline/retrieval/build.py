@@ -6,6 +6,7 @@ a task of its own, which a killed job does not do again.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow as pa
 from pipeline import shards, storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Draft
+from pipeline.config import BadInput
 from pipeline.retrieval.candidates import arrow_file, npy_file
 from pipeline.retrieval.pool import ROTATION
 from pipeline.retrieval.sketch import MISSED, fit_rotation, sketch
@@ -24,7 +26,17 @@ from pipeline.retrieval.stored import LENGTH, Layer, decode
 # The rotation of 65,536 rows misses as much of a pool as that of all its rows does.
 _SAMPLE_SHARDS, _SAMPLE_ROWS = 64, 1024
 
+# An index over so many shards, whose product quantizer has learnt from so many rows.
+_PART_SHARDS, _LEAST_LEARNT, _LEARNT = 16, 1024, 8192
+_BITS, _ROUNDS = 4, 10
+
 Entry = dict[str, Any]
+
+
+def require_faiss() -> None:
+    """Raises BadInput where FAISS is not installed."""
+    if importlib.util.find_spec("faiss") is None:
+        raise BadInput("embed.neighbours: needs the package faiss-cpu; pip install polyrank[faiss]")
 
 
 def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list[Entry]:
@@ -36,8 +48,13 @@ def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list
     ]
 
 
-def index(draft: Draft, names: Sequence[str], dimensions: int) -> tuple[list[Entry], list[Entry]]:
-    """Sketches the finished shards; returns (entries of the files, statistics of the shards)."""
+def index(
+    draft: Draft, names: Sequence[str], dimensions: int, neighbours: bool = False
+) -> tuple[list[Entry], list[Entry]]:
+    """Sketches the finished shards; returns (entries of the files, statistics of the shards).
+
+    `neighbours`: for approximate searches, too.
+    """
     rotation = draft.records().get("rotation")
     if rotation is None:
         rotation = draft.write_file(ROTATION, npy_file(_fit(draft, names, dimensions)))
@@ -45,6 +62,10 @@ def index(draft: Draft, names: Sequence[str], dimensions: int) -> tuple[list[Ent
     tasks = {f"sketch-{name}": name for name in names}
     records = shards.run_tasks(draft, tasks, _sketch, "sketch") if tasks else []
     entries = [entry for record in records for entry in record["files"]]
+    if neighbours:
+        starts = range(0, len(names), _PART_SHARDS)
+        parts = {f"neighbours-{n:05d}": names[s : s + _PART_SHARDS] for n, s in enumerate(starts)}
+        entries += shards.run_tasks(draft, parts, _neighbours, "neighbours")
     return [rotation, *entries], [record["statistics"] for record in records]
 
 
@@ -75,6 +96,22 @@ def _sketch(draft: Draft, task: str, name: str) -> Entry:
             "missed_by_sketch": float(missed.mean()),
         },
     }
+
+
+def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> Entry:
+    import faiss
+
+    faiss.omp_set_num_threads(1)  # the other cores have tasks of their own
+    vectors_ND = np.concatenate([decode(_read_vectors(draft, name)) for name in names])
+    width = vectors_ND.shape[1]
+    group = next(size for size in (3, 2, 1) if width % size == 0)
+    index = faiss.IndexPQFastScan(width, width // group, _BITS, faiss.METRIC_INNER_PRODUCT)
+    index.pq.cp.niter = _ROUNDS
+    sample = vectors_ND[:: -(-len(vectors_ND) // _LEARNT)]
+    index.train(np.resize(sample, (max(len(sample), _LEAST_LEARNT), width)))
+    index.add(vectors_ND)
+    name = task.replace("neighbours-", "neighbours/part-") + ".faiss"
+    return draft.write_file(name, faiss.serialize_index(index).tobytes(), len(vectors_ND))
 
 
 def _read_vectors(draft: Draft, name: str) -> Layer:

@@ -43,6 +43,8 @@ class EmbedConfig:
     """Rows in a shard at most; small pools are cut in 16. A killed job loses one shard per actor."""
     dtype: Dtype = "float32"
     """What is kept of a vector's numbers: float32, bfloat16, float16, or int8 with a scale for each."""
+    neighbours: bool = False
+    """Whether an index for approximate searches is made; needs faiss-cpu, and a byte for six numbers."""
     batch_tokens: int = 0
     """Tokens in a batch at most, padding included; 0: what suits the device."""
     max_text_bytes: int = 1 << 20

@@ -4,7 +4,7 @@
     rows/part-00000.arrow         id, text, content_hash, and the columns kept to filter by
     vectors/, norms/              `stored`
     rotation.npy, sketch/, sketch_norms/    `sketch`
-    neighbours.faiss              where it was asked for: `approximate`
+    neighbours/                   where it was asked for: `approximate`
 
 A version never changes. Its matrices and its rows are memory-mapped, so that processes of one node
 share them.
@@ -32,7 +32,6 @@ from pipeline.retrieval.stored import FILE_DTYPES, LENGTH, Dtype, Layer, decode
 
 CURRENT = "CURRENT"
 KIND = "pool"
-NEIGHBOURS = "neighbours.faiss"
 ROTATION = "rotation.npy"
 
 
@@ -114,6 +113,23 @@ class Pool:
     @property
     def dtype(self) -> Dtype:
         return self.artifact.manifest["dtype"]  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def neighbours(self) -> tuple[Any, ...]:
+        """FAISS' indices, each of the rows that follow those of the one before; in this process' memory.
+
+        Raises BadInput where the pool has none.
+        """
+        files = self.artifact.files("neighbours/")
+        if not files and len(self):
+            raise BadInput(f"{self.artifact.uri}: has no index of neighbours; embed the pool again with "
+                           "--embed.neighbours true, or search by another method")  # fmt: skip
+        import faiss
+
+        folder = self.artifact.local()
+        return tuple(
+            faiss.read_index(str(folder / "neighbours" / storage.name_of(f))) for f in files
+        )
 
     @property
     def rows(self) -> tuple[pa.Table, ...]:

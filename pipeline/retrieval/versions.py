@@ -16,7 +16,14 @@ _DAY_S = 86_400
 # Settings that say which rows there are, or how they are filed; all others decide a vector.
 _NOT_OF_VECTORS = {
     f"embed.{name}"
-    for name in ("text_column", "id_column", "rows_per_shard", "batch_tokens", "max_text_bytes")
+    for name in (
+        "text_column",
+        "id_column",
+        "rows_per_shard",
+        "batch_tokens",
+        "max_text_bytes",
+        "neighbours",
+    )
 }
 
 

@@ -104,10 +104,10 @@ def test_bounds_come_near_the_products(dtype):
 def test_centres_of_few_vectors_are_the_vectors_and_of_many_lie_among_them():
     rng = np.random.default_rng(2)
     vectors = rng.normal(size=(20, 5))
-    centres, of = module._centres(vectors, 20)
+    centres, of = module.centres_of(vectors, 20)
     np.testing.assert_array_equal(centres[of], vectors)
     groups = np.repeat(rng.normal(size=(4, 5)) * 100, 5, axis=0) + vectors
-    centres, of = module._centres(groups, 4)
+    centres, of = module.centres_of(groups, 4)
     assert len(centres) == 4
     assert [set(of[at : at + 5]) for at in (0, 5, 10, 15)] == [{of[at]} for at in (0, 5, 10, 15)]
     radius = np.linalg.norm(groups - centres[of], axis=1).max()
