@@ -38,13 +38,14 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs import cluster, finetune, prepare_corpus  # `jobs` sets Ray's defaults before ray is there
 from pipeline import storage
-from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
+from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
 from pipeline.corpora import sample
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
-from pipeline.retrieval import candidates, embed
+from pipeline.retrieval import build, candidates, embed
+from pipeline.retrieval.stored import encode
 
 ROOT = Path(__file__).parents[1]
 
@@ -177,6 +178,27 @@ def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(candidates.shards, "run_tasks", run)
     monkeypatch.setattr(embed, "run_tasks_on_actors", run_on_actors)
     return done
+
+
+@pytest.fixture(scope="session")
+def publish_pool() -> Callable[..., Artifact]:
+    """`publish_pool(draft, [(rows, vectors), …], dtype="int8")`: the shards of a pool, without Ray."""
+
+    def publish(out: Draft, parts, dtype="float32", neighbours=False) -> Artifact:
+        entries, names = [], [f"part-{number:05d}" for number in range(len(parts))]
+        for name, (rows, vectors_ND) in zip(names, parts, strict=True):
+            entries += build.write_shard(out, name, rows, encode(vectors_ND, dtype))
+        width = parts[0][1].shape[1] if parts else 4
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build.shards, "run_tasks", lambda draft, tasks, work, label: [
+                work(draft, name, tasks[name]) for name in tasks
+            ])  # fmt: skip
+            more, statistics = build.index(out, names, width, neighbours)
+        facts = {"dimensions": width, "dtype": dtype, "statistics": statistics}
+        candidates = sum(len(rows) for rows, _ in parts)
+        return out.publish([*entries, *more], {"candidates": candidates}, **facts)
+
+    return publish
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import http.client
-import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -38,7 +36,9 @@ def fp32() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_pool(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def tiny_pool(
+    tmp_path_factory: pytest.TempPathFactory, publish_pool: Callable[..., Artifact]
+) -> Callable[..., str]:
     """`tiny_pool(model, "replies")`: the URI of a pool that holds REPLIES."""
 
     @functools.cache
@@ -49,22 +49,13 @@ def tiny_pool(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         model = {"uri": model_uri, "kind": "ranker", "fingerprint": fingerprint}
         out = draft(uri, "pool", config, {"model": model})
         ranker = load_ranker(Path(model_uri))
-        entries = []
         items = list(REPLIES.items())
-        for shard, part in enumerate((items[:5], items[5:])):
+        parts = []
+        for part in (items[:5], items[5:]):
             rows = [{"id": key, "text": text, "content_hash": text} for key, text in part]
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_file(sink, ROWS) as writer:
-                writer.write_table(pa.Table.from_pylist(rows, schema=ROWS))
-            buffer = io.BytesIO()
-            texts = [text for _, text in part]
-            vectors = inference.candidate_vectors(ranker, texts).numpy()
-            np.save(buffer, vectors)
-            entries += [
-                out.write_file(f"rows/part-{shard:05d}.arrow", sink.getvalue(), len(part)),
-                out.write_file(f"vectors/part-{shard:05d}.npy", buffer.getvalue(), len(part)),
-            ]
-        out.publish(entries, {"candidates": len(items)}, dimensions=vectors.shape[1])
+            vectors = inference.candidate_vectors(ranker, [text for _, text in part]).numpy()
+            parts.append((pa.Table.from_pylist(rows, schema=ROWS), vectors))
+        publish_pool(out, parts)
         make_current(str(pools), name, "v-1")
         return str(pools / name)
 

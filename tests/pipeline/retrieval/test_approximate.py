@@ -15,33 +15,25 @@ from pipeline.retrieval.candidates import ROWS
 from pipeline.retrieval.embed import EmbedConfig
 from pipeline.retrieval.pool import Pool
 from pipeline.retrieval.search import search, top_rows
-from pipeline.retrieval.stored import encode
 
 pytest.importorskip("faiss")
 
 
 @pytest.fixture
-def publish(tmp_path, monkeypatch):
+def publish(tmp_path, monkeypatch, publish_pool):
     """`publish(rows [N, D], size)`: a pool on disk, in shards of `size` rows, three to an index."""
     monkeypatch.setattr(build, "_PART_SHARDS", 3)
-    monkeypatch.setattr(build.shards, "run_tasks", lambda draft, tasks, work, label: [
-        work(draft, name, tasks[name]) for name in tasks
-    ])  # fmt: skip
 
     def run(rows_ND, size: int, neighbours: bool = True) -> Pool:
         rows_ND = np.asarray(rows_ND, np.float32)
         out = draft(str(tmp_path / "p" / f"v{len(rows_ND)}"), "pool", EmbedConfig(), {})
         assert isinstance(out, Draft)
-        entries, names = [], []
+        parts = []
         for start in range(0, len(rows_ND), size):
-            names.append(f"part-{start:05d}")
-            part = rows_ND[start : start + size]
-            ids = [f"id{n}" for n in range(start, start + len(part))]
-            table = pa.table([ids, ids, ids], ROWS)
-            entries += build.write_shard(out, names[-1], table, encode(part, "float32"))
-        more, _ = build.index(out, names, rows_ND.shape[1], neighbours)
-        facts = {"dimensions": rows_ND.shape[1], "dtype": "float32"}
-        return Pool.open(out.publish([*entries, *more], {}, **facts).uri)
+            vectors = rows_ND[start : start + size]
+            ids = [f"id{n}" for n in range(start, start + len(vectors))]
+            parts.append((pa.table([ids, ids, ids], ROWS), vectors))
+        return Pool.open(publish_pool(out, parts, neighbours=neighbours).uri)
 
     return run
 

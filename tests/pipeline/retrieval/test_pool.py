@@ -13,12 +13,11 @@ import pytest
 from pipeline import storage
 from pipeline.artifact import Artifact, Draft, draft
 from pipeline.config import BadInput
-from pipeline.retrieval import build, checks
+from pipeline.retrieval import checks
 from pipeline.retrieval.candidates import ROWS
 from pipeline.retrieval.embed import EmbedConfig
 from pipeline.retrieval.pool import Pool, current_uri, describe, make_current
 from pipeline.retrieval.search import search
-from pipeline.retrieval.stored import encode
 
 MODEL = Artifact("models/mine", {"kind": "ranker", "fingerprint": "aaaa"})
 OTHER = Artifact("models/other", {"kind": "ranker", "fingerprint": "bbbb"})
@@ -26,37 +25,33 @@ WIDTH = 4
 MAPS = Path("/proc/self/maps")
 
 
-def publish(
-    pools: Path, version: str, sizes=(3, 1, 2), first=0, dtype="float32", twice: str = ""
-) -> str:
-    """A version with shards of `sizes`: row n has the id "id{n}" and vectors of n.
+@pytest.fixture
+def publish(publish_pool):
+    """`publish(folder, "v1", sizes)`: a version with shards of `sizes`.
 
-    `twice`: the id of every shard's last row instead.
+    Row n has the id "id{n}", or each shard's last one `twice`, and vectors of n.
     """
-    out = draft(str(pools / "p" / version), "pool", EmbedConfig(), {"model": MODEL})
-    assert isinstance(out, Draft)
-    entries, names = [], [f"part-{shard:05d}" for shard in range(len(sizes))]
-    for name, size in zip(names, sizes, strict=True):
-        numbers = range(first, first + size)
-        first += size
-        ids = [twice if twice and n == numbers[-1] else f"id{n}" for n in numbers]
-        table = pa.table([ids, [f"text {n}" for n in numbers], ["-"] * size], schema=ROWS)
-        matrix = np.repeat(np.array(numbers, np.float32)[:, None], WIDTH, axis=1)
-        entries += build.write_shard(out, name, table, encode(matrix, dtype))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build.shards, "run_tasks", one_by_one)
-        more, statistics = build.index(out, names, WIDTH)
-    facts = {"dimensions": WIDTH, "dtype": dtype, "statistics": statistics}
-    return out.publish([*entries, *more], {"candidates": first}, **facts).uri
 
+    def run(
+        pools: Path, version: str, sizes=(3, 1, 2), first=0, dtype="float32", twice: str = ""
+    ) -> str:
+        out = draft(str(pools / "p" / version), "pool", EmbedConfig(), {"model": MODEL})
+        assert isinstance(out, Draft)
+        parts = []
+        for size in sizes:
+            numbers = range(first, first + size)
+            first += size
+            ids = [twice if twice and n == numbers[-1] else f"id{n}" for n in numbers]
+            table = pa.table([ids, [f"text {n}" for n in numbers], ["-"] * size], schema=ROWS)
+            matrix = np.repeat(np.array(numbers, np.float32)[:, None], WIDTH, axis=1)
+            parts.append((table, matrix))
+        return publish_pool(out, parts, dtype).uri
 
-def one_by_one(draft, tasks, work, label):
-    """`run_tasks` without Ray."""
-    return [work(draft, name, tasks[name]) for name in tasks]
+    return run
 
 
 @pytest.fixture
-def pools(tmp_path) -> Path:
+def pools(tmp_path, publish) -> Path:
     """Pool "p" with the versions v1 (6 rows) and v2 (2 rows, ids from 100); v1 is current."""
     publish(tmp_path, "v1")
     publish(tmp_path, "v2", sizes=(2,), first=100)
@@ -116,7 +111,7 @@ def test_what_is_written_to_a_vector_in_memory_does_not_reach_the_file(pools):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-def test_every_type_of_numbers_opens_as_it_was_written(tmp_path, dtype):
+def test_every_type_of_numbers_opens_as_it_was_written(publish, tmp_path, dtype):
     pool = Pool.open(publish(tmp_path, "v", sizes=(5, 3), dtype=dtype))
     assert pool.dtype == dtype
     # 0 to 7 are the same in all of them but int8, whose scales have 16 bits.
@@ -125,7 +120,7 @@ def test_every_type_of_numbers_opens_as_it_was_written(tmp_path, dtype):
     assert search(pool, np.ones((1, WIDTH)), 2, method="pruned").ids == ["id7", "id6"]
 
 
-def test_a_pool_without_rows_opens_and_answers_nothing(tmp_path):
+def test_a_pool_without_rows_opens_and_answers_nothing(publish, tmp_path):
     pool = Pool.open(publish(tmp_path, "v", sizes=()))
     assert len(pool) == 0
     assert pool.vectors_at(np.arange(0)).shape == (0, WIDTH)
@@ -285,7 +280,7 @@ def test_checksums_are_looked_at_once_on_a_node_or_always(pools, monkeypatch):
         Pool.open(f"{pools}/p", check="always")
 
 
-def test_an_id_that_comes_twice_is_refused_by_name(tmp_path):
+def test_an_id_that_comes_twice_is_refused_by_name(publish, tmp_path):
     uri = publish(tmp_path, "v", twice="the same")
     with pytest.raises(BadInput, match="id: 'the same' comes 3 times; allowed: each id once"):
         Pool.open(uri)
