@@ -1,6 +1,7 @@
 """Tables of (id, text) to candidates on their way into a pool; a task for each file.
 
-    _candidates/file-00000-000.arrow   id, text, content_hash of up to 16,384 rows, in the file's order
+    _candidates/file-00000-000.arrow   id, text, content_hash of up to 16,384 rows, in the file's order, and
+                                       the columns kept to filter by, as text
     _candidates/file-00000-000.npy     their keys, [rows, 3] uint64: 64 bits of the content's hash, 64 of
                                        the id's, bytes of the text
 
@@ -14,7 +15,7 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,18 +39,18 @@ _FOLDER = "_candidates"
 _PART_ROWS = 16_384
 _PART_BYTES = 32 << 20  # of text; all that a task holds in memory
 
-Row = tuple[str, str, str]
-"""id, text, content hash"""
+Row = tuple[Any, ...]
+"""id, text, content hash, values of the columns kept"""
 
 
 def stage(
     draft: Draft,
     files: list[str],
-    columns: tuple[str, str],
+    columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
 ) -> list[dict[str, Any]]:
-    """Reads every file's `columns` (the id's, the text's) and writes its candidates.
+    """Reads every file's `columns` (the id's, the text's, those to filter by) and writes its candidates.
 
     Without an id column, "", the text's content hash is the id. Returns the tasks' records: `parts`
     ([name, rows] each), `counts`, `dropped`, and what of it is `malformed`.
@@ -72,9 +73,10 @@ def read_keys(draft: Draft, part: str) -> Keys:
     return keys
 
 
-def content_hash(text: str) -> str:
-    """32 hex digits that name a text."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
+    """32 hex digits that name a text, with what it is filtered by."""
+    content = json.dumps([text, *values]) if values else text
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def text_key(hash_of_content: str) -> int:
@@ -89,16 +91,17 @@ def _stage(
     draft: Draft,
     task: str,
     uri: str,
-    columns: tuple[str, str],
+    columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
 ) -> dict[str, Any]:
     account = Account()
+    schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in columns[2:])])
     parts = []
     for number, rows in enumerate(_parts(_rows(uri, columns, max_text_bytes, reading, account))):
         part = f"{task}-{number:03d}"
-        keys = [(text_key(hash_), id_key(name), len(text.encode())) for name, text, hash_ in rows]
-        table = pa.table([pa.array(column) for column in zip(*rows, strict=True)], schema=ROWS)
+        table = pa.table([pa.array(c, pa.string()) for c in zip(*rows, strict=True)], schema=schema)
+        keys = [(text_key(row[2]), id_key(row[0]), len(row[1].encode())) for row in rows]
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))
         draft.write_file(f"{_FOLDER}/{part}.npy", npy_file(np.array(keys, np.uint64)))
         parts.append([part, len(rows)])
@@ -114,20 +117,22 @@ def _stage(
 
 def _rows(
     uri: str,
-    columns: tuple[str, str],
+    columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
     account: Account,
 ) -> Iterator[Row]:
     """What can be a candidate; everything else is in `account`."""
-    id_column, text_column = columns
+    id_column, text_column, *kept = columns
     wanted = {"embed.text_column": text_column, "embed.id_column": id_column}
+    wanted |= {f"embed.filter_columns[{at}]": name for at, name in enumerate(kept)}
     wanted = {option: column for option, column in wanted.items() if column}
     for at, row in tables.read(uri, wanted, reading, account):
         text, name = row.get(text_column), row.get(id_column)
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
-        if text_column not in row or (id_column and id_column not in row):
-            reason = f"no column {text_column if text_column not in row else id_column}"
+        values = [row.get(column) for column in kept]
+        if missing := [column for column in wanted.values() if column not in row]:
+            reason = f"no column {missing[0]}"
             account.malformed.add(reason, uri, at, json.dumps(row))
             continue
         if not raw.is_text(text):
@@ -138,9 +143,15 @@ def _rows(
             reason = "text is too long"
         elif id_column and not (raw.is_text(name) and name):
             reason = "id is neither a string nor an integer"
+        elif not all(
+            value is None or isinstance(value, (int, float)) or raw.is_text(value)
+            for value in values
+        ):
+            reason = "a column to filter by has neither text nor a number"
         else:
-            hash_ = content_hash(text)
-            yield (str(name) if id_column else hash_), text, hash_
+            known = [value if value is None else str(value) for value in values]
+            hash_ = content_hash(text, known)
+            yield (str(name) if id_column else hash_), text, hash_, *known
             continue
         account.dropped.add(reason, uri, at, f"id {name!r}: {text!r}")
 

@@ -39,6 +39,8 @@ class EmbedConfig:
     """Column with the candidate's text."""
     id_column: str = "id"
     """Column with its id, text or integer; empty: the text's content hash is the id."""
+    filter_columns: tuple[str, ...] = ()
+    """Columns that searches can filter by; a text with other values there is another candidate."""
     rows_per_shard: int = 16_384
     """Rows in a shard at most; small pools are cut in 16. A killed job loses one shard per actor."""
     dtype: Dtype = "float32"
@@ -53,6 +55,9 @@ class EmbedConfig:
     def __post_init__(self) -> None:
         require(self.dtype in FILE_DTYPES, "embed.dtype", self.dtype, ", ".join(FILE_DTYPES))
         require(bool(self.text_column), "embed.text_column", self.text_column, "a column's name")
+        for column in self.filter_columns:
+            require(column not in ("", *ROWS.names), "embed.filter_columns", column,
+                    f"names of columns, but {', '.join(ROWS.names)}")  # fmt: skip
         require(self.batch_tokens >= 0, "embed.batch_tokens", self.batch_tokens, ">= 0")
         for name in ("rows_per_shard", "max_text_bytes"):
             require(getattr(self, name) >= 1, f"embed.{name}", getattr(self, name), ">= 1")
@@ -76,7 +81,7 @@ def prepare(
     if found and (not found["copies"] or storage.exists(storage.join(found["previous"], MANIFEST))):
         return found
     began = time.perf_counter()
-    columns = (config.id_column, config.text_column)
+    columns = (config.id_column, config.text_column, *config.filter_columns)
     staged = candidates.stage(draft, files, columns, config.max_text_bytes, reading)
     dropped = sum_counts(staged, "dropped")
     parts = [(name, rows) for record in staged for name, rows in record["parts"]]

@@ -22,6 +22,7 @@ _NOT_OF_VECTORS = {
         "rows_per_shard",
         "batch_tokens",
         "max_text_bytes",
+        "filter_columns",
         "neighbours",
     )
 }

@@ -266,14 +266,14 @@ def test_a_pool_that_another_job_works_on_is_left_alone(night, pools):
 
 def test_a_job_that_has_lost_its_lock_publishes_nothing(night, pools, monkeypatch):
     first = night(FIRST).summary
-    write = embedder._write
+    write = embedder.build.write_shard
 
     def stolen(*arguments):
         taken = {"token": "t", "machine": "far", "pid": 1, "until": 1e12}
         storage.write_bytes(str(pools / "_locks/p/99999999.json"), json.dumps(taken).encode())
         return write(*arguments)
 
-    monkeypatch.setattr(embedder, "_write", stolen)
+    monkeypatch.setattr(embedder.build, "write_shard", stolen)
     assert "another job has taken over the lock" in stopped(night(changed(FIRST)))
     assert current(pools) == first["version"]
 

@@ -1,0 +1,39 @@
+"""The second of two stages: a cross-encoder reads the best that a search has found.
+
+It sees context and candidate together, and takes milliseconds for each; so it gets some hundred rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput
+from pipeline.models import inference
+from pipeline.models.ranker import Ranker, load_ranker
+
+
+class Reranked(NamedTuple):
+    """A candidate; `place` is where it stood."""
+
+    place: int
+    score: float
+
+
+def load_cross_encoder(model: Artifact) -> Ranker:
+    """Raises BadInput for a ranker of another architecture."""
+    ranker = load_ranker(model.local())
+    if ranker.config.architecture != "cross":
+        raise BadInput(f"{model.uri}: architecture: {ranker.config.architecture!r} is not allowed; "
+                       "allowed: cross, for the second stage")  # fmt: skip
+    return ranker
+
+
+def rerank(ranker: Ranker, context: Sequence[str], texts: Sequence[str]) -> list[Reranked]:
+    """The candidates by the cross-encoder's scores, best first; ties stay in their order."""
+    if not texts:
+        return []
+    scores = inference.pair_scores(ranker, [context], [texts])[0].tolist()
+    order = sorted(range(len(texts)), key=lambda place: -scores[place])
+    return [Reranked(place, scores[place]) for place in order]
