@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
 
 from jobs import program
+from pipeline.arrays import Floats
 from pipeline.artifact import open_artifact
-from pipeline.config import require
+from pipeline.config import BadInput, require
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.retrieval import filters, rerank
 from pipeline.retrieval.pool import Pool, describe
-from pipeline.retrieval.search import top_rows
+from pipeline.retrieval.search import Method, top_rows, weights_of_vectors
+
+_SHOWN_VECTORS, _SHOWN_CHARACTERS = 3, 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Searches a pool exactly and prints a table."""
+    """Searches a pool and prints a table.
+
+    A line: the score, with --cross the cross-encoder's before it; the id; which of the context's vectors
+    (of a poly-encoder: its codes, from 0) carried how much of the score; the text.
+    """
 
     pool: str
     """<pools>/<name>, or one of its versions."""
@@ -26,10 +37,29 @@ class Config:
     """The turns, oldest first."""
     top_k: int = 10
     """Candidates to show."""
+    method: Method = "auto"
+    """auto: pruned, or exact in a small pool, with one answer; approximate: needs --embed.neighbours."""
+    certify: bool = False
+    """Go on after an approximate answer until it is certified."""
+    allow: tuple[str, ...] = ()
+    """Only candidates with these ids."""
+    deny: tuple[str, ...] = ()
+    """No candidates with these ids."""
+    where: tuple[str, ...] = ()
+    """Only candidates with such a value, column=value; several of one column: any of them."""
+    cross: str = ""
+    """A cross-encoder that puts the best in order."""
+    cross_candidates: int = 100
+    """How many it reads."""
 
     def __post_init__(self) -> None:
         require(any(turn.strip() for turn in self.context), "context", self.context, "some text")
         require(self.top_k >= 1, "top_k", self.top_k, ">= 1")
+        require(self.method in get_args(Method), "method", self.method, ", ".join(get_args(Method)))
+        for condition in self.where:
+            require("=" in condition[1:], "where", condition, "column=value")
+        require(self.cross_candidates >= self.top_k, "cross_candidates", self.cross_candidates,
+                f"top_k {self.top_k} at least")  # fmt: skip
 
 
 def run(config: Config) -> program.Summary:
@@ -37,27 +67,76 @@ def run(config: Config) -> program.Summary:
     pool = Pool.open(config.pool)
     pool.require_model(model)
     ranker = load_ranker(model.local())
-    began = time.perf_counter()
-    vectors, mask = inference.context_vectors(ranker, [config.context])
-    encoded = time.perf_counter()
     attention = ranker.config.search_attention
-    found = top_rows(pool, vectors.numpy(), config.top_k, mask.numpy(), attention)
-    searched = time.perf_counter()
+    cross = (
+        rerank.load_cross_encoder(open_artifact(config.cross, "ranker")) if config.cross else None
+    )
+    among = _among(config, pool)
+    clock = [time.perf_counter()]
+    vectors_1MD, mask_1M = (t.numpy() for t in inference.context_vectors(ranker, [config.context]))
+    clock.append(time.perf_counter())
+    count = config.cross_candidates if cross else config.top_k
+    found = top_rows(
+        pool, vectors_1MD, count, mask_1M, attention, config.method, among, config.certify
+    )
+    clock.append(time.perf_counter())
     results = []
     for place, score in zip(found.places[0].tolist(), found.scores[0].tolist(), strict=True):
+        weights = weights_of_vectors(pool, place, vectors_1MD[0], mask_1M[0], attention)
         row = pool.row(place)
-        results.append({"id": row.id, "score": score, "text": row.text})
-        print(f"{score:9.3f}  {row.id:<24}  {row.text[:100]}")
-    milliseconds = {
-        "encode": round((encoded - began) * 1e3, 2),
-        "search": round((searched - encoded) * 1e3, 2),
-    }
+        results.append(
+            {"id": row.id, "score": score, "text": row.text, "vectors": _heaviest(weights)}
+        )
+    if cross:
+        clock.append(time.perf_counter())
+        order = rerank.rerank(cross, config.context, [result["text"] for result in results])
+        clock.append(time.perf_counter())
+        results = [{**results[one.place], "cross_score": one.score} for one in order]
+    results = results[: config.top_k]
+    certified = bool(found.certified[0])
+    milliseconds = {"encode": _milliseconds(clock, 0), "search": _milliseconds(clock, 1)}
+    if cross:
+        milliseconds["cross"] = _milliseconds(clock, 3)
+    for result in results:
+        print(_line(result))
+    print(f"certified: {'yes' if certified else 'no'}; {len(pool):,} candidates; milliseconds: "
+          f"{', '.join(f'{name} {value}' for name, value in milliseconds.items())}")  # fmt: skip
     return {
         "pool": describe(pool),
         "results": results,
-        "certified": bool(found.certified[0]),
+        "certified": certified,
         "milliseconds": milliseconds,
     }
+
+
+def _among(config: Config, pool: Pool) -> Any:
+    if not (config.allow or config.deny or config.where):
+        return None
+    where: dict[str, list[str]] = {}
+    for condition in config.where:
+        column, _, value = condition.partition("=")
+        where.setdefault(column, []).append(value)
+    among = filters.select(pool, config.allow or None, config.deny, where)
+    if not among.any():
+        raise BadInput(f"{config.pool}: allow, deny, where: no candidate is left")
+    return among
+
+
+def _heaviest(weights_M: Floats) -> dict[str, float]:
+    """The vectors that carried most of a score, by their number, and their shares."""
+    heaviest = np.argsort(-weights_M, kind="stable")[:_SHOWN_VECTORS].tolist()
+    return {str(at): round(float(weights_M[at]), 3) for at in heaviest if weights_M[at] > 0}
+
+
+def _milliseconds(clock: list[float], step: int) -> float:
+    return round((clock[step + 1] - clock[step]) * 1e3, 2)
+
+
+def _line(result: dict[str, Any]) -> str:
+    scores = [result[name] for name in ("cross_score", "score") if name in result]
+    vectors = " ".join(f"{name}:{share:.2f}" for name, share in result["vectors"].items())
+    numbers = "".join(f"{score:9.3f}" for score in scores)
+    return f"{numbers}  {result['id']:<24}  {vectors:<24}  {result['text'][:_SHOWN_CHARACTERS]}"
 
 
 if __name__ == "__main__":

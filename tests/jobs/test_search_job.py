@@ -53,9 +53,40 @@ def test_the_best_candidates_of_the_pool_are_shown_best_first(search, pool, tiny
     assert [row["score"] for row in results] == pytest.approx(scores[order], rel=1e-5)
     assert found.summary["certified"] is True
     assert found.summary["pool"]["version"] == Pool.open(pool).version
-    table = found.stdout.splitlines()[:-1]
+    for result, place in zip(results, order, strict=True):
+        heaviest = int(np.argmax(weights[place]))
+        shares = weights[place] / weights[place].sum()
+        assert result["vectors"][str(heaviest)] == pytest.approx(shares[heaviest], abs=1e-3)
+    *table, certificate = found.stdout.splitlines()[:-1]
+    assert certificate.startswith("certified: yes; 6 candidates; milliseconds: encode ")
     assert [line.split()[1] for line in table] == [f"t{n}" for n in order]
-    assert all(TEXTS[n][:100] in line for n, line in zip(order, table, strict=True))
+    assert all(TEXTS[n][:80] in line for n, line in zip(order, table, strict=True))
+
+
+def test_only_what_is_allowed_is_shown(search):
+    def ids(*options: str) -> list[str]:
+        results = search("--context", "a", *options).summary["results"]
+        return sorted(result["id"] for result in results)
+
+    assert ids("--allow", "t1", "t5", "gone") == ["t1", "t5"]
+    assert ids("--deny", "t1", "t5", "--allow", "t1", "t2") == ["t2"]
+    refusal = search("--context", "a", "--allow", "gone").refusal
+    assert "allow, deny, where: no candidate is left" in refusal
+
+
+def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker):
+    cross = tiny_ranker("cross")
+    options = ("--cross", cross.uri, "--cross-candidates", 4, "--top-k", 3)
+    found = search("--context", "the sea", *options).summary
+    first = search("--context", "the sea", "--top-k", 4).summary["results"]
+    texts = [result["text"] for result in first]
+    scores = inference.pair_scores(load_ranker(cross.local()), [["the sea"]], [texts])[0].numpy()
+    order = np.argsort(-scores)[:3]
+    assert [result["text"] for result in found["results"]] == [texts[at] for at in order]
+    for result, at in zip(found["results"], order, strict=True):
+        assert result["cross_score"] == pytest.approx(scores[at], abs=0.02)
+        assert result["score"] == pytest.approx(first[at]["score"])
+    assert found["milliseconds"]["cross"] > 0
 
 
 def test_more_than_there_are_shows_all(search):
@@ -76,6 +107,11 @@ def test_another_model_than_the_pools_is_refused_in_one_line_that_names_both(sea
     assert found.stdout == ""
 
 
+def test_a_second_stage_needs_a_cross_encoder(search, tiny_ranker):
+    refusal = search("--context", "a", "--cross", tiny_ranker("poly").uri).refusal
+    assert "architecture: 'poly' is not allowed; allowed: cross" in refusal
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -84,6 +120,17 @@ def test_another_model_than_the_pools_is_refused_in_one_line_that_names_both(sea
         (("--context", "a", "--pool", "nowhere"), "nowhere: not a pool"),
         (("--context", "a", "--model", "nowhere"), "nowhere: not a ranker"),
         (("--top-k", "3"), "--context: missing"),
+        (("--context", "a", "--method", "fast"), "method"),
+        (("--context", "a", "--method", "approximate"), "has no index of neighbours"),
+        (
+            ("--context", "a", "--where", "kind"),
+            "where: 'kind' is not allowed; allowed: column=value",
+        ),
+        (
+            ("--context", "a", "--where", "kind=hat"),
+            "where: 'kind' is not allowed; allowed: columns",
+        ),
+        (("--context", "a", "--cross-candidates", "5"), "cross_candidates: 5 is not allowed"),
     ],
 )
 def test_bad_usage_is_refused(search, options, message):
