@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import program
-from jobs.benchmarks import corpora, embed, inference_time, measure
+from jobs.benchmarks import corpora, embed, finetune_rate, inference_time, measure
 from jobs.benchmarks.paper import sweep
 from jobs.benchmarks.paper.trials import Setting
 from pipeline import storage
@@ -19,13 +19,13 @@ from pipeline.config import require
 class Config:
     """Measures a part of polyrank: `python -m jobs.benchmark corpora --size full`.
 
-    Only ratios of what ran in turn in one run mean anything on a shared machine. For paper, options of
-    jobs.finetune (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trials.
+    Only ratios of what ran in turn in one run mean anything on a shared machine. For finetune and paper,
+    options of jobs.finetune (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings.
     """
 
     POSITIONAL = "name"
     PASSED_ON = ("overrides", ("ranker", "finetune", "loop", "resources"))
-    name: Literal["corpora", "embed", "paper"]
+    name: Literal["corpora", "embed", "finetune", "paper"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
     """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
@@ -38,9 +38,9 @@ class Config:
     """For paper: 2 negatives, 3 trained layers, 4 models, 5 inference time, 6 training time,
     7 reduction, 8 context vectors."""
     encoder: str = ""
-    """For paper: an encoder, as for jobs.finetune."""
+    """For finetune and paper: an encoder, as for jobs.finetune."""
     corpus: tuple[str, ...] = ()
-    """For paper: corpora, of a task each."""
+    """For finetune: a corpus. For paper: corpora, of a task each."""
     only: tuple[str, ...] = ()
     """For paper: names of the table's rows; none: all."""
     seeds: int = 1
@@ -50,7 +50,7 @@ class Config:
     max_examples: int = 100_000
     """For paper: at most so many examples are ranked."""
     overrides: tuple[str, ...] = ()
-    """For paper: options of jobs.finetune; as a rule they are written beside the others."""
+    """For finetune and paper: options of jobs.finetune; as a rule they are written beside the others."""
     json: str = ""
     """File for the rows of the report."""
     work: str = ".benchmark"
@@ -60,14 +60,15 @@ class Config:
         require(self.kills >= 0, "kills", self.kills, ">= 0")
         for name in ("seeds", "max_examples"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-        if self.name == "paper":
+        if self.name in ("finetune", "paper"):
             for name in ("encoder", "corpus"):
-                require(bool(getattr(self, name)), name, getattr(self, name), "its URI, for paper")
-            require(
-                self.table != 5 or len(self.corpus) == 1, "corpus", self.corpus, "one, for table 5"
-            )
-        require(self.name == "paper" or not self.overrides, "name", self.name,
-                f"paper, with {' '.join(self.overrides)}")  # fmt: skip
+                value = getattr(self, name)
+                require(bool(value), name, value, f"its URI, for {self.name}")
+            several = self.name == "paper" and self.table != 5
+            require(several or len(self.corpus) == 1, "corpus", self.corpus, "one, but for paper's tables "
+                    "other than 5")  # fmt: skip
+        require(self.name in ("finetune", "paper") or not self.overrides, "name", self.name,
+                f"finetune, paper, with {' '.join(self.overrides)}")  # fmt: skip
 
 
 def run(config: Config) -> program.Summary:
@@ -84,6 +85,9 @@ def run(config: Config) -> program.Summary:
         encoder, _ = program.open_encoder(config.encoder)
         corpus = open_artifact(config.corpus[0], "corpus")
         rows = inference_time.measure(config.size, encoder, corpus)
+    elif config.name == "finetune":
+        encoder, _ = program.open_encoder(config.encoder)
+        rows = finetune_rate.measure(config.size, encoder, config.corpus[0], config.overrides, work)
     elif config.name == "embed":
         rows = embed.measure(config.size, Path(config.data), work, config.kills)
     else:

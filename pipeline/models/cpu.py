@@ -1,17 +1,14 @@
-"""What training is slow at on CPUs: attention, dropout, and memory that is taken anew at each step.
+"""What training is slow at on CPUs: attention and dropout.
 
 The fused attention knows no dropout on CPUs, and its way back takes half of a step; plain products of
 matrices run on the matrix units. A Bernoulli draw costs 10 ns; here one of the generator's 64-bit
-numbers makes four of them. And glibc returns large blocks to the system, which clears them again.
-Of all-MiniLM's step with dropout (64 contexts of 188 tokens, a core with AMX) 9.0 s became 4.7 s, of one
-without (140 tokens) 3.2 s became 2.0 s.
+numbers makes four of them. Of all-MiniLM's step with dropout (64 contexts of 188 tokens, a core with AMX)
+9.0 s became 5.5 s, of one without (140 tokens) 3.2 s became 2.0 s.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +18,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 _NAME = "polyrank"
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
 # Weights of attention made again at once, in float32: what a core's cache holds.
 _WEIGHTS_AT_ONCE = 1 << 20
 
@@ -34,14 +30,6 @@ def speed_up(hf: Any) -> None:
         for name, child in part.named_children():
             if type(child) is nn.Dropout:
                 setattr(part, name, _Dropout(child.p))
-
-
-def keep_memory() -> None:
-    """What this process frees it keeps for itself, until it ends; with glibc only."""
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_MMAP_MAX, 0)
-        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _attention(

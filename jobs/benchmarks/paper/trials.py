@@ -105,12 +105,21 @@ def task_of(corpus: Artifact) -> str:
     raise BadInput(f"{corpus.uri}: the corpus has no examples")
 
 
+def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> Path:
+    """The file of jobs/configs/finetune that suits a task."""
+    ending = "-small.yaml" if size == "small" else ".yaml"
+    return _CONFIGS / f"{_TASKS.get(task, _OTHER)[0]}-{architecture}{ending}"
+
+
+def protocol(task: str) -> protocols.Name:
+    """How a task is evaluated."""
+    return _TASKS.get(task, _OTHER)[1]
+
+
 def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting) -> Job:
     """Raises BadInput for overrides that jobs.finetune does not know."""
-    recipes, protocol = _TASKS.get(task, _OTHER)
-    ending = "-small.yaml" if setting.size == "small" else ".yaml"
-    recipe = _CONFIGS / f"{recipes}-{trial.architecture}{ending}"
-    given = ["--config", str(recipe), "--corpus", corpus.uri, "--encoder", setting.encoder,
+    file = recipe(task, trial.architecture, setting.size)
+    given = ["--config", str(file), "--corpus", corpus.uri, "--encoder", setting.encoder,
              "--output", "not yet known"]  # fmt: skip
     read = functools.partial(parse, finetune.Config, prog="jobs.finetune")
     changes = dict(trial.changes)
@@ -126,7 +135,8 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting)
     folder = storage.join(setting.work, "trials", f"{task}-{trial.architecture}-{request}")
     train = replace(train, output=storage.join(folder, "ranker"))
     ask = evaluate.Config(
-        model=(train.output,), corpus=corpus.uri, split=setting.split, protocol=protocol,
+        model=(train.output,), corpus=corpus.uri, split=setting.split,
+        protocol=protocol(task),
         max_examples=setting.max_examples, latency_queries=0,
     )  # fmt: skip
     asked = request_of("evaluation", ask, {"model": {"fingerprint": request}, "corpus": corpus})

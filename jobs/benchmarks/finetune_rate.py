@@ -1,0 +1,187 @@
+"""Our bi-encoder beside sentence-transformers', fine-tuned from the same encoder on the same pairs.
+
+Both see each pair of the train split once (size small: 30 steps), in batches of 64 and the same
+precision, with AdamW (fused), the recipe's rate, warm-up and lengths, and the encoder's own dropout. Ours is
+jobs.finetune with its recipe. Theirs is `old_fit`, the library's own loop without other packages, with
+MultipleNegativesRankingLoss, batches without duplicates, bf16 as the library's trainer does it, and contexts
+and responses apart (the default pads the short to the long, which is slower here); once with its
+usual 20 · cosine and once with dot products. jobs.evaluate's questions are put to all.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor, nn
+
+from jobs import convert_model, evaluate, finetune
+from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.paper import trials
+from pipeline import storage
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, parse
+from pipeline.evaluation.ranking import load_scorer
+from pipeline.models import inference
+from pipeline.models.transformer import set_dropout
+
+Precision = Literal["bf16", "fp32"]
+_STEPS = {"small": 30, "full": 0}
+_EXAMPLES = {"small": 500, "full": 100_000}
+
+
+def measure(
+    size: Literal["small", "full"], encoder: Path, corpus: str, overrides: Sequence[str], work: Path
+) -> list[Row]:
+    """Samples a second as a ratio for each precision, and R@1 of ours to the better of theirs, in bf16.
+
+    `overrides`: options of jobs.finetune; theirs follows where it has the like.
+    """
+    if find_spec("sentence_transformers") is None:
+        raise BadInput("finetune: needs the package sentence-transformers; pip install -e .[bench]")
+    work = work / "finetune"
+    shutil.rmtree(work, ignore_errors=True)
+    options = ["--finetune.max-steps", str(_STEPS[size]), *overrides]
+    make = functools.partial(_Pair, encoder, open_artifact(corpus, "corpus"), work, options)
+    rows, r1 = [], dict[str, float]()
+    for precision in ("bf16", "fp32"):
+        pair = make(precision)
+        ours, theirs = pair.ours(), pair.theirs("cosine")
+        rows.append(
+            Row(
+                f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}",
+                ours, "samples/s", peer=theirs, ratio=ours / theirs,
+                detail={"precision": precision, "load": os.getloadavg()[0]},
+            )
+        )  # fmt: skip
+        if precision == "bf16":
+            pair.theirs("dot")
+            r1 = {name: pair.r1(name, _EXAMPLES[size]) for name in ("ours", "cosine", "dot")}
+    best = max(r1["cosine"], r1["dot"])
+    rows.append(
+        Row("finetune.quality_vs_sentence_transformers", r1["ours"], "R@1", peer=best,
+            ratio=r1["ours"] / best, detail={"theirs": {k: r1[k] for k in ("cosine", "dot")}})
+    )  # fmt: skip
+    return rows
+
+
+class _Pair:
+    """The same training, by both."""
+
+    def __init__(
+        self,
+        encoder: Path,
+        corpus: Artifact,
+        work: Path,
+        options: Sequence[str],
+        precision: Precision,
+    ) -> None:
+        self._encoder, self._corpus, self._work = encoder, corpus, work / precision
+        self._task = trials.task_of(corpus)
+        self._options = list(map(str, (
+            "--config", trials.recipe(self._task, "bi", "small"), "--corpus", corpus.uri, "--encoder",
+            encoder, "--output", self._work / "ours", "--loop.validate-every-epochs", 0,
+            "--loop.precision", precision, *options,
+        )))  # fmt: skip
+        self._config = parse(finetune.Config, self._options, "jobs.finetune")
+
+    def ours(self) -> float:
+        """Samples a second, from the first step to the last."""
+        run = run_job("finetune", *self._options)
+        rate = float(run.summary["metrics"]["mean_steps_per_s"])
+        return rate * self._config.finetune.batch_examples
+
+    def theirs(self, similarity: Literal["cosine", "dot"]) -> float:
+        """Likewise; the model becomes a ranker of ours."""
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.util import cos_sim, dot_score
+
+        random.seed(0)
+        torch.manual_seed(0)
+        model = SentenceTransformer(str(self._encoder))
+        if similarity == "dot":  # without a layer that makes vectors equally long
+            model = SentenceTransformer(modules=[model[0], model[1]])
+        model.max_seq_length = self._config.ranker.max_context_tokens
+        model.tokenizer.truncation_side = "left"
+        if self._config.finetune.dropout is not None:
+            set_dropout(model, self._config.finetune.dropout)
+        kind = (20.0, cos_sim) if similarity == "cosine" else (1.0, dot_score)
+        seconds, samples = _fit(model, *kind, self._pairs(), self._config)
+        folder = self._work / f"sentence-transformers-{similarity}"
+        model.save(str(folder))
+        convert_model.run(convert_model.Config(
+            model=str(folder), output=str(self._work / similarity),
+            max_context_tokens=self._config.ranker.max_context_tokens,
+            max_candidate_tokens=self._config.ranker.max_candidate_tokens,
+        ))  # fmt: skip
+        return samples / seconds
+
+    def r1(self, name: str, examples: int) -> float:
+        """R@1 on the valid split."""
+        uri = str(self._work / name)
+        ask = evaluate.Config(
+            model=(uri,), corpus=self._corpus.uri, protocol=trials.protocol(self._task),
+            max_examples=examples, latency_queries=0,
+        )  # fmt: skip
+        scorer = functools.partial(load_scorer, open_artifact(uri, "ranker"), name)
+        result = evaluate.measurement(ask, self._corpus).of(name, scorer)
+        return next(iter(result.metrics.values()))
+
+    def _pairs(self) -> list[list[str]]:
+        """Contexts as ours has them, newest turn last, and responses."""
+        found = []
+        for uri in self._corpus.files("train/", ".parquet"):
+            with storage.open_input(uri) as stream:
+                table = pq.read_table(stream, columns=["context", "response"])
+            found += [["\n".join(row["context"]), row["response"]] for row in table.to_pylist()]
+        return found
+
+
+def _fit(
+    model: Any, scale: float, similarity: Any, pairs: list[list[str]], config: finetune.Config
+) -> tuple[float, int]:
+    """Trains a model of theirs; seconds and pairs."""
+    from sentence_transformers.base.losses.merged_forward import column_merging_disabled
+    from sentence_transformers.sentence_transformer.datasets import NoDuplicatesDataLoader
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.readers import InputExample
+
+    batch = config.finetune.batch_examples
+    loader = NoDuplicatesDataLoader([InputExample(texts=pair) for pair in pairs], batch)
+    steps = config.finetune.max_steps or round(config.finetune.epochs * len(loader))
+    loss = MultipleNegativesRankingLoss(model, scale, similarity)
+    bf16 = config.loop.precision == "bf16"
+    began = time.perf_counter()
+    with column_merging_disabled():
+        model.old_fit(
+            [(loader, _Autocast(loss, inference.best_device(), bf16))],
+            steps_per_epoch=steps,
+            warmup_steps=round(config.loop.warmup_share * steps),
+            optimizer_params={"lr": config.loop.learning_rate, "fused": True},
+            weight_decay=config.loop.weight_decay,
+            max_grad_norm=config.loop.max_gradient_norm,
+            show_progress_bar=False,
+        )
+    return time.perf_counter() - began, steps * batch
+
+
+class _Autocast(nn.Module):
+    """bf16 without the scaling of gradients, which fp16 needs and `old_fit` always does."""
+
+    def __init__(self, loss: nn.Module, device: torch.device, enabled: bool) -> None:
+        super().__init__()
+        self.loss, self._device, self._enabled = loss, device, enabled
+
+    def forward(self, features: Any, labels: Tensor) -> Tensor:
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._enabled):
+            found: Tensor = self.loss(features, labels)
+        return found

@@ -1,0 +1,112 @@
+"""`jobs.benchmark finetune`: sentence-transformers learns from the same pairs, and is asked the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from jobs import finetune
+from jobs.benchmarks import finetune_rate
+from jobs.benchmarks.measure import Run
+from pipeline import storage
+from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
+from pipeline.config import parse
+from pipeline.models.ranker import load_ranker, new_ranker
+from pipeline.models.tokens import Tokenizer
+
+pytest.importorskip("sentence_transformers")
+SHORT = ("--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
+         "--finetune.batch-examples", 8, "--finetune.dropout", 0)  # fmt: skip
+
+
+@pytest.fixture
+def encoder(tiny_ranker, tmp_path):
+    """sentence-transformers puts [CLS] and [SEP] where the tokenizer says."""
+    folder = tmp_path / "encoder"
+    shutil.copytree(tiny_ranker("bi").local() / "context_encoder", folder)
+    tokenizer = Tokenizer.load(folder)
+    special = [("[CLS]", tokenizer.cls), ("[SEP]", tokenizer.sep)]
+    template = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=special
+    )
+    tokenizer.hf.backend_tokenizer.post_processor = template
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def ours(encoder, monkeypatch) -> list[finetune.Config]:
+    """Instead of jobs.finetune: its output without training, at 2 steps a second."""
+    asked: list[finetune.Config] = []
+
+    def run(verb, *options):
+        assert verb == "finetune"
+        config = parse(finetune.Config, list(map(str, options)), "test")
+        asked.append(config)
+        out = draft(config.output, "ranker", config, {})
+        assert not isinstance(out, Artifact)
+        folder = encoder.parent / f"files-{config.loop.precision}"
+        new_ranker(config.ranker, encoder, seed=0).save(folder)
+        storage.upload(folder, out.staging)
+        out.publish(folder_entries(folder), {"steps": 0})
+        return Run({"metrics": {"mean_steps_per_s": 2.0}}, 1.0, 1.0)
+
+    monkeypatch.setattr(finetune_rate, "run_job", run)
+    return asked
+
+
+def test_both_train_alike_and_are_asked_the_same(run_job, ours, encoder, convai2_corpus, tmp_path):
+    done = run_job(
+        "benchmark", "finetune", "--corpus", convai2_corpus.uri, "--encoder", encoder, "--work", tmp_path,
+        "--json", tmp_path / "rows.json", *SHORT, "--finetune.max-steps", 2, "--loop.learning-rate", 0.01,
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert list(rows) == [
+        "finetune.vs_sentence_transformers",
+        "finetune.vs_sentence_transformers_fp32",
+        "finetune.quality_vs_sentence_transformers",
+    ]
+    speed = rows["finetune.vs_sentence_transformers"]
+    assert speed["ours"] == 16  # batches of 8
+    assert speed["peer"] > 0
+    assert speed["ratio"] == pytest.approx(16 / speed["peer"])
+    assert [config.loop.precision for config in ours] == ["bf16", "fp32"]
+    assert {config.loop.validate_every_epochs for config in ours} == {0}
+    quality = rows["finetune.quality_vs_sentence_transformers"]
+    theirs = quality["detail"]["theirs"]
+    assert quality["peer"] == max(theirs["cosine"], theirs["dot"])
+    assert quality["ratio"] == pytest.approx(quality["ours"] / quality["peer"])
+    folder = tmp_path / "finetune" / "bf16"
+    start = load_ranker(open_artifact(str(folder / "ours"), "ranker").local())
+    for name in ("cosine", "dot"):
+        model = load_ranker(open_artifact(str(folder / name), "ranker").local())
+        assert model.config.share_towers
+        assert (model.config.max_context_tokens, model.config.max_candidate_tokens) == (48, 32)
+        old, new = (next(ranker.dual.context_encoder.parameters()) for ranker in (start, model))
+        assert not torch.allclose(old, new)  # it has learnt something
+
+
+def test_their_pairs_are_ours(encoder, convai2_corpus, tmp_path):
+    options = [*map(str, SHORT), "--finetune.max-steps", "2"]
+    pair = finetune_rate._Pair(encoder, convai2_corpus, tmp_path, options, "fp32")
+    pairs = pair._pairs()
+    assert len(pairs) == convai2_corpus.counts["examples.train"]
+    assert pairs[0][0].startswith("your persona: ")
+    assert "\n" in pairs[0][0]
+    assert pair._config.loop.precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--encoder", "e"), "corpus: () is not allowed; allowed: its URI, for finetune"),
+        (("--encoder", "e", "--corpus", "a", "b"), "allowed: one, but for"),
+    ],
+)
+def test_what_is_missing_is_named(run_job, tmp_path, options, message):
+    assert message in run_job("benchmark", "finetune", *options, "--work", tmp_path).refusal
