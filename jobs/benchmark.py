@@ -34,9 +34,10 @@ class Config:
     """For corpora and embed: how often the job is killed before its rows are compared; 0: never."""
     data: str = ".data"
     """For embed: a folder with Wikipedia's articles, as WikiExtractor leaves them."""
-    table: Literal[2, 3, 4, 5, 6, 7, 8] = 5
+    table: Literal[2, 3, 4, 5, 6, 7, 8, "distill"] = 5
     """For paper: 2 negatives, 3 trained layers, 4 models, 5 inference time, 6 training time,
-    7 reduction, 8 context vectors."""
+    7 reduction, 8 context vectors. distill: what poly-64 learns from a cross-encoder, on a corpus of
+    jobs.score_candidates."""
     encoder: str = ""
     """For finetune and paper: an encoder, as for jobs.finetune."""
     corpus: tuple[str, ...] = ()

@@ -92,6 +92,15 @@ def test_a_row_changes_its_recipe(plan):
     assert (job.train.ranker.m, job.train.loop.seed, job.train.finetune.epochs) == (360, 3, 1)
 
 
+def test_distillation_has_what_it_is_compared_with(plan):
+    found = {name: plan("distill", name).train for name in
+             ("poly-64", "poly-64-both", "poly-64-kl", "poly-64-margin_mse")}  # fmt: skip
+    assert [(config.finetune.negatives_from, config.finetune.distill.loss) for config in found.values()] == [
+        ("batch", "none"), ("both", "none"), ("both", "kl"), ("both", "margin_mse")
+    ]  # fmt: skip
+    assert plan("distill", "poly-64").evaluation == plan(4, "poly-64").evaluation
+
+
 def test_more_negatives_are_larger_batches_in_chunks_of_the_same_size(plan):
     found = [plan(2, name).train for name in PUBLISHED[2]]
     assert [config.finetune.batch_examples for config in found] == [32, 64, 128, 256, 512]
@@ -239,6 +248,12 @@ def test_what_is_written(paper, trained, tmp_path):
     assert files == {"table-4.md", "table-4.json", "table-4.png"}
 
 
+def test_tables_may_have_names(paper, trained, tmp_path):
+    done = paper("--table", "distill", "--only", "poly-64")
+    assert list(done.summary["rows"]) == ["paper.distill.convai2.poly-64"]
+    assert (tmp_path / "work" / "table-distill.md").read_text().startswith("# Table distill: dist")
+
+
 def test_a_sweep_without_any_success_fails(paper, trained):
     done = paper("--table", 4, "--only", "poly-360")
     assert done.code == 1
@@ -291,6 +306,7 @@ def test_a_line_is_the_mean_over_seeds_of_the_same_questions():
         (("--table", 4, "--loop.learning-rate", -1), "loop.learning_rate: -1.0 is not allowed"),
         (("--table", 4, "--split", "test"), "the corpus has no examples in test/"),
         (("--table", 9), "table"),
+        (("--table", "distil"), "table"),
         (("--table", 4, "--ranker.m"), "ranker.m"),
     ],
 )
@@ -308,7 +324,8 @@ def test_two_corpora_of_one_task_are_refused(paper, convai2_corpus):
 def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job, tmp_path):
     done = run_job("benchmark", "corpora", "--finetune.epochs", 2, "--work", tmp_path)
     assert (
-        "name: 'corpora' is not allowed; allowed: finetune, paper, with --finetune.epochs 2" in done.refusal
+        "name: 'corpora' is not allowed; allowed: finetune, paper, with --finetune.epochs 2"
+        in done.refusal
     )
 
 

@@ -6,6 +6,7 @@
 6  the same: hours of training             on 8 V100
 7  reduction, bi-encoder                   R@1/20, ConvAI2 valid
 8  kinds and numbers of context vectors    R@1, ConvAI2 and DSTC7 valid
+distill: poly-64 from a cross-encoder      not the paper's; a corpus of jobs.score_candidates
 
 From BERT's weights (Wikipedia in table 4, where those are not published: from the authors' Reddit ones).
 """
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Number = Literal[2, 3, 4, 6, 7, 8]
+Number = Literal[2, 3, 4, 6, 7, 8, "distill"]
 
 
 class Published(NamedTuple):
@@ -83,6 +84,11 @@ def _negatives(count: int, published: float) -> Trial:
 def _layers(architecture: Literal["bi", "cross"], which: str, published: float) -> Trial:
     changes = {"finetune.train_layers": which}
     return Trial(f"{architecture}-{which}", architecture, changes, _percent(convai2=published))
+
+
+def _distilled(name: str, loss: str) -> Trial:
+    changes = {"finetune.negatives_from": "both", "finetune.distill.loss": loss}
+    return Trial(name, "poly", {**_poly(64), **changes})
 
 
 def _kinds(
@@ -158,5 +164,13 @@ TABLES: dict[Number, Table] = {
          *_kinds(360, {"learnt": ((85.3, .3), (57.7, .3)), "first_m": ((86.3, .1), (58.1, .4)),
                        "last_m": ((86.3, .1), (58.0, .4)), "last_m_and_first": ((86.2, .3), (58.3, .4))})),
         pairs=(("first_m-64", "learnt-64"),),
+    ),
+    "distill": Table(
+        "distillation from a cross-encoder into poly-64",
+        # Without a teacher: from the batch's responses, and from the corpus' candidates too.
+        (Trial("poly-64", "poly", _poly(64)), _distilled("poly-64-both", "none"),
+         _distilled("poly-64-kl", "kl"), _distilled("poly-64-margin_mse", "margin_mse")),
+        pairs=(("poly-64-kl", "poly-64"), ("poly-64-kl", "poly-64-both"),
+               ("poly-64-margin_mse", "poly-64"), ("poly-64-margin_mse", "poly-64-both")),
     ),
 }  # fmt: skip
