@@ -1,4 +1,4 @@
-"""What training is slow at on CPUs: attention and dropout.
+"""What training is slow at on CPUs, attention and dropout, and where it keeps memory that it does not use.
 
 The fused attention knows no dropout on CPUs, and its way back takes half of a step; plain products of
 matrices run on the matrix units. A Bernoulli draw costs 10 ns; here one of the generator's 64-bit
@@ -8,7 +8,9 @@ numbers makes four of them. Of all-MiniLM's step with dropout (64 contexts of 18
 
 from __future__ import annotations
 
+import ctypes
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 _NAME = "polyrank"
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 # Weights of attention made again at once, in float32: what a core's cache holds.
 _WEIGHTS_AT_ONCE = 1 << 20
 
@@ -30,6 +33,16 @@ def speed_up(hf: Any) -> None:
         for name, child in part.named_children():
             if type(child) is nn.Dropout:
                 setattr(part, name, _Dropout(child.p))
+
+
+def return_memory() -> None:
+    """Has this process give large blocks back to the system as soon as they are free; glibc only.
+
+    By itself glibc keeps those up to 32 MB, and as batches are of many lengths, no block fits the next
+    one: a worker grew from 3.1 to 7.9 GB in 100 steps. It costs a tenth of the time.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 4 << 20)
 
 
 def _attention(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from pipeline import storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import require
+from pipeline.models import cpu
 from pipeline.resources import cpus_each
 from pipeline.tracking import Run
 from pipeline.training.batches import Cursor
@@ -142,6 +143,11 @@ def _work(config: dict[str, Any]) -> None:
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(assignment.threads)
     device = ray.train.torch.get_device()
+<<<<<<< Updated upstream
+=======
+    if device.type == "cpu":
+        pass
+>>>>>>> Stashed changes
     task = assignment.recipe.build(rank, world)
     task.module.to(device)
     state, cursor = _restore(rank, device)
