@@ -143,11 +143,8 @@ def _work(config: dict[str, Any]) -> None:
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(assignment.threads)
     device = ray.train.torch.get_device()
-<<<<<<< Updated upstream
-=======
     if device.type == "cpu":
-        pass
->>>>>>> Stashed changes
+        cpu.return_memory()
     task = assignment.recipe.build(rank, world)
     task.module.to(device)
     state, cursor = _restore(rank, device)
