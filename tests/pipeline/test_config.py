@@ -196,3 +196,32 @@ def test_flat_names_are_those_of_the_command_line(config):
 def test_a_digest_does_not_depend_on_the_order_of_names():
     assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
     assert digest({"a": 1, "b": [1, 2]}) != digest({"a": 1, "b": [2, 1]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A job that runs others."""
+
+    PASSED_ON = ("others", ("inner", "loop"))
+    name: str
+    """A name."""
+    others: tuple[str, ...] = ()
+    """Options of the others."""
+
+
+def test_options_of_another_job_are_passed_on_unread():
+    argv = ["--inner.share", "7", "--name", "x", "--loop.fast", "--inner.ks=[1]", "--loop.max-steps", "-3"]
+    found = parse(Sweep, argv, "test")
+    assert found.name == "x"
+    assert found.others == (
+        "--inner.share", "7", "--loop.fast", "--inner.ks", "[1]", "--loop.max_steps", "-3"
+    )  # fmt: skip
+    assert parse(Config, ["--input", "a", *parse(
+        Sweep, ["--name", "x", "--inner.share", "0.25"], "test"
+    ).others], "test").inner.share == 0.25  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", ["--inner", "--inners.share", "--outer.share"])
+def test_what_is_not_in_their_groups_is_refused(argument):
+    with pytest.raises(BadInput):
+        parse(Sweep, ["--name", "x", argument, "1"], "test")

@@ -156,13 +156,13 @@ def outcome(job: Job) -> Outcome | None:
     trained = open_artifact(job.train.output, "ranker").manifest["metrics"]
     with storage.open_input(storage.join(found.uri, _RANKS)) as stream:
         ranks_N = pq.read_table(stream, columns=["rank"])["rank"].to_numpy()
-    steps_per_s = trained["mean_steps_per_s"]
+    steps_per_s = trained.get("mean_steps_per_s", math.nan)  # resumed when all steps were done
     return Outcome(
         ranks_N,
         found.manifest["metrics"],
         steps_per_s * job.train.finetune.batch_examples,
         trained["step"] / steps_per_s / 60,
-        trained["peak_memory_mib"],
+        trained.get("peak_memory_mib", math.nan),
     )
 
 

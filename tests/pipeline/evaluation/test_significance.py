@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import bootstrap
 
 from pipeline.evaluation.metrics import earned, summarise
-from pipeline.evaluation.significance import compare, intervals
+from pipeline.evaluation.significance import compare, compare_means, intervals, mean_interval
 
 
 @pytest.mark.parametrize(("count", "candidates"), [(60, 20), (1500, 20), (400, 10_001)])
@@ -92,3 +92,38 @@ def test_models_that_agree_everywhere_do_not_differ():
     same = np.array([True, False, True])
     found = compare("a", "b", same, same)
     assert (found.difference, found.interval, found.p) == (0.0, (0.0, 0.0), 1.0)
+
+
+shares = st.lists(
+    st.tuples(st.sampled_from([0, 1 / 3, 2 / 3, 1]), st.sampled_from([0, 1 / 3, 2 / 3, 1])),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+@given(shares)
+def test_p_of_means_is_the_share_of_all_swaps_that_differ_as_much(pairs):
+    first, second = np.array(pairs).T
+    found = compare_means("a", "b", first, second)
+    differences = first - second
+    swaps = np.array(list(itertools.product([1, -1], repeat=len(pairs))))
+    wanted = (np.abs(swaps @ differences) >= abs(differences.sum()) - 1e-9).mean()
+    # Of 10,000 draws: four standard deviations are 0.02.
+    assert found.p == pytest.approx(wanted, abs=0.021)
+    assert found.difference == pytest.approx(first.mean() - second.mean())
+    assert found.interval[0] - 1e-12 <= found.difference <= found.interval[1] + 1e-12
+
+
+def test_one_run_of_each_is_compared_as_ever():
+    rng = np.random.default_rng(0)
+    first, second = rng.random(500) < 0.62, rng.random(500) < 0.55
+    alone, means = compare("a", "b", first, second), compare_means("a", "b", 1.0 * first, 1.0 * second)
+    assert means.difference == pytest.approx(alone.difference)
+    assert means.p == pytest.approx(alone.p, abs=0.02)
+    assert means.interval == pytest.approx(alone.interval, abs=0.01)
+    assert means.interval == mean_interval(1.0 * first - second)
+
+
+def test_equal_models_do_not_differ():
+    same = np.array([0, 0.5, 1])
+    assert compare_means("a", "b", same, same).p == 1
+    assert compare_means("a", "b", same, same).interval == (0, 0)
