@@ -78,8 +78,9 @@ def compare_means(
     p: the permutation test, whose 10,000 draws swap the two models' shares question by question. The
     sum of n equal differences d becomes d · (2 · Binomial(n, ½) - n).
     """
-    difference_N = np.round(hits_first_N - hits_second_N, 9)  # thirds differ in their last bits
-    size_U, counts_U = np.unique(np.abs(difference_N), return_counts=True)
+    difference_N = hits_first_N - hits_second_N
+    # 1 less two thirds is not a third, in its last bits.
+    size_U, counts_U = np.unique(np.abs(difference_N).round(9), return_counts=True)
     swapped_RU = 2 * np.random.default_rng(seed).binomial(counts_U, 0.5, (RESAMPLES, len(size_U)))
     sums_R = (swapped_RU - counts_U) @ size_U
     least = abs(float(difference_N.sum())) - 1e-6
