@@ -1,7 +1,8 @@
-"""A look at a corpus, in the terminal and as an HTML page."""
+"""A look at a corpus, in the terminal and as an HTML page, or at a pool."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,29 +12,46 @@ from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
 from pipeline.corpora.report import page, survey, text
+from pipeline.retrieval import survey as pool_survey
+from pipeline.retrieval.pool import Pool, describe
+
+_SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Shows examples, lengths, repeated texts and what was left out; writes the same with plots as HTML."""
+    """Shows a corpus' examples, lengths, repeated texts and what was left out, and writes the same with
+    plots as HTML; or a pool's rows, lengths of vectors, equal vectors and nearest pairs."""
 
-    corpus: str
+    corpus: str = ""
     """A corpus (of jobs.prepare_corpus)."""
+    pool: str = ""
+    """A pool (of jobs.embed_pool), or one of its versions."""
     html: str = ""
-    """The page's file; by default <name of the corpus>.html in the working directory."""
+    """Of a corpus: the page's file; by default <name of the corpus>.html in the working directory."""
     sample_rows: int = 200_000
     """Numbers are of so many rows at most, spread evenly over all files; 0: all rows."""
     examples: int = 3
-    """Examples of each split, drawn at random."""
+    """Examples of each split, drawn at random; of a pool: nearest pairs."""
     seed: int = 0
     """Other examples."""
 
     def __post_init__(self) -> None:
+        require(
+            bool(self.corpus) != bool(self.pool),
+            "corpus, pool",
+            (self.corpus, self.pool),
+            "one of both",
+        )
         for name in ("sample_rows", "examples", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
 
 
 def run(config: Config) -> program.Summary:
+    return _pool(config) if config.pool else _corpus(config)
+
+
+def _corpus(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     found = survey.survey(corpus, config.sample_rows, config.examples, config.seed)
     for line in text.lines(found):
@@ -51,6 +69,45 @@ def run(config: Config) -> program.Summary:
         "dropped": found.dropped,
         "html": html,
     }
+
+
+def _pool(config: Config) -> program.Summary:
+    pool = Pool.open(config.pool)
+    found = pool_survey.survey(pool, config.sample_rows, config.examples, config.seed)
+    for line in _lines(pool, found):
+        print(line)
+    return {
+        "pool": describe(pool),
+        "fingerprint": pool.artifact.fingerprint,
+        "model": pool.model_fingerprint,
+        "lengths": found.lengths,
+        "sampled": found.sampled,
+        "equal_vectors": found.equal,
+        "nearest": [[pair.cosine, pair.one.id, pair.other.id] for pair in found.pairs],
+        "dropped": pool.artifact.manifest["dropped"],
+    }
+
+
+def _lines(pool: Pool, found: pool_survey.Survey) -> Iterator[str]:
+    size = sum(entry["bytes"] for entry in pool.artifact.manifest["files"]) / 1e6
+    yield (f"== Pool {pool.name}, version {pool.version}: {found.rows:,} candidates, {pool.dimensions} "
+           f"dimensions, {pool.dtype}, {len(pool.shards)} shards, {size:,.1f} MB")  # fmt: skip
+    for reason, count in pool.artifact.manifest["dropped"].items():
+        yield f"   left out: {count:,} ({reason})"
+    if found.lengths:
+        least, low, median, high, most = found.lengths
+        yield (f"== Lengths of vectors: {least:.4g} to {most:.4g}; 5 %: {low:.4g}, median: {median:.4g}, "
+               f"95 %: {high:.4g}")  # fmt: skip
+        yield (f"== Sketch: {pool.rotation.shape[1]} directions; of a vector's length it misses "
+               f"{found.missed:.1%}")  # fmt: skip
+    yield f"== Equal vectors: {found.equal:,} of {found.sampled:,} rows have another's"
+    if found.most_equal:
+        row, count = found.most_equal
+        yield f"   {count:,} times that of {row.id}: {row.text[:_SHOWN_CHARACTERS]}"
+    yield f"== Nearest pairs of {found.compared:,} rows, by cosine"
+    for cosine, *pair in found.pairs:
+        for row in pair:
+            yield f"   {cosine:.4f}  {row.id:<24}  {row.text[:_SHOWN_CHARACTERS]}"
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline.artifact import Draft, draft, file_entry
 from pipeline.corpora.report import text
+from pipeline.retrieval.candidates import ROWS
+from pipeline.retrieval.embed import EmbedConfig
 from pipeline.training.tokenizer import TokenizerConfig
 
 
@@ -79,3 +82,51 @@ def test_what_is_no_corpus_or_holds_nothing_or_is_damaged_is_refused(
 def test_an_option_outside_its_range_is_refused(run_job, reddit_corpus, option):
     refusal = run_job("inspect", "--corpus", reddit_corpus.uri, f"--{option}=-1").refusal
     assert f"{option.replace('-', '_')}: -1 is not allowed; allowed: >= 0" in refusal
+
+
+# Pools
+
+
+@pytest.fixture
+def pool(publish_pool, tiny_ranker, tmp_path) -> str:
+    """Eight rows; t1, t4 and t6 have one vector, t2 and t3 nearly one, t7 none."""
+    angles = np.radians([0, 90, 200, 201, 90, 300, 90, 0])
+    vectors = (
+        np.stack([np.cos(angles), np.sin(angles)], axis=1) * [[2]] * np.r_[[1.0] * 7, 0][:, None]
+    )
+    ids = [f"t{n}" for n in range(8)]
+    table = pa.table([ids, [f"text {n}" for n in range(8)], ids], ROWS)
+    out = draft(
+        str(tmp_path / "pools" / "p" / "v"), "pool", EmbedConfig(), {"model": tiny_ranker("poly")}
+    )
+    matrix = vectors.astype(np.float32)
+    return publish_pool(out, [(table[:5], matrix[:5]), (table[5:], matrix[5:])]).uri
+
+
+def test_a_pool_is_shown(run_job, pool, tiny_ranker):
+    done = run_job("inspect", "--pool", pool, "--examples", 2)
+    summary = done.summary
+    assert summary["pool"]["candidates"] == 8
+    assert summary["model"] == tiny_ranker("poly").fingerprint
+    assert summary["lengths"] == pytest.approx([0, 0.7, 2, 2, 2], rel=1e-5)
+    assert summary["equal_vectors"] == 3
+    (nearest, *pair), (second, *other) = summary["nearest"]
+    assert (nearest, pair) == (pytest.approx(np.cos(np.radians(1)), abs=1e-6), ["t2", "t3"])
+    assert (second, other[0]) == (pytest.approx(np.cos(np.radians(60)), abs=1e-6), "t0")
+    assert "   3 times that of t1: text 1" in done.stdout
+    assert "text 2" in done.stdout
+    assert "== Equal vectors: 3 of 8 rows have another's" in done.stdout
+
+
+def test_some_of_a_pools_rows_may_be_looked_at(run_job, pool):
+    assert run_job("inspect", "--pool", pool, "--sample-rows", 5).summary["sampled"] == 5
+
+
+def test_a_corpus_or_a_pool_is_inspected_but_not_both(run_job, pool):
+    for options in ((), ("--corpus", "a", "--pool", pool)):
+        assert "corpus, pool: " in (refusal := run_job("inspect", *options).refusal)
+        assert "allowed: one of both" in refusal
+
+
+def test_a_pool_that_is_not_there_is_refused(run_job, tmp_path):
+    assert f"{tmp_path}/none: not a pool" in run_job("inspect", "--pool", tmp_path / "none").refusal
