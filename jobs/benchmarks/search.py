@@ -1,11 +1,13 @@
 """Searches of a million candidates beside the plain expression, the machine's memory, and each other.
 
-Real questions: the contexts of a corpus, as a trained poly-encoder sees them. Real candidates: the corpus'
-turns and answers, embedded; where they are too few, each comes again, mixed with two others.
+Real questions: the contexts of a corpus, as a trained poly-encoder sees them. Real candidates: turns and
+answers of this and of further corpora, embedded; where they are too few, each comes again, mixed with two
+others.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,13 +47,17 @@ _SHARD_ROWS = 16_384
 _MIXED = 0.35
 
 
-def measure(size: str, model: Artifact, corpus: Artifact, work: Path) -> list[Row]:
+def measure(size: str, model: Artifact, corpora: Sequence[Artifact], work: Path) -> list[Row]:
     """All on the cores that this process may use."""
     ranker = load_ranker(model.local())
     if ranker.config.architecture != "poly":
         raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: poly")
-    contexts, texts = _texts(corpus, max(_CHECKED[size], _QUESTIONS[size]), _EMBEDDED[size])
-    folder = work / "search" / digest([model.fingerprint, corpus.fingerprint, size])
+    contexts, texts = _texts(corpora, max(_CHECKED[size], _QUESTIONS[size]), _EMBEDDED[size])
+    folder = (
+        work
+        / "search"
+        / digest([model.fingerprint, *(corpus.fingerprint for corpus in corpora), size])
+    )
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(texts):,} texts are embedded, and made {_CANDIDATES[size]:,}", flush=True)
     real_ND = _embedded(folder / "texts.npy", ranker, texts)
@@ -186,21 +192,23 @@ def _check(pool: Pool, few: Pool, questions: Floats) -> dict[str, dict[str, Any]
 # What is searched
 
 
-def _texts(corpus: Artifact, contexts: int, texts: int) -> tuple[list[list[str]], list[str]]:
-    """(contexts of the last split, turns and answers of all of them, each once)"""
-    files = [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
-    questions: list[list[str]] = []
-    found: dict[str, None] = {}
-    for row in _rows(files):
-        for text in (row["response"], *row["context"]):
-            if text.strip() and len(found) < texts:
-                found[text] = None
-    for row in _rows(files[::-1]):
-        questions.append(row["context"])
-        if len(questions) == contexts:
-            break
-    require(len(questions) == contexts, "corpus", corpus.uri, f"{contexts} examples at least")
-    return questions, list(found)
+def _texts(
+    corpora: Sequence[Artifact], contexts: int, texts: int
+) -> tuple[list[list[str]], list[str]]:
+    """(contexts of the first corpus' last split, turns and answers of all, each once)"""
+    files = [
+        [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
+        for corpus in corpora
+    ]
+    questions = [row["context"] for row in itertools.islice(_rows(files[0][::-1]), contexts)]
+    require(len(questions) == contexts, "corpus", corpora[0].uri, f"{contexts} examples at least")
+    found = {
+        text: None
+        for row in _rows([file for part in files for file in part])
+        for text in (row["response"], *row["context"])
+        if text.strip()
+    }
+    return questions, list(found)[:texts]
 
 
 def _rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
