@@ -48,7 +48,7 @@ _LEAST_CENTRES = 16
 _CONTEXTS = 16  # at once
 _SECTION_ROWS = 1 << 20  # bounds in memory, for each context
 _BLOCK_ROWS = 1 << 14
-_GATHERED_ROWS = 4096
+_GATHERED_ROWS = 1024
 _SEEDS = 256
 _ALL = 1 << 30
 
