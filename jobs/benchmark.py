@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import program
-from jobs.benchmarks import corpora, embed, finetune_rate, inference_time, measure
+from jobs.benchmarks import corpora, embed, finetune_rate, inference_time, measure, search
 from jobs.benchmarks.paper import sweep
 from jobs.benchmarks.paper.trials import Setting
 from pipeline import storage
@@ -25,7 +25,7 @@ class Config:
 
     POSITIONAL = "name"
     PASSED_ON = ("overrides", ("ranker", "finetune", "loop", "resources"))
-    name: Literal["corpora", "embed", "finetune", "paper"]
+    name: Literal["corpora", "embed", "finetune", "paper", "search"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
     """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
@@ -41,7 +41,10 @@ class Config:
     encoder: str = ""
     """For finetune and paper: an encoder, as for jobs.finetune."""
     corpus: tuple[str, ...] = ()
-    """For finetune: a corpus. For paper: corpora, of a task each."""
+    """For finetune: a corpus. For paper: corpora, of a task each. For search: the first one's contexts
+    ask, all turns answer."""
+    model: str = ""
+    """For search: a trained poly-encoder (of jobs.finetune)."""
     only: tuple[str, ...] = ()
     """For paper: names of the table's rows; none: all."""
     seeds: int = 1
@@ -68,6 +71,9 @@ class Config:
             several = self.name == "paper" and self.table != 5
             require(several or len(self.corpus) == 1, "corpus", self.corpus, "one, but for paper's tables "
                     "other than 5")  # fmt: skip
+        if self.name == "search":
+            for name in ("model", "corpus"):
+                require(bool(getattr(self, name)), name, getattr(self, name), "its URI, for search")
         require(self.name in ("finetune", "paper") or not self.overrides, "name", self.name,
                 f"finetune, paper, with {' '.join(self.overrides)}")  # fmt: skip
 
@@ -89,6 +95,10 @@ def run(config: Config) -> program.Summary:
     elif config.name == "finetune":
         encoder, _ = program.open_encoder(config.encoder)
         rows = finetune_rate.measure(config.size, encoder, config.corpus[0], config.overrides, work)
+    elif config.name == "search":
+        model = open_artifact(config.model, "ranker")
+        asked = [open_artifact(uri, "corpus") for uri in config.corpus]
+        rows = search.measure(config.size, model, asked, work)
     elif config.name == "embed":
         rows = embed.measure(config.size, Path(config.data), work, config.kills)
     else:
