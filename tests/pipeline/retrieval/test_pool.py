@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -308,3 +310,47 @@ def test_another_model_than_the_pools_is_refused_in_one_line_that_names_both(poo
     (line,) = str(refused.value).splitlines()
     assert pool.artifact.uri in line
     assert "the model aaaa, not by models/other (bbbb)" in line
+
+
+_HOLD = """
+import sys
+import numpy as np
+from pipeline.retrieval.pool import Pool
+pool = Pool.open(sys.argv[1], check="never")
+np.sum([shard.vectors.matrix.sum() for shard in pool.shards])  # every page is read
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_that_open_a_pool_share_its_memory(tmp_path, publish):
+    """A page that two map counts half in each one's proportional set size."""
+    uri = publish(tmp_path, "v1", sizes=(100_000,))
+    held = 100_000 * WIDTH * 4
+    command = [sys.executable, "-c", _HOLD, uri]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == [b"open\n"] * 2
+        resident, shared_out = np.array(
+            [_memory_of(process.pid, f"{uri}/vectors/") for process in processes]
+        ).T
+    finally:
+        for process in processes:
+            process.communicate()
+    assert (resident >= held).all()
+    assert shared_out.sum() <= 1.1 * held
+
+
+def _memory_of(pid: int, files: str) -> tuple[int, int]:
+    """(resident, proportional) bytes of what a process maps of some files."""
+    sizes = {"Rss": 0, "Pss": 0}
+    mapped = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            mapped = files in line
+        elif mapped and name[:-1] in sizes:
+            sizes[name[:-1]] += int(rest[0]) * 1024
+    return sizes["Rss"], sizes["Pss"]
