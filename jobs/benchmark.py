@@ -46,7 +46,7 @@ class Config:
     model: str = ""
     """For search: a trained poly-encoder (of jobs.finetune)."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; none: all."""
+    """For paper: names of the table's rows; for finetune: bf16 or fp32; none: all."""
     seeds: int = 1
     """For paper: trainings of each row, from seeds 0, 1, …; more can be added later."""
     split: Literal["valid", "test"] = "valid"
@@ -94,7 +94,9 @@ def run(config: Config) -> program.Summary:
         rows = inference_time.measure(config.size, encoder, corpus)
     elif config.name == "finetune":
         encoder, _ = program.open_encoder(config.encoder)
-        rows = finetune_rate.measure(config.size, encoder, config.corpus[0], config.overrides, work)
+        rows = finetune_rate.measure(
+            config.size, encoder, config.corpus[0], config.only, config.overrides, work
+        )
     elif config.name == "search":
         model = open_artifact(config.model, "ranker")
         asked = [open_artifact(uri, "corpus") for uri in config.corpus]

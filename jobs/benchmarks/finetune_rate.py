@@ -1,7 +1,7 @@
 """Our bi-encoder beside sentence-transformers', fine-tuned from the same encoder on the same pairs.
 
 Both see each pair of the train split once (size small: 30 steps), in batches of 64 and the same
-precision, with AdamW (fused), the recipe's rate, warm-up and lengths, and the encoder's own dropout. Ours is
+precision, with AdamW (fused), the recipe's rate, warm-up, lengths and dropout. Ours is
 jobs.finetune with its recipe. Theirs is `old_fit`, the library's own loop without other packages, with
 MultipleNegativesRankingLoss, batches without duplicates, bf16 as the library's trainer does it, and contexts
 and responses apart (the default pads the short to the long, which is slower here); once with its
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow.parquet as pq
 import torch
@@ -29,7 +29,7 @@ from jobs.benchmarks.measure import Row, run_job
 from jobs.benchmarks.paper import trials
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, parse
+from pipeline.config import BadInput, parse, require
 from pipeline.evaluation.ranking import load_scorer
 from pipeline.models import inference
 from pipeline.models.transformer import set_dropout
@@ -40,12 +40,20 @@ _EXAMPLES = {"small": 500, "full": 100_000}
 
 
 def measure(
-    size: Literal["small", "full"], encoder: Path, corpus: str, overrides: Sequence[str], work: Path
+    size: Literal["small", "full"],
+    encoder: Path,
+    corpus: str,
+    only: Sequence[str],
+    overrides: Sequence[str],
+    work: Path,
 ) -> list[Row]:
-    """Samples a second as a ratio for each precision, and R@1 of ours to the better of theirs, in bf16.
+    """Samples a second as a ratio for each precision, and R@1 of ours to the better of theirs.
 
-    `overrides`: options of jobs.finetune; theirs follows where it has the like.
+    `only`: precisions; none: both. `overrides`: options of jobs.finetune; theirs follows where it has
+    the like.
     """
+    for name in only:
+        require(name in get_args(Precision), "only", name, ", ".join(get_args(Precision)))
     if find_spec("sentence_transformers") is None:
         raise BadInput("finetune: needs the package sentence-transformers; pip install -e .[bench]")
     work = work / "finetune"
@@ -53,7 +61,9 @@ def measure(
     options = ["--finetune.max-steps", str(_STEPS[size]), *overrides]
     make = functools.partial(_Pair, encoder, open_artifact(corpus, "corpus"), work, options)
     rows, r1 = [], dict[str, float]()
-    for precision in ("bf16", "fp32"):
+    for precision in get_args(Precision):
+        if only and precision not in only:
+            continue
         pair = make(precision)
         ours, theirs = pair.ours(), pair.theirs("cosine")
         rows.append(
@@ -63,7 +73,7 @@ def measure(
                 detail={"precision": precision, "load": os.getloadavg()[0]},
             )
         )  # fmt: skip
-        if precision == "bf16":
+        if not r1:  # one precision's will do
             pair.theirs("dot")
             r1 = {name: pair.r1(name, _EXAMPLES[size]) for name in ("ours", "cosine", "dot")}
     best = max(r1["cosine"], r1["dot"])
