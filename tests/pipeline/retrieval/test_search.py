@@ -170,6 +170,17 @@ def test_rows_whose_numbers_leave_float32_are_found_by_their_scores(method):
     assert np.isinf(found.scores).all()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_whose_bound_is_no_number_is_looked_at(monkeypatch, method):
+    """0 times infinity: beyond float32 nothing is bounded."""
+    monkeypatch.setattr(module, "_SEEDS", 4)
+    rows = -np.random.default_rng(7).uniform(1e29, 1e30, (600, 8))
+    rows[[123, 500]] = 0
+    found = top_rows(pool_of(rows), np.full((1, 2, 8), 1e20), 2, method=method)
+    assert sorted(found.places[0].tolist()) == [123, 500]
+    assert found.scores[0].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("attention", ["dot", "scaled_dot"])
 @pytest.mark.parametrize("m", [1, 7])
 def test_scores_are_those_of_the_model(attention, m):
