@@ -115,21 +115,23 @@ class Pool:
         return self.artifact.manifest["dtype"]  # type: ignore[no-any-return]
 
     @functools.cached_property
-    def neighbours(self) -> tuple[Any, ...]:
-        """FAISS' indices, each of the rows that follow those of the one before; in this process' memory.
+    def neighbours(self) -> Any:
+        """FAISS' index of all rows, by place; its parts, in this process' memory, are searched at once.
 
         Raises BadInput where the pool has none.
         """
         files = self.artifact.files("neighbours/")
-        if not files and len(self):
+        if not files:
             raise BadInput(f"{self.artifact.uri}: has no index of neighbours; embed the pool again with "
                            "--embed.neighbours true, or search by another method")  # fmt: skip
         import faiss
 
-        folder = self.artifact.local()
-        return tuple(
-            faiss.read_index(str(folder / "neighbours" / storage.name_of(f))) for f in files
-        )
+        folder = self.artifact.local() / "neighbours"
+        index_of_parts: Any = faiss.IndexShards  # its types know another constructor
+        index = index_of_parts(self.dimensions, True, True)
+        for file in files:
+            index.add_shard(faiss.read_index(str(folder / storage.name_of(file))))
+        return index
 
     @property
     def rows(self) -> tuple[pa.Table, ...]:

@@ -211,12 +211,11 @@ class _Best:
         self._steps = [(name, _columns(self._pool, contexts, name, _ALL)) for name in names]
 
     def take(self, places: Ints) -> None:
-        """Considers rows, at ascending places, of which nothing is known."""
+        """Considers rows of which no bounds are known, the likeliest first."""
         self._taken = places
         self.steps(["vectors"])
-        seeds = max(_SEEDS, 4 * self._top_k)
-        self._score(places[:seeds])
-        self._look_at(places[seeds:])
+        self._score(places[: 4 * self._top_k])
+        self._look_at(np.sort(places[4 * self._top_k :]))
 
     def take_section(self, first: int, bounds_N: Floats) -> None:
         """Considers the rows from place `first` on, whose bounds are known and may be changed here."""
