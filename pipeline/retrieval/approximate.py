@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.arrays import Floats, Ints
+from pipeline.retrieval.bounds import in_parallel
 from pipeline.retrieval.pool import Pool
 
 _FOUND = 1000  # of which `search` scores those that can reach the top
@@ -25,11 +26,10 @@ def neighbours(pool: Pool, vectors_MD: Floats, top_k: int) -> Ints:
     """
     if not len(pool):
         return np.empty(0, np.int64)
-    import faiss
-
-    faiss.omp_set_num_threads(1)  # its parts have a thread each; more would wait for work, busily
     query_1D = vectors_MD.mean(axis=0, keepdims=True).astype(np.float32)
     count = min(len(pool), max(_FOUND, 4 * top_k))
-    _, places_1N = pool.neighbours.search(query_1D, count)
+    index = pool.neighbours
+    # Its parts have a thread each. More, which this thread's OpenMP would start, wait for work busily.
+    ((_, places_1N),) = in_parallel(lambda query: index.search(query, count), [query_1D])
     places: Ints = places_1N[0][places_1N[0] >= 0]  # there may be fewer
     return places

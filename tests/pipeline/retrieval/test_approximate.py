@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput
@@ -88,6 +89,17 @@ def test_too_few_rows_that_are_allowed_are_no_answer(publish, texts, monkeypatch
     assert found.certified.any()
     for at in np.flatnonzero(found.certified):
         assert found.places[at].tolist() == exact.places[at].tolist()
+
+
+def test_the_threads_of_who_searches_stay_as_they_are(publish, texts):
+    pool = publish(texts[0], 1000)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        top_rows(pool, texts[1], 10, method="approximate")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_places_are_those_of_the_pool_across_indices(publish):
