@@ -72,14 +72,18 @@ def run(config: Config) -> program.Summary:
         rerank.load_cross_encoder(open_artifact(config.cross, "ranker")) if config.cross else None
     )
     among = _among(config, pool)
-    clock = [time.perf_counter()]
-    vectors_1MD, mask_1M = (t.numpy() for t in inference.context_vectors(ranker, [config.context]))
-    clock.append(time.perf_counter())
     count = config.cross_candidates if cross else config.top_k
-    found = top_rows(
-        pool, vectors_1MD, count, mask_1M, attention, config.method, among, config.certify
-    )
-    clock.append(time.perf_counter())
+    for _ in range(
+        2
+    ):  # the first time maps pages and allocates; the second is what a service takes
+        clock = [time.perf_counter()]
+        context = inference.context_vectors(ranker, [config.context])
+        vectors_1MD, mask_1M = (tensor.numpy() for tensor in context)
+        clock.append(time.perf_counter())
+        found = top_rows(
+            pool, vectors_1MD, count, mask_1M, attention, config.method, among, config.certify
+        )
+        clock.append(time.perf_counter())
     results = []
     for place, score in zip(found.places[0].tolist(), found.scores[0].tolist(), strict=True):
         weights = weights_of_vectors(pool, place, vectors_1MD[0], mask_1M[0], attention)
