@@ -97,6 +97,7 @@ def _times(
         "approximate": of("approximate"),
         "exact, float32": of("exact", whole),
         "pruned, float32": of("pruned", whole),
+        "approximate, float32": of("approximate", whole),
     }
     seconds = _in_turn(ways, len(questions), rounds)
     together: dict[str, Callable[[int], object]] = {
@@ -118,12 +119,12 @@ def _times(
         Row(f"{name}.vs_plain_torch", ms["exact"], "ms", peer=ms["plain"], floor=ms["read"],
             ratio=ms["plain"] / ms["exact"], share_of_floor=ms["read"] / ms["exact"], detail=detail),
         Row(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], "passes over the bf16 matrix"),
-        Row("search.pruned_1m.time_share_of_exact", ms["pruned, float32"] / ms["exact, float32"], "share",
-            detail={"dtype": whole.dtype, "of bfloat16": round(ms["pruned"] / ms["exact"], 3),
-                    **checks["pruned"]}),
-        Row("search.approximate_1m.time_share_of_exact", ms["approximate"] / ms["exact"], "share",
-            detail=checks["approximate"]),
     ]  # fmt: skip
+    for method in ("pruned", "approximate"):
+        shares = {of: ms[f"{method}{of}"] / ms[f"exact{of}"] for of in (", float32", "")}
+        found = {"dtype": whole.dtype, f"of {pool.dtype}": round(shares[""], 3), **checks[method]}
+        name_of = f"search.{method}_1m.time_share_of_exact"
+        rows.append(Row(name_of, shares[", float32"], "share", detail=found))
     if "alone" in ms:
         gain = ms["alone"] / ms["together"]
         rows.append(Row(f"{name}.16_together_vs_alone", ms["together"] / _TOGETHER, "ms a question",
