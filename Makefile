@@ -15,6 +15,7 @@ test: .venv/installed
 
 lint: .venv/installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # After a change of the HTTP interface; a test compares.

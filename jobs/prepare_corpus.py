@@ -99,7 +99,9 @@ def run(config: Config) -> program.Summary:
         "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     }
     # Without a key of its own a corpus gets one that only who has the dump can know.
-    key = os.environ.get("POLYRANK_AUTHOR_SALT") or storage.raw_fingerprint(files, purpose="authors")
+    key = os.environ.get("POLYRANK_AUTHOR_SALT") or storage.raw_fingerprint(
+        files, purpose="authors"
+    )
     if config.corpus == "reddit" and config.authors == "hash":
         # Enough of the key's hash to notice another key, too little to find the key by.
         shown = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]

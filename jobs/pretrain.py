@@ -51,9 +51,7 @@ def run(config: Config) -> program.Summary:
         return program.published(out, already_there=True)
     steps = recipe.steps(task)
     with cluster.session(), tracking.start("pretrain", out) as tracked:
-        metrics = launch.fit(
-            recipe, config.loop, steps, config.resources, out, tracked, "pretrain"
-        )
+        metrics = launch.fit(recipe, config.loop, steps, config.resources, out, tracked, "pretrain")
         parameters = sum(value.numel() for value in task.module.model.encoder.parameters())
         counts = {"steps": steps, "parameters": parameters}
         files = launch.collect_model(out)

@@ -193,9 +193,7 @@ class Draft:
                 storage.delete(self.path(name))
 
 
-def request_of(
-    kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]
-) -> str:
+def request_of(kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]) -> str:
     """Names what a job would make: the same for the same kind, settings and contents of inputs."""
     return digest(_describe(kind, config, inputs)[2])
 
@@ -271,11 +269,15 @@ def git_revision() -> str | None:
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        run = subprocess.run(("git", *arguments), cwd=here, capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            ("git", *arguments), cwd=here, capture_output=True, text=True, check=True
+        )
         return run.stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -1,6 +1,6 @@
 """The HTTP interface: routes, the shapes of requests and answers, and one shape for every error.
 
-    {"error": {"code": "invalid_request", "message": "context: …", "field": "context"}}
+{"error": {"code": "invalid_request", "message": "context: …", "field": "context"}}
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ class Args(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1, description="A ranker (of jobs.finetune).")
-    pools: list[str] = Field(default=[], description="Pools that it embedded; on the command line a,b.")
+    pools: list[str] = Field(
+        default=[], description="Pools that it embedded; on the command line a,b."
+    )
     name: str = Field(default="ranker", description="Name of the deployment.")
 
     @field_validator("pools", mode="before")

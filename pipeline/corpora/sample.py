@@ -139,9 +139,7 @@ def _dialogue(me: Person, partner: Person, rng: random.Random) -> tuple[list[str
     return persona, turns
 
 
-def _write_convai2(
-    folder: Path, people: Iterator[Person], rng: random.Random, size: Size
-) -> None:
+def _write_convai2(folder: Path, people: Iterator[Person], rng: random.Random, size: Size) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     personas: set[frozenset[str]] = set()
     for name, number, with_candidates in (
@@ -228,7 +226,9 @@ def _thread(number: int, people: Iterator[Person], rng: random.Random) -> list[d
         root = thread.add(None, name, f"{me.statement(topics[0])} . {me.reply(topics[0])}")
         for _ in range(rng.randrange(1, 4)):  # others who are the same
             like_me = Person(me.values, rng)
-            at = thread.add(root, _user(rng), f"{rng.choice(AGREEMENTS)} {like_me.reply(topics[0])}")
+            at = thread.add(
+                root, _user(rng), f"{rng.choice(AGREEMENTS)} {like_me.reply(topics[0])}"
+            )
             if rng.random() < 0.5:
                 thread.add(at, name, like_me.reply(topics[0]))
     for _ in range(rng.randrange(1, 4)):  # others who ask
@@ -241,13 +241,13 @@ def _thread(number: int, people: Iterator[Person], rng: random.Random) -> list[d
             if rng.random() < 0.3:
                 break
     if rng.random() < 0.1:
-        thread.add(root, "AutoModerator", "i am a bot , and this action was performed automatically .")
+        thread.add(
+            root, "AutoModerator", "i am a bot , and this action was performed automatically ."
+        )
     return thread.comments
 
 
-def _write_reddit(
-    folder: Path, people: Iterator[Person], rng: random.Random, size: Size
-) -> None:
+def _write_reddit(folder: Path, people: Iterator[Person], rng: random.Random, size: Size) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     comments = [
         comment for number in range(size.reddit_threads) for comment in _thread(number, people, rng)
@@ -285,7 +285,14 @@ _FIRST = ("Ash", "Birch", "Clay", "Dun", "Elder", "Fair", "Glen", "Hazel", "Iron
 _LAST = ("bourne", "bury", "combe", "dale", "field", "ford", "gate", "ham", "hurst", "ley", "mere", "minster",
          "moor", "port", "stead", "thorpe", "ton", "wick", "wold", "worth")  # fmt: skip
 _COUNTIES = ("Harrowshire", "Upper Vale", "Saltmark", "Eastfold", "the Lowlands", "Kestrel County")
-_ERAS = ("in 1741", "in the 1820s", "after the fire of 1866", "before the war", "in 1903", "in the 1970s")
+_ERAS = (
+    "in 1741",
+    "in the 1820s",
+    "after the fire of 1866",
+    "before the war",
+    "in 1903",
+    "in the 1970s",
+)
 
 
 def _article(title: str, rng: random.Random) -> list[str]:
@@ -295,7 +302,9 @@ def _article(title: str, rng: random.Random) -> list[str]:
         f"{title} is a town in {rng.choice(_COUNTIES)}. It was first mentioned in {year}. "
         f"As of the last census it had {people:,} inhabitants."
     ]
-    about = [(TOPICS[name], rng.choice(TOPICS[name].values)) for name in rng.sample(list(TOPICS), k=2)]
+    about = [
+        (TOPICS[name], rng.choice(TOPICS[name].values)) for name in rng.sample(list(TOPICS), k=2)
+    ]
     for topic, value in about:
         found = []
         for fact in rng.sample(topic.facts, k=3):
@@ -328,7 +337,9 @@ def _write_wikipedia(folder: Path, rng: random.Random, size: Size) -> None:
     for number, title in enumerate(titles[: size.articles], start=1):
         lines = _article(title, rng) if rng.random() > 0.03 else []  # redirects have no text
         shown = html.escape(title)
-        head = f'<doc id="{number}" url="https://en.example.org/wiki?curid={number}" title="{shown}">'
+        head = (
+            f'<doc id="{number}" url="https://en.example.org/wiki?curid={number}" title="{shown}">'
+        )
         documents.append("\n".join([head, title, "", *lines, "", "</doc>", ""]))
     for part in range(2):
         text = "".join(documents[part::2])

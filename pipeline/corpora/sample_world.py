@@ -31,9 +31,7 @@ class Topic(NamedTuple):
     values: tuple[Value, ...]
 
 
-def _topic(
-    heading: str, questions: str, replies: str, facts: str, values: dict[str, str]
-) -> Topic:
+def _topic(heading: str, questions: str, replies: str, facts: str, values: dict[str, str]) -> Topic:
     def split(text: str, mark: str) -> tuple[str, ...]:
         return tuple(part.strip() for part in text.split(mark))
 
@@ -278,7 +276,12 @@ OPENERS = ("", "", "", "", "", "", "", "", "well ,", "oh ,", "haha ,", "hmm ,", 
            "i guess", "let me see ,")  # fmt: skip
 CLOSERS = ("", "", "", "", "", "", "", "!", "...", ", you know ?", ", as always", ", really", ", no joke", ", lol",
            ", what about you ?", ", it never gets old")  # fmt: skip
-ECHOES = ("{word} ? {reply}", "{word} , well , {reply}", "ah , {word} ! {reply}", "{reply} , that is {word} for you")
+ECHOES = (
+    "{word} ? {reply}",
+    "{word} , well , {reply}",
+    "ah , {word} ! {reply}",
+    "{reply} , that is {word} for you",
+)
 GREETINGS = ("hi , how are you ?", "hello there !", "hey , nice to meet you .", "good evening !",
              "hi ! how is your day ?", "hello , what is up ?")  # fmt: skip
 GREETING_REPLIES = ("i am fine , thanks . and you ?", "hey ! pretty good so far .", "hello ! nice to meet you .",

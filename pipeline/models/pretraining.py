@@ -41,7 +41,12 @@ class PretrainingModel(nn.Module):
 
 
 def hide_tokens(
-    tokens: Tokens, special: Tensor, mask_id: int, vocabulary: int, share: float, generator: torch.Generator
+    tokens: Tokens,
+    special: Tensor,
+    mask_id: int,
+    vocabulary: int,
+    share: float,
+    generator: torch.Generator,
 ) -> tuple[Tokens, Tensor]:
     """BERT's masking: each token that is not special is predicted with probability `share`; of those
     80 % become [MASK], 10 % a random token, 10 % stay.

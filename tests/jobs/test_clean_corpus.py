@@ -205,7 +205,9 @@ def test_the_fixed_others_of_an_article_search_come_along(run_job, sample_files,
             "--wikipedia.task", "search", "--wikipedia.others", 20,
             "--output", tmp_path / "articles")  # fmt: skip
     run_job("inspect", "--corpus", tmp_path / "articles", "--html", tmp_path / "page.html")
-    done = run_job("clean_corpus", "--corpus", tmp_path / "articles", "--output", tmp_path / "clean")
+    done = run_job(
+        "clean_corpus", "--corpus", tmp_path / "articles", "--output", tmp_path / "clean"
+    )
     before, after = (
         open_artifact(str(tmp_path / name), "corpus") for name in ("articles", "clean")
     )

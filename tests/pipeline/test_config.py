@@ -210,7 +210,16 @@ class Sweep:
 
 
 def test_options_of_another_job_are_passed_on_unread():
-    argv = ["--inner.share", "7", "--name", "x", "--loop.fast", "--inner.ks=[1]", "--loop.max-steps", "-3"]
+    argv = [
+        "--inner.share",
+        "7",
+        "--name",
+        "x",
+        "--loop.fast",
+        "--inner.ks=[1]",
+        "--loop.max-steps",
+        "-3",
+    ]
     found = parse(Sweep, argv, "test")
     assert found.name == "x"
     assert found.others == (

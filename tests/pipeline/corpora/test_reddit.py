@@ -589,5 +589,7 @@ def test_on_all_real_months_together_parents_in_other_months_are_found(
         "prepare_corpus", "--corpus", "reddit", "--input", *files, "--output", tmp_path / "out",
         "--redact", "off", "--authors", "plain"
     )  # fmt: skip
-    tables = [pq.read_table(file, partitioning=None) for file in (tmp_path / "out").glob("*/*.parquet")]
+    tables = [
+        pq.read_table(file, partitioning=None) for file in (tmp_path / "out").glob("*/*.parquet")
+    ]
     assert as_examples([row for table in tables for row in table.to_pylist()]) == together

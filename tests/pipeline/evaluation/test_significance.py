@@ -116,7 +116,10 @@ def test_p_of_means_is_the_share_of_all_swaps_that_differ_as_much(pairs):
 def test_one_run_of_each_is_compared_as_ever():
     rng = np.random.default_rng(0)
     first, second = rng.random(500) < 0.62, rng.random(500) < 0.55
-    alone, means = compare("a", "b", first, second), compare_means("a", "b", 1.0 * first, 1.0 * second)
+    alone, means = (
+        compare("a", "b", first, second),
+        compare_means("a", "b", 1.0 * first, 1.0 * second),
+    )
     assert means.difference == pytest.approx(alone.difference)
     assert means.p == pytest.approx(alone.p, abs=0.02)
     assert means.interval == pytest.approx(alone.interval, abs=0.01)
