@@ -74,6 +74,9 @@ class Config:
         if self.name == "search":
             for name in ("model", "corpus"):
                 require(bool(getattr(self, name)), name, getattr(self, name), "its URI, for search")
+        reads_only = self.name == "finetune" or (self.name == "paper" and self.table != 5)
+        require(reads_only or not self.only, "only", self.only,
+                "none, but for finetune, and paper's tables other than 5")  # fmt: skip
         require(self.name in ("finetune", "paper") or not self.overrides, "name", self.name,
                 f"finetune, paper, with {' '.join(self.overrides)}")  # fmt: skip
 

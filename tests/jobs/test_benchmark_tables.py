@@ -338,3 +338,13 @@ def test_a_reason_is_one_line():
     assert trials._reason(BadInput("m: too many")) == "m: too many"
     assert trials._reason(RuntimeError("trace\n  at x\nValueError: odd\n")) == "ValueError: odd"
     assert trials._reason(MemoryError()) == "MemoryError"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("embed",), ("corpora",), ("paper", "--table", 5, "--encoder", "e", "--corpus", "c")],
+)
+def test_rows_cannot_be_chosen_where_nothing_reads_the_choice(run_job, options):
+    done = run_job("benchmark", *options, "--only", "bi")
+    assert done.code == 2
+    assert "only: ('bi',) is not allowed" in done.refusal
