@@ -1,9 +1,10 @@
-"""What training is slow at on CPUs, attention and dropout, and where it keeps memory that it does not use.
+"""What is slow on CPUs: attention and dropout in training, memory that it does not use, weights in inference.
 
 The fused attention knows no dropout on CPUs, and its way back takes half of a step; plain products of
 matrices run on the matrix units. A Bernoulli draw costs 10 ns; here one of the generator's 64-bit
 numbers makes four of them. Of all-MiniLM's step with dropout (64 contexts of 188 tokens, a core with AMX)
-9.0 s became 5.5 s, of one without (140 tokens) 3.2 s became 2.0 s.
+9.0 s became 5.5 s, of one without (140 tokens) 3.2 s became 2.0 s. A product lays its weights out for the
+matrix units each time; laid out once, with GELU in the product, all-MiniLM in bf16 takes a fifth less time.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import ctypes
 import math
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.activations import GELUActivation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -43,6 +45,20 @@ def return_memory() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+
+
+def pack(hf: Any) -> None:
+    """Lays out the linear layers of a bf16 model on a CPU for inference; it can do nothing else then."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    for part in list(hf.modules()):
+        activation = getattr(part, "intermediate_act_fn", None)  # behind a layer of BERT's
+        fused = isinstance(activation, GELUActivation)
+        for name, child in part.named_children():
+            if type(child) is nn.Linear:
+                setattr(part, name, _Packed(child, "gelu" if fused else "none"))
+        if fused:
+            part.intermediate_act_fn = nn.Identity()
 
 
 def _attention(
@@ -115,6 +131,22 @@ class _Attention(torch.autograd.Function):
             dq[some] = d_logits @ k[some]
             dk[some] = d_logits.mT @ q[some]
         return dq, dk, dv, None, None
+
+
+class _Packed(nn.Module):
+    """activation(x Wᵀ + b), by the operators that torch's compiler uses where weights are constants."""
+
+    def __init__(self, layer: nn.Linear, activation: Literal["none", "gelu"]) -> None:
+        super().__init__()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+        self._bias = None if layer.bias is None else layer.bias.detach()
+        self._activation = activation
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            hidden, self._weight, self._bias, self._activation, [], "none"
+        )
+        return product
 
 
 AttentionInterface.register(_NAME, _attention)

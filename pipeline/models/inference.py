@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pipeline.models import cpu
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder, use_bf16
@@ -36,6 +37,8 @@ def to_bf16(ranker: Ranker) -> None:
     for module in ranker.modules():
         if isinstance(module, Encoder):
             module.to(torch.bfloat16)
+            if ranker.device.type == "cpu":
+                cpu.pack(module.hf)
             module.register_forward_hook(lambda module, given, hidden_BTD: hidden_BTD.float())
 
 

@@ -128,3 +128,17 @@ def test_nothing_is_dropped_in_evaluation(encoder, tokens):
     assert any(isinstance(part, nn.Dropout) for part in encoder.modules())
     with torch.inference_mode():
         torch.testing.assert_close(encoder(tokens), encoder(tokens))
+
+
+@pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("amx_bf16", False), reason="no matrix units for bf16"
+)
+def test_packed_weights_give_the_outputs_of_the_library(encoder, tokens):
+    encoder.eval().to(torch.bfloat16)
+    with torch.inference_mode():
+        expected = encoder(tokens).float()
+        cpu.pack(encoder.hf)
+        assert not any(type(part) is nn.Linear for part in encoder.modules())
+        found = encoder(tokens).float()
+    kept = tokens.mask_BT[..., None]
+    torch.testing.assert_close(found * kept, expected * kept, rtol=0.03, atol=0.03)
