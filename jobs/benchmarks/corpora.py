@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 
-from jobs.benchmarks.measure import Row, Run, job, kill_group, run_job, workers_of
+from jobs.benchmarks.measure import Row, Run, kill_often, run_job
 from pipeline.artifact import open_artifact
 from pipeline.corpora import raw
 from pipeline.corpora.reddit.lines import parse_comments
@@ -116,36 +111,19 @@ def _reader(corpus: Path) -> Row:
 
 def _kills(dump: Path, work: Path, kills: int) -> Row:
     """Kills the job at random moments, goes on with the same command, and compares the rows."""
-    rng = random.Random(0)
     whole, output = work / "undisturbed", work / "killed"
     seconds = _prepare(dump, whole).seconds
     shutil.rmtree(output, ignore_errors=True)
     shutil.rmtree(f"{output}.partial", ignore_errors=True)
-    arguments = ("--corpus", "reddit", "--input", dump, "--output", output)
-    done = {"driver and node": 0, "worker": 0}
-    finished = 0
-    while sum(done.values()) < kills:
-        with job("prepare_corpus", *arguments, stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and sum(done.values()) < kills:
-                time.sleep(rng.uniform(0, seconds))
-                if process.poll() is not None:
-                    break
-                workers = workers_of(process.pid)
-                if rng.random() < 0.5 and workers:
-                    with suppress(psutil.Error):
-                        rng.choice(workers).send_signal(signal.SIGKILL)
-                        done["worker"] += 1
-                else:
-                    kill_group(process)
-                    done["driver and node"] += 1
-        if process.returncode == 0:  # it came to its end between two kills: once more from nothing
-            finished += 1
-            _same(whole, output)
-            shutil.rmtree(output)
-    run_job("prepare_corpus", *arguments)
-    _same(whole, output)
-    return Row("corpora.reddit.kills", sum(done.values()), "kills; the rows are those of one run",
-               detail={**done, "came to the end between kills": finished})  # fmt: skip
+    detail = kill_often(
+        "prepare_corpus",
+        ("--corpus", "reddit", "--input", dump, "--output", output),
+        kills,
+        seconds,
+        ended=lambda: _same(whole, output),
+        start_over=lambda: shutil.rmtree(output),
+    )
+    return Row("corpora.reddit.kills", kills, "kills; the rows are those of one run", detail=detail)
 
 
 def _same(whole: Path, other: Path) -> None:

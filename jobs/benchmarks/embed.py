@@ -10,22 +10,18 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from jobs import finetune
-from jobs.benchmarks.measure import Row, job, kill_group, run_job, workers_of
+from jobs.benchmarks.measure import Row, kill_often, run_job
 from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
@@ -200,14 +196,11 @@ def _night(passages: Table, model: str, work: Path) -> Row:
 
 def _kills(passages: Table, model: str, work: Path, kills: int) -> Row:
     """Kills the job at random moments, goes on with the same command, and compares the pools."""
-    rng = random.Random(0)
     pools, whole = work / "pools", work / "undisturbed"
     for folder in (pools, whole):
         shutil.rmtree(folder, ignore_errors=True)
-    file, first = (
-        _write(work / "killed.jsonl", passages),
-        _write(work / "first.jsonl", _first(passages, 50)),
-    )
+    file = _write(work / "killed.jsonl", passages)
+    first = _write(work / "first.jsonl", _first(passages, 50))
 
     def arguments(candidates: Path, folder: Path) -> tuple[object, ...]:
         return ("--model", model, "--candidates", candidates, "--pools", folder, "--name", "p",
@@ -217,36 +210,26 @@ def _kills(passages: Table, model: str, work: Path, kills: int) -> Row:
         run_job("embed_pool", *arguments(first, folder))
     seconds = run_job("embed_pool", *arguments(file, whole)).seconds
     expected = Pool.open(str(whole / "p")).artifact
-    started = len(Pool.open(str(pools / "p")))
-    done = {"driver and node": 0, "actor": 0}
-    finished = 0
-    while sum(done.values()) < kills:
-        with job("embed_pool", *arguments(file, pools), stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and sum(done.values()) < kills:
-                time.sleep(rng.uniform(0, seconds))
-                if process.poll() is not None:
-                    break
-                workers = workers_of(process.pid)
-                if rng.random() < 0.5 and workers:
-                    with suppress(psutil.Error):
-                        rng.choice(workers).send_signal(signal.SIGKILL)
-                        done["actor"] += 1
-                else:
-                    kill_group(process)
-                    done["driver and node"] += 1
-                current = Pool.open(str(pools / "p"))  # complete, whenever
-                assert len(current) in (started, len(passages)), len(current)
-        if (
-            process.returncode == 0
-        ):  # it came to its end between two kills: once more from the first
-            finished += 1
-            _same(expected, Pool.open(str(pools / "p")).artifact)
-            shutil.rmtree(pools)
-            run_job("embed_pool", *arguments(first, pools))
-    run_job("embed_pool", *arguments(file, pools))
-    _same(expected, Pool.open(str(pools / "p")).artifact)
-    return Row("pool.kills", sum(done.values()), "kills; the pool is that of one run",
-               detail={**done, "came to the end between kills": finished})  # fmt: skip
+    sizes = (len(Pool.open(str(pools / "p"))), len(passages))
+
+    def complete() -> None:
+        current = Pool.open(str(pools / "p"))
+        assert len(current) in sizes, len(current)
+
+    def start_over() -> None:
+        shutil.rmtree(pools)
+        run_job("embed_pool", *arguments(first, pools))
+
+    detail = kill_often(
+        "embed_pool",
+        arguments(file, pools),
+        kills,
+        seconds,
+        ended=lambda: _same(expected, Pool.open(str(pools / "p")).artifact),
+        start_over=start_over,
+        killed=complete,
+    )
+    return Row("pool.kills", kills, "kills; the pool is that of one run", detail=detail)
 
 
 def _same(whole: Artifact, other: Artifact) -> None:

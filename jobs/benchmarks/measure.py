@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -99,6 +100,48 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def kill_often(
+    verb: str,
+    arguments: Sequence[object],
+    kills: int,
+    seconds: float,
+    ended: Callable[[], None],
+    start_over: Callable[[], None],
+    killed: Callable[[], None] = lambda: None,
+) -> dict[str, int]:
+    """Kills a job at random moments and starts it again, until it died `kills` times; then lets it end.
+
+    Half of the kills hit one worker, the others the driver with its node. `seconds`: what it takes
+    undisturbed. `ended` checks what came out, `start_over` takes it away where the job came to its end
+    between two kills, `killed` checks what there is after each. Returns how many died of what.
+    """
+    rng = random.Random(0)
+    done = {"driver and node": 0, "worker": 0}
+    finished = 0
+    while sum(done.values()) < kills:
+        with job(verb, *arguments, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and sum(done.values()) < kills:
+                time.sleep(rng.uniform(0, seconds))
+                if process.poll() is not None:
+                    break
+                workers = workers_of(process.pid)
+                if rng.random() < 0.5 and workers:
+                    with suppress(psutil.Error):
+                        rng.choice(workers).send_signal(signal.SIGKILL)
+                        done["worker"] += 1
+                else:
+                    kill_group(process)
+                    done["driver and node"] += 1
+                killed()
+        if process.returncode == 0:
+            finished += 1
+            ended()
+            start_over()
+    run_job(verb, *arguments)
+    ended()
+    return {**done, "came to the end between kills": finished}
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
