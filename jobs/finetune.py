@@ -22,7 +22,7 @@ class Config:
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
     encoder: str
-    """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id."""
+    """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers."""
     output: str
     """Folder of the ranker."""
     ranker: RankerConfig = field(default_factory=RankerConfig)

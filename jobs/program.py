@@ -54,7 +54,8 @@ def published(artifact: Artifact, already_there: bool, **more: Any) -> Summary:
 def open_encoder(uri: str) -> tuple[Path, dict[str, Any]]:
     """(local folder, reference) of an encoder.
 
-    It may be ours, a ranker's (its context encoder), any `transformers` directory, or a hub id.
+    It may be ours, a ranker's (its context encoder; the other tower lies beside it), any
+    `transformers` directory, or a hub id.
     """
     if storage.exists(storage.join(uri, MANIFEST)):
         artifact = open_artifact(uri, "encoder", "ranker")

@@ -35,6 +35,7 @@ from pipeline.models.transformer import Encoder
 Network = DualEncoder | CrossEncoder
 
 _HEAD = "head.safetensors"
+_CONTEXTS, _CANDIDATES = "context_encoder", "candidate_encoder"  # folders of the towers
 SETTINGS = "ranker.json"
 
 
@@ -100,12 +101,18 @@ class Ranker(nn.Module):
 def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     """A ranker on a pre-trained encoder: its head is new, both towers start from the same weights.
 
+    Where the folder is the contexts' tower of a ranker, the other one starts from its candidates' tower.
+
     Raises BadInput where the encoder has no tokenizer, or fewer positions than the settings need.
     """
-    encoder = Encoder.load(encoder_folder)
+    encoder, other = Encoder.load(encoder_folder), None
+    two = config.architecture != "cross" and not config.share_towers
+    if two and encoder_folder.name == _CONTEXTS:
+        beside = encoder_folder.parent / _CANDIDATES
+        other = Encoder.load(beside) if beside.exists() else None
     tokenizer = Tokenizer.load(encoder_folder)
     torch.manual_seed(seed)
-    return Ranker(config, tokenizer, new_network(config, encoder))
+    return Ranker(config, tokenizer, new_network(config, encoder, other))
 
 
 def load_ranker(folder: Path) -> Ranker:
@@ -117,10 +124,10 @@ def load_ranker(folder: Path) -> Ranker:
     if not path.exists():
         raise BadInput(f"{folder}: not a ranker ({SETTINGS} is missing)")
     config = parse_settings(path.read_bytes(), str(path))
-    name = "encoder" if config.architecture == "cross" else "context_encoder"
+    name = "encoder" if config.architecture == "cross" else _CONTEXTS
     encoder, other = Encoder.load(folder / name), None
     if config.architecture != "cross" and not config.share_towers:
-        other = Encoder.load(folder / "candidate_encoder")
+        other = Encoder.load(folder / _CANDIDATES)
     network = new_network(config, encoder, other)
     try:
         found = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
@@ -184,9 +191,9 @@ def new_network(config: RankerConfig, encoder: Encoder, other: Encoder | None = 
 def _towers(network: Network, config: RankerConfig) -> dict[str, Encoder]:
     if isinstance(network, CrossEncoder):
         return {"encoder": network.encoder}
-    towers = {"context_encoder": network.context_encoder}
+    towers = {_CONTEXTS: network.context_encoder}
     if not config.share_towers:
-        towers["candidate_encoder"] = network.candidate_encoder
+        towers[_CANDIDATES] = network.candidate_encoder
     return towers
 
 

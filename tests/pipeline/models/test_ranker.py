@@ -134,6 +134,24 @@ def test_towers_start_equal_and_are_two_models(tiny):
         assert left is not right
 
 
+@pytest.mark.parametrize("start", ["bi", "poly_shared"])
+def test_a_ranker_s_towers_are_what_another_starts_from(saved, start):
+    folder = saved(**KINDS[start])
+    ranker = load_ranker(folder)
+    before = ranker.dual
+    with torch.no_grad():
+        for weight in before.candidate_encoder.parameters():
+            weight.add_(0.01)  # as after training
+    ranker.save(folder)
+    config = RankerConfig(m=4, max_context_tokens=24, max_candidate_tokens=12)
+    after = new_ranker(config, folder / "context_encoder", 0).dual
+    for tower in ("context_encoder", "candidate_encoder"):
+        pairs = zip(
+            getattr(before, tower).parameters(), getattr(after, tower).parameters(), strict=True
+        )
+        assert all(torch.equal(left, right) for left, right in pairs)
+
+
 def test_shared_towers_are_one_model_also_when_loaded(saved):
     dual = load_ranker(saved(**KINDS["poly_shared"])).dual
     assert dual.context_encoder is dual.candidate_encoder
