@@ -2,15 +2,17 @@
 
 Both see each pair of the train split once (size small: 30 steps), in batches of 64 and the same
 precision, with AdamW (fused), the recipe's rate, warm-up, lengths and dropout. Ours is
-jobs.finetune with its recipe. Theirs is `old_fit`, the library's own loop without other packages, with
-MultipleNegativesRankingLoss, batches without duplicates, bf16 as the library's trainer does it, and contexts
-and responses apart (the default pads the short to the long, which is slower here); once with its
-usual 20 · cosine and once with dot products. jobs.evaluate's questions are put to all.
+jobs.finetune with its recipe, but one encoder for both sides and 20 · cosine, as theirs has. Theirs is
+`old_fit`, the library's own loop without other packages, with MultipleNegativesRankingLoss, batches
+without duplicates, bf16 as the library's trainer does it, and contexts and responses apart (the default
+pads the short to the long, which is slower here); once with its usual 20 · cosine and once with dot
+products. jobs.evaluate's questions are put to all.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import random
 import shutil
@@ -100,7 +102,8 @@ class _Pair:
         self._options = list(map(str, (
             "--config", trials.recipe(self._task, "bi", "small"), "--corpus", corpus.uri, "--encoder",
             encoder, "--output", self._work / "ours", "--loop.validate-every-epochs", 0,
-            "--loop.precision", precision, *options,
+            "--loop.precision", precision, "--ranker.share-towers", "true",
+            "--ranker.vector-length", math.sqrt(20), *options,
         )))  # fmt: skip
         self._config = parse(finetune.Config, self._options, "jobs.finetune")
 

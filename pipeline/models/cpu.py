@@ -22,7 +22,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 _NAME = "polyrank"
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 # Weights of attention made again at once, in float32: what a core's cache holds.
 _WEIGHTS_AT_ONCE = 1 << 20
 
@@ -38,14 +37,14 @@ def speed_up(hf: Any) -> None:
 
 
 def return_memory() -> None:
-    """Has this process give large blocks back to the system as soon as they are free; glibc only.
+    """Gives free memory back to the system; glibc only.
 
-    By itself glibc keeps those up to 32 MB, and as batches are of many lengths, no block fits the next
-    one: a worker grew from 3.1 to 7.9 GB in 100 steps. It costs a tenth of the time, so what a small
-    encoder needs, and `_WEIGHTS_AT_ONCE`, are kept.
+    glibc keeps it, and as batches are of many lengths, no block fits the next one: a worker grew from
+    3.1 to 7.9 GB in 100 steps. Called every 25 steps, this leaves 6.6 GB after 61, in no more time. With
+    blocks that glibc never keeps (M_MMAP_THRESHOLD of 8 MB) it is 5.1 GB, but a step takes 4.5 s, not 3.0.
     """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 8 << 20)
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def pack(hf: Any) -> None:

@@ -29,6 +29,7 @@ from pipeline.training.loop import LoopConfig, Progress, train
 from pipeline.training.pace import Pace
 
 _STATE = "state.pt"
+_STEPS_TO_TIDY = 25  # memory on CPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +144,6 @@ def _work(config: dict[str, Any]) -> None:
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(assignment.threads)
     device = ray.train.torch.get_device()
-    if device.type == "cpu":
-        cpu.return_memory()
     task = assignment.recipe.build(rank, world)
     task.module.to(device)
     state, cursor = _restore(rank, device)
@@ -153,8 +152,13 @@ def _work(config: dict[str, Any]) -> None:
         model = torch.compile(model)
     last: dict[str, float] = {"step": state["step"] if state else 0}
     pace = Pace(device, last["step"])
+    tidied = last["step"]
 
     def on_progress(progress: Progress) -> None:
+        nonlocal tidied
+        if device.type == "cpu" and progress.step >= tidied + _STEPS_TO_TIDY:
+            cpu.return_memory()
+            tidied = progress.step
         metrics = {**progress.metrics, **pace.of(progress)}
         if rank == 0:
             assignment.progress.put((progress.step, metrics["loss"]))
