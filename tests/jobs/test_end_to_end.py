@@ -84,7 +84,8 @@ def port(made, cluster) -> Iterator[int]:
             command, cwd=ROOT, start_new_session=True, stdout=stream, stderr=stream
         )
     try:
-        while not answers(port):
+        # The service answers a little before `serve run` is there to take the signal that ends it.
+        while not (answers(port) and "is ready" in log.read_text()):
             try:  # waits a little
                 process.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
@@ -92,8 +93,7 @@ def port(made, cluster) -> Iterator[int]:
             pytest.fail(log.read_text())
         yield port
         process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):  # Ray's command has been seen to miss the signal
-            process.wait(timeout=30)
+        process.wait(timeout=120)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
