@@ -79,13 +79,14 @@ def port(made, cluster) -> Iterator[int]:
     command = [Path(sys.executable).with_name("serve"), "run", "serve.app:build",
                f"model={made.work}/ranker", f"pools={made.work}/pools/replies"]  # fmt: skip
     log = made.work / "serve.log"
+    # A shell's background job ignores SIGINT, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, cwd=ROOT, start_new_session=True, stdout=stream, stderr=stream
         )
     try:
-        # The service answers a little before `serve run` is there to take the signal that ends it.
-        while not (answers(port) and "is ready" in log.read_text()):
+        while not answers(port):
             try:  # waits a little
                 process.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
