@@ -1,8 +1,7 @@
 """MLflow: one run per job, its settings, numbers and ancestry.
 
 The server is what MLFLOW_TRACKING_URI says, else `mlflow.db` in the working directory. The driver
-owns the run; a training worker of rank 0 logs to it by id, so that a restarted worker group goes on
-in the same run.
+owns the run and logs what its workers tell it; other processes log to it by id.
 """
 
 from __future__ import annotations

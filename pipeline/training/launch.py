@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 import ray.train
@@ -23,10 +24,12 @@ from pipeline.artifact import Draft, folder_entries
 from pipeline.config import require
 from pipeline.models import cpu
 from pipeline.resources import cpus_each
-from pipeline.tracking import Run
 from pipeline.training.batches import Cursor
 from pipeline.training.loop import LoopConfig, Progress, train
 from pipeline.training.pace import Pace
+
+if TYPE_CHECKING:
+    from pipeline.tracking import Run
 
 _STATE = "state.pt"
 _STEPS_TO_TIDY = 25  # memory on CPUs
@@ -68,7 +71,6 @@ class _Assignment:
     steps: int
     threads: int
     model: str
-    run: Run
     progress: Queue
 
 
@@ -87,13 +89,10 @@ def fit(
     """
     threads = workers.cpus_per_worker or cpus_each(workers.workers)
     per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
-    with _progress_bar(label, steps) as progress:
-        assignment = _Assignment(
-            recipe, loop, steps, threads, draft.path("_model"), run, progress
-        )  # fmt: skip
+    with _news(label, steps, run) as progress:
+        assignment = _Assignment(recipe, loop, steps, threads, draft.path("_model"), progress)
         trainer = ray.train.torch.TorchTrainer(
-            _work,
-            train_loop_config={"assignment": assignment},
+            functools.partial(_work, assignment),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=workers.workers, use_gpu=workers.gpu, resources_per_worker=per_worker
             ),
@@ -109,16 +108,20 @@ def fit(
 
 
 @contextmanager
-def _progress_bar(label: str, steps: int) -> Iterator[Queue]:
-    """A queue for rank 0's (step, loss); what comes out of it is a bar on the driver's terminal."""
+def _news(label: str, steps: int, run: Run) -> Iterator[Queue]:
+    """A queue for rank 0's (step, metrics): a bar on the driver's terminal, and what MLflow logs.
+
+    So workers need no way to the MLflow server and no secret for it, and start a second sooner without it.
+    """
     progress = Queue(actor_options={"num_cpus": 0})
 
     def show() -> None:
         with tqdm(desc=label, total=steps, unit="step") as bar:
             while (news := progress.get()) is not None:
-                step, loss = news
-                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                step, metrics = news
+                bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
                 bar.update(step - bar.n)  # a restarted worker goes back to its checkpoint
+                run.log(metrics, step)
 
     thread = threading.Thread(target=show, daemon=True, name="progress")
     thread.start()
@@ -137,9 +140,8 @@ def collect_model(draft: Draft) -> list[dict[str, Any]]:
     return folder_entries(folder)
 
 
-def _work(config: dict[str, Any]) -> None:
+def _work(assignment: _Assignment) -> None:
     """One worker: builds its task, restores the last checkpoint, trains, saves."""
-    assignment: _Assignment = config["assignment"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(assignment.threads)
@@ -161,8 +163,7 @@ def _work(config: dict[str, Any]) -> None:
             tidied = progress.step
         metrics = {**progress.metrics, **pace.of(progress)}
         if rank == 0:
-            assignment.progress.put((progress.step, metrics["loss"]))
-            assignment.run.log(metrics, progress.step)
+            assignment.progress.put((progress.step, metrics))
         last.update(metrics, step=progress.step)
 
     def on_checkpoint(state: dict[str, Any], cursor: Cursor) -> None:
@@ -177,7 +178,6 @@ def _work(config: dict[str, Any]) -> None:
             task.save(Path(folder))
             storage.delete(assignment.model)
             storage.upload(Path(folder), assignment.model)
-        assignment.run.flush()
 
 
 def _checkpoint(
