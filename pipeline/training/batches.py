@@ -116,7 +116,9 @@ class Epoch:
         place, end = bisect_right(self.ends, start), bisect_left(self.ends, stop) + 1
         # Neighbours in the order lie in the same file: one read for all of them.
         tables = [
-            _open(uri).read_row_groups([group for _, group in groups], columns=list(self.columns))
+            _open(uri, threading.get_ident()).read_row_groups(
+                [group for _, group in groups], columns=list(self.columns)
+            )
             for uri, groups in itertools.groupby(self.groups[place:end], itemgetter(0))
         ]
         before = self.ends[place - 1] if place else 0
@@ -130,8 +132,12 @@ def _rows_of_groups(uri: str) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4)
-def _open(uri: str) -> pq.ParquetFile:
-    """Kept open while its row groups are read: a footer is a tenth of a second from far away."""
+def _open(uri: str, thread: int) -> pq.ParquetFile:
+    """Kept open while its row groups are read: a footer is a tenth of a second from far away.
+
+    Each thread has its own: two that read one file at once get "ReadRangeCache did not find matching
+    cache entry", or die, and one may prepare batches while another reads what to mine.
+    """
     return pq.ParquetFile(storage.open_input(uri), pre_buffer=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
@@ -185,6 +186,15 @@ def test_batches_follow_from_the_seed_and_differ_between_epochs(corpora):
     assert first != other
     batches = batches_of(corpora(50), examples=5)
     assert epoch_of(batches, 0) != epoch_of(batches, 1)
+
+
+def test_threads_may_read_the_same_files_at_once(corpora):
+    epoch = rows_of(corpora(200)).epoch(0)
+    whole = epoch.read(0, 200)
+    with ThreadPoolExecutor(4) as threads:
+        reads = threads.map(lambda start: epoch.read(start, start + 20), [*range(0, 180, 9)] * 50)
+        for place, table in enumerate(reads):
+            assert table.equals(whole.slice(9 * (place % 20), 20))
 
 
 def test_chance_in_collate_differs_between_batches_and_ranks(corpora):
