@@ -40,8 +40,8 @@ def return_memory() -> None:
     """Gives free memory back to the system; glibc only.
 
     glibc keeps it, and as batches are of many lengths, no block fits the next one: a worker grew from
-    3.1 to 7.9 GB in 100 steps. Called every 25 steps, this leaves 6.6 GB after 61, in no more time. With
-    blocks that glibc never keeps (M_MMAP_THRESHOLD of 8 MB) it is 5.1 GB, but a step takes 4.5 s, not 3.0.
+    3.1 to 7.9 GB in 100 steps. To be called now and then, not after each step: touching returned pages
+    again is dear. With blocks that glibc never keeps (M_MMAP_THRESHOLD of 8 MB), 4.5 s a step, not 3.0.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
