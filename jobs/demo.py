@@ -14,6 +14,8 @@ import signal
 import socket
 import time
 import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,17 +170,34 @@ def _rankers(work: Path, encoder: str, recipes: str) -> None:
     lean = ("--finetune.dropout", "0", "--loop.validate-every-epochs", "0")
     quick = lean if real_on_cpu else ()
     brief = (*quick, "--finetune.max-steps", "100") if real_on_cpu else ()
-    for name, small, corpus, origin, more in (
-        ("bi", "convai2-bi", "convai2", encoder, quick),
-        ("poly", "convai2-poly", "convai2", start, quick),
-        ("cross", "convai2-cross", "convai2", start, brief),
-        ("articles", "wikipedia-poly", "articles", start, brief),
-    ):
+    models = {
+        "bi": ("convai2-bi", "convai2", encoder, quick),
+        "cross": ("convai2-cross", "convai2", start, brief),
+        "poly": ("convai2-poly", "convai2", start, quick),
+        "articles": ("wikipedia-poly", "articles", start, brief),
+    }
+
+    def begun(name: str, *resources: str) -> Callable[[], program.Summary]:
+        small, corpus, origin, more = models[name]
         recipe = f"finetune/{small}-small" if recipes == "finetune" else f"{recipes}-{name}"
-        _stage(f"A ranker: {name}", "finetune", "--config", _recipe(recipe),
-               "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *more,
-               *(("--resources.gpu", "true") if _gpus() else ()),
-               "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}")  # fmt: skip
+        return _begun(
+            f"A ranker, {name}", "finetune", "--config", _recipe(recipe),
+            "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *more, *resources,
+            "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}",
+        )  # fmt: skip
+
+    if recipes == "finetune" or _gpus():
+        for name in models:
+            begun(name, *(("--resources.gpu", "true") if _gpus() else ()))()
+        return
+    begun("bi")()
+    # Side by side: of so small a model two threads do only 14 % more steps than one.
+    others = [
+        begun(name, "--resources.cpus-per-worker", "1") for name in ("cross", "poly", "articles")
+    ]
+    with ThreadPoolExecutor(2) as two:
+        for running in [two.submit(run) for run in others]:
+            running.result()
 
 
 def _evaluate(work: Path, full: bool) -> dict[str, Any]:
@@ -268,19 +287,31 @@ def _say_further(config: Config, minutes: float, dashboard: str) -> None:
 
 def _stage(title: str, verb: str, *argv: str) -> program.Summary:
     """Runs a job in this process, as its command would, and says what came out."""
+    return _begun(title, verb, *argv)()
+
+
+def _begun(title: str, verb: str, *argv: str) -> Callable[[], program.Summary]:
+    """`_stage` in two parts: only the second may run in another thread, as reading a config changes
+    the working directory for a moment."""
     print(f"\n== {title}\n   $ python -m jobs.{verb} {shlex.join(argv)}", flush=True)
     module = importlib.import_module(f"jobs.{verb}")
-    began = time.monotonic()
-    summary: program.Summary = module.run(parse(module.Config, argv, f"python -m jobs.{verb}"))
-    for name in ("counts", "dropped"):
-        if numbers := summary.get(name):
-            print(f"   {name}: " + ", ".join(f"{n:,} {what}" for what, n in numbers.items()))
-    metrics = summary.get("metrics", {})
-    if losses := {k: n for k, n in metrics.items() if "loss" in k or k == "accuracy"}:
-        print("   " + ", ".join(f"{name} {value:.3f}" for name, value in losses.items()))
-    done = "already done" if summary.get("already_done") else f"{time.monotonic() - began:.1f} s"
-    print(f"   {done}", flush=True)
-    return summary
+    config = parse(module.Config, argv, f"python -m jobs.{verb}")
+
+    def run() -> program.Summary:
+        began = time.monotonic()
+        summary: program.Summary = module.run(config)
+        there = summary.get("already_done")
+        lines = [f"{title}: {'already done' if there else f'{time.monotonic() - began:.1f} s'}"]
+        for name in ("counts", "dropped"):
+            if numbers := summary.get(name):
+                lines += [f"{name}: " + ", ".join(f"{n:,} {what}" for what, n in numbers.items())]
+        metrics = summary.get("metrics", {})
+        if losses := {k: n for k, n in metrics.items() if "loss" in k or k == "accuracy"}:
+            lines += [", ".join(f"{name} {value:.3f}" for name, value in losses.items())]
+        print("   " + "\n   ".join(lines), flush=True)
+        return summary
+
+    return run
 
 
 def _recipe(name: str) -> str:

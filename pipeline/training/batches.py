@@ -151,7 +151,9 @@ class Batches(Generic[BatchT]):
     """Rows in every batch; 0: as many as `tokens` allow."""
     tokens: int = 0
     """Tokens in a batch at most, padding included."""
-    window_rows: int = 4096
+    window_rows: int = 16_384
+    """Rows that are mixed. Of 4,096, half of ConvAI2's dialogues, all-MiniLM learnt less: R@1/20 0.611
+    after half an epoch, not 0.623."""
 
     def __post_init__(self) -> None:
         if len(self.rows) < max(1, self.examples):
