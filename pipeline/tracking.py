@@ -6,6 +6,7 @@ owns the run and logs what its workers tell it; other processes log to it by id.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-from mlflow.exceptions import MlflowException
 
 from pipeline.artifact import Artifact, Draft, git_revision
 from pipeline.config import flatten
@@ -145,13 +145,30 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
 
 
 def _set_experiment(name: str) -> None:
-    """Files of runs lie beside a data base of our own, not in whichever directory a job runs."""
+    """Files of runs lie beside a data base of our own, not in whichever directory a job runs.
+
+    One process after the other: of two that find no data base, MLflow lets both make its tables, and one
+    dies of it.
+    """
     uri = mlflow.get_tracking_uri()
-    if uri.startswith(_SQLITE) and mlflow.get_experiment_by_name(name) is None:
-        folder = Path(uri.removeprefix(_SQLITE)).parent / "mlruns"
-        with suppress(MlflowException):  # another job was faster
-            mlflow.create_experiment(name, artifact_location=str(folder))
-    mlflow.set_experiment(name)
+    if not uri.startswith(_SQLITE):
+        mlflow.set_experiment(name)
+        return
+    base = Path(uri.removeprefix(_SQLITE))
+    with _alone(base.with_name(f"{base.name}.lock")):
+        if mlflow.get_experiment_by_name(name) is None:
+            mlflow.create_experiment(name, artifact_location=str(base.parent / "mlruns"))
+        mlflow.set_experiment(name)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Waits for other processes that hold the file; one that dies lets go."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as stream:
+        with suppress(OSError):  # a file system without locks: as it would be without us
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def _tree(inputs: Mapping[str, Any], depth: int = 0) -> list[str]:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,3 +165,35 @@ def test_a_relative_sqlite_path_means_the_same_file_in_every_process(
     finally:
         mlflow.set_tracking_uri(tracking_uri)
     assert run.tracking_uri == f"sqlite:///{tmp_path}/here.db"
+
+
+FIRST_RUN = """
+import sys
+import mlflow
+from pipeline import tracking
+mlflow.set_tracking_uri(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+with tracking.start_sweep("x", {}, {}) as run:
+    print(run.run_id)
+"""
+
+
+def test_jobs_that_start_at_once_make_one_data_base(tmp_path):
+    """MLflow itself: "table alembic_version already exists", or the like, for all but one."""
+    uri = f"sqlite:///{tmp_path}/new.db"
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST_RUN, uri],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for job in jobs:
+        assert job.stdout.readline() == "ready\n"
+    for job in jobs:
+        job.stdin.write("\n")
+        job.stdin.flush()
+    runs = [job.communicate(timeout=120)[0].strip() for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0]
+    assert {mlflow.MlflowClient(uri).get_run(run).info.status for run in runs} == {"FINISHED"}
