@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,7 +178,9 @@ def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
         with cluster.session(), bar:
             for job, problem in run_tasks(missing):
                 found[job.label] = problem or outcome(job) or "nothing came out"
-                bar.set_postfix_str(f"{job.label}{' failed' if problem else ''}")
+                bar.set_postfix_str(job.label)
+                if problem:
+                    bar.write(f"{job.label} failed: {problem}", file=sys.stderr)
                 bar.update()
     return {job.label: found[job.label] for job in jobs}
 
