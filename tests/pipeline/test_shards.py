@@ -108,10 +108,10 @@ def test_each_actor_makes_its_work_once_for_all_its_tasks(out, make, tmp_path, a
     records = run_tasks_on_actors(out, TASKS, make, "-", resources)
     assert [record["argument"] for record in records] == list(TASKS.values())
     processes = {record["process"] for record in records}
-    made = actors or 2  # one for each of the cluster's cores
-    assert len(processes) <= made
+    made = len(list(tmp_path.glob("made-*")))
+    # Without a number one for each of the cluster's cores; a quick one may leave the other no work.
+    assert len(processes) <= made <= (actors or 2)
     assert os.getpid() not in processes
-    assert len(list(tmp_path.glob("made-*"))) == made
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_too_many_lines_that_are_no_records_stop_the_job(make, tmp_path):
             "embed.id_column: 'id' is not allowed; allowed: the columns",
         ),
         ("a.parquet", b"PAR1 but broken", "broken Parquet"),
-        ("a.jsonl.gz", gzip.compress(b'{"id": 1, "text": "a"}\n')[:-9], "cut off"),
+        ("a.jsonl.gz", gzip.compress(b'{"id": 1, "text": "a"}\n', mtime=0)[:-9], "cut off"),
         ("a.jsonl", b"", "no text to embed (no rows)"),
         ("a.jsonl", b'{"id": 1, "text": ""}\n', "no text to embed ({'text is empty': 1})"),
     ],

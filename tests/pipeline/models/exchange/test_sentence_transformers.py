@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -119,9 +120,10 @@ def test_an_exported_cross_encoder_comes_back(tiny, tmp_path, settings):
 @pytest.mark.parametrize("normalised", [False, True])
 def test_what_the_library_saves_is_read(tiny, tmp_path, library, mode, normalised):
     ours = exported(tiny.ranker(architecture="bi"), tmp_path / "ours") / "candidate"
-    modules = [library.models.Transformer(str(ours), max_seq_length=10)]
-    modules.append(library.models.Pooling(16, mode))
-    modules += [library.models.Normalize()] if normalised else []
+    parts = importlib.import_module("sentence_transformers.sentence_transformer.modules")
+    modules = [parts.Transformer(str(ours), max_seq_length=10)]
+    modules.append(parts.Pooling(16, mode))
+    modules += [parts.Normalize()] if normalised else []
     theirs = library.SentenceTransformer(modules=modules, device="cpu")
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     ranker = from_sentence_transformers.load(tmp_path / "theirs", Lengths())
