@@ -21,6 +21,8 @@ from transformers.activations import GELUActivation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from pipeline.models import packing
+
 _NAME = "polyrank"
 # Weights of attention made again at once, in float32: what a core's cache holds.
 _WEIGHTS_AT_ONCE = 1 << 20
@@ -34,6 +36,11 @@ def speed_up(hf: Any) -> None:
         for name, child in part.named_children():
             if type(child) is nn.Dropout:
                 setattr(part, name, _Dropout(child.p))
+
+
+def has_sped_up(hf: Any) -> bool:
+    """Whether a model's attention is the one of this module, which knows packed rows."""
+    return bool(hf.config._attn_implementation == _NAME)
 
 
 def return_memory() -> None:
@@ -71,12 +78,33 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """[B, heads, T, d] and a mask [B, 1, T, T], false where nothing is seen → [B, T, heads, d]."""
+    """[B, heads, T, d] and a mask [B, 1, 1 or T, T], false where nothing is seen → [B, T, heads, d]."""
+    packed = packing.current()
+    if packed is None:
+        return _padded(module, query, key, value, attention_mask, scaling, dropout, **more), None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return _padded(module, q, k, v, mask, scaling, dropout, **more)
+
+    return packed.attend(attend, query, key, value), None
+
+
+def _padded(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    **more: Any,
+) -> Tensor:
     if query.device.type != "cpu" or not module.training:
         fused = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
         )
-        return fused[0], None
+        whole: Tensor = fused[0]
+        return whole
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = attention_mask
     if mask is not None and mask.dtype == torch.bool:
@@ -89,13 +117,21 @@ def _attention(
             scores = (query * scale) @ key.transpose(2, 3)
             weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
             found = (_drop(weights, dropout) if dropout else weights) @ value
-    return found.transpose(1, 2).contiguous(), None
+    turned: Tensor = found.transpose(1, 2).contiguous()
+    return turned
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    if packing.current():
+        return None
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
 
 
 class _Attention(torch.autograd.Function):
     """The fused kernel forward; back by products, from weights that are made again some texts at a time.
 
-    q, k, v [B, H, T, D], mask [B, 1 or H, T, T] or None, added to the logits → [B, H, T, D]. With the
+    q, k, v [B, H, T, D], mask [B, 1 or H, 1 or T, T] or None, added to the logits → [B, H, T, D]. With the
     kernel's log-sums lse (Dao et al., FlashAttention, 2022, appendix B.4):
 
         P = exp(s Q Kᵀ + mask - lse)    dV = Pᵀ dO    dS = s P ∘ (dO Vᵀ - rowsum(dO ∘ O))
@@ -150,7 +186,7 @@ class _Packed(nn.Module):
 
 
 AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+AttentionMaskInterface.register(_NAME, _mask)
 
 
 class _Dropout(nn.Dropout):

@@ -29,6 +29,8 @@ class Tokens(NamedTuple):
     """int64; pads at the right."""
     mask_BT: Tensor
     """bool; false at pads."""
+    lengths: tuple[int, ...]
+    """Tokens of each row: known without waiting for a GPU that holds the tensors."""
     segments_BT: Tensor | None = None
     """int64; 1 for the second text of a pair. None: one text a row."""
 
@@ -38,7 +40,19 @@ class Tokens(NamedTuple):
         return Tokens(
             self.ids_BT.to(device, non_blocking=True),
             self.mask_BT.to(device, non_blocking=True),
+            self.lengths,
             None if segments is None else segments.to(device, non_blocking=True),
+        )
+
+    def rows(self, start: int, stop: int) -> Tokens:
+        """Rows start to stop, without columns that are pads in all of them."""
+        lengths = self.lengths[start:stop]
+        width, segments = max(lengths, default=0), self.segments_BT
+        return Tokens(
+            self.ids_BT[start:stop, :width],
+            self.mask_BT[start:stop, :width],
+            lengths,
+            None if segments is None else segments[start:stop, :width],
         )
 
 
@@ -116,11 +130,11 @@ class Tokenizer:
         return tokens._replace(segments_BT=segments_BT)
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> Tokens:
-        length_B = torch.tensor([len(row) for row in rows])
-        mask_BT = torch.arange(int(length_B.max())) < length_B[:, None]
+        lengths = tuple(map(len, rows))
+        mask_BT = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         ids_BT = torch.full(mask_BT.shape, self.pad)
         ids_BT[mask_BT] = torch.tensor([token for row in rows for token in row])
-        return Tokens(ids_BT, mask_BT)
+        return Tokens(ids_BT, mask_BT, lengths)
 
 
 def _head(text: str, characters: int) -> str:

@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from pipeline.config import BadInput, require
 from pipeline.models import cpu
+from pipeline.models.packing import Packing, using
 from pipeline.models.tokens import Tokens
 
 TrainLayers = Literal["all", "top", "top4", "all_but_embeddings"]
@@ -87,6 +88,9 @@ def _new_modernbert(shape: Shape, vocabulary: int, special: Mapping[str, int]) -
     return ModernBertModel(config)
 
 
+# Models known to take positions for a token from `position_ids` alone.
+_PACKED = ("bert", "roberta", "xlm-roberta", "electra", "modernbert")
+
 _NEW = {"bert": _new_bert, "modernbert": _new_modernbert}
 
 
@@ -151,18 +155,49 @@ class Encoder(nn.Module):
     @property
     def positions(self) -> int:
         """Tokens in a sequence at most. RoBERTa's first one stands behind the pad's position."""
+        return int(self.hf.config.max_position_embeddings) - self._first_position
+
+    @property
+    def _first_position(self) -> int:
         table = getattr(getattr(self.hf, "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)
-        before = 0 if padding is None else padding + 1
-        return int(self.hf.config.max_position_embeddings) - before
+        return 0 if padding is None else padding + 1
+
+    @property
+    def _packs(self) -> bool:
+        """Whether nothing but attention, by our own function, looks beyond a token."""
+        config = self.hf.config
+        return (
+            config.model_type in _PACKED
+            and cpu.has_sped_up(self.hf)
+            and set(getattr(config, "layer_types", None) or ["full_attention"])
+            == {"full_attention"}
+            and not torch.compiler.is_compiling()  # it would compile every batch's lengths anew
+        )
 
     def forward(self, tokens: Tokens) -> Tensor:
         """[B, T, D]; what stands at pads is undefined, so every use of it is masked."""
+        segments_BT = tokens.segments_BT if self.segments else None
+        if self.training and self._packs and len(set(tokens.lengths)) > 1:
+            return self._packed(tokens, segments_BT)
         inputs = {"input_ids": tokens.ids_BT, "attention_mask": tokens.mask_BT.long()}
-        if tokens.segments_BT is not None and self.segments:
-            inputs["token_type_ids"] = tokens.segments_BT
+        if segments_BT is not None:
+            inputs["token_type_ids"] = segments_BT
         hidden: Tensor = self.hf(**inputs).last_hidden_state
         return hidden
+
+    def _packed(self, tokens: Tokens, segments_BT: Tensor | None) -> Tensor:
+        """The same without padding: batches that are searched or embedded come sorted, those of
+        training do not."""
+        rows, width = tokens.ids_BT.shape
+        packing = Packing.of(tokens.lengths, width, tokens.ids_BT.device)
+        positions = packing.position_R[None] + self._first_position
+        inputs = {"input_ids": packing.pack(tokens.ids_BT), "position_ids": positions}
+        if segments_BT is not None:
+            inputs["token_type_ids"] = packing.pack(segments_BT)
+        with using(packing):
+            hidden = self.hf(**inputs).last_hidden_state
+        return packing.unpack(hidden, rows, width)
 
 
 def freeze(encoder: Encoder, train: TrainLayers) -> None:

@@ -53,10 +53,10 @@ class DualBatch:
         """Examples start to stop."""
         each = self.wrong_key_BK.shape[1]
         return DualBatch(
-            _part(self.contexts, start, stop),
-            _part(self.responses, start, stop),
+            self.contexts.rows(start, stop),
+            self.responses.rows(start, stop),
             self.key_B[start:stop],
-            _part(self.wrong, start * each, stop * each),
+            self.wrong.rows(start * each, stop * each),
             self.wrong_key_BK[start:stop],
             self.teacher_BC[start:stop],
         )
@@ -78,19 +78,7 @@ class PairBatch:
     def part(self, start: int, stop: int) -> PairBatch:
         """Examples start to stop."""
         each = len(self.pairs.ids_BT) // len(self)
-        return PairBatch(_part(self.pairs, start * each, stop * each), self.label_B[start:stop])
-
-
-def _part(tokens: Tokens, start: int, stop: int) -> Tokens:
-    """Rows start to stop, without columns that are pads in all of them."""
-    mask_BT = tokens.mask_BT[start:stop]
-    length = int(mask_BT.sum(dim=1).max()) if len(mask_BT) else 0
-    segments = tokens.segments_BT
-    return Tokens(
-        tokens.ids_BT[start:stop, :length],
-        mask_BT[:, :length],
-        None if segments is None else segments[start:stop, :length],
-    )
+        return PairBatch(self.pairs.rows(start * each, stop * each), self.label_B[start:stop])
 
 
 def has_candidates(corpus: Artifact, column: str = "candidates") -> bool:
@@ -171,16 +159,12 @@ class DualCollator:
             for context, some in zip(contexts, chosen, strict=True)
         ]
 
-    def length(self, item: _DualItem) -> int:
-        """Of the context and its response: which rows make a batch does not hang on what is mined."""
-        return len(item.context) + len(item.candidates[0])
-
     def collate(self, items: list[_DualItem], generator: torch.Generator) -> DualBatch:
         tokenizer = self._ranker.tokenizer
         # Hashes of integers: the same everywhere.
         keys = torch.tensor([[hash(tuple(ids)) for ids in item.candidates] for item in items])
         wrong = [ids for item in items for ids in item.candidates[1:]]
-        empty = Tokens(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool))
+        empty = Tokens(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool), ())
         return DualBatch(
             tokenizer.batch([item.context for item in items]),
             tokenizer.batch([item.candidates[0] for item in items]),
@@ -215,9 +199,6 @@ class PairCollator:
             _PairItem(context, [next(tokens) for _ in some], 0)
             for context, some in zip(contexts, chosen, strict=True)
         ]
-
-    def length(self, item: _PairItem) -> int:
-        return len(item.context) + max(map(len, item.candidates))
 
     def collate(self, items: list[_PairItem], generator: torch.Generator) -> PairBatch:
         contexts = [item.context for item in items for _ in item.candidates]

@@ -171,7 +171,9 @@ class Pretraining:
         encoder = Encoder.new(self.encoder, len(tokenizer), special)
         pairs = PairMaker(tokenizer, config)
         rows = Rows.of(self.corpus, "train", pairs.columns, rank, world, self.seed)
-        batches: Batches[PretrainBatch] = Batches(rows, pairs, tokens=config.batch_tokens // world)
+        batches: Batches[PretrainBatch] = Batches(
+            rows, pairs, tokens=config.batch_tokens // world, length=pairs.length
+        )
         return PretrainTask(tokenizer, PretrainModule(PretrainingModel(encoder)), batches)
 
     def steps(self, task: PretrainTask) -> int:

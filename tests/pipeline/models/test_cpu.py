@@ -27,7 +27,7 @@ def tokens() -> Tokens:
     torch.manual_seed(1)
     mask = torch.ones(3, 12, dtype=torch.bool)
     mask[1, 7:] = False
-    return Tokens(torch.randint(3, 100, (3, 12)), mask)
+    return Tokens(torch.randint(3, 100, (3, 12)), mask, (12, 7, 12))
 
 
 def outputs_and_gradients(encoder, tokens):
@@ -40,7 +40,8 @@ def outputs_and_gradients(encoder, tokens):
 @pytest.mark.parametrize("padded", [True, False])
 def test_attention_and_its_gradients_are_those_of_the_library(encoder, tokens, padded):
     if not padded:
-        tokens = tokens._replace(mask_BT=torch.ones_like(tokens.mask_BT))
+        mask = torch.ones_like(tokens.mask_BT)
+        tokens = tokens._replace(mask_BT=mask, lengths=(12, 12, 12))
     encoder.train()
     set_dropout(encoder, 0.0)
     assert encoder.hf.config._attn_implementation == "polyrank"

@@ -25,7 +25,7 @@ def big():
     ids[:, 0] = CLS
     ids[place == lengths + 1] = SEP
     mask = place < lengths + 2
-    return Tokens(ids.masked_fill(~mask, PAD), mask)
+    return Tokens(ids.masked_fill(~mask, PAD), mask, tuple((lengths[:, 0] + 2).tolist()))
 
 
 def hide(tokens, share=0.15, seed=0):
@@ -77,7 +77,8 @@ def test_masks_follow_from_the_generator_alone(big):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_one_token_at_least_is_predicted_so_that_the_loss_is_a_number(seed):
-    tokens = Tokens(torch.tensor([[CLS, 7, SEP, PAD]]), torch.tensor([[True, True, True, False]]))
+    ids, mask = torch.tensor([[CLS, 7, SEP, PAD]]), torch.tensor([[True, True, True, False]])
+    tokens = Tokens(ids, mask, (3,))
     _, labels = hide(tokens, share=0.01, seed=seed)
     assert labels.tolist() == [[IGNORED, 7, IGNORED, IGNORED]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from operator import itemgetter
 
 import pytest
 import torch
@@ -24,9 +25,6 @@ class Lengths:
 
     def prepare(self, rows, generator):
         return [(int(row["example_id"][1:]), len(row["response"].split())) for row in rows]
-
-    def length(self, item):
-        return item[1]
 
     def collate(self, items, generator):
         return items, int(torch.randint(1 << 30, (1,), generator=generator))
@@ -56,7 +54,7 @@ def rows_of(corpus, rank=0, world=1, seed=0):
 
 
 def batches_of(corpus, rank=0, world=1, seed=0, **settings):
-    return Batches(rows_of(corpus, rank, world, seed), Lengths(), **settings)
+    return Batches(rows_of(corpus, rank, world, seed), Lengths(), length=itemgetter(1), **settings)
 
 
 def take(batches, count, cursor=None):
@@ -160,12 +158,22 @@ def test_batches_stay_within_their_tokens_padding_included(corpora, tokens, wind
     assert sorted(numbers(epoch)) == list(range(50))
 
 
-def test_batches_hold_similar_lengths_in_random_order(corpora):
-    epoch = epoch_of(batches_of(corpora(130), examples=10))
+def spans(epoch):
+    """The shortest and the longest length of each batch."""
     lengths = [[length for _, length in items] for items in epoch]
-    spans = [(min(row), max(row)) for row in lengths]
-    assert all(longest - shortest <= 1 for shortest, longest in spans)
-    assert spans != sorted(spans)
+    return [(min(row), max(row)) for row in lengths]
+
+
+def test_batches_of_so_many_tokens_hold_similar_lengths_in_random_order(corpora):
+    found = spans(epoch_of(batches_of(corpora(130), tokens=60)))
+    assert all(longest - shortest <= 1 for shortest, longest in found)
+    assert found != sorted(found)
+
+
+def test_batches_of_so_many_rows_are_drawn_whatever_their_length(corpora):
+    """Rows of one length would be negatives of one kind."""
+    found = spans(epoch_of(batches_of(corpora(130), examples=10)))
+    assert all(longest - shortest >= 3 for shortest, longest in found)
 
 
 @pytest.mark.parametrize("settings", [{"examples": 4}, {"tokens": 30}])

@@ -115,7 +115,8 @@ def encoder():
                        {"pad": 0, "cls": 2, "sep": 3})
 model = DualModule(PolyEncoder(encoder(), encoder(), RankerConfig(m=4)))
 def tokens(rows):
-    return Tokens(torch.randint(5, 99, (rows, 48)), torch.ones(rows, 48, dtype=torch.bool))
+    mask = torch.ones(rows, 48, dtype=torch.bool)
+    return Tokens(torch.randint(5, 99, (rows, 48)), mask, (48,) * rows)
 batch = DualBatch(tokens(examples), tokens(examples), torch.arange(examples), tokens(0),
                   torch.zeros(examples, 0, dtype=torch.long), torch.zeros(examples, 1))
 def kib(name):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.models import inference
@@ -269,17 +267,6 @@ def test_rows_with_one_response_in_all_still_make_a_batch(tiny):
     assert candidates_of(batch, 0) == ["w2", "w2", "w2"]
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 20))
-def test_length_is_at_least_what_an_item_takes_in_its_batch(tiny, candidates, context):
-    rows = [{"context": [" ".join(["w1"] * context)], "response": "w0",
-             "candidates": [" ".join(["w2"] * words) for words in candidates]}]  # fmt: skip
-    collator = PairCollator(tiny.ranker(architecture="cross"), 4)
-    (item,) = collator.prepare(rows, generator())
-    longest = collator.collate([item], generator()).pairs.ids_BT.shape[1]
-    assert collator.length(item) == longest + 1  # the candidate's own [CLS] is not in the pair
-
-
 def test_moving_batches_takes_all_of_their_parts_along(tiny):
     meta = torch.device("meta")
     dual = collated(DualCollator(tiny.ranker()), DUAL_ROWS).to(meta)
@@ -364,9 +351,11 @@ def test_layers_that_do_not_train_stay_as_they_are(tiny, encoder, architecture, 
         lambda state, cursor: states.append(state["optimizer"]),
     )  # fmt: skip
     moved = {name for name in names if not torch.equal(names[name], before[name])}
-    assert moved == set(names) - frozen
+    trained = set(names) - frozen
+    # Added to all scores of a softmax, it has no gradient but for rounding.
+    assert trained - {"network.score.bias"} <= moved <= trained
     held = sum(len(group["params"]) for group in states[0]["param_groups"])
-    assert held == len(moved)
+    assert held == len(trained)
 
 
 @pytest.mark.parametrize("settings", [
