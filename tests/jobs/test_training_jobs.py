@@ -214,7 +214,7 @@ def test_a_training_that_is_killed_resumes_to_the_weights_of_one_that_was_not(
     start_job, run_job, trained, tmp_path
 ):
     whole = trained("poly")
-    argv = [*whole.argv, "--loop.checkpoint-every-steps", 2]
+    argv = [*whole.argv, "--loop.checkpoint-every-steps", 5]
     output = tmp_path / "poly"
     argv[argv.index("--output") + 1] = str(output)
 
