@@ -62,6 +62,10 @@ def with_gradients(function, inputs, d_out):
     return out.detach(), torch.autograd.grad(out, leaves, d_out)
 
 
+def formula(q, k, v, mask, scale=0.3):
+    return (q @ k.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
 @given(SIZES, st.integers(0, 1000), st.sampled_from([1, 200, 1 << 20]), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_attention_without_dropout_is_the_formula_in_float64(size, seed, at_once, masked):
@@ -71,24 +75,45 @@ def test_attention_without_dropout_is_the_formula_in_float64(size, seed, at_once
     q, k, v, d_out = (torch.randn(*size, generator=generator) for _ in range(4))
     count = torch.randint(1, length + 1, (texts,), generator=generator)
     mask = (torch.arange(length) < count[:, None])[:, None, None, :].expand(-1, 1, length, -1)
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     if not masked:
-        mask = torch.ones_like(mask)
-
-    def ours(q, k, v):
-        out, _ = cpu._attention(nn.Module(), q, k, v, mask if masked else None, scaling=0.3)
-        return out.transpose(1, 2)
-
-    def formula(q, k, v):
-        return (q @ k.mT * 0.3).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-
+        mask, added = torch.ones_like(mask), None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_WEIGHTS_AT_ONCE", at_once)
-        out, found = with_gradients(ours, (q, k, v), d_out)
+        out, found = with_gradients(
+            lambda q, k, v: cpu._Attention.apply(q, k, v, added, 0.3), (q, k, v), d_out
+        )
     doubles = [tensor.double() for tensor in (q, k, v)]
-    wanted_out, wanted = with_gradients(formula, doubles, d_out.double())
+    wanted_out, wanted = with_gradients(
+        lambda q, k, v: formula(q, k, v, mask), doubles, d_out.double()
+    )
     torch.testing.assert_close(out.double(), wanted_out, rtol=1e-5, atol=1e-5)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.2, 3.0])  # logits up to 5, and up to 70
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_training_is_as_exact_as_its_numbers(dtype, scale):
+    """Large logits: their log-sums, rounded to bf16, would be wrong by a tenth of a nat."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(4, 3, 60, 32, generator=generator).to(dtype) for _ in range(4))
+    mask = (torch.arange(60) < torch.tensor([60, 50, 20, 1])[:, None])[:, None, None]
+    module = nn.Module()
+    module.is_causal = False
+
+    def ours(q, k, v):
+        out, _ = cpu._attention(module, q, k, v, mask, scaling=scale)
+        return out.transpose(1, 2)
+
+    out, found = with_gradients(ours, (q, k, v), d_out)
+    doubles = [tensor.double() for tensor in (q, k, v)]
+    wanted_out, wanted = with_gradients(
+        lambda q, k, v: formula(q, k, v, mask, scale), doubles, d_out.double()
+    )
+    allowed = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for one, other in zip((out, *found), (wanted_out, *wanted), strict=True):
+        assert (one.double() - other).norm() < allowed * other.norm()
 
 
 def test_it_is_not_what_a_saved_model_says(encoder, tmp_path):
