@@ -2,8 +2,8 @@
 
 An epoch is the files of a split in a random order, and the row groups of each in a random order;
 each rank takes an equal, contiguous piece of that stream of rows. A rank reads its piece in windows,
-shuffles and tokenises a window and cuts it into batches: of so many rows as they come, or, sorted by
-length, of so many tokens; those are shuffled again. Everything follows from (seed, epoch, window), so a
+shuffles a window and cuts it into batches: of so many rows as they come, or, sorted by length, of so many
+tokens; those are shuffled again. Everything follows from (seed, epoch, window), so a
 cursor of three numbers is all that a checkpoint needs.
 """
 
@@ -50,7 +50,7 @@ class Collator(Protocol[BatchT_co]):
         """Columns of the corpus that `prepare` needs."""
 
     def prepare(self, rows: list[Row], generator: torch.Generator) -> list[Any]:
-        """Tokenises a window of rows, which come in random order; one item per row."""
+        """What batches are made of: one item per row of a window, which come in random order."""
 
     def collate(self, items: list[Any], generator: torch.Generator) -> BatchT_co:
         """Items to one padded batch; all chance comes from `generator`."""

@@ -120,11 +120,23 @@ def _choose(
     return [right or _Candidate(row["response"], _NO_SCORE), *wrong]
 
 
-class _DualItem(NamedTuple):
-    context: list[int]
-    candidates: list[list[int]]
+class _Item(NamedTuple):
+    """Texts yet: a window of them would be minutes of tokenising before its first batch."""
+
+    context: list[str]
+    candidates: list[_Candidate]
     """The response, then wrong ones."""
-    teacher: list[float]
+
+
+def _chosen(rows: list[Row], count: int, generator: torch.Generator) -> list[_Item]:
+    others = [row["response"] for row in rows]
+    return [_Item(row["context"], _choose(row, others, count, generator)) for row in rows]
+
+
+def _candidate_rows(ranker: Ranker, items: Sequence[_Item]) -> list[list[list[int]]]:
+    """Tokens of each item's candidates."""
+    tokens = iter(ranker.candidate_rows([one.text for item in items for one in item.candidates]))
+    return [[next(tokens) for _ in item.candidates] for item in items]
 
 
 class DualCollator:
@@ -147,38 +159,26 @@ class DualCollator:
         self.columns = ("context", "response", *([source] if negatives else []),
                         *([TEACHER] if teacher else []))  # fmt: skip
 
-    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_DualItem]:
+    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Item]:
         if self._mined is not None:
             rows = [{**row, "candidates": self._mined(row["example_id"])} for row in rows]
-        contexts = self._ranker.context_rows([row["context"] for row in rows])
-        others = [row["response"] for row in rows]
-        chosen = [_choose(row, others, self._negatives, generator) for row in rows]
-        tokens = iter(self._ranker.candidate_rows([one.text for some in chosen for one in some]))
-        return [
-            _DualItem(context, [next(tokens) for _ in some], [one.teacher for one in some])
-            for context, some in zip(contexts, chosen, strict=True)
-        ]
+        return _chosen(rows, self._negatives, generator)
 
-    def collate(self, items: list[_DualItem], generator: torch.Generator) -> DualBatch:
+    def collate(self, items: list[_Item], generator: torch.Generator) -> DualBatch:
         tokenizer = self._ranker.tokenizer
+        candidates = _candidate_rows(self._ranker, items)
         # Hashes of integers: the same everywhere.
-        keys = torch.tensor([[hash(tuple(ids)) for ids in item.candidates] for item in items])
-        wrong = [ids for item in items for ids in item.candidates[1:]]
+        keys = torch.tensor([[hash(tuple(ids)) for ids in some] for some in candidates])
+        wrong = [ids for _, *others in candidates for ids in others]
         empty = Tokens(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool), ())
         return DualBatch(
-            tokenizer.batch([item.context for item in items]),
-            tokenizer.batch([item.candidates[0] for item in items]),
+            tokenizer.batch(self._ranker.context_rows([item.context for item in items])),
+            tokenizer.batch([right for right, *_ in candidates]),
             keys[:, 0],
             tokenizer.batch(wrong) if wrong else empty,
             keys[:, 1:],
-            torch.tensor([item.teacher for item in items]),
+            torch.tensor([[one.teacher for one in item.candidates] for item in items]),
         )
-
-
-class _PairItem(NamedTuple):
-    context: list[int]
-    candidates: list[list[int]]
-    label: int
 
 
 class PairCollator:
@@ -190,18 +190,14 @@ class PairCollator:
         self._ranker = ranker
         self._negatives = negatives
 
-    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_PairItem]:
-        contexts = self._ranker.context_rows([row["context"] for row in rows])
-        others = [row["response"] for row in rows]
-        chosen = [_choose(row, others, self._negatives, generator) for row in rows]
-        tokens = iter(self._ranker.candidate_rows([one.text for some in chosen for one in some]))
-        return [
-            _PairItem(context, [next(tokens) for _ in some], 0)
-            for context, some in zip(contexts, chosen, strict=True)
-        ]
+    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Item]:
+        return _chosen(rows, self._negatives, generator)
 
-    def collate(self, items: list[_PairItem], generator: torch.Generator) -> PairBatch:
-        contexts = [item.context for item in items for _ in item.candidates]
-        candidates = [candidate for item in items for candidate in item.candidates]
-        pairs = self._ranker.tokenizer.pairs(contexts, candidates)
-        return PairBatch(pairs, torch.tensor([item.label for item in items]))
+    def collate(self, items: list[_Item], generator: torch.Generator) -> PairBatch:
+        contexts = self._ranker.context_rows([item.context for item in items])
+        candidates = _candidate_rows(self._ranker, items)
+        pairs = self._ranker.tokenizer.pairs(
+            [context for context, some in zip(contexts, candidates, strict=True) for _ in some],
+            [ids for some in candidates for ids in some],
+        )
+        return PairBatch(pairs, torch.zeros(len(items), dtype=torch.long))

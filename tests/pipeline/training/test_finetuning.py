@@ -56,6 +56,24 @@ DUAL_ROWS = [
 ]
 
 
+@pytest.mark.parametrize("kind", [DualCollator, PairCollator])
+def test_only_a_batch_is_tokenised_not_the_window_it_is_drawn_from(tiny, kind, monkeypatch):
+    """The first step of a cross-encoder waited for 16,384 contexts and all their candidates."""
+    ranker = tiny.ranker(architecture="cross" if kind is PairCollator else "bi")
+    collator = kind(ranker, 1)
+    rows = [{"context": [f"w{n}"], "response": f"w{n + 1}"} for n in range(50)]
+    tokenised = []
+    for name in ("context_rows", "candidate_rows"):
+        tokens_of = getattr(ranker, name)
+        monkeypatch.setattr(
+            ranker, name, lambda texts, of=tokens_of: tokenised.extend(texts) or of(texts)
+        )
+    items = collator.prepare(rows, generator())
+    assert not tokenised
+    batch = collator.collate(items[10:14], generator())
+    assert len(batch) == 4 and len(tokenised) == 4 * 3
+
+
 def test_dual_batch_holds_contexts_and_their_responses(tiny):
     batch = collated(DualCollator(tiny.ranker()), DUAL_ROWS)
     for place, row in enumerate(DUAL_ROWS):
