@@ -87,10 +87,11 @@ def ask(
     """
     if actors == HERE:
         return _ask(name, make, asked, queries, none_score)
+    count = actors.count(len(asked))
     task = ray.remote(_ask).options(
-        num_cpus=actors.cpus_per_actor or cpus_each(actors.actors), num_gpus=int(actors.gpu)
+        num_cpus=actors.cpus_per_actor or cpus_each(count), num_gpus=int(actors.gpu)
     )
-    shares = np.array_split(np.arange(len(asked)), min(actors.actors, len(asked)))
+    shares = np.array_split(np.arange(len(asked)), count)
     running = [
         task.remote("", make, asked.part(numbers), 0 if share else queries, none_score)
         for share, numbers in enumerate(shares)
