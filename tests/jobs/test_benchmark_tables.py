@@ -8,6 +8,7 @@ from pathlib import Path
 import mlflow
 import numpy as np
 import pytest
+from ray.exceptions import OutOfMemoryError
 
 from jobs import finetune
 from jobs.benchmarks.paper import report, trials
@@ -338,6 +339,8 @@ def test_a_reason_is_one_line():
     assert trials._reason(BadInput("m: too many")) == "m: too many"
     assert trials._reason(RuntimeError("trace\n  at x\nValueError: odd\n")) == "ValueError: odd"
     assert trials._reason(MemoryError()) == "MemoryError"
+    low = OutOfMemoryError("Task was killed: the node is low on memory.\nMemory: 22 GB\nSee docs")
+    assert trials._reason(low) == "Task was killed: the node is low on memory."
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
+from ray.exceptions import OutOfMemoryError
 from tqdm import tqdm
 
 from jobs import cluster, evaluate, finetune, program
@@ -263,4 +264,6 @@ def _reason(error: Exception) -> str:
     if inner := program.bad_input_in(error):
         return str(inner)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[-1][:300]
+    # Ray says first that memory ran out, and then for a page what could be done about it.
+    told = 0 if isinstance(error, OutOfMemoryError) else -1
+    return (lines or [type(error).__name__])[told][:300]
