@@ -124,7 +124,10 @@ class Epoch:
 
 def _rows_of_groups(uri: str) -> tuple[int, ...]:
     with storage.open_input(uri) as stream:
-        metadata = pq.ParquetFile(stream).metadata
+        try:
+            metadata = pq.ParquetFile(stream).metadata
+        except pa.ArrowInvalid as error:  # cut off, say, after it was published
+            raise BadInput(f"{uri}: not a whole Parquet file ({error})") from None
         return tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
 
 
