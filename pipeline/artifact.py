@@ -73,7 +73,9 @@ class Artifact:
 
     def local(self) -> Path:
         """A local folder with the files."""
-        return storage.local_folder(self.uri, self.fingerprint)
+        folder = storage.local_folder(self.uri, self.fingerprint)
+        _check_sizes(str(folder), self.manifest)  # a copy in a cache may have been tidied away
+        return folder
 
     def reference(self) -> dict[str, Any]:
         """What a job that reads this artifact writes into its own manifest: its whole ancestry."""
@@ -82,7 +84,18 @@ class Artifact:
 
 
 def open_artifact(uri: str, *kinds: str) -> Artifact:
-    """Returns the artifact at `uri`, which is of one of the `kinds`.
+    """Returns the artifact at `uri`, which is of one of the `kinds`, whole.
+
+    Raises BadInput as `read_artifact`, and for a file that is gone or has another size than the
+    manifest says: a copy that broke off, say.
+    """
+    artifact = read_artifact(uri, *kinds)
+    _check_sizes(artifact.uri, artifact.manifest)
+    return artifact
+
+
+def read_artifact(uri: str, *kinds: str) -> Artifact:
+    """Returns the artifact at `uri`, of one of the `kinds`, by its manifest alone.
 
     Raises BadInput if there is none, if it is unfinished, of another kind, or of a later format.
     """
@@ -106,6 +119,18 @@ def open_artifact(uri: str, *kinds: str) -> Artifact:
             f"{uri}: format_version is {found_version!r}; this polyrank reads {FORMAT_VERSION}"
         )
     return Artifact(uri, manifest)
+
+
+def _check_sizes(uri: str, manifest: Mapping[str, Any]) -> None:
+    """Raises BadInput, naming the first file that is gone or is not as long as it was."""
+    found = storage.sizes_below(uri)  # one listing: of 1,000 files a request from an object store
+    for entry in manifest["files"]:
+        if (size := found.get(entry["path"])) != entry["bytes"]:
+            state = "is missing" if size is None else f"has {size:,} bytes"
+            raise BadInput(
+                f"{storage.join(uri, entry['path'])}: {state}; {MANIFEST} says "
+                f"{entry['bytes']:,}; copy it again, or remove {uri} and make it anew"
+            )
 
 
 @dataclass(frozen=True)

@@ -79,15 +79,19 @@ def list_files(uri: str) -> list[str]:
 
     Names that begin with "." or "_" are passed over, as every Parquet reader does.
     """
+    below = sizes_below(uri)
+    return [
+        join(uri, name) for name in below if not any(part[:1] in "._" for part in name.split("/"))
+    ]
+
+
+def sizes_below(uri: str) -> dict[str, int]:
+    """The bytes of every file below a folder, hidden or not, by its path there, sorted."""
     filesystem, root = locate(uri)
     selector = pafs.FileSelector(root, recursive=True, allow_not_found=True)
-    found = []
-    for info in filesystem.get_file_info(selector):
-        below = info.path[len(root) :].lstrip("/")
-        hidden = any(part[:1] in "._" for part in below.split("/"))
-        if info.type == pafs.FileType.File and not hidden:
-            found.append(join(uri, below))
-    return sorted(found)
+    infos = filesystem.get_file_info(selector)
+    files = (info for info in infos if info.type == pafs.FileType.File)
+    return dict(sorted((info.path[len(root) :].lstrip("/"), int(info.size or 0)) for info in files))
 
 
 def names_in(uri: str) -> list[str]:

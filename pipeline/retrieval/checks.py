@@ -25,14 +25,6 @@ from pipeline.config import BadInput, digest, require
 Check = Literal["once", "always", "never"]
 
 
-def sizes(artifact: Artifact, folder: Path) -> None:
-    """Raises BadInput, naming the first file that is missing or is not as long as it was."""
-    for entry in artifact.manifest["files"]:
-        path = folder / entry["path"]
-        if not path.exists() or path.stat().st_size != entry["bytes"]:
-            raise BadInput(f"{path}: not the {entry['bytes']:,} bytes that the manifest names")
-
-
 def contents(artifact: Artifact, folder: Path, tables: Sequence[pa.Table], check: Check) -> None:
     """Raises BadInput, naming the first file with another checksum, or an id that comes twice.
 

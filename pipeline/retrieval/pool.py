@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from pipeline import storage
 from pipeline.arrays import Floats, Ints
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput
 from pipeline.retrieval import checks
 from pipeline.retrieval.checks import Check
@@ -79,12 +79,11 @@ class Pool:
         if storage.exists(storage.join(uri, CURRENT)):
             version = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
             uri = storage.join(uri, version)
-        artifact = open_artifact(uri, KIND)
+        artifact = read_artifact(uri, KIND)
         if artifact.manifest.get("dtype") not in FILE_DTYPES:
             raise BadInput(f"{uri}: dtype is {artifact.manifest.get('dtype')!r}; allowed: "
                            f"{', '.join(FILE_DTYPES)}; embed the pool again")  # fmt: skip
         folder = artifact.local()
-        checks.sizes(artifact, folder)
         rotation = _load(folder / ROTATION, np.float64, (artifact.manifest["dimensions"], None))
         if not is_orthonormal(rotation):
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeline import storage
-from pipeline.artifact import MANIFEST, Artifact, open_artifact
+from pipeline.artifact import MANIFEST, Artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
 from pipeline.retrieval.lock import is_leased
 from pipeline.retrieval.pool import KIND, Pool, current_uri
@@ -70,7 +70,7 @@ def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
         if not folder.startswith("v-"):
             continue
         if storage.exists(storage.join(uri, MANIFEST)) and not folder.endswith(".partial"):
-            created = open_artifact(uri, KIND).manifest["created_at"]
+            created = read_artifact(uri, KIND).manifest["created_at"]
             versions[folder] = datetime.fromisoformat(created).timestamp()
         else:
             removed.append(folder)

@@ -293,6 +293,13 @@ def test_old_versions_go_but_those_that_are_served(night, pools):
     assert versions(pools) == [current(pools)]
 
 
+def test_old_versions_go_though_one_is_damaged(night, pools):
+    first = night(FIRST).summary
+    next(Path(first["output"]).glob("rows/*")).unlink()
+    second = night(changed(FIRST), "--keep", 1).summary
+    assert versions(pools) == [second["version"]]
+
+
 def test_what_another_night_has_begun_goes(night, pools):
     (pools / "p" / "v-0123456789ab.partial").mkdir(parents=True)
     (pools / "p" / "v-0123456789ab.partial" / "_request.json").write_text("{}")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import shards
-from pipeline.artifact import Artifact, Draft, draft, open_artifact, sum_counts
+from pipeline import shards, storage
+from pipeline.artifact import Artifact, Draft, draft, open_artifact, read_artifact, sum_counts
 from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 
@@ -35,6 +36,13 @@ class ReadingConfig:
 
 
 SOURCE = {"uri": "raw", "kind": "raw", "fingerprint": "f00d"}
+
+
+@pytest.fixture
+def memory_store():
+    memory = fsspec.filesystem("memory")
+    yield memory
+    memory.store.clear()
 
 
 def begin(uri: object, config: object = None, **inputs: object) -> Draft:
@@ -117,18 +125,14 @@ def test_a_job_killed_right_before_the_last_step_leaves_nothing_and_can_be_run_a
     assert publish(tmp_path / "a").fingerprint == publish(tmp_path / "b").fingerprint
 
 
-def test_in_an_object_store_the_manifest_is_the_last_step():
-    memory = fsspec.filesystem("memory")
-    try:
-        out = begin("memory://bucket/a")
-        out.mark("task", {})
-        entry = out.write_file("x/1", b"one")
-        assert "unfinished" in read_refusal("memory://bucket/a")
-        made = begin("memory://bucket/a").publish([entry], {})
-        assert set(memory.find("/bucket/a")) == {"/bucket/a/manifest.json", "/bucket/a/x/1"}
-        assert draft("memory://bucket/a", "thing", Config(), {"input": SOURCE}) == made
-    finally:
-        memory.store.clear()
+def test_in_an_object_store_the_manifest_is_the_last_step(memory_store):
+    out = begin("memory://bucket/a")
+    out.mark("task", {})
+    entry = out.write_file("x/1", b"one")
+    assert "unfinished" in read_refusal("memory://bucket/a")
+    made = begin("memory://bucket/a").publish([entry], {})
+    assert set(memory_store.find("/bucket/a")) == {"/bucket/a/manifest.json", "/bucket/a/x/1"}
+    assert draft("memory://bucket/a", "thing", Config(), {"input": SOURCE}) == made
 
 
 # Fingerprints
@@ -237,6 +241,31 @@ def test_another_format_version_is_refused(tmp_path, version):
 def test_a_manifest_that_is_none_is_refused(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     assert "not a polyrank manifest" in read_refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "state"), [(b"on", "has 2 bytes"), (b"ones", "has 4 bytes"), (None, "is missing")]
+)
+@pytest.mark.parametrize("store", ["local", "memory"])
+def test_a_file_of_another_size_than_the_manifest_says_is_refused_by_name(
+    tmp_path, memory_store, store, data, state
+):
+    uri = "memory://bucket/a" if store == "memory" else str(tmp_path / "a")
+    publish(uri, {"x/0": b"", "x/1": b"one"})
+    storage.delete(f"{uri}/x/1")
+    if data is not None:
+        storage.write_bytes(f"{uri}/x/1", data)
+    assert f"{uri}/x/1: {state}; manifest.json says 3;" in read_refusal(uri)
+    assert refusal(uri) == read_refusal(uri)  # who makes it again is not told that it is done
+    assert read_artifact(uri, "thing").counts == {"rows": 1}
+
+
+def test_a_copy_that_lost_a_file_is_refused(tmp_path, memory_store, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = publish("memory://bucket/a", {"x/1": b"one"})
+    (made.local() / "x" / "1").unlink()
+    with pytest.raises(BadInput, match="x/1: is missing"):
+        made.local()
 
 
 def test_the_manifest_tells_the_whole_ancestry(tmp_path):

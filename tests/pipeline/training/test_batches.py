@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 
@@ -231,16 +229,6 @@ def test_fewer_examples_than_workers_are_refused(corpora):
 def test_a_corpus_without_the_split_is_refused(tiny, corpora):
     with pytest.raises(BadInput, match="no examples in valid/"):
         Rows.of(corpora(50), "valid", Lengths.columns, 0, 1, 0)
-
-
-def test_a_file_that_was_cut_off_is_refused_by_name(corpora, tmp_path):
-    corpus = corpora(50)
-    shutil.copytree(corpus.uri, tmp_path / "cut")
-    file = next((tmp_path / "cut" / "train").glob("*.parquet"))
-    file.write_bytes(file.read_bytes()[:-20])
-    cut = replace(corpus, uri=str(tmp_path / "cut"))
-    with pytest.raises(BadInput, match=rf"{file.name}: not a whole Parquet file"):
-        Rows.of(cut, "train", Lengths.columns, 0, 1, 0)
 
 
 class Broken(Lengths):
