@@ -86,10 +86,20 @@ def rank(
             if none_score is not None:
                 own_NK = scores_NC[:, : some.own_NK.shape[1]]
                 own_NK[some.own_NK == none_place] = none_score
+            _tie(scores_NC, some)
             parts.append(_ranking(scores_NC, some.label_N))
             bar.update(len(some))
     inverse = np.argsort(order)
     return Ranking(*(field[inverse] for field in vars(joined(parts)).values()))
+
+
+def _tie(scores_NC: Floats, asked: Questions) -> None:
+    """Gives every copy of the right text its score: in a batch of another shape it is rounded otherwise."""
+    own_NK, right_N = scores_NC[:, : asked.own_NK.shape[1]], asked.right()
+    score_N1 = np.take_along_axis(own_NK, asked.label_N[:, None], axis=1)
+    own_NK[:] = np.where(asked.own_NK == right_N[:, None], score_N1, own_NK)
+    (shared,) = np.nonzero(right_N < asked.shared)
+    scores_NC[shared, own_NK.shape[1] + right_N[shared]] = score_N1[shared, 0]
 
 
 def joined(parts: Sequence[Ranking]) -> Ranking:

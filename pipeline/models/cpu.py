@@ -57,7 +57,7 @@ def return_memory() -> None:
 
 def pack(hf: Any) -> None:
     """Lays out the linear layers of a bf16 model on a CPU for inference; it can do nothing else then."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # it takes AVX-512
         return
     for part in list(hf.modules()):
         activation = getattr(part, "intermediate_act_fn", None)  # behind a layer of BERT's

@@ -280,7 +280,7 @@ def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate, actors):
 
 
 @pytest.fixture
-def damaged(tiny_ranker, tmp_path):
+def damaged(tiny_ranker, sizes_as_now, tmp_path):
     """Published rankers whose files are not what their ranker.json says."""
 
     def make(saved: str, settings: dict[str, object]) -> str:
@@ -288,6 +288,7 @@ def damaged(tiny_ranker, tmp_path):
         shutil.copytree(tiny_ranker(saved).uri, folder)
         found = json.loads((folder / "ranker.json").read_text())
         (folder / "ranker.json").write_text(json.dumps({**found, **settings}))
+        sizes_as_now(folder)
         return str(folder)
 
     return make

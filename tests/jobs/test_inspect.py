@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.artifact import Draft, draft, file_entry
+from pipeline.artifact import Draft, draft
 from pipeline.corpora.report import text
 from pipeline.retrieval.candidates import ROWS
 from pipeline.retrieval.embed import EmbedConfig
@@ -65,17 +65,17 @@ def test_what_is_no_corpus_or_holds_nothing_or_is_damaged_is_refused(
     for kind in ("tokenizer", "corpus"):
         out = draft(str(tmp_path / kind), kind, TokenizerConfig(), {})
         assert isinstance(out, Draft)
-        out.publish([file_entry("notes.txt", b"")], {})
+        out.publish([out.write_file("notes.txt", b"")], {})
     assert "kind is 'tokenizer'" in run_job("inspect", "--corpus", tmp_path / "tokenizer").refusal
     assert "has no rows" in run_job("inspect", "--corpus", tmp_path / "corpus").refusal
 
     shutil.copytree(reddit_corpus.uri, tmp_path / "damaged")
     file = next((tmp_path / "damaged").glob("train/*.parquet"))
-    file.write_bytes(b"nothing")
-    refusal = f"{file}: no readable Parquet file"
-    assert refusal in run_job("inspect", "--corpus", tmp_path / "damaged").refusal
+    file.write_bytes(bytes(file.stat().st_size))
+    refusal = run_job("inspect", "--corpus", tmp_path / "damaged").refusal
+    assert f"{file}: no readable Parquet file" in refusal
     file.unlink()
-    assert refusal in run_job("inspect", "--corpus", tmp_path / "damaged").refusal
+    assert f"{file}: is missing" in run_job("inspect", "--corpus", tmp_path / "damaged").refusal
 
 
 @pytest.mark.parametrize("option", ["sample-rows", "examples", "seed"])

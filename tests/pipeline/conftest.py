@@ -96,7 +96,7 @@ class Tiny:
             path = f"{split}/{start:06}.parquet"
             table = pa.Table.from_pylist(part, schema=EXAMPLE)
             pq.write_table(table, folder / path, row_group_size=rows_per_group)
-            files.append({"path": path, "rows": len(part)})
+            files.append({"path": path, "rows": len(part), "bytes": (folder / path).stat().st_size})
         return Artifact(str(folder), {"fingerprint": folder.name, "files": files})
 
 

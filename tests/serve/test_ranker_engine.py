@@ -147,7 +147,9 @@ def test_a_pool_with_a_cross_encoder_is_refused(tiny_ranker, tiny_pool, refusal)
     assert "a cross-encoder cannot use one" in refusal(tiny_ranker("cross").uri, pool)
 
 
-def test_a_pool_with_multi_head_attention_is_refused(tiny_ranker, tiny_pool, refusal, tmp_path):
+def test_a_pool_with_multi_head_attention_is_refused(
+    tiny_ranker, tiny_pool, refusal, sizes_as_now, tmp_path
+):
     """Its scores are bounded by no product, so that no search is exact."""
     model = tiny_ranker("poly")
     folder = tmp_path / "ranker"
@@ -155,6 +157,7 @@ def test_a_pool_with_multi_head_attention_is_refused(tiny_ranker, tiny_pool, ref
     settings = json.loads((folder / "ranker.json").read_text())
     settings["candidate_attention"] = "multi_head"
     (folder / "ranker.json").write_text(json.dumps(settings))
+    sizes_as_now(folder)
     said = refusal(str(folder), tiny_pool(model))
     assert said.startswith("candidate_attention: 'multi_head' cannot search a pool; allowed: dot")
 

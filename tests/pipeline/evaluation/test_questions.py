@@ -55,10 +55,10 @@ def with_others(corpus, others) -> Artifact:
     for number, part in enumerate(np.array_split(np.arange(len(others)), 2)):
         name = f"others/part-{number}.parquet"
         ids, texts = ([others[n][column] for n in part] for column in (0, 1))
-        pq.write_table(pa.table({"id": ids, "text": texts}), f"{corpus.uri}/{number}.parquet")
-        (path := corpus.local() / "others").mkdir(exist_ok=True)
-        (corpus.local() / f"{number}.parquet").rename(path / f"part-{number}.parquet")
-        entries.append({"path": name, "rows": len(part)})
+        file = corpus.local() / name
+        file.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"id": ids, "text": texts}), file)
+        entries.append({"path": name, "rows": len(part), "bytes": file.stat().st_size})
     return Artifact(corpus.uri, {**corpus.manifest, "files": entries})
 
 
