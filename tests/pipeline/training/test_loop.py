@@ -172,7 +172,8 @@ def validated(tiny):
     return Artifact(train_split.uri, {"fingerprint": "v", "files": list(files.values())})
 
 
-VALIDATED = {"schedule": "plateau", "learning_rate": 0.01, "warmup_share": 0.0}
+# A rate that is too high: the loss stops falling after two or three validations.
+VALIDATED = {"schedule": "plateau", "learning_rate": 0.03, "warmup_share": 0.0}
 
 
 @pytest.mark.parametrize("kind", ["poly", "cross"])
