@@ -19,8 +19,9 @@ from torch.nn import functional as F
 # Padded tokens of a group: what suits a core's cache, and what fills a GPU.
 _CPU_TOKENS, _GPU_TOKENS = 2_048, 65_536
 # Rows of any length leave holes in glibc's memory that no later row fits: they have a multiple of 64
-# tokens, or of a sixteenth of themselves, rounded down to a power of two. (Multiples of 512 were a
-# twentieth more tokens, and no less memory: all-MiniLM, 16 examples a step, 1.5 GB after 40 steps.)
+# tokens, or of a sixteenth of themselves, rounded down to a power of two. (All-MiniLM, 16
+# examples a step, one run each: 1,500 MiB at most and 1,406 after 40 steps; multiples of 512, a twentieth
+# of them spare: 1,551 and 1,343.)
 _ROW_PARTS, _ROW_TOKENS = 16, 64
 
 

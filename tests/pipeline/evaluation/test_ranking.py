@@ -50,9 +50,8 @@ def test_a_rankers_scores_are_those_of_each_question_alone(tiny, architecture, s
         turned = Questions.of([question._replace(candidates=candidates[::-1])])
         alone = scorer.prepare(turned).scores(turned)[0]
         np.testing.assert_allclose(scores[::-1], alone, rtol=0, atol=1e-5)
-    assert len(np.unique(together.round(5))) == 3 * (3 + len(shared)) - 3 * bool(
-        shared
-    )  # "w6" is in both
+    twice = 3 * bool(shared)  # "w6" is in both
+    assert len(np.unique(together.round(5))) == 3 * (3 + len(shared)) - twice
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly"])
