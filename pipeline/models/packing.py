@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,6 @@ class _Group:
     texts: int
     length: int
     """Tokens of the longest."""
-    place_N: Tensor
-    """Where each token stands in [texts · length]."""
     mask: Tensor | None
     """bool [texts, 1, 1, length], false at pads; None: there are none."""
 
@@ -45,6 +44,11 @@ class Packing:
     position_R: Tensor
     """Its number in its text."""
     groups: tuple[_Group, ...]
+    """Padded, they are P tokens with one more pad, one group after the other."""
+    grouped_R: Tensor
+    """Where each token stands among those; spare ones: at the last."""
+    packed_P: Tensor
+    """Where each of those stands in the row; pads: at the first spare one."""
 
     @property
     def spare(self) -> int:
@@ -60,24 +64,28 @@ class Packing:
         position_N = torch.arange(int(end_B[-1])) - (end_B - length_B).repeat_interleave(length_B)
         place_N = (order_B * width).repeat_interleave(length_B) + position_N
         budget = _GPU_TOKENS if device.type == "cuda" else _CPU_TOKENS
-        ends, groups, done = [0, *end_B.tolist()], [], 0
+        groups, grouped, done, tokens = [], [], 0, 0
         for texts in _cut(length_B.tolist(), budget):
             own_B = length_B[done : done + texts]
             longest = int(own_B[-1])
-            own_N = position_N[ends[done] : ends[done + texts]]
-            starts = (torch.arange(texts) * longest).repeat_interleave(own_B)
             mask = None if own_B[0] == longest else torch.arange(longest) < own_B[:, None]
+            grouped.append(tokens + torch.arange(texts) * longest)
             groups.append(_Group(
-                texts, longest, (starts + own_N).to(device, non_blocking=True),
+                texts, longest,
                 None if mask is None else mask[:, None, None].to(device, non_blocking=True),
             ))  # fmt: skip
             done += texts
+            tokens += texts * longest
         position_R = F.pad(position_N, (0, _spare(len(position_N))))
-        return cls(
-            place_N.to(device, non_blocking=True),
-            position_R.to(device, non_blocking=True),
-            tuple(groups),
+        grouped_N = torch.cat(grouped).repeat_interleave(length_B) + position_N
+        grouped_R = F.pad(grouped_N, (0, len(position_R) - len(position_N)), value=tokens)
+        packed_P = torch.full((tokens + 1,), len(position_N))
+        packed_P[grouped_N] = torch.arange(len(position_N))
+        place_N, position_R, grouped_R, packed_P = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (place_N, position_R, grouped_R, packed_P)
         )
+        return cls(place_N, position_R, tuple(groups), grouped_R, packed_P)
 
     def pack(self, padded_BT: Tensor) -> Tensor:
         """[B, T] → [1, R]"""
@@ -86,9 +94,9 @@ class Packing:
 
     def unpack(self, packed: Tensor, rows: int, width: int) -> Tensor:
         """[1, R, D] → [B, T, D], zeros at pads."""
-        return _spread(packed[0, : len(self.place_N)], self.place_N, rows * width).view(
-            rows, width, -1
-        )
+        tokens = packed[0, : len(self.place_N)]
+        zeros = tokens.new_zeros(rows * width, tokens.shape[1])
+        return zeros.index_copy(0, self.place_N, tokens).view(rows, width, -1)
 
     def attend(
         self, attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor
@@ -97,19 +105,42 @@ class Packing:
 
         [1, H, R, d] → [1, R, H, d], zeros for the spare ones.
         """
-        sizes = [*(len(group.place_N) for group in self.groups), self.spare]
-        split = (torch.split(tensor[0].transpose(0, 1), sizes) for tensor in (query, key, value))
+        shape = query.shape[1::2]
+        sizes = [*(group.texts * group.length for group in self.groups), 1]
+        split = (
+            torch.split(_move(tensor[0].transpose(0, 1), self.packed_P, self.grouped_R), sizes)
+            for tensor in (query, key, value)
+        )
         parts = []
         for group, *qkv in zip(self.groups, *split, strict=False):
-            shape = (group.texts, group.length, *query.shape[1::2])
             padded = (
-                _spread(tensor, group.place_N, shape[0] * shape[1]).view(shape).transpose(1, 2)
-                for tensor in qkv
+                tensor.view(group.texts, group.length, *shape).transpose(1, 2) for tensor in qkv
             )
-            found = attention(*padded, group.mask)
-            parts.append(found.flatten(0, 1).index_select(0, group.place_N))
-        parts.append(parts[0].new_zeros(self.spare, *parts[0].shape[1:]))
-        return torch.cat(parts)[None]
+            parts.append(attention(*padded, group.mask).flatten(0, 1))
+        parts.append(parts[0].new_zeros(1, *shape))
+        return _move(torch.cat(parts), self.grouped_R, self.packed_P)[None]
+
+
+def _move(tokens: Tensor, places: Tensor, back: Tensor) -> Tensor:
+    moved: Tensor = _Move.apply(tokens, places, back)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Move(torch.autograd.Function):
+    """tokens[places], and gradients[back]: between the packed row and the padded groups.
+
+    `places` has several that are alike only where gradients are zeros: pads and spare tokens change no
+    loss. So nothing is added up, and no zeros are made first: 0.17 ms, not 1.3 (8,000 tokens of 384).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, places: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return tokens.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(0, ctx.back), None, None
 
 
 _current: ContextVar[Packing | None] = ContextVar("packing", default=None)
@@ -130,9 +161,9 @@ def using(packing: Packing) -> Iterator[None]:
 
 
 def _spare(tokens: int) -> int:
-    """Spare tokens of a row with so many."""
+    """Spare tokens of a row with so many, at least one."""
     share = 1 << (tokens // _ROW_PARTS).bit_length() >> 1  # a power of two
-    return -tokens % max(share, _ROW_TOKENS)
+    return -(tokens + 1) % max(share, _ROW_TOKENS) + 1
 
 
 def _cut(lengths: Sequence[int], budget: int) -> Iterator[int]:
@@ -144,8 +175,3 @@ def _cut(lengths: Sequence[int], budget: int) -> Iterator[int]:
             texts = 0
         texts += 1
     yield texts
-
-
-def _spread(packed: Tensor, place_N: Tensor, size: int) -> Tensor:
-    """[N, …] → [size, …], zeros where nothing is."""
-    return packed.new_zeros(size, *packed.shape[1:]).index_copy(0, place_N, packed)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -10,7 +14,7 @@ from torch import nn
 
 from pipeline.models import cpu
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, Shape, set_dropout
+from pipeline.models.transformer import Encoder, Shape, set_dropout, use_bf16
 
 
 @pytest.fixture(params=["bert", "modernbert"])
@@ -156,9 +160,7 @@ def test_nothing_is_dropped_in_evaluation(encoder, tokens):
         torch.testing.assert_close(encoder(tokens), encoder(tokens))
 
 
-@pytest.mark.skipif(
-    not torch.cpu.get_capabilities().get("amx_bf16", False), reason="no matrix units for bf16"
-)
+@pytest.mark.skipif(not use_bf16(torch.device("cpu")), reason="no matrix units for bf16")
 def test_packed_weights_give_the_outputs_of_the_library(encoder, tokens):
     encoder.eval().to(torch.bfloat16)
     with torch.inference_mode():
@@ -168,3 +170,39 @@ def test_packed_weights_give_the_outputs_of_the_library(encoder, tokens):
         found = encoder(tokens).float()
     kept = tokens.mask_BT[..., None]
     torch.testing.assert_close(found * kept, expected * kept, rtol=0.03, atol=0.03)
+
+
+FAULTS = """
+import resource, sys, threading, torch
+from pipeline.models import cpu
+
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def steps(count):
+    for _ in range(count):
+        big, small = torch.ones(10 << 20), torch.ones(1 << 20)  # 40 MiB, more than glibc keeps, and 4
+
+def work():
+    if sys.argv[1] == "keep":
+        cpu.keep_memory()
+    steps(20)
+    before = pages()
+    steps(10)
+    print(pages() - before)
+
+thread = threading.Thread(target=work)  # as Ray Train's is
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_is_kept_is_not_mapped_again_at_each_step():
+    def faults(how: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert faults("let go") > 10 * faults("keep")

@@ -146,10 +146,14 @@ def test_groups_hold_every_token_once_within_their_budget(lengths, budget):
     assert sum(group.texts for group in packed.groups) == len(lengths)
     for group in packed.groups:
         assert group.texts == 1 or group.texts * group.length <= budget
-        assert len(set(group.place_N.tolist())) == len(group.place_N)
-    assert sum(len(group.place_N) for group in packed.groups) == sum(lengths)
+    tokens = sum(lengths)
+    places = [*range(tokens)]
+    assert packed.packed_P[packed.grouped_R[:tokens]].tolist() == places
+    padded = sum(group.texts * group.length for group in packed.groups)
+    assert sorted(packed.packed_P.tolist()) == places + [tokens] * (padded + 1 - tokens)
+    assert set(packed.grouped_R[tokens:].tolist()) == {padded}
     padded = torch.arange(len(lengths))[:, None] * 100 + torch.arange(max(lengths) + 2)
-    assert len(packed.pack(padded)[0]) == -(-sum(lengths) // 8) * 8
+    assert len(packed.pack(padded)[0]) == tokens // 8 * 8 + 8  # more than there are tokens
     rows = packed.pack(padded)[0, : sum(lengths)]
     assert sorted(rows.tolist()) == [
         row * 100 + place for row, length in enumerate(lengths) for place in range(length)
@@ -162,6 +166,6 @@ def test_rows_have_little_to_spare_and_few_lengths():
     rows = [count + packing._spare(count) for count in tokens]
     assert all(row % 8 == 0 for row in rows)
     assert all(
-        0 <= row - count < max(8, count / 16) for count, row in zip(tokens, rows, strict=True)
+        0 < row - count <= max(8, count / 16) for count, row in zip(tokens, rows, strict=True)
     )
     assert len(set(rows[5_000:])) < 20

@@ -18,6 +18,7 @@ from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.models.transformer import use_bf16
 from pipeline.retrieval import build, embed
 from pipeline.retrieval.embed import EmbedConfig
 from pipeline.retrieval.gate import GateConfig
@@ -103,7 +104,7 @@ def test_shards_hold_rows_per_shard_and_the_vectors_of_their_rows(make, model, t
     ranker = load_ranker(model)
     one_by_one = [inference.candidate_vectors(ranker, [text])[0].numpy() for text in texts]
     # Where the hardware multiplies in bf16, a batch's padding moves its last bits.
-    exact = not torch.cpu.get_capabilities().get("amx_bf16", False)
+    exact = not use_bf16(torch.device("cpu"))
     tolerance = 1e-5 if exact else 0.03
     np.testing.assert_allclose(pool.vectors_at(np.arange(7)), one_by_one, atol=tolerance, rtol=0)
     apart = np.abs(np.diff(one_by_one, axis=0)).max(axis=1)

@@ -14,6 +14,7 @@ from pipeline.artifact import Draft, draft
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.transformer import use_bf16
 from pipeline.retrieval import candidates, embedder, plan
 from pipeline.retrieval.candidates import ROWS, content_hash
 from pipeline.retrieval.embed import EmbedConfig
@@ -49,7 +50,7 @@ def model(tiny_ranker) -> Path:
 def ranker(model) -> Ranker:
     """As an actor's is."""
     found = load_ranker(model)
-    if torch.cpu.get_capabilities().get("amx_bf16", False):
+    if use_bf16(torch.device("cpu")):
         inference.to_bf16(found)
     return found
 

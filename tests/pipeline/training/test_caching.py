@@ -59,7 +59,8 @@ def test_gradients_are_those_of_the_whole_batch(tiny, kind, chunk):
     torch.testing.assert_close(found, direct)
     largest = 0.0
     for name, gradient in gradients(objective).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        # Sums in another order differ by 1.5e-6 on some CPUs.
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=3e-6, msg=name)
         largest = max(largest, float(gradient.abs().max()))
     assert largest > 0.01
 
