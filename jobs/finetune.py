@@ -42,7 +42,8 @@ class Config:
                 "false where finetune.chunk_examples is not 0")  # fmt: skip
 
 
-def run(config: Config) -> program.Summary:
+def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
+    """`watch` hears of the steps that are done, of how many."""
     corpus = open_artifact(config.corpus, "corpus")
     folder, encoder = program.open_encoder(config.encoder)
     recipe = Finetuning(corpus, folder, config.ranker, config.finetune, config.loop.seed)
@@ -55,7 +56,9 @@ def run(config: Config) -> program.Summary:
     steps = recipe.steps(task)
     with cluster.session(), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
-        metrics = launch.fit(recipe, config.loop, steps, config.resources, out, tracked, label)
+        metrics = launch.fit(
+            recipe, config.loop, steps, config.resources, out, tracked, label, watch
+        )
         parameters = sum(value.numel() for value in task.ranker.parameters())
         counts = {"steps": int(metrics["step"]), "parameters": parameters}
         files = launch.collect_model(out)

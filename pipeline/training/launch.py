@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pipeline import storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import require
 from pipeline.models import cpu
+from pipeline.news import listening
 from pipeline.resources import cpus_each
 from pipeline.training.batches import Cursor
 from pipeline.training.loop import LoopConfig, Progress, train
@@ -56,6 +56,9 @@ class Workers:
         require(self.max_restarts >= 0, "resources.max_restarts", self.max_restarts, ">= 0")
 
 
+Watch = Callable[[int, int], None]
+
+
 class Recipe(Protocol):
     """Builds a rank's task; it travels to the workers."""
 
@@ -83,14 +86,17 @@ def fit(
     draft: Draft,
     run: Run,
     label: str,
+    watch: Watch | None = None,
 ) -> dict[str, float]:
     """Trains on the cluster, leaves the model in the draft, and returns the last metrics.
+
+    `watch` hears of the steps that are done, of how many.
 
     Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
     """
     threads = workers.cpus_per_worker or cpus_each(workers.workers)
     per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
-    with _news(label, steps, run) as progress:
+    with _progress(label, steps, run, watch) as progress:
         assignment = _Assignment(recipe, loop, steps, threads, draft.path("_model"), progress)
         trainer = ray.train.torch.TorchTrainer(
             functools.partial(_work, assignment),
@@ -109,29 +115,22 @@ def fit(
 
 
 @contextmanager
-def _news(label: str, steps: int, run: Run) -> Iterator[Queue]:
+def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator[Queue]:
     """A queue for rank 0's (step, metrics): a bar on the driver's terminal, and what MLflow logs.
 
     So workers need no way to the MLflow server and no secret for it, and start a second sooner without it.
     """
-    progress = Queue(actor_options={"num_cpus": 0})
+    with tqdm(desc=label, total=steps, unit="step") as bar:
 
-    def show() -> None:
-        with tqdm(desc=label, total=steps, unit="step") as bar:
-            while (news := progress.get()) is not None:
-                step, metrics = news
-                bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
-                bar.update(step - bar.n)  # a restarted worker goes back to its checkpoint
-                run.log(metrics, step)
+        def show(step: int, metrics: dict[str, float]) -> None:
+            bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
+            bar.update(step - bar.n)  # a restarted worker goes back to its checkpoint
+            run.log(metrics, step)
+            if watch:
+                watch(step, steps)
 
-    thread = threading.Thread(target=show, daemon=True, name="progress")
-    thread.start()
-    try:
-        yield progress
-    finally:
-        progress.put(None)
-        thread.join()
-        progress.shutdown()
+        with listening(show) as queue:
+            yield queue
 
 
 def collect_model(draft: Draft) -> list[dict[str, Any]]:

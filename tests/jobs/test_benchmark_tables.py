@@ -18,6 +18,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
 from pipeline.config import BadInput
 from pipeline.models.ranker import load_ranker, new_ranker
+from pipeline.training import launch
 
 SHORT = ("--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32)
 # The paper's numbers on ConvAI2, typed in once more: table 4 is test, the others valid.
@@ -158,7 +159,7 @@ def trained(monkeypatch) -> list[str]:
     """Trials in this process, without training: the labels of those that are not there yet."""
     done: list[str] = []
 
-    def train(config: finetune.Config) -> None:
+    def train(config: finetune.Config, watch: launch.Watch) -> None:
         corpus = open_artifact(config.corpus, "corpus")
         encoder, reference = trials._open_encoder(config.encoder)
         out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": reference})
@@ -168,14 +169,15 @@ def trained(monkeypatch) -> list[str]:
         storage.upload(folder, out.staging)
         metrics = {"step": 30.0, "mean_steps_per_s": 0.5, "peak_memory_mib": 700.0}
         out.publish(folder_entries(folder), {"steps": 30}, metrics=metrics)
+        watch(30, 30)
 
-    def run(jobs):
+    def run(jobs, news):
         for job in jobs:
             done.append(job.label)
             if job.train.ranker.m == 360:
                 yield job, "out of memory"
                 continue
-            trials.train_and_evaluate(job, mlflow.get_tracking_uri())
+            trials.train_and_evaluate(job, mlflow.get_tracking_uri(), news)
             yield job, ""
 
     monkeypatch.setattr(trials.finetune, "run", train)
@@ -277,6 +279,7 @@ def test_trials_are_tasks_and_one_that_fails_ends_alone(paper, tmp_path):
     folder = next((tmp_path / "work" / "trials").glob("convai2-bi-*"))
     assert load_ranker(folder / "ranker").config.max_context_tokens == 90
     assert open_artifact(str(folder / "ranker"), "ranker").counts["steps"] == 2
+    assert "convai2 bi-top seed 0 2/2" in done.stderr  # what the bar says before it is evaluated
     assert done.code == 0
 
 

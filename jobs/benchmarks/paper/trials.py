@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import ray
 import torch
 from ray.exceptions import OutOfMemoryError
+from ray.util.queue import Queue
 from tqdm import tqdm
 
 from jobs import cluster, evaluate, finetune, program
@@ -32,6 +33,7 @@ from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_
 from pipeline.config import BadInput, parse, to_dict
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
+from pipeline.news import listening
 from pipeline.resources import cpus_each
 from pipeline.shards import Actors
 
@@ -176,24 +178,31 @@ def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
         evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
     if missing:
         bar = tqdm(desc="trials", total=len(jobs), initial=len(found), unit="trial")
-        with cluster.session(), bar:
-            for job, problem in run_tasks(missing):
+        steps: dict[str, str] = {}
+
+        def show(label: str, step: int, of: int) -> None:
+            if label not in found:
+                steps[label] = f"{label} {step}/{of}"
+            bar.set_postfix_str(", ".join(sorted(steps.values())))
+
+        with cluster.session(), bar, listening(show) as news:
+            for job, problem in run_tasks(missing, news):
                 found[job.label] = problem or outcome(job) or "nothing came out"
-                bar.set_postfix_str(job.label)
+                steps.pop(job.label, None)
                 if problem:
                     bar.write(f"{job.label} failed: {problem}", file=sys.stderr)
                 bar.update()
     return {job.label: found[job.label] for job in jobs}
 
 
-def run_tasks(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
+def run_tasks(jobs: Sequence[Job], news: Queue) -> Iterator[tuple[Job, str]]:
     """Each job as it ends, and its problem, if it has one."""
     task = ray.remote(num_cpus=0, max_retries=0)(train_and_evaluate)
     waiting, running = list(reversed(jobs)), dict[Any, Job]()
     while waiting or running:
         while waiting and len(running) < _at_once([*running.values(), waiting[-1]]):
             job = _placed(waiting.pop())
-            running[task.remote(job, tracking.server())] = job
+            running[task.remote(job, tracking.server(), news)] = job
         (done,), _ = ray.wait(list(running), num_returns=1)
         job = running.pop(done)
         try:
@@ -203,10 +212,13 @@ def run_tasks(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
             yield job, _reason(error)
 
 
-def train_and_evaluate(job: Job, tracking_server: str) -> None:
-    """A trial, or what is missing of it. Its training's workers and its scorer are tasks of their own."""
+def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
+    """A trial, or what is missing of it. Its training's workers and its scorer are tasks of their own.
+
+    `news` hears of (label, steps done, all steps).
+    """
     mlflow.set_tracking_uri(tracking_server)
-    finetune.run(job.train)
+    finetune.run(job.train, lambda step, steps: news.put((job.label, step, steps)))
     model = open_artifact(job.train.output, "ranker")
     corpus = open_artifact(job.train.corpus, "corpus")
     out = draft(job.evaluation, "evaluation", job.ask, {"model": model, "corpus": corpus})
