@@ -72,9 +72,12 @@ class Artifact:
         return sum(entry["rows"] for entry in entries if entry["path"].startswith(prefix))
 
     def local(self) -> Path:
-        """A local folder with the files."""
+        """A local folder with the files: its own, or a cached copy, made again if some were tidied away."""
         folder = storage.local_folder(self.uri, self.fingerprint)
-        _check_sizes(str(folder), self.manifest)  # a copy in a cache may have been tidied away
+        if not storage.is_local(self.uri) and _unlike(str(folder), self.manifest):
+            storage.delete(str(folder))
+            folder = storage.local_folder(self.uri, self.fingerprint)
+        _check_sizes(str(folder), self.manifest)
         return folder
 
     def reference(self) -> dict[str, Any]:
@@ -123,14 +126,19 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
 
 def _check_sizes(uri: str, manifest: Mapping[str, Any]) -> None:
     """Raises BadInput, naming the first file that is gone or is not as long as it was."""
+    if unlike := _unlike(uri, manifest):
+        raise BadInput(f"{unlike}; copy it again, or remove {uri} and make it anew")
+
+
+def _unlike(uri: str, manifest: Mapping[str, Any]) -> str:
+    """What is wrong with the first file that is gone or is not as long as it was; "": all are whole."""
     found = storage.sizes_below(uri)  # one listing: of 1,000 files a request from an object store
     for entry in manifest["files"]:
         if (size := found.get(entry["path"])) != entry["bytes"]:
             state = "is missing" if size is None else f"has {size:,} bytes"
-            raise BadInput(
-                f"{storage.join(uri, entry['path'])}: {state}; {MANIFEST} says "
-                f"{entry['bytes']:,}; copy it again, or remove {uri} and make it anew"
-            )
+            says = f"{MANIFEST} says {entry['bytes']:,}"
+            return f"{storage.join(uri, entry['path'])}: {state}; {says}"
+    return ""
 
 
 @dataclass(frozen=True)

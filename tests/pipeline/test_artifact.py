@@ -260,11 +260,15 @@ def test_a_file_of_another_size_than_the_manifest_says_is_refused_by_name(
     assert read_artifact(uri, "thing").counts == {"rows": 1}
 
 
-def test_a_copy_that_lost_a_file_is_refused(tmp_path, memory_store, monkeypatch):
+def test_a_copy_that_lost_a_file_is_made_again(tmp_path, memory_store, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = publish("memory://bucket/a", {"x/1": b"one"})
+    made = publish("memory://bucket/a", {"x/1": b"one", "x/2": b"two"})
     (made.local() / "x" / "1").unlink()
-    with pytest.raises(BadInput, match="x/1: is missing"):
+    (made.local() / "x" / "2").write_bytes(b"t")
+    assert sorted(file.read_bytes() for file in made.local().glob("x/*")) == [b"one", b"two"]
+    storage.delete("memory://bucket/a/x/2")
+    (made.local() / "x" / "1").unlink()
+    with pytest.raises(BadInput, match="x/2: is missing"):
         made.local()
 
 
