@@ -27,7 +27,7 @@ from pipeline.models import packing
 _NAME = "polyrank"
 # Weights of attention made again at once, in bf16: what two cores' caches hold.
 _WEIGHTS_AT_ONCE = 1 << 21
-# Of mallopt: M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD (of a thread's 64 MiB, or it unmaps those).
+# Of mallopt: M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD (without which threads unmap heaps, of 64 MiB each).
 _KEEP = {-4: 0, -1: 2**31 - 1, -2: 1 << 26}
 
 
@@ -53,8 +53,9 @@ def keep_memory() -> None:
     tokens in float32 takes 37 ms, not 4.
     """
     with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
         for setting, value in _KEEP.items():
-            ctypes.CDLL("libc.so.6").mallopt(setting, value)
+            mallopt(setting, value)
 
 
 def return_memory() -> None:

@@ -279,7 +279,7 @@ def test_trials_are_tasks_and_one_that_fails_ends_alone(paper, tmp_path):
     folder = next((tmp_path / "work" / "trials").glob("convai2-bi-*"))
     assert load_ranker(folder / "ranker").config.max_context_tokens == 90
     assert open_artifact(str(folder / "ranker"), "ranker").counts["steps"] == 2
-    assert "convai2 bi-top seed 0 2/2" in done.stderr  # what the bar says before it is evaluated
+    assert "convai2 bi-top seed 0=2/2" in done.stderr  # what the bar says before it is evaluated
     assert done.code == 0
 
 

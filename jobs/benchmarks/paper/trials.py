@@ -181,14 +181,12 @@ def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
         steps: dict[str, str] = {}
 
         def show(label: str, step: int, of: int) -> None:
-            if label not in found:
-                steps[label] = f"{label} {step}/{of}"
-            bar.set_postfix_str(", ".join(sorted(steps.values())))
+            steps[label] = f"{step}/{of}"
+            bar.set_postfix({name: done for name, done in steps.items() if name not in found})
 
         with cluster.session(), bar, listening(show) as news:
             for job, problem in run_tasks(missing, news):
                 found[job.label] = problem or outcome(job) or "nothing came out"
-                steps.pop(job.label, None)
                 if problem:
                     bar.write(f"{job.label} failed: {problem}", file=sys.stderr)
                 bar.update()
