@@ -11,7 +11,7 @@ demo: .venv/installed
 	    $(if $(ENCODER),--encoder $(ENCODER)) $(if $(KEEP),--keep)
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile  # each with a Ray of its own
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # slow files first; each with a Ray of its own
 
 lint: .venv/installed
 	$(BIN)/ruff check .
