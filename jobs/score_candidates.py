@@ -1,14 +1,13 @@
-"""A corpus to the same corpus with a cross-encoder's scores, for bi- and poly-encoders to learn from."""
+"""A corpus to the same corpus with a ranker's scores, for other rankers to learn from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from jobs import cluster, program
-from pipeline import storage, tracking
+from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact, sum_counts
 from pipeline.config import BadInput
-from pipeline.models.ranker import SETTINGS, parse_settings
 from pipeline.shards import Actors
 from pipeline.training import teaching
 from pipeline.training.teaching import TeachingConfig
@@ -16,7 +15,7 @@ from pipeline.training.teaching import TeachingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Scores the candidates of a corpus' train split with a cross-encoder.
+    """Scores the candidates of a corpus' train split with a ranker.
 
     The output has all rows and columns of the input, and `teacher_scores`.
     """
@@ -24,7 +23,8 @@ class Config:
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
     teacher: str
-    """A ranker (of jobs.finetune): cross."""
+    """A ranker (of jobs.finetune): a cross-encoder for bi- and poly-encoders, and those for a cross-encoder
+    that has too few examples to learn from alone."""
     output: str
     """Folder of the corpus with scores."""
     teaching: TeachingConfig = field(default_factory=TeachingConfig)
@@ -36,11 +36,6 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     teacher = open_artifact(config.teacher, "ranker")
-    where = storage.join(teacher.uri, SETTINGS)
-    architecture = parse_settings(storage.read_bytes(where), where).architecture
-    if architecture != "cross":
-        raise BadInput(f"--teacher {config.teacher}: architecture {architecture!r} is not allowed; "
-                       "allowed: cross")  # fmt: skip
     out = draft(config.output, "corpus", config, {"corpus": corpus, "teacher": teacher})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)

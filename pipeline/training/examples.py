@@ -68,17 +68,23 @@ class PairBatch:
 
     pairs: Tokens
     label_B: Tensor
+    teacher_BC: Tensor
+    """The teacher's scores; NaN where it gave none."""
 
     def __len__(self) -> int:
         return len(self.label_B)
 
     def to(self, device: torch.device) -> PairBatch:
-        return PairBatch(self.pairs.to(device), self.label_B.to(device))
+        return PairBatch(self.pairs.to(device), self.label_B.to(device), self.teacher_BC.to(device))
 
     def part(self, start: int, stop: int) -> PairBatch:
         """Examples start to stop."""
-        each = len(self.pairs.ids_BT) // len(self)
-        return PairBatch(self.pairs.rows(start * each, stop * each), self.label_B[start:stop])
+        each = self.teacher_BC.shape[1]
+        return PairBatch(
+            self.pairs.rows(start * each, stop * each),
+            self.label_B[start:stop],
+            self.teacher_BC[start:stop],
+        )
 
 
 def has_candidates(corpus: Artifact, column: str = "candidates") -> bool:
@@ -133,6 +139,10 @@ def _chosen(rows: list[Row], count: int, generator: torch.Generator) -> list[_It
     return [_Item(row["context"], _choose(row, others, count, generator)) for row in rows]
 
 
+def _teacher(items: Sequence[_Item]) -> Tensor:
+    return torch.tensor([[one.teacher for one in item.candidates] for item in items])
+
+
 def _candidate_rows(ranker: Ranker, items: Sequence[_Item]) -> list[list[list[int]]]:
     """Tokens of each item's candidates."""
     tokens = iter(ranker.candidate_rows([one.text for item in items for one in item.candidates]))
@@ -177,18 +187,17 @@ class DualCollator:
             keys[:, 0],
             tokenizer.batch(wrong) if wrong else empty,
             keys[:, 1:],
-            torch.tensor([[one.teacher for one in item.candidates] for item in items]),
+            _teacher(items),
         )
 
 
 class PairCollator:
     """For cross-encoders: each context with its right candidate and `negatives` wrong ones."""
 
-    columns = ("context", "response", "candidates")
-
-    def __init__(self, ranker: Ranker, negatives: int) -> None:
+    def __init__(self, ranker: Ranker, negatives: int, teacher: bool = False) -> None:
         self._ranker = ranker
         self._negatives = negatives
+        self.columns = ("context", "response", "candidates", *([TEACHER] if teacher else []))
 
     def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Item]:
         return _chosen(rows, self._negatives, generator)
@@ -200,4 +209,4 @@ class PairCollator:
             [context for context, some in zip(contexts, candidates, strict=True) for _ in some],
             [ids for some in candidates for ids in some],
         )
-        return PairBatch(pairs, torch.zeros(len(items), dtype=torch.long))
+        return PairBatch(pairs, torch.zeros(len(items), dtype=torch.long), _teacher(items))

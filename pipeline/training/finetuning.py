@@ -49,7 +49,7 @@ class FinetuneConfig:
     mine: Mining = field(default_factory=Mining)
     """mined: how they are found."""
     distill: Distillation = field(default_factory=Distillation)
-    """bi and poly: learning from a cross-encoder's scores; needs candidates that are given."""
+    """Learning from another ranker's scores; needs candidates that are given."""
     epochs: float = 3.0
     """Passes over the training examples."""
     max_steps: int = 0
@@ -144,14 +144,15 @@ class Finetuning:
     def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, Any]:
         """What is minimised, and what makes its batches."""
         config = self.finetune
+        taught = config.distill.loss != "none"
         if isinstance(ranker.network, CrossEncoder):
-            return PairModule(ranker.network), PairCollator(ranker, config.negatives)
+            return (PairModule(ranker.network, config.distill),
+                    PairCollator(ranker, config.negatives, teacher=taught))  # fmt: skip
         given = 0 if config.negatives_from == "batch" else config.negatives
         if given and miner is None and not has_candidates(self.corpus):
             raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
                            f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
                            "train/")  # fmt: skip
-        taught = config.distill.loss != "none"
         module = DualModule(ranker.network, config.negatives_from, config.distill)
         return module, DualCollator(
             ranker, given, teacher=taught, mined=miner.of if miner else None
@@ -160,10 +161,8 @@ class Finetuning:
     def _check_teacher(self) -> None:
         """Raises BadInput for a loss on a teacher's scores that nothing would get."""
         config = self.finetune
-        wrong = ""
-        if self.ranker.architecture == "cross":
-            wrong = "'none', with ranker.architecture 'cross'"
-        elif config.negatives_from in ("batch", "mined"):
+        wrong, cross = "", self.ranker.architecture == "cross"
+        if config.negatives_from in ("batch", "mined") and not cross:
             wrong = f"'none', with finetune.negatives_from {config.negatives_from!r}"
         elif not has_candidates(self.corpus, TEACHER):
             wrong = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"

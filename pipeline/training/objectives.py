@@ -135,9 +135,10 @@ class DualModule(Objective):
 class PairModule(Objective):
     """Softmax over each context's own candidates."""
 
-    def __init__(self, network: CrossEncoder) -> None:
+    def __init__(self, network: CrossEncoder, distill: Distillation = _NO_TEACHER) -> None:
         super().__init__()
         self.network = network
+        self._distill = distill
 
     def encode(self, batch: PairBatch) -> tuple[Tensor, ...]:
         """Scores [B, C]."""
@@ -147,4 +148,8 @@ class PairModule(Objective):
         (scores_BC,) = encoded
         with torch.no_grad():
             hit_B = scores_BC.argmax(dim=1) == batch.label_B
-        return ranking_loss(scores_BC, batch.label_B), {"accuracy": hit_B.float().mean()}
+        loss, shown = ranking_loss(scores_BC, batch.label_B), {"accuracy": hit_B.float().mean()}
+        if self._distill.loss != "none":
+            teaching = self._distill(scores_BC, batch.teacher_BC)
+            loss, shown["distill_loss"] = loss + teaching, teaching.detach()
+        return loss, shown

@@ -1,4 +1,4 @@
-"""A cross-encoder's scores of a corpus' candidates, once, for others to learn from.
+"""A ranker's scores of a corpus' candidates, once, for others to learn from.
 
     train/….parquet      the corpus' rows, in their order, with `teacher_scores` list<float>: one for
                          each of `candidates`; null where a row has none
@@ -110,7 +110,9 @@ def _add_candidates(rows: list[Row], count: int, draw: np.random.Generator) -> N
 def _add_scores(rows: list[Row], ranker: Ranker, batch_tokens: int) -> None:
     contexts = [row["context"] for row in rows]
     candidates = [row["candidates"] for row in rows]
+    cross = ranker.config.architecture == "cross"
+    score = inference.pair_scores if cross else inference.dual_scores
     with torch.inference_mode():
-        scores = inference.pair_scores(ranker, contexts, candidates, batch_tokens)
+        scores = score(ranker, contexts, candidates, batch_tokens)
     for row, scores_C in zip(rows, scores, strict=True):
         row[TEACHER] = scores_C.tolist()

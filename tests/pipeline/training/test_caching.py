@@ -12,11 +12,12 @@ import torch
 from pipeline.models.transformer import set_dropout
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import DualCollator, PairCollator
-from pipeline.training.objectives import DualModule, PairModule
+from pipeline.training.objectives import Distillation, DualModule, PairModule
 
 ROWS = [
     {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),
-     "candidates": [f"w{20 + n} w{30 + other}" for other in range(4)]}
+     "candidates": [f"w{20 + n} w{30 + other}" for other in range(4)],
+     "teacher_scores": [n / 3 - other for other in range(4)]}
     for n in range(11)
 ]  # fmt: skip
 KINDS = {
@@ -27,6 +28,7 @@ KINDS = {
     "matryoshka": ({"matryoshka": (4,), "projection": 8, "share_towers": True}, {}),
     "heads": ({"candidate_attention": "multi_head"}, {}),
     "cross": ({"architecture": "cross"}, {}),
+    "cross, taught": ({"architecture": "cross"}, {"distill": Distillation(loss="kl")}),
 }
 
 
@@ -35,8 +37,9 @@ def made(tiny, kind, dropout=0.0):
     settings, more = KINDS[kind]
     ranker = tiny.ranker(**settings)
     set_dropout(ranker, dropout)
-    if kind == "cross":
-        objective, collator = PairModule(ranker.cross), PairCollator(ranker, 3)
+    if kind.startswith("cross"):
+        objective = PairModule(ranker.cross, **more)
+        collator = PairCollator(ranker, 3, teacher=True)
     else:
         given = 3 if more else 0
         objective, collator = DualModule(ranker.dual, **more), DualCollator(ranker, given)

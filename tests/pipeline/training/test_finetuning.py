@@ -199,7 +199,7 @@ def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
-    ({"architecture": "cross"}, "ranker.architecture 'cross'"),
+    ({"architecture": "cross"}, "has no scores of jobs.score_candidates"),
     ({}, "finetune.negatives_from 'batch'"),
     ({"negatives_from": "both"}, "has no scores of jobs.score_candidates"),
     ({"negatives_from": "mined"}, "finetune.negatives_from 'mined'"),
@@ -255,6 +255,39 @@ def test_pair_loss_is_the_softmax_over_each_contexts_own_candidates(tiny):
     assert shown["accuracy"].item() == pytest.approx(hits.mean())
 
 
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny, kind):
+    """Of candidates that were given; others, and rows without any, teach nothing."""
+    ranker = tiny.ranker(architecture="cross")
+    teacher = {"w3": 2.5, "w4": 1.0, "w5 w6": -1.0, "w7": 3.0, "w12": 0.5, "w13": -0.5}
+    rows = [
+        {**row, "teacher_scores": [teacher[text] for text in row["candidates"] or []] or None}
+        for row in PAIR_ROWS
+    ]
+    collator = PairCollator(ranker, 3, teacher=True)
+    assert "teacher_scores" in collator.columns
+    batch = collated(collator, rows)
+    given = [set(row["candidates"] or []) for row in rows]
+    for place, scores_C in enumerate(batch.teacher_BC.tolist()):
+        wanted = [teacher[text] if text in given[place] else np.nan
+                  for text in candidates_of(batch, place)]  # fmt: skip
+        assert scores_C == pytest.approx(wanted, nan_ok=True)
+    config = Distillation(loss=kind, weight=0.3, temperature=2.0)
+    with torch.no_grad():
+        plain, _ = PairModule(ranker.cross)(batch)
+        loss, shown = PairModule(ranker.cross, config)(batch)
+        contexts = [row["context"] for row in rows]
+        candidates = [candidates_of(batch, place) for place in range(4)]
+        student_BC = torch.stack(inference.pair_scores(ranker, contexts, candidates))
+    expected = (
+        distillation_kl(student_BC, batch.teacher_BC, 2.0)
+        if kind == "kl"
+        else margin_mse(student_BC, batch.teacher_BC)
+    )
+    assert shown["distill_loss"].item() == pytest.approx(0.3 * expected.item(), rel=1e-4) != 0
+    assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("negatives", [1, 2, 3, 6])
 def test_negatives_are_the_given_ones_then_other_responses(tiny, negatives):
     batch = collated(PairCollator(tiny.ranker(architecture="cross"), negatives), PAIR_ROWS)
@@ -294,6 +327,7 @@ def test_moving_batches_takes_all_of_their_parts_along(tiny):
     pair = collated(PairCollator(tiny.ranker(architecture="cross"), 1), PAIR_ROWS).to(meta)
     assert pair.pairs.segments_BT.is_meta
     assert pair.label_B.is_meta
+    assert pair.teacher_BC.is_meta
 
 
 def recipe(tiny, count=40, architecture="poly", encoder=None, **finetune):
