@@ -180,16 +180,21 @@ def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
         bar = tqdm(desc="trials", total=len(jobs), initial=len(found), unit="trial")
         steps: dict[str, str] = {}
 
-        def show(label: str, step: int, of: int) -> None:
-            steps[label] = f"{step}/{of}"
-            bar.set_postfix({name: done for name, done in steps.items() if name not in found})
+        def show_running() -> None:
+            running = [(name, done) for name, done in list(steps.items()) if name not in found]
+            bar.set_postfix(dict(running))
 
-        with cluster.session(), bar, listening(show) as news:
+        def hear(label: str, step: int, of: int) -> None:
+            steps[label] = f"{step}/{of}"
+            show_running()
+
+        with cluster.session(), bar, listening(hear) as news:
             for job, problem in run_tasks(missing, news):
                 found[job.label] = problem or outcome(job) or "nothing came out"
                 if problem:
                     bar.write(f"{job.label} failed: {problem}", file=sys.stderr)
                 bar.update()
+                show_running()
     return {job.label: found[job.label] for job in jobs}
 
 
