@@ -27,20 +27,8 @@ from pipeline.models import packing
 _NAME = "polyrank"
 # Weights of attention made again at once, in bf16: what two cores' caches hold.
 _WEIGHTS_AT_ONCE = 1 << 21
-
-KEEP_MEMORY = {
-    "GLIBC_TUNABLES": ":".join((
-        "glibc.malloc.mmap_max=0",
-        f"glibc.malloc.trim_threshold={2**31 - 1}",
-        f"glibc.malloc.top_pad={1 << 26}",  # without it threads unmap heaps, of 64 MiB each
-        "glibc.malloc.hugetlb=1",
-    ))
-}  # fmt: skip
-"""Environment of a process that trains: it keeps what it frees for its next step, in huge pages; glibc only.
-
-Otherwise each tensor above 32 MiB is mapped, zeroed page by page and unmapped again: GELU of 8,000
-tokens in float32 takes 37 ms, not 4.
-"""
+# Of mallopt: M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD (without which threads unmap heaps, of 64 MiB each).
+_KEEP = {-4: 0, -1: 2**31 - 1, -2: 1 << 26}
 
 
 def speed_up(hf: Any) -> None:
@@ -56,6 +44,18 @@ def speed_up(hf: Any) -> None:
 def has_sped_up(hf: Any) -> bool:
     """Whether a model's attention is the one of this module, which knows packed rows."""
     return bool(hf.config._attn_implementation == _NAME)
+
+
+def keep_memory() -> None:
+    """Lets a process that trains keep what it frees, for its next step; glibc only.
+
+    Otherwise each tensor above 32 MiB is mapped, zeroed page by page and unmapped again: GELU of 8,000
+    tokens in float32 takes 37 ms, not 4.
+    """
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for setting, value in _KEEP.items():
+            mallopt(setting, value)
 
 
 def return_memory() -> None:

@@ -108,7 +108,6 @@ def fit(
                 storage_path=draft.path("_checkpoints"),
                 failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-                worker_runtime_env={} if workers.gpu else {"env_vars": cpu.KEEP_MEMORY},
             ),
         )
         metrics = trainer.fit().metrics or {}
@@ -147,6 +146,8 @@ def _work(assignment: _Assignment) -> None:
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(assignment.threads)
     device = ray.train.torch.get_device()
+    if device.type == "cpu":
+        cpu.keep_memory()
     task = assignment.recipe.build(rank, world)
     task.module.to(device)
     state, cursor = _restore(rank, device)
