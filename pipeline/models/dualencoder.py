@@ -62,35 +62,18 @@ class DualEncoder(nn.Module):
         narrower = (width for width in self.config.matryoshka if width < self.dimensions)
         return (*narrower, self.dimensions)
 
-    def encode(
-        self, contexts: Tokens, *candidates: Tokens
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """`encode_contexts` and `encode_candidates` of each batch; in training in one run of a tower."""
-        if self.context_encoder is self.candidate_encoder:
-            hidden_BTD, *others = self.context_encoder.together(contexts, *candidates)
-        else:
-            hidden_BTD = self.context_encoder(contexts)
-            others = [*self.candidate_encoder.together(*candidates)]
-        vectors_BMD, mask_BM = self._of_contexts(hidden_BTD, contexts)
-        return vectors_BMD, mask_BM, tuple(map(self._of_candidates, others, candidates))
-
     def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Vectors [B, M, D] and their mask [B, M]."""
-        return self._of_contexts(self.context_encoder(tokens), tokens)
-
-    def encode_candidates(self, tokens: Tokens) -> Tensor:
-        """[N, D]"""
-        return self._of_candidates(self.candidate_encoder(tokens), tokens)
-
-    def _of_contexts(self, hidden_BTD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        scaled_BTD = hidden_BTD * self.config.output_scaling
-        vectors_BMD, mask_BM = self.context_vectors(scaled_BTD, tokens.mask_BT)
+        hidden_BTD = self.context_encoder(tokens) * self.config.output_scaling
+        vectors_BMD, mask_BM = self.context_vectors(hidden_BTD, tokens.mask_BT)
         if self.context_projection is not None:
             vectors_BMD = self.context_projection(vectors_BMD)
         return self.cut(vectors_BMD, self.dimensions), mask_BM
 
-    def _of_candidates(self, hidden_NTD: Tensor, tokens: Tokens) -> Tensor:
-        vectors_ND = self.reduced(hidden_NTD * self.config.output_scaling, tokens.mask_BT)
+    def encode_candidates(self, tokens: Tokens) -> Tensor:
+        """[N, D]"""
+        hidden_NTD = self.candidate_encoder(tokens) * self.config.output_scaling
+        vectors_ND = self.reduced(hidden_NTD, tokens.mask_BT)
         if self.candidate_projection is not None:
             vectors_ND = self.candidate_projection(vectors_ND)
         return self.cut(vectors_ND, self.dimensions)

@@ -37,13 +37,10 @@ class _Group:
 
 @dataclass(frozen=True)
 class Packing:
-    """The N tokens of all texts of some batches, shortest text first, as one row of R: N and some spare
-    ones."""
+    """The N tokens of B texts, shortest text first, as one row of R: N and some spare ones."""
 
-    shapes: tuple[tuple[int, int], ...]
-    """Of the batches: texts, and tokens with pads."""
     place_N: Tensor
-    """Where each token stands in the batches, one after the other."""
+    """Where each token stands in [B · T]."""
     position_R: Tensor
     """Its number in its text."""
     groups: tuple[_Group, ...]
@@ -58,17 +55,14 @@ class Packing:
         return len(self.position_R) - len(self.place_N)
 
     @classmethod
-    def of(cls, batches: Sequence[tuple[Sequence[int], int]], device: torch.device) -> Packing:
-        """For batches of texts with so many tokens each, padded at the right to so many."""
-        shapes = tuple((len(lengths), width) for lengths, width in batches)
-        length_B = torch.tensor([length for lengths, _ in batches for length in lengths])
-        width_B = torch.tensor([width for texts, width in shapes for _ in range(texts)])
-        start_B = width_B.cumsum(0) - width_B
+    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> Packing:
+        """For a batch [B, T] of texts with so many tokens, padded at the right to T = `width`."""
+        length_B = torch.tensor(lengths)
         order_B = length_B.argsort(stable=True)
         length_B = length_B[order_B]
         end_B = length_B.cumsum(0)
         position_N = torch.arange(int(end_B[-1])) - (end_B - length_B).repeat_interleave(length_B)
-        place_N = start_B[order_B].repeat_interleave(length_B) + position_N
+        place_N = (order_B * width).repeat_interleave(length_B) + position_N
         budget = _GPU_TOKENS if device.type == "cuda" else _CPU_TOKENS
         groups, grouped, done, tokens = [], [], 0, 0
         for texts in _cut(length_B.tolist(), budget):
@@ -91,22 +85,18 @@ class Packing:
             tensor.to(device, non_blocking=True)
             for tensor in (place_N, position_R, grouped_R, packed_P)
         )
-        return cls(shapes, place_N, position_R, tuple(groups), grouped_R, packed_P)
+        return cls(place_N, position_R, tuple(groups), grouped_R, packed_P)
 
-    def pack(self, batches: Sequence[Tensor]) -> Tensor:
-        """[B, T] of each batch → [1, R]"""
-        padded = torch.cat([batch_BT.flatten() for batch_BT in batches])
-        return F.pad(padded.index_select(0, self.place_N), (0, self.spare))[None]
+    def pack(self, padded_BT: Tensor) -> Tensor:
+        """[B, T] → [1, R]"""
+        tokens_N = padded_BT.flatten().index_select(0, self.place_N)
+        return F.pad(tokens_N, (0, self.spare))[None]
 
-    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """[1, R, D] → [B, T, D] for each batch, zeros at pads."""
+    def unpack(self, packed: Tensor, rows: int, width: int) -> Tensor:
+        """[1, R, D] → [B, T, D], zeros at pads."""
         tokens = packed[0, : len(self.place_N)]
-        sizes = [texts * width for texts, width in self.shapes]
-        padded = tokens.new_zeros(sum(sizes), tokens.shape[1]).index_copy(0, self.place_N, tokens)
-        return tuple(
-            batch.view(*shape, -1)
-            for batch, shape in zip(torch.split(padded, sizes), self.shapes, strict=True)
-        )
+        zeros = tokens.new_zeros(rows * width, tokens.shape[1])
+        return zeros.index_copy(0, self.place_N, tokens).view(rows, width, -1)
 
     def attend(
         self, attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -177,38 +177,27 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tokens) -> Tensor:
         """[B, T, D]; what stands at pads is undefined, so every use of it is masked."""
-        return self.together(tokens)[0]
-
-    def together(self, *batches: Tokens) -> tuple[Tensor, ...]:
-        """`forward` of each batch; in training one run for all, where texts can be packed."""
-        if self.training and self._packs and len({n for one in batches for n in one.lengths}) > 1:
-            return self._packed(batches)
-        return tuple(self._padded(tokens) for tokens in batches)
-
-    def _padded(self, tokens: Tokens) -> Tensor:
+        segments_BT = tokens.segments_BT if self.segments else None
+        if self.training and self._packs and len(set(tokens.lengths)) > 1:
+            return self._packed(tokens, segments_BT)
         inputs = {"input_ids": tokens.ids_BT, "attention_mask": tokens.mask_BT.long()}
-        if self.segments and tokens.segments_BT is not None:
-            inputs["token_type_ids"] = tokens.segments_BT
+        if segments_BT is not None:
+            inputs["token_type_ids"] = segments_BT
         hidden: Tensor = self.hf(**inputs).last_hidden_state
         return hidden
 
-    def _packed(self, batches: Sequence[Tokens]) -> tuple[Tensor, ...]:
+    def _packed(self, tokens: Tokens, segments_BT: Tensor | None) -> Tensor:
         """The same without padding: batches that are searched or embedded come sorted, those of
         training do not."""
-        ids = [tokens.ids_BT for tokens in batches]
-        shapes = [(tokens.lengths, tokens.ids_BT.shape[1]) for tokens in batches]
-        packing = Packing.of(shapes, ids[0].device)
+        rows, width = tokens.ids_BT.shape
+        packing = Packing.of(tokens.lengths, width, tokens.ids_BT.device)
         positions = packing.position_R[None] + self._first_position
-        inputs = {"input_ids": packing.pack(ids), "position_ids": positions}
-        segments = [tokens.segments_BT for tokens in batches]
-        if self.segments and any(segments_BT is not None for segments_BT in segments):
-            inputs["token_type_ids"] = packing.pack([
-                ids_BT.new_zeros(ids_BT.shape) if segments_BT is None else segments_BT
-                for ids_BT, segments_BT in zip(ids, segments, strict=True)
-            ])  # fmt: skip
+        inputs = {"input_ids": packing.pack(tokens.ids_BT), "position_ids": positions}
+        if segments_BT is not None:
+            inputs["token_type_ids"] = packing.pack(segments_BT)
         with using(packing):
             hidden = self.hf(**inputs).last_hidden_state
-        return packing.unpack(hidden)
+        return packing.unpack(hidden, rows, width)
 
 
 def freeze(encoder: Encoder, train: TrainLayers) -> None:

@@ -88,11 +88,12 @@ class DualModule(Objective):
 
     def encode(self, batch: DualBatch) -> tuple[Tensor, ...]:
         """Vectors [B, M, D], their mask [B, M], responses [B, D], wrong candidates [B, K, D]."""
-        given = (batch.responses, *([batch.wrong] if batch.wrong.lengths else []))
-        vectors_BMD, mask_BM, (own_BD, *wrong) = self.network.encode(batch.contexts, *given)
+        vectors_BMD, mask_BM = self.network.encode_contexts(batch.contexts)
+        own_BD = self.network.encode_candidates(batch.responses)
         wrong_BKD = own_BD.new_zeros(len(batch), 0, own_BD.shape[1])
-        if wrong:
-            wrong_BKD = wrong[0].view(len(batch), -1, own_BD.shape[1])
+        if len(batch.wrong.ids_BT):
+            wrong_ND = self.network.encode_candidates(batch.wrong)
+            wrong_BKD = wrong_ND.view(len(batch), -1, wrong_ND.shape[1])
         return vectors_BMD.float(), mask_BM, own_BD.float(), wrong_BKD.float()
 
     def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, Shown]:

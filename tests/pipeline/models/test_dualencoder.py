@@ -14,7 +14,6 @@ from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import RankerConfig
-from pipeline.models.transformer import set_dropout
 
 KINDS = {
     "bi": {"architecture": "bi"},
@@ -92,27 +91,6 @@ def test_of_10_000_turns_the_newest_count(rankers):
     assert ranker.context_rows([long]) == ranker.context_rows([long[-11:]])
     assert len(ranker.context_rows([long])[0]) == ranker.config.max_context_tokens
     torch.testing.assert_close(scores(ranker, [long], ["w1"]), scores(ranker, [long[-11:]], ["w1"]))
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_all_sides_at_once_are_what_each_is_alone(tiny, shared, training):
-    """And training runs a shared tower once."""
-    ranker = tiny.ranker(share_towers=shared, projection=8)
-    network = ranker.dual.train(training)
-    set_dropout(network, 0.0)
-    contexts = ranker.tokenizer.batch(ranker.context_rows([["w1 w2", "w3"], ["w4"]]))
-    batches = [ranker.tokenizer.batch(ranker.candidate_rows(texts))
-               for texts in (["w1 w2 w3", "w4"], ["w5", "w6 w7", ""])]  # fmt: skip
-    vectors, mask = network.encode_contexts(contexts)
-    wanted = [network.encode_candidates(tokens) for tokens in batches]
-    towers, runs = {network.context_encoder, network.candidate_encoder}, []
-    for tower in towers:
-        tower.hf.register_forward_hook(lambda *given: runs.append(given))
-    *found, candidates = network.encode(contexts, *batches)
-    torch.testing.assert_close(found, [vectors, mask], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close([*candidates], wanted, rtol=1e-4, atol=1e-5)
-    assert len(runs) == (len(towers) if training else 3)
 
 
 def encoded(ranker, side):

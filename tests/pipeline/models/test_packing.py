@@ -64,42 +64,34 @@ def tokens_of(lengths, seed=0):
     return Tokens(ids, mask, tuple(lengths), segments)
 
 
-def outputs_and_gradients(encoder, batches):
+def outputs_and_gradients(encoder, tokens):
     """Of a random product of the outputs that are no pads'."""
     encoder.zero_grad()
-    random = torch.Generator().manual_seed(1)
-    outputs = [
-        hidden * tokens.mask_BT[..., None]
-        for hidden, tokens in zip(encoder.together(*batches), batches, strict=True)
-    ]
-    sum((each * torch.randn(each.shape, generator=random)).sum() for each in outputs).backward()
-    return [each.detach() for each in outputs], {
+    hidden = encoder(tokens)
+    factors = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    hidden = hidden * tokens.mask_BT[..., None]
+    (hidden * factors).sum().backward()
+    return hidden.detach(), {
         name: value.grad.clone()
         for name, value in encoder.named_parameters()
         if value.grad is not None
     }
 
 
-@given(st.lists(LENGTHS, min_size=1, max_size=3), st.booleans())
+@given(LENGTHS, st.integers(0, 99), st.booleans())
 @settings(max_examples=50, deadline=None)
-def test_outputs_and_gradients_are_those_of_padded_batches(encoder, lengths, fused):
+def test_outputs_and_gradients_are_those_of_the_padded_batch(encoder, lengths, seed, fused):
     encoder.hf.train(not fused)  # False: the attention that a GPU takes
-    batches = [tokens_of(each, seed) for seed, each in enumerate(lengths)]
-    found, gradients = outputs_and_gradients(encoder, batches)
+    tokens = tokens_of(lengths, seed)
+    found, gradients = outputs_and_gradients(encoder, tokens)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Encoder, "_packs", False)
-        wanted, wanted_gradients = outputs_and_gradients(encoder, batches)
+        wanted, wanted_gradients = outputs_and_gradients(encoder, tokens)
     encoder.train()
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert gradients.keys() == wanted_gradients.keys()
     for name, gradient in wanted_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
-
-
-def test_texts_without_segments_are_first_ones_beside_pairs(encoder):
-    pairs, texts = tokens_of([5, 9, 12]), tokens_of([7, 2], seed=1)._replace(segments_BT=None)
-    given = texts._replace(segments_BT=torch.zeros_like(texts.ids_BT))
-    torch.testing.assert_close(encoder.together(pairs, texts), encoder.together(pairs, given))
 
 
 def test_a_text_does_not_see_the_others(encoder):
@@ -117,22 +109,21 @@ def test_a_text_does_not_see_the_others(encoder):
     assert not torch.allclose(hidden[0][2], hidden[1][2])
 
 
-def packed_rows(encoder, monkeypatch, *batches):
-    """Of each time that rows went through the model as one: how many of each batch."""
+def packed_rows(encoder, tokens, monkeypatch):
+    """How many rows went through the model as one."""
     seen = []
     of = Packing.of
     with monkeypatch.context() as patch:
-        patch.setattr(Packing, "of", lambda *given: seen.append(given[0]) or of(*given))
-        encoder.together(*batches)
-    return [[len(lengths) for lengths, _ in batches] for batches in seen]
+        patch.setattr(Packing, "of", lambda *given: seen.append(len(given[0])) or of(*given))
+        encoder(tokens)
+    return sum(seen)
 
 
 def test_only_training_on_texts_of_several_lengths_packs(encoder, monkeypatch):
-    assert packed_rows(encoder, monkeypatch, tokens_of([5, 9, 12])) == [[3]]
-    assert packed_rows(encoder, monkeypatch, tokens_of([9, 9, 9])) == []
-    assert packed_rows(encoder, monkeypatch, tokens_of([9, 9, 9]), tokens_of([4, 4])) == [[3, 2]]
+    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 3
+    assert packed_rows(encoder, tokens_of([9, 9, 9]), monkeypatch) == 0
     encoder.eval()
-    assert packed_rows(encoder, monkeypatch, tokens_of([5, 9, 12])) == []
+    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 0
     encoder.train()
 
 
@@ -144,14 +135,14 @@ def test_only_training_on_texts_of_several_lengths_packs(encoder, monkeypatch):
 )  # fmt: skip
 def test_other_models_get_padded_batches(model, monkeypatch):
     encoder = encoder_of(*model)
-    assert packed_rows(encoder, monkeypatch, tokens_of([5, 9, 12])) == []
+    assert packed_rows(encoder, tokens_of([5, 9, 12]), monkeypatch) == 0
 
 
 @given(LENGTHS, st.integers(1, 40))
 def test_groups_hold_every_token_once_within_their_budget(lengths, budget):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_CPU_TOKENS", budget)
-        packed = Packing.of([(lengths, max(lengths) + 2)], torch.device("cpu"))
+        packed = Packing.of(lengths, max(lengths) + 2, torch.device("cpu"))
     assert sum(group.texts for group in packed.groups) == len(lengths)
     for group in packed.groups:
         assert group.texts == 1 or group.texts * group.length <= budget
@@ -162,8 +153,8 @@ def test_groups_hold_every_token_once_within_their_budget(lengths, budget):
     assert sorted(packed.packed_P.tolist()) == places + [tokens] * (padded + 1 - tokens)
     assert set(packed.grouped_R[tokens:].tolist()) == {padded}
     padded = torch.arange(len(lengths))[:, None] * 100 + torch.arange(max(lengths) + 2)
-    assert len(packed.pack([padded])[0]) == tokens // 8 * 8 + 8  # more than there are tokens
-    rows = packed.pack([padded])[0, : sum(lengths)]
+    assert len(packed.pack(padded)[0]) == tokens // 8 * 8 + 8  # more than there are tokens
+    rows = packed.pack(padded)[0, : sum(lengths)]
     assert sorted(rows.tolist()) == [
         row * 100 + place for row, length in enumerate(lengths) for place in range(length)
     ]
