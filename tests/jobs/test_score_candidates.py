@@ -36,9 +36,8 @@ def scores_alone(ranker, context, candidates):
     if ranker.config.architecture == "cross":
         return inference.pair_scores(ranker, [context], [candidates])[0].tolist()
     vectors, mask = inference.context_vectors(ranker, [context])
-    return ranker.dual.scores(vectors, mask, inference.candidate_vectors(ranker, candidates))[
-        0
-    ].tolist()
+    (scores,) = ranker.dual.scores(vectors, mask, inference.candidate_vectors(ranker, candidates))
+    return scores.tolist()
 
 
 def arguments(corpus, teacher, output, candidates=3):
