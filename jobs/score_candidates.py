@@ -1,4 +1,4 @@
-"""A corpus to the same corpus with a ranker's scores, for other rankers to learn from."""
+"""A corpus to the same corpus with rankers' scores, for other rankers to learn from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact, sum_counts
-from pipeline.config import BadInput
+from pipeline.config import BadInput, require
 from pipeline.shards import Actors
 from pipeline.training import teaching
 from pipeline.training.teaching import TeachingConfig
@@ -15,16 +15,16 @@ from pipeline.training.teaching import TeachingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Scores the candidates of a corpus' train split with a ranker.
+    """Scores the candidates of a corpus' train split with a ranker, or with several.
 
     The output has all rows and columns of the input, and `teacher_scores`.
     """
 
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
-    teacher: str
-    """A ranker (of jobs.finetune): a cross-encoder for bi- and poly-encoders, and those for a cross-encoder
-    that has too few examples to learn from alone."""
+    teacher: tuple[str, ...]
+    """Rankers (of jobs.finetune): a cross-encoder for bi- and poly-encoders, and those for a cross-encoder
+    that has too few examples to learn from alone. Several: the mean of their scores."""
     output: str
     """Folder of the corpus with scores."""
     teaching: TeachingConfig = field(default_factory=TeachingConfig)
@@ -35,12 +35,18 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
-    teacher = open_artifact(config.teacher, "ranker")
-    out = draft(config.output, "corpus", config, {"corpus": corpus, "teacher": teacher})
+    require(bool(config.teacher), "teacher", "none", "one ranker or more")
+    teachers = [open_artifact(uri, "ranker") for uri in config.teacher]
+    known = [teacher.fingerprint for teacher in teachers]
+    require(len(set(known)) == len(known), "teacher", config.teacher, "each ranker once")
+    names = ["teacher", *(f"teacher-{number}" for number in range(2, len(teachers) + 1))]
+    inputs = dict(zip(names, teachers, strict=True))
+    out = draft(config.output, "corpus", config, {"corpus": corpus, **inputs})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("score_candidates", out) as tracked:
-        records = teaching.score(out, corpus, teacher.local(), config.teaching, config.resources)
+        folders = [teacher.local() for teacher in teachers]
+        records = teaching.score(out, corpus, folders, config.teaching, config.resources)
         counts = sum_counts(records, "counts")
         if not counts.get("scored"):
             raise BadInput(f"--corpus {config.corpus}: no example of train has candidates; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -40,8 +41,8 @@ def scores_alone(ranker, context, candidates):
     return scores.tolist()
 
 
-def arguments(corpus, teacher, output, candidates=3):
-    return ("--corpus", corpus, "--teacher", teacher, "--output", output,
+def arguments(corpus, teachers, output, candidates=3):
+    return ("--corpus", corpus, "--teacher", *teachers, "--output", output,
             "--teaching.random-candidates", candidates)  # fmt: skip
 
 
@@ -50,12 +51,12 @@ def rows_of(artifact, split):
             for row in pq.read_table(uri).to_pylist()]  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ["cross", "poly"])
+@pytest.mark.parametrize("architectures", [["cross"], ["poly"], ["cross", "poly", "bi"]])
 def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
-    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path, architecture
+    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path, architectures
 ):
-    teacher = tiny_ranker(architecture)
-    argv = arguments(convai2_corpus.uri, teacher.uri, tmp_path / "out")
+    teachers = [tiny_ranker(architecture) for architecture in architectures]
+    argv = arguments(convai2_corpus.uri, [one.uri for one in teachers], tmp_path / "out")
     summary = run_job("score_candidates", *argv).summary
     scored = open_artifact(str(tmp_path / "out"), "corpus")
     added = {"candidates", "label", "teacher_scores"}
@@ -67,13 +68,12 @@ def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
     train = rows_of(scored, "train")
     assert summary["counts"]["scored"] == summary["counts"]["examples.train"] == len(train)
     assert len({row["label"] for row in train}) > 1
-    ranker = load_ranker(teacher.local())
+    rankers = [load_ranker(one.local()) for one in teachers]
     for row in train[:20]:
         assert row["candidates"][row["label"]] == row["response"]
         assert len(set(row["candidates"])) == len(row["candidates"]) in (3, 4)
-        assert row["teacher_scores"] == pytest.approx(
-            scores_alone(ranker, row["context"], row["candidates"]), abs=1e-4
-        )
+        each = [scores_alone(ranker, row["context"], row["candidates"]) for ranker in rankers]
+        assert row["teacher_scores"] == pytest.approx(np.mean(each, axis=0).tolist(), abs=1e-4)
     again = run_job("score_candidates", *argv).summary
     assert again["already_done"] and again["fingerprint"] == scored.fingerprint
 
@@ -81,13 +81,13 @@ def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
 def test_a_killed_job_scores_only_what_is_missing(
     in_process, run_job, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
 ):
-    argv = arguments(convai2_corpus.uri, tiny_ranker("cross").uri, tmp_path / "out")
+    argv = arguments(convai2_corpus.uri, [tiny_ranker("cross").uri], tmp_path / "out")
     score = teaching._score_shard
 
-    def dies(draft, shard, ranker, config):
+    def dies(draft, shard, rankers, config):
         if in_process:
             raise KeyboardInterrupt
-        return score(draft, shard, ranker, config)
+        return score(draft, shard, rankers, config)
 
     monkeypatch.setattr(teaching, "_score_shard", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -102,7 +102,7 @@ def test_a_killed_job_scores_only_what_is_missing(
 
 def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ranker, tmp_path):
     """With actors and workers as a user has them."""
-    argv = arguments(convai2_corpus.uri, tiny_ranker("cross").uri, tmp_path / "scored")
+    argv = arguments(convai2_corpus.uri, [tiny_ranker("cross").uri], tmp_path / "scored")
     run_job("score_candidates", *argv, "--resources.cpus-per-actor", 1)
     metrics = run_job(
         "finetune", "--corpus", tmp_path / "scored", "--output", tmp_path / "student",
@@ -119,10 +119,13 @@ def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ran
 def test_what_cannot_teach_or_be_taught_is_refused(
     run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
 ):
-    output = tmp_path / "out"
-    argv = arguments(convai2_corpus.uri, convai2_corpus.uri, output)
-    assert "needed here: ranker" in run_job("score_candidates", *argv).refusal
-    argv = arguments(convai2_corpus.uri, tiny_ranker("cross").uri, output, -1)
-    assert "teaching.random_candidates: -1" in run_job("score_candidates", *argv).refusal
-    argv = arguments(convai2_corpus.uri, tiny_ranker("cross").uri, output, 0)
-    assert "no example of train has candidates" in run_job("score_candidates", *argv).refusal
+    output, cross = tmp_path / "out", tiny_ranker("cross").uri
+    for teachers, candidates, said in (
+        ([convai2_corpus.uri], 3, "needed here: ranker"),
+        ([cross, cross], 3, "each ranker once"),
+        ([], 3, "teacher: 'none' is not allowed; allowed: one ranker or more"),
+        ([cross], -1, "teaching.random_candidates: -1"),
+        ([cross], 0, "no example of train has candidates"),
+    ):
+        argv = arguments(convai2_corpus.uri, teachers, output, candidates)
+        assert said in run_job("score_candidates", *argv).refusal
