@@ -13,6 +13,7 @@ from jobs.benchmarks.paper.trials import Setting
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
+from pipeline.models.sources import open_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,13 @@ def run(config: Config) -> program.Summary:
         )  # fmt: skip
         rows = sweep.measure(config.table, config.corpus, config.only, config.seeds, setting)
     elif config.name == "paper":
-        encoder, _ = program.open_encoder(config.encoder)
+        encoder, _ = open_encoder(config.encoder)
         corpus = open_artifact(config.corpus[0], "corpus")
-        rows = inference_time.measure(config.size, encoder, corpus)
+        rows = inference_time.measure(config.size, encoder.local(), corpus)
     elif config.name == "finetune":
-        encoder, _ = program.open_encoder(config.encoder)
+        encoder, _ = open_encoder(config.encoder)
         rows = finetune_rate.measure(
-            config.size, encoder, config.corpus[0], config.only, config.overrides, work
+            config.size, encoder.local(), config.corpus[0], config.only, config.overrides, work
         )
     elif config.name == "search":
         model = open_artifact(config.model, "ranker")

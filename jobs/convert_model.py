@@ -18,6 +18,7 @@ from pipeline.models.exchange import (
 )
 from pipeline.models.exchange.from_sentence_transformers import Lengths
 from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.sources import open_external
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,8 @@ def _open(uri: str) -> tuple[Path, Artifact | dict[str, Any]]:
         return artifact.local(), artifact
     if not storage.exists(uri):
         raise BadInput(f"--model {uri}: no such folder")
-    return program.open_external(uri)
+    source, reference = open_external(uri)
+    return source.local(), reference
 
 
 def _read(folder: Path, config: Config) -> Ranker:

@@ -187,9 +187,8 @@ def _embed(
     run_id: str,
 ) -> Artifact:
     """Raises Stopped where the gate does, or where the lock is lost."""
-    model = job.model.local()
     records = embed.embed(
-        out, prepared, model, config.embed, config.gate, config.reading, config.resources
+        out, prepared, job.model, config.embed, config.gate, config.reading, config.resources
     )
     checks = [record["check"] for record in records if record["check"]]
     canaries, plan = prepared["canaries"], embed.plan_of(prepared)

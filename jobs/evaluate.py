@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -18,7 +18,7 @@ from pipeline.evaluation import errors, none, protocols, report
 from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import Source, questions
-from pipeline.evaluation.ranking import load_scorer
+from pipeline.evaluation.ranking import Scorer, load_scorer, load_together
 from pipeline.evaluation.results import HERE, Measurement, Result, compare_all
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
@@ -40,6 +40,8 @@ class Config:
     """Rankers (of jobs.finetune); each is a row of the table."""
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
+    together: bool = False
+    """One more row: the mean of the models' scores."""
     split: Literal["train", "valid", "test"] = "valid"
     """Which part of it."""
     protocol: protocols.Name = "convai2"
@@ -79,6 +81,8 @@ class Config:
         require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
         require(all(k >= 1 for k in self.recall_at), "recall_at", self.recall_at, "numbers >= 1")
         require(self.latency_queries >= 0, "latency_queries", self.latency_queries, ">= 0")
+        require(not self.together or len(self.model) > 1, "together", True,
+                "false for one model alone")  # fmt: skip
         require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
 
     def rules(self) -> Protocol:
@@ -97,7 +101,8 @@ def run(config: Config) -> program.Summary:
     skipped = {} if config.slow else _too_slow(models, rules.candidates)
     measure = measurement(config, corpus)
     asked = measure.asked
-    found, runs = list[Result](), list[tracking.Run]()
+    asked_models = {name: model for name, (model, _) in models.items() if name not in skipped}
+    found, ranked, runs = list[Result](), list[Result](), list[tracking.Run]()
     if config.baselines:
         known = known_texts(corpus) or [asked.texts[place] for place in asked.right()]
         found = [
@@ -107,14 +112,17 @@ def run(config: Config) -> program.Summary:
         ]
     here = config.resources == HERE
     with nullcontext() if here else cluster.session():
-        for name in [name for name in models if name not in skipped]:
-            model = models[name][0]
-            make = functools.partial(load_scorer, model, name if here else "")
-            found.append(measure.of(name, make, actors=config.resources))
+        for name, model in asked_models.items():
+            make: Callable[[], Scorer] = functools.partial(load_scorer, model, name if here else "")
+            ranked.append(measure.of(name, make, actors=config.resources))
             with tracking.start_evaluation(model, corpus, to_dict(config)) as tracked:
-                tracked.log(found[-1].numbers())
+                tracked.log(ranked[-1].numbers())
             runs.append(tracked)
-    ranked = [result for result in found if result.name in models]
+        if config.together and len(ranked) > 1:
+            name = " + ".join(asked_models)
+            make = functools.partial(load_together, list(asked_models.values()))
+            ranked.append(measure.of(name, make, actors=config.resources))
+    found += ranked
     comparisons = compare_all(ranked, config.seed)
     summary: program.Summary = {
         "examples": len(asked),

@@ -9,6 +9,7 @@ from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import require
 from pipeline.models.settings import RankerConfig
+from pipeline.models.sources import open_encoder
 from pipeline.training import launch
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.launch import Workers
@@ -45,8 +46,8 @@ class Config:
 def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
     """`watch` hears of the steps that are done, of how many."""
     corpus = open_artifact(config.corpus, "corpus")
-    folder, encoder = program.open_encoder(config.encoder)
-    recipe = Finetuning(corpus, folder, config.ranker, config.finetune, config.loop.seed)
+    source, encoder = open_encoder(config.encoder)
+    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop.seed)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
@@ -62,7 +63,8 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
         parameters = sum(value.numel() for value in task.ranker.parameters())
         counts = {"steps": int(metrics["step"]), "parameters": parameters}
         files = launch.collect_model(out)
-        ranker = out.publish(files, counts, run_id=tracked.run_id, metrics=metrics)
+        more = {"metrics": metrics, "held_out": recipe.held_out()}
+        ranker = out.publish(files, counts, None, tracked.run_id, **more)
         tracking.finish(tracked, ranker)
         _register(config, ranker)
     return program.published(ranker, already_there=False, metrics=metrics)

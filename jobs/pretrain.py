@@ -41,9 +41,7 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     tokenizer = open_artifact(config.tokenizer, "tokenizer")
-    recipe = Pretraining(
-        corpus, tokenizer.local(), config.encoder, config.pretrain, config.loop.seed
-    )
+    recipe = Pretraining(corpus, tokenizer, config.encoder, config.pretrain, config.loop.seed)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     out = draft(config.output, "encoder", config, {"corpus": corpus, "tokenizer": tokenizer})

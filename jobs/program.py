@@ -9,14 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import snapshot_download
-
-from pipeline import storage
-from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
-from pipeline.config import BadInput, Stopped, digest, parse
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput, Stopped, parse
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
@@ -49,40 +45,6 @@ def published(artifact: Artifact, already_there: bool, **more: Any) -> Summary:
         "seconds": artifact.manifest["seconds"],
         **more,
     }
-
-
-def open_encoder(uri: str) -> tuple[Path, dict[str, Any]]:
-    """(local folder, reference) of an encoder.
-
-    It may be ours, a ranker's (its context encoder; the other tower lies beside it), any
-    `transformers` directory, or a hub id.
-    """
-    if storage.exists(storage.join(uri, MANIFEST)):
-        artifact = open_artifact(uri, "encoder", "ranker")
-        folder = artifact.local()
-        if artifact.kind == "ranker":
-            names = ("context_encoder", "encoder")
-            folder = next(folder / name for name in names if (folder / name).exists())
-        return folder, artifact.reference()
-    if not storage.exists(uri) and storage.is_local(uri) and uri.count("/") == 1:
-        try:
-            patterns = ["*.json", "*.safetensors", "*.txt"]
-            uri = snapshot_download(uri, allow_patterns=patterns)
-        except Exception as error:  # the hub's client raises a dozen kinds
-            reason = str(error).splitlines()[0]
-            raise BadInput(
-                f"--encoder {uri}: no such folder, nor to be had from the hub ({reason})"
-            ) from None
-    if not storage.exists(storage.join(uri, "config.json")):
-        raise BadInput(f"--encoder {uri}: not a model directory (config.json is missing)")
-    return open_external(uri)
-
-
-def open_external(uri: str) -> tuple[Path, dict[str, Any]]:
-    """(local folder, reference) of a folder that no job made."""
-    folder = storage.local_folder(uri, "external")
-    fingerprint = digest([(entry["path"], entry["sha256"]) for entry in folder_entries(folder)])
-    return folder, {"uri": uri, "kind": "external", "fingerprint": fingerprint}
 
 
 def _refuse(program: str, error: BadInput | Stopped, code: int = 2) -> None:

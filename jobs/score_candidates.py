@@ -40,13 +40,13 @@ def run(config: Config) -> program.Summary:
     known = [teacher.fingerprint for teacher in teachers]
     require(len(set(known)) == len(known), "teacher", config.teacher, "each ranker once")
     names = ["teacher", *(f"teacher-{number}" for number in range(2, len(teachers) + 1))]
+    teaching.teachers_of(corpus, teachers, config.teaching)  # refuses before the draft
     inputs = dict(zip(names, teachers, strict=True))
     out = draft(config.output, "corpus", config, {"corpus": corpus, **inputs})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("score_candidates", out) as tracked:
-        folders = [teacher.local() for teacher in teachers]
-        records = teaching.score(out, corpus, folders, config.teaching, config.resources)
+        records = teaching.score(out, corpus, teachers, config.teaching, config.resources)
         counts = sum_counts(records, "counts")
         if not counts.get("scored"):
             raise BadInput(f"--corpus {config.corpus}: no example of train has candidates; "

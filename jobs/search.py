@@ -51,6 +51,8 @@ class Config:
     """A cross-encoder that puts the best in order."""
     cross_candidates: int = 100
     """How many it reads."""
+    together: bool = False
+    """The mean of its score and the search's puts them in order, not its own alone."""
 
     def __post_init__(self) -> None:
         require(any(turn.strip() for turn in self.context), "context", self.context, "some text")
@@ -60,6 +62,7 @@ class Config:
             require("=" in condition[1:], "where", condition, "column=value")
         require(self.cross_candidates >= self.top_k, "cross_candidates", self.cross_candidates,
                 f"top_k {self.top_k} at least")  # fmt: skip
+        require(bool(self.cross) or not self.together, "together", True, "false without cross")
 
 
 def run(config: Config) -> program.Summary:
@@ -93,7 +96,9 @@ def run(config: Config) -> program.Summary:
         )
     if cross:
         clock.append(time.perf_counter())
-        order = rerank.rerank(cross, config.context, [result["text"] for result in results])
+        texts = [result["text"] for result in results]
+        first = [result["score"] for result in results] if config.together else None
+        order = rerank.rerank(cross, config.context, texts, first)
         clock.append(time.perf_counter())
         results = [{**results[one.place], "cross_score": one.score} for one in order]
     results = results[: config.top_k]

@@ -36,7 +36,7 @@ _REQUEST = "_request.json"
 # reports, what the result has to pass, which older ones stay beside it and what it is called in the
 # registry never decide what comes out.
 _NOT_IDENTITY = re.compile(
-    r"(output|pools|expect|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_steps"
+    r"(output|pools|expect|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_.*"
     r"|gate\..*|keep|keep_days|dry_run|lock_expires_s)"
 )
 
@@ -61,11 +61,14 @@ class Artifact:
     def counts(self) -> dict[str, int]:
         return dict(self.manifest["counts"])
 
+    def paths(self, prefix: str = "", suffix: str = "") -> list[str]:
+        """The artifact's files, in order, as its manifest names them."""
+        names = (str(entry["path"]) for entry in self.manifest["files"])
+        return [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
+
     def files(self, prefix: str = "", suffix: str = "") -> list[str]:
-        """URIs of the artifact's files, in order."""
-        names = (entry["path"] for entry in self.manifest["files"])
-        wanted = (name for name in names if name.startswith(prefix) and name.endswith(suffix))
-        return [storage.join(self.uri, name) for name in wanted]
+        """Their URIs."""
+        return [storage.join(self.uri, name) for name in self.paths(prefix, suffix)]
 
     def rows(self, prefix: str = "") -> int:
         entries = self.manifest["files"]

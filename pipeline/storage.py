@@ -216,6 +216,12 @@ def upload(folder: Path, uri: str) -> None:
             write_bytes(join(uri, file.relative_to(folder).as_posix()), file.read_bytes())
 
 
+def download(uri: str, folder: Path) -> None:
+    """Copies the files of `uri`, which may be local too, into a local folder."""
+    for file in list_files(uri):
+        write_bytes(str(folder / file[len(uri) :].lstrip("/")), read_bytes(file))
+
+
 def local_folder(uri: str, version: str) -> Path:
     """A local folder with the files of `uri`: itself if it is local, else a cached copy.
 
@@ -227,8 +233,7 @@ def local_folder(uri: str, version: str) -> Path:
     folder = Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}" / name
     if not folder.exists():
         beside = folder.with_name(f"{name}.{uuid.uuid4().hex}")
-        for file in list_files(uri):
-            write_bytes(str(beside / file[len(uri) :].lstrip("/")), read_bytes(file))
+        download(uri, beside)
         try:
             beside.rename(folder)
         except OSError:  # another process of this node was faster

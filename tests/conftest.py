@@ -6,9 +6,11 @@ import functools
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -191,6 +193,26 @@ def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(candidates.shards, "run_tasks", run)
     monkeypatch.setattr(embed, "run_tasks_on_actors", run_on_actors)
     return done
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Moves this process to a node with an empty disk, each time it is called; returns its folder.
+
+    Artifacts at `local://…`, another name of this disk, are to it what those of an object store are.
+    """
+    nodes: list[Path] = []
+
+    def move() -> Path:
+        for left in nodes:
+            shutil.rmtree(left, ignore_errors=True)
+        nodes.append(tmp_path / f"node-{len(nodes)}")
+        nodes[-1].mkdir()
+        return nodes[-1]
+
+    move()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(nodes[-1]))
+    return move
 
 
 @pytest.fixture(scope="session")

@@ -185,6 +185,32 @@ def load_scorer(model: Artifact, label: str = "") -> RankerScorer:
 
 
 @dataclass(frozen=True)
+class Together:
+    """Several scorers as one: the mean of their scores, as jobs.score_candidates makes it."""
+
+    scorers: Sequence[Scorer]
+
+    def prepare(self, asked: Questions) -> Ready:
+        return Mean([scorer.prepare(asked) for scorer in self.scorers])
+
+
+def load_together(models: Sequence[Artifact]) -> Together:
+    """Several rankers' scorers as one, all in this process."""
+    return Together([load_scorer(model) for model in models])
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What `Together` is once its scorers are ready."""
+
+    each: Sequence[Ready]
+
+    def scores(self, asked: Questions) -> Floats:
+        found: Floats = np.mean([ready.scores(asked) for ready in self.each], axis=0)
+        return found
+
+
+@dataclass(frozen=True)
 class Dual:
     """A bi- or poly-encoder with its candidates' vectors."""
 

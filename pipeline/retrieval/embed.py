@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Draft, sum_counts
 from pipeline.config import BadInput, from_dict, require, to_dict
 from pipeline.corpora import raw
+from pipeline.models.sources import Source
 from pipeline.retrieval import candidates
 from pipeline.retrieval.candidates import ROWS as ROWS
 from pipeline.retrieval.gate import GateConfig, read_canaries
@@ -117,7 +117,7 @@ def plan_of(record: Record) -> Plan:
 def embed(
     draft: Draft,
     prepared: Record,
-    model: Path,
+    model: Source,
     config: EmbedConfig,
     gate: GateConfig,
     reading: raw.Reading,
@@ -125,7 +125,6 @@ def embed(
 ) -> list[Record]:
     """Makes the shards; returns their records: `files`, `counts`, `dropped`, `embedded`, `check`.
 
-    `model` is a local folder, or one that every node of the cluster sees.
     Raises BadInput where nothing could be embedded, or too little.
     """
     make_work = functools.partial(
@@ -157,8 +156,8 @@ def _canaries(gate: GateConfig, before: Record | None) -> list[list[str]] | None
     return None
 
 
-def _embedder(**settings: Any) -> Work:
+def _embedder(model: Source, **settings: Any) -> Work:
     # Not loaded by who drives this: torch and transformers take seconds, and memory.
     from pipeline.retrieval.embedder import Embedder
 
-    return Embedder(**settings)
+    return Embedder(model.local(), **settings)

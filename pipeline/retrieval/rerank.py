@@ -30,10 +30,20 @@ def load_cross_encoder(model: Artifact) -> Ranker:
     return ranker
 
 
-def rerank(ranker: Ranker, context: Sequence[str], texts: Sequence[str]) -> list[Reranked]:
-    """The candidates by the cross-encoder's scores, best first; ties stay in their order."""
+def rerank(
+    ranker: Ranker,
+    context: Sequence[str],
+    texts: Sequence[str],
+    first: Sequence[float] | None = None,
+) -> list[Reranked]:
+    """The candidates by the cross-encoder's scores, best first; ties stay in their order.
+
+    `first`: the search's scores; the order is then that of the mean of both. A cross-encoder of few
+    examples errs elsewhere than the bi-encoder does: pipeline/training/README.md, Measured.
+    """
     if not texts:
         return []
     scores = inference.pair_scores(ranker, [context], [texts])[0].tolist()
-    order = sorted(range(len(texts)), key=lambda place: -scores[place])
+    sums = scores if first is None else [sum(both) for both in zip(scores, first, strict=True)]
+    order = sorted(range(len(texts)), key=lambda place: -sums[place])
     return [Reranked(place, scores[place]) for place in order]

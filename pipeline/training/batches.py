@@ -14,7 +14,7 @@ import itertools
 import queue
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
@@ -69,10 +69,18 @@ class Rows:
 
     @classmethod
     def of(
-        cls, corpus: Artifact, split: str, columns: Sequence[str], rank: int, world: int, seed: int
+        cls,
+        corpus: Artifact,
+        split: str,
+        columns: Sequence[str],
+        rank: int,
+        world: int,
+        seed: int,
+        without: Collection[str] = (),
     ) -> Rows:
-        """Raises BadInput where the corpus has no such split."""
-        files = corpus.files(f"{split}/", ".parquet")
+        """All files of the split but those `without`. Raises BadInput where the corpus has none."""
+        paths = corpus.paths(f"{split}/", ".parquet")
+        files = [storage.join(corpus.uri, path) for path in paths if path not in without]
         if not files:
             raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")
         with ThreadPoolExecutor(16) as pool:  # of thousands of files, from an object store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from pipeline.config import BadInput, require
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
+from pipeline.models.sources import Source
 from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import Backward, backward, cached_backward
@@ -50,6 +51,11 @@ class FinetuneConfig:
     """mined: how they are found."""
     distill: Distillation = field(default_factory=Distillation)
     """Learning from another ranker's scores; needs candidates that are given."""
+    folds: int = 1
+    """The files of train go to so many folds in turn; above 1: one of them is not read, and the ranker
+    can score it as a teacher that has not seen it (jobs.score_candidates --teaching.held-out)."""
+    held_out: int = 0
+    """Which fold, from 0."""
     epochs: float = 3.0
     """Passes over the training examples."""
     max_steps: int = 0
@@ -68,6 +74,9 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")
         require(self.negatives >= 1, "finetune.negatives", self.negatives, ">= 1")
+        require(self.folds >= 1, "finetune.folds", self.folds, ">= 1")
+        require(0 <= self.held_out < self.folds, "finetune.held_out", self.held_out,
+                f"0 to {self.folds - 1}, with finetune.folds {self.folds}")  # fmt: skip
         require(self.epochs >= 0, "finetune.epochs", self.epochs, ">= 0")
         require(self.max_steps >= 0, "finetune.max_steps", self.max_steps, ">= 0")
         require(self.dropout is None or 0 <= self.dropout < 1, "finetune.dropout", self.dropout,
@@ -98,10 +107,17 @@ class Finetuning:
     """All that a worker needs to build its task."""
 
     corpus: Artifact
-    encoder: Path
+    encoder: Source
     ranker: RankerConfig
     finetune: FinetuneConfig
     seed: int
+
+    def held_out(self) -> list[str]:
+        """The files of train that are not read. Raises BadInput where a fold has none."""
+        paths, folds = self.corpus.paths("train/", ".parquet"), self.finetune.folds
+        require(folds == 1 or folds <= len(paths), "finetune.folds", folds,
+                f"1 to {len(paths)}, the files of {self.corpus.uri}/train")  # fmt: skip
+        return paths[self.finetune.held_out :: folds] if folds > 1 else []
 
     def build(self, rank: int, world: int) -> FinetuneTask:
         """Raises BadInput for settings that do not fit the encoder or the corpus."""
@@ -109,7 +125,7 @@ class Finetuning:
         require(rest == 0, "finetune.batch_examples", self.finetune.batch_examples,
                 f"a multiple of the {world} workers")  # fmt: skip
         self._check_teacher()
-        ranker = new_ranker(self.ranker, self.encoder, self.seed)
+        ranker = new_ranker(self.ranker, self.encoder.local(), self.seed)
         network = ranker.network
         for part in network.modules():
             if isinstance(part, Encoder):
@@ -118,7 +134,7 @@ class Finetuning:
             set_dropout(network, self.finetune.dropout)
         miner = self._miner(ranker, rank, world)
         module, collator = self._objective(ranker, miner)
-        rows = Rows.of(self.corpus, "train", collator.columns, rank, world, self.seed)
+        rows = self._rows(collator.columns, rank, world)
         head = [value for name, value in network.named_parameters() if "encoder." not in name]
         chunk = self.finetune.chunk_examples
         return FinetuneTask(
@@ -131,13 +147,16 @@ class Finetuning:
             refresh=miner,
         )
 
+    def _rows(self, columns: Sequence[str], rank: int, world: int) -> Rows:
+        return Rows.of(self.corpus, "train", columns, rank, world, self.seed, self.held_out())
+
     def _miner(self, ranker: Ranker, rank: int, world: int) -> Miner | None:
         config = self.finetune
         if config.negatives_from != "mined":
             return None
         require(ranker.config.architecture != "cross", "finetune.negatives_from", "mined",
                 "'batch' with ranker.architecture 'cross', which searches no responses")  # fmt: skip
-        rows = Rows.of(self.corpus, "train", COLUMNS, 0, 1, self.seed)
+        rows = self._rows(COLUMNS, 0, 1)
         steps = round(config.mine.every_epochs * len(rows) / config.batch_examples)
         return Miner(ranker, rows, config.mine, max(1, steps), rank, world)
 

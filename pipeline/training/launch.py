@@ -135,9 +135,10 @@ def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator
 
 def collect_model(draft: Draft) -> list[dict[str, Any]]:
     """Moves the trained model into place and returns its files' manifest entries."""
-    folder = storage.local_folder(draft.path("_model"), draft.request)
-    storage.upload(folder, draft.staging)
-    return folder_entries(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        storage.download(draft.path("_model"), Path(folder))
+        storage.upload(Path(folder), draft.staging)
+        return folder_entries(Path(folder))
 
 
 def _work(assignment: _Assignment) -> None:

@@ -62,6 +62,9 @@ class LoopConfig:
     """torch.compile the model: a minute at the start, faster steps on a GPU."""
     checkpoint_every_steps: int = 500
     """A killed run loses at most so many steps."""
+    checkpoint_every_minutes: float = 10.0
+    """Nor so many minutes, looked at every `log_every_steps`: on CPUs 500 steps take most of an hour. 0:
+    the clock does not count."""
     log_every_steps: int = 20
     """Steps between two points of the curves."""
     seed: int = 0
@@ -72,7 +75,7 @@ class LoopConfig:
         require(0 <= self.warmup_share < 1, "loop.warmup_share", self.warmup_share, "0 to below 1")
         require(0 < self.plateau_decay < 1, "loop.plateau_decay", self.plateau_decay,
                 "between 0 and 1")  # fmt: skip
-        for name in ("validate_every_epochs", "stop_after_validations"):
+        for name in ("validate_every_epochs", "stop_after_validations", "checkpoint_every_minutes"):
             require(getattr(self, name) >= 0, f"loop.{name}", getattr(self, name), ">= 0")
         require(self.schedule != "plateau" or self.validate_every_epochs > 0, "loop.schedule",
                 self.schedule, "another one where loop.validate_every_epochs is 0")  # fmt: skip
@@ -207,6 +210,8 @@ def train(
         if not (validate or save or done % config.log_every_steps == 0):
             continue
         metrics = meter.read()
+        unsaved = metrics.pop(_UNSAVED)
+        save |= 0 < config.checkpoint_every_minutes <= unsaved
         for name in ("loss", "gradient_norm"):  # weights may be spoilt before the loss shows it
             if not math.isfinite(metrics[name]):
                 raise FloatingPointError(f"step {done}: the {name} is {metrics[name]}")
@@ -225,10 +230,14 @@ def train(
                 },
                 cursor,
             )
+            meter.saved()
         if save or validate:
             meter.restart()
     if chosen.weights:
         task.module.load_state_dict(chosen.weights)
+
+
+_UNSAVED = "minutes_unsaved"
 
 
 class _Meter:
@@ -237,6 +246,11 @@ class _Meter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.restart()
+        self.saved()
+
+    def saved(self) -> None:
+        """A checkpoint is there."""
+        self._saved = time.perf_counter()
 
     def restart(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -257,9 +271,13 @@ class _Meter:
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """The means since the last call; a collective call, as every rank has the same names."""
-        names = sorted(self._sums)
-        values = torch.stack([self._sums[name].double() for name in names]) / self._steps
+        """The means since the last call, and minutes since `saved`; a collective call, as every rank has
+        the same names."""
+        means = {name: value.double() / self._steps for name, value in self._sums.items()}
+        minutes = (time.perf_counter() - self._saved) / 60
+        means[_UNSAVED] = torch.tensor(minutes, dtype=torch.float64, device=self._device)
+        names = sorted(means)
+        values = torch.stack([means[name] for name in names])
         if dist.is_initialized():
             dist.all_reduce(values)
             values /= dist.get_world_size()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeline.artifact import Artifact
 from pipeline.config import require
 from pipeline.models.pretraining import PretrainingModel, hide_tokens
+from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.training.batches import Batches, Row, Rows
@@ -153,7 +154,7 @@ class Pretraining:
     """All that a worker needs to build its task."""
 
     corpus: Artifact
-    tokenizer: Path
+    tokenizer: Source
     encoder: Shape
     pretrain: PretrainConfig
     seed: int
@@ -165,7 +166,7 @@ class Pretraining:
         require(longest <= self.encoder.positions, "pretrain.max_context_tokens",
                 config.max_context_tokens,
                 f"with max_response_tokens at most encoder.positions {self.encoder.positions}")  # fmt: skip
-        tokenizer = Tokenizer.load(self.tokenizer)
+        tokenizer = Tokenizer.load(self.tokenizer.local())
         torch.manual_seed(self.seed)
         special = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
         encoder = Encoder.new(self.encoder, len(tokenizer), special)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +46,8 @@ class TeachingConfig:
     0: it stays without, and without scores."""
     batch_tokens: int = inference.BATCH_TOKENS
     """Tokens in a batch at most, padding included; 0: what suits the device."""
+    held_out: bool = False
+    """A shard of train is scored only by those teachers that were not trained on it (finetune.folds)."""
     seed: int = 0
     """Of the candidates that are drawn."""
 
@@ -58,32 +59,48 @@ class TeachingConfig:
 def score(
     draft: Draft,
     corpus: Artifact,
-    teachers: Sequence[Path],
+    teachers: Sequence[Artifact],
     config: TeachingConfig,
     actors: Actors,
 ) -> list[dict[str, Any]]:
     """Makes the shards; returns their records: `file` and `counts`."""
+    by_shard = teachers_of(corpus, teachers, config)
     tasks = {
-        entry["path"].replace("/", "-"): {"uri": storage.join(corpus.uri, entry["path"]),
-                                          "path": entry["path"]}
-        for entry in corpus.manifest["files"]
-        if entry["path"].endswith(".parquet")
-        and entry["path"].startswith(("train/", "valid/", "test/"))
+        path.replace("/", "-"): {"uri": storage.join(corpus.uri, path), "path": path,
+                                 "teachers": by_shard.get(path, [])}
+        for split in ("train", "valid", "test")
+        for path in corpus.paths(f"{split}/", ".parquet")
     }  # fmt: skip
 
     def make() -> Work:
-        rankers = [load_ranker(folder).to(inference.best_device()) for folder in teachers]
+        device = inference.best_device()
+        rankers = [load_ranker(teacher.local()).to(device) for teacher in teachers]
 
-        def work(draft: Draft, name: str, shard: dict[str, str]) -> dict[str, Any]:
-            return _score_shard(draft, shard, rankers, config)
+        def work(draft: Draft, name: str, shard: dict[str, Any]) -> dict[str, Any]:
+            return _score_shard(draft, shard, [rankers[at] for at in shard["teachers"]], config)
 
         return work
 
     return run_tasks_on_actors(draft, tasks, make, "score candidates", actors)
 
 
+def teachers_of(
+    corpus: Artifact, teachers: Sequence[Artifact], config: TeachingConfig
+) -> dict[str, list[int]]:
+    """Which teachers score each shard of train. Raises BadInput for a shard that none does."""
+    paths, everyone = corpus.paths("train/", ".parquet"), list(range(len(teachers)))
+    if not config.held_out:
+        return dict.fromkeys(paths, everyone)
+    unseen = [set(teacher.manifest.get("held_out", ())) for teacher in teachers]
+    found = {path: [at for at in everyone if path in unseen[at]] for path in paths}
+    for path, some in found.items():
+        require(bool(some), "teaching.held_out", True,
+                f"false, as no teacher held out {path} (finetune.folds, finetune.held_out)")  # fmt: skip
+    return found
+
+
 def _score_shard(
-    draft: Draft, shard: dict[str, str], rankers: Sequence[Ranker], config: TeachingConfig
+    draft: Draft, shard: dict[str, Any], rankers: Sequence[Ranker], config: TeachingConfig
 ) -> dict[str, Any]:
     with storage.open_input(shard["uri"]) as stream:
         table = pq.read_table(stream)

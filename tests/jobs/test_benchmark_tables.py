@@ -165,7 +165,7 @@ def trained(monkeypatch) -> list[str]:
         out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": reference})
         assert not isinstance(out, Artifact)
         folder = Path(out.staging) / "_files"
-        new_ranker(config.ranker, encoder, config.loop.seed).save(folder)
+        new_ranker(config.ranker, encoder.local(), config.loop.seed).save(folder)
         storage.upload(folder, out.staging)
         metrics = {"step": 30.0, "mean_steps_per_s": 0.5, "peak_memory_mib": 700.0}
         out.publish(folder_entries(folder), {"steps": 30}, metrics=metrics)

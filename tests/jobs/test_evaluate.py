@@ -130,6 +130,31 @@ def test_plot_and_errors_go_where_they_are_wanted(evaluate, tmp_path, convai2_co
     assert done.stdout.count("the right one at") == 6
 
 
+@pytest.mark.parametrize("resources", [(), ("--resources.actors", 2)])
+def test_models_together_have_the_mean_of_their_scores(
+    evaluate, tiny_ranker, convai2_corpus, tmp_path, resources
+):
+    options = (*QUICK, "--max-examples", 30, "--errors", tmp_path / "e.jsonl", *resources)
+    done = evaluate(*options, "--together", "true", models=["bi", "cross"])
+    assert list(done.summary["table"]) == ["bi", "cross", "bi + cross"]
+    pairs = [(pair["first"], pair["second"]) for pair in done.summary["comparisons"]]
+    assert pairs == [("bi", "cross"), ("bi", "bi + cross"), ("cross", "bi + cross")]
+    (file,) = convai2_corpus.files("valid/", ".parquet")
+    rows = {row["example_id"]: row for row in pq.read_table(file, partitioning=None).to_pylist()}
+    bi, cross = (load_ranker(tiny_ranker(name).local()) for name in ("bi", "cross"))
+    records = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
+    found = [record for record in records if record["scorer"] == "bi + cross"]
+    assert len(found) > 10  # tiny rankers know nothing
+    for record in found:
+        row = rows[record["example_id"]]
+        asked = [row["context"]], [row["candidates"]]
+        each = [inference.dual_scores(bi, *asked)[0], inference.pair_scores(cross, *asked)[0]]
+        mean_C = sum(scores.double().numpy() for scores in each) / 2
+        assert record["score"] == pytest.approx(mean_C[row["label"]], rel=0.01, abs=0.01)
+        best = [one["score"] for one in record["top"]]
+        assert best == pytest.approx(sorted(mean_C)[:-6:-1], rel=0.01, abs=0.01)
+
+
 def test_the_run_has_the_models_metrics_and_ancestry(evaluate, tiny_ranker, convai2_corpus):
     options = ("--max-examples", 50, "--seed", 3, "--latency-queries", 1)
     summary = evaluate(*options, "--errors", "").summary
@@ -223,6 +248,9 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
     assert "cross: skipped: a cross-encoder reads 31 pairs for each question" in done.stdout
     assert list(summary["skipped"]) == ["cross"]
     assert summary["table"]["bm25"]["R@1/31"] >= 0.5 > summary["table"]["chance"]["R@1/31"]
+    both = evaluate(*options, "--split", split, "--baselines", "false", "--together", "true",
+                    models=["bi", "cross"], corpus=articles.uri)  # fmt: skip
+    assert list(both.summary["table"]) == ["bi"]  # nothing to be together with
     slow = evaluate(*options, "--slow", "true", "--split", split, "--baselines", "false",
                     models=["cross"], corpus=articles.uri)  # fmt: skip
     assert list(slow.summary["table"]) == ["cross"]
@@ -328,6 +356,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--corpus", "nowhere"), "nowhere: not a corpus"),
         (("--latency-queries", "-1"), "latency_queries: -1 is not allowed"),
         (("--latency-queries", "0", "--plot", "x.png"), "latency_queries: 0 is not allowed"),
+        (("--together", "true"), "together: True is not allowed; allowed: false for one model"),
         (("--protocol", "trec"), "trec"),
         (("--protocol", "wikipedia"), "no others/; allowed: a corpus for article search"),
         (("--protocol", "polyai", "--max-examples", "99"), "--candidates 100: 99 examples"),

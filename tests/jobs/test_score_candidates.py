@@ -6,10 +6,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.artifact import open_artifact
+from pipeline import storage
+from pipeline.artifact import draft, folder_entries, open_artifact
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching
+from pipeline.training.teaching import TeachingConfig
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +100,54 @@ def test_a_killed_job_scores_only_what_is_missing(
     assert len(first) == 1 and len(in_process) == len(set(in_process))
     whole = run_job("score_candidates", *argv[:-4], "--output", tmp_path / "whole", *argv[-2:])
     assert whole.summary["fingerprint"] == resumed["fingerprint"]
+
+
+def two_files(corpus, folder):
+    """The corpus with its train split in two files."""
+    out = draft(str(folder), "corpus", TeachingConfig(), {})
+    (table,) = [pq.read_table(uri, partitioning=None) for uri in corpus.files("train/", ".parquet")]
+    parts = {"train/a.parquet": table.slice(0, 30), "train/b.parquet": table.slice(30, 20)}
+    return out.publish([out.write_table(name, part) for name, part in parts.items()], {})
+
+
+def without(ranker, folder, *held_out):
+    """The ranker as one that was trained without these files."""
+    out = draft(str(folder), "ranker", TeachingConfig(), {})
+    storage.upload(ranker.local(), out.staging)
+    files = [entry for entry in folder_entries(ranker.local()) if entry["path"] != "manifest.json"]
+    return out.publish(files, {}, held_out=list(held_out))
+
+
+def test_held_out_shards_are_scored_by_those_that_never_saw_them(
+    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
+):
+    corpus = two_files(convai2_corpus, tmp_path / "corpus")
+    one = without(tiny_ranker("cross"), tmp_path / "one", "train/a.parquet")
+    other = without(tiny_ranker("poly"), tmp_path / "other", "train/b.parquet")
+    third = without(tiny_ranker("bi"), tmp_path / "third", "train/b.parquet")
+    fields = [teacher.uri for teacher in (one, other, third)]
+    argv = arguments(corpus.uri, fields, tmp_path / "out")
+    run_job("score_candidates", *argv, "--teaching.held-out", "true")
+    rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"), "train")
+    for part, teachers in ((rows[:30], [one]), (rows[30:], [other, third])):
+        rankers = [load_ranker(teacher.local()) for teacher in teachers]
+        for row in part[:10]:
+            each = [scores_alone(ranker, row["context"], row["candidates"]) for ranker in rankers]
+            assert row["teacher_scores"] == pytest.approx(np.mean(each, axis=0), abs=1e-4)
+    argv = arguments(corpus.uri, [one.uri, tiny_ranker("bi").uri], tmp_path / "more")
+    refusal = run_job("score_candidates", *argv, "--teaching.held-out", "true").refusal
+    assert "no teacher held out train/b.parquet (finetune.folds, finetune.held_out)" in refusal
+    assert not (tmp_path / "more.partial").exists()
+
+
+def test_teachers_are_fetched_by_the_node_that_asks_them(
+    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path, node, monkeypatch
+):
+    run = teaching.run_tasks_on_actors
+    monkeypatch.setattr(teaching, "run_tasks_on_actors", lambda *all: (node(), run(*all))[1])
+    teacher = f"local://{tiny_ranker('poly').uri}"  # as in an object store
+    summary = run_job("score_candidates", *arguments(convai2_corpus.uri, [teacher], tmp_path / "o"))
+    assert summary.summary["counts"]["scored"] > 0
 
 
 def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ranker, tmp_path):

@@ -74,14 +74,16 @@ def test_only_what_is_allowed_is_shown(search):
     assert "allow, deny, where: no candidate is left" in refusal
 
 
-def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker, together):
     cross = tiny_ranker("cross")
-    options = ("--cross", cross.uri, "--cross-candidates", 4, "--top-k", 3)
+    options = ("--cross", cross.uri, "--cross-candidates", 4, "--top-k", 3, "--together", together)
     found = search("--context", "the sea", *options).summary
     first = search("--context", "the sea", "--top-k", 4).summary["results"]
     texts = [result["text"] for result in first]
     scores = inference.pair_scores(load_ranker(cross.local()), [["the sea"]], [texts])[0].numpy()
-    order = np.argsort(-scores)[:3]
+    decide = scores + [result["score"] for result in first] if together else scores
+    order = np.argsort(-decide)[:3]
     assert [result["text"] for result in found["results"]] == [texts[at] for at in order]
     for result, at in zip(found["results"], order, strict=True):
         assert result["cross_score"] == pytest.approx(scores[at], abs=0.02)
@@ -131,6 +133,10 @@ def test_a_second_stage_needs_a_cross_encoder(search, tiny_ranker):
             "where: 'kind' is not allowed; allowed: columns",
         ),
         (("--context", "a", "--cross-candidates", "5"), "cross_candidates: 5 is not allowed"),
+        (
+            ("--context", "a", "--together", "true"),
+            "together: True is not allowed; allowed: false without cross",
+        ),
     ],
 )
 def test_bad_usage_is_refused(search, options, message):

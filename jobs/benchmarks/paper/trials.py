@@ -33,6 +33,7 @@ from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_
 from pipeline.config import BadInput, parse, to_dict
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
+from pipeline.models.sources import Source, open_encoder
 from pipeline.news import listening
 from pipeline.resources import cpus_each
 from pipeline.shards import Actors
@@ -148,8 +149,8 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting)
 
 
 @functools.cache
-def _open_encoder(uri: str) -> tuple[Path, dict[str, Any]]:
-    return program.open_encoder(uri)
+def _open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
+    return open_encoder(uri)
 
 
 def outcome(job: Job) -> Outcome | None:

@@ -18,6 +18,7 @@ from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.models.sources import External
 from pipeline.models.transformer import use_bf16
 from pipeline.retrieval import build, embed
 from pipeline.retrieval.embed import EmbedConfig
@@ -53,7 +54,8 @@ def make(actors_in_process, model, tmp_path):
             return Pool.open(out.uri)
         names = [str(file) for file in files]
         prepared = embed.prepare(out, names, settings, gate, reading, previous, copies)
-        records = embed.embed(out, prepared, model, settings, gate, reading, Actors())
+        source = External(str(model), "")
+        records = embed.embed(out, prepared, source, settings, gate, reading, Actors())
         records = [prepared, *records]
         counts, dropped = (sum_counts(records, name) for name in ("counts", "dropped"))
         entries = [entry for record in records[1:] for entry in record["files"]]
@@ -243,6 +245,14 @@ def test_settings_out_of_range_are_refused(field):
         EmbedConfig(**field)
 
 
+def test_the_model_is_fetched_by_the_node_that_embeds(make, model, tmp_path, node, monkeypatch):
+    run = embed.run_tasks_on_actors
+    monkeypatch.setattr(embed, "run_tasks_on_actors", lambda *all: (node(), run(*all))[1])
+    file = json_lines(tmp_path / "a.jsonl", RECORDS)
+    vectors = make(file, name="there", model=f"local://{model}").vectors_at(np.arange(3))
+    assert np.array_equal(vectors, make(file, name="here").vectors_at(np.arange(3)))
+
+
 def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
     make, actors_in_process, model, tmp_path
 ):
@@ -252,7 +262,7 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
     out = draft(str(tmp_path / "pools" / "p" / "v"), "pool", EmbedConfig(rows_per_shard=2), {})
     settings = (EmbedConfig(rows_per_shard=2), GateConfig(), Reading())
     prepared = embed.prepare(out, [str(file)], *settings, None, False)
-    actor = embed._embedder(model=model, batch_tokens=0, previous="", top_k=10, sample=8,
+    actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, previous="", top_k=10, sample=8,
                             canaries=prepared["canaries"]["contexts"])  # fmt: skip
     for task in ("part-00000", "part-00002"):  # as a killed run leaves them
         out.mark(task, actor(out, task, embed.plan_of(prepared).shards[task]))

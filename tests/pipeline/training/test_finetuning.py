@@ -11,6 +11,7 @@ from pipeline.models import inference
 from pipeline.models.losses import distillation_kl, margin_mse
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
+from pipeline.models.sources import External
 from pipeline.training.batches import Cursor
 from pipeline.training.examples import DualCollator, PairCollator
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
@@ -331,14 +332,15 @@ def test_moving_batches_takes_all_of_their_parts_along(tiny):
     assert pair.teacher_BC.is_meta
 
 
-def recipe(tiny, count=40, architecture="poly", encoder=None, **finetune):
+def recipe(tiny, count=40, architecture="poly", encoder=None, rows_per_file=1000, **finetune):
     rows = [{"context": [f"w{number}"], "response": f"w{number + 50}"} for number in range(count)]
     ranker = RankerConfig(
         architecture=architecture, m=3, max_context_tokens=24, max_candidate_tokens=12
     )
     settings = {"batch_examples": 8, **finetune}
-    folder = tiny.encoder_folder(**encoder or {})
-    return Finetuning(tiny.corpus(rows), folder, ranker, FinetuneConfig(**settings), seed=0)
+    source = External(str(tiny.encoder_folder(**encoder or {})), "")
+    corpus = tiny.corpus(rows, rows_per_file=rows_per_file)
+    return Finetuning(corpus, source, ranker, FinetuneConfig(**settings), seed=0)
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
@@ -366,6 +368,39 @@ def test_only_codes_and_heads_are_new_weights(tiny, architecture, shapes):
 def test_steps_are_epochs_up_to_a_limit(tiny, settings, steps):
     made = recipe(tiny, **settings)
     assert made.steps(made.build(0, 1)) == steps
+
+
+@pytest.mark.parametrize("more", [{}, {"architecture": "cross"}, {"negatives_from": "mined"}])
+def test_a_fold_is_held_out(tiny, more):
+    """50 rows in five files: of three folds, the first two have two files each."""
+    common = {"count": 50, "rows_per_file": 10, "folds": 3, "batch_examples": 2, **more}
+    held_out = []
+    for fold, wanted in enumerate(([0, 3], [1, 4], [2])):
+        made = recipe(tiny, held_out=fold, **common)
+        assert made.held_out() == [f"train/{10 * file:06}.parquet" for file in wanted]
+        held_out += made.held_out()
+        rows = made.build(0, 1).batches.rows
+        read = rows.epoch(0).read(0, len(rows))["response"].to_pylist()
+        out = {f"w{50 + 10 * file + n}" for file in wanted for n in range(10)}
+        assert set(read) == {f"w{50 + n}" for n in range(50)} - out
+        assert len(read) == len(set(read))
+    assert sorted(held_out) == recipe(tiny, **{**common, "folds": 1}).corpus.paths("train/")
+    assert recipe(tiny, **{**common, "folds": 1}).held_out() == []
+
+
+def test_the_responses_that_are_mined_are_not_those_held_out(tiny):
+    made = recipe(tiny, 40, rows_per_file=10, folds=2, held_out=1, negatives_from="mined",
+                  negatives=3, batch_examples=4)  # fmt: skip
+    task = made.build(0, 1)
+    task.refresh()
+    mined = {text for n in (*range(10), *range(20, 30)) for text in task.refresh.of(f"e{n}")}
+    assert mined and mined <= {f"w{50 + n}" for n in (*range(10), *range(20, 30))}
+
+
+def test_more_folds_than_files_are_refused(tiny):
+    made = recipe(tiny, rows_per_file=20, folds=3)
+    with pytest.raises(BadInput, match=r"finetune\.folds: 3 is not allowed; allowed: 1 to 2, the"):
+        made.build(0, 1)
 
 
 @pytest.mark.parametrize("architecture", ["poly", "cross"])

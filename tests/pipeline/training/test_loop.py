@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.settings import RankerConfig
+from pipeline.models.sources import External
 from pipeline.models.transformer import Shape
+from pipeline.training import loop
 from pipeline.training.batches import Cursor
 from pipeline.training.caching import backward
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
@@ -82,13 +85,15 @@ def finetuning(tiny, corpus, seed=0, finetune=None, **ranker):
     settings = {"max_context_tokens": 24, "max_candidate_tokens": 12, "m": 4, **ranker}
     common = {"batch_examples": 8, "negatives": 3, "dropout": 0.2}
     config = FinetuneConfig(**{**common, **(finetune or {})})
-    recipe = Finetuning(corpus, tiny.encoder_folder(), RankerConfig(**settings), config, seed)
+    source = External(str(tiny.encoder_folder()), "")
+    recipe = Finetuning(corpus, source, RankerConfig(**settings), config, seed)
     return recipe.build(0, 1)
 
 
 def pretraining(tiny, corpus, seed=0):
     config = PretrainConfig(batch_tokens=100, max_context_tokens=24, max_response_tokens=12)
-    recipe = Pretraining(corpus, tiny.encoder_folder(), Shape(**tiny.shape), config, seed)
+    source = External(str(tiny.encoder_folder()), "")
+    recipe = Pretraining(corpus, source, Shape(**tiny.shape), config, seed)
     return recipe.build(0, 1)
 
 
@@ -339,6 +344,24 @@ def test_checkpoints_and_reports_come_when_they_are_due():
     assert run.shown("number") == [1, 3, 4.5, 6.5, 8, 9]
 
 
+@pytest.mark.parametrize(
+    ("minutes", "saved"), [(5, [4, 6, 10]), (4, [2, 4, 6, 8, 10]), (0, [6, 10])]
+)
+def test_slow_steps_are_saved_by_the_clock(monkeypatch, minutes, saved):
+    """Each step takes two minutes; whether it is time is looked at with every second one, the report."""
+    now = [0.0]
+
+    def slow(module, batch):
+        now[0] += 120
+        return zero(module, batch)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    each = {"checkpoint_every_steps": 6, "log_every_steps": 2}
+    run = Run(ToyTask(slow), 10, checkpoint_every_minutes=minutes, **each)
+    assert list(run.checkpoints) == saved
+    assert all("minutes_unsaved" not in progress.metrics for progress in run.progress)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("bad_step", [1, 3, 5])
 def test_a_loss_that_is_no_number_stops_the_run_before_its_checkpoint(value, bad_step):
@@ -430,8 +453,8 @@ def test_constant_stays_at_the_peak():
 @pytest.mark.parametrize(("name", "value"), [
     ("learning_rate", 0.0), ("warmup_share", 1.0), ("warmup_share", -0.1),
     ("new_weights_factor", 0.0), ("max_gradient_norm", 0.0), ("checkpoint_every_steps", 0),
-    ("log_every_steps", 0), ("plateau_decay", 0.0), ("plateau_decay", 1.0),
-    ("validate_every_epochs", -0.5), ("stop_after_validations", -1),
+    ("log_every_steps", 0), ("checkpoint_every_minutes", -1.0), ("plateau_decay", 0.0),
+    ("plateau_decay", 1.0), ("validate_every_epochs", -0.5), ("stop_after_validations", -1),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(BadInput, match=rf"loop\.{name}: {value} is not allowed; allowed: "):

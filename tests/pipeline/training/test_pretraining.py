@@ -9,6 +9,7 @@ import torch
 
 from pipeline.config import BadInput
 from pipeline.models.pretraining import IGNORED
+from pipeline.models.sources import External
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.training.batches import Cursor
@@ -17,7 +18,7 @@ from pipeline.training.pretraining import PairMaker, PretrainConfig, Pretraining
 
 def recipe(tiny, corpus, shape=None, **config):
     settings = {"batch_tokens": 120, "max_context_tokens": 10, "max_response_tokens": 8, **config}
-    return Pretraining(corpus, tiny.encoder_folder(), Shape(**(shape or tiny.shape)),
+    return Pretraining(corpus, External(str(tiny.encoder_folder()), ""), Shape(**(shape or tiny.shape)),
                        PretrainConfig(**settings), seed=0)  # fmt: skip
 
 

@@ -1,0 +1,104 @@
+"""Where encoders and other models come from.
+
+What travels to workers is a `Source`, not a folder: each node of a cluster makes a copy of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub import snapshot_download
+
+from pipeline import storage
+from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
+from pipeline.config import BadInput, digest
+
+_FROM_HUB = ["*.json", "*.safetensors", "*.txt"]
+
+
+class Source(Protocol):
+    """A folder of files, wherever they lie: an `Artifact`, or one of those below."""
+
+    def local(self) -> Path:
+        """It, or a copy of it, on the disk of this process' node."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A ranker's context encoder, or a cross-encoder's only one; another tower lies beside it."""
+
+    ranker: Artifact
+
+    def local(self) -> Path:
+        folder = self.ranker.local()
+        names = ("context_encoder", "encoder")
+        return next(folder / name for name in names if (folder / name).exists())
+
+
+@dataclass(frozen=True)
+class External:
+    """A folder that no job made."""
+
+    uri: str
+    version: str
+    """Names the contents."""
+
+    def local(self) -> Path:
+        return storage.local_folder(self.uri, self.version)
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the Hugging Face hub."""
+
+    name: str
+    revision: str
+
+    def local(self) -> Path:
+        found = snapshot_download(self.name, revision=self.revision, allow_patterns=_FROM_HUB)
+        return Path(found)
+
+
+def open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
+    """An encoder, and what a manifest says of it.
+
+    It may be ours, a ranker's, any `transformers` directory, or a hub id.
+    """
+    if storage.exists(storage.join(uri, MANIFEST)):
+        artifact = open_artifact(uri, "encoder", "ranker")
+        source = Tower(artifact) if artifact.kind == "ranker" else artifact
+        return source, artifact.reference()
+    if not storage.exists(uri) and storage.is_local(uri) and uri.count("/") == 1:
+        return _open_hub_model(uri)
+    if not storage.exists(storage.join(uri, "config.json")):
+        raise BadInput(f"--encoder {uri}: not a model directory (config.json is missing)")
+    return open_external(uri)
+
+
+def open_external(uri: str) -> tuple[External, dict[str, Any]]:
+    """A folder that no job made, and what a manifest says of it."""
+    source = External(storage.absolute(uri), storage.raw_fingerprint(storage.list_files(uri)))
+    return source, _reference(uri, source)
+
+
+def _open_hub_model(name: str) -> tuple[HubModel, dict[str, Any]]:
+    try:
+        # The folder of a snapshot is named after its commit.
+        revision = Path(snapshot_download(name, allow_patterns=_FROM_HUB)).name
+    except Exception as error:  # the hub's client raises a dozen kinds
+        reason = str(error).splitlines()[0]
+        raise BadInput(
+            f"--encoder {name}: no such folder, nor to be had from the hub ({reason})"
+        ) from None
+    source = HubModel(name, revision)
+    if not (source.local() / "config.json").exists():
+        raise BadInput(f"--encoder {name}: not a model directory (config.json is missing)")
+    return source, _reference(name, source)
+
+
+def _reference(uri: str, source: Source) -> dict[str, Any]:
+    entries = folder_entries(source.local())
+    fingerprint = digest([(entry["path"], entry["sha256"]) for entry in entries])
+    return {"uri": uri, "kind": "external", "fingerprint": fingerprint}
