@@ -151,10 +151,11 @@ def test_teachers_are_fetched_by_the_node_that_asks_them(
 
 
 def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ranker, tmp_path):
-    """With actors and workers as a user has them."""
-    argv = arguments(convai2_corpus.uri, [tiny_ranker("cross").uri], tmp_path / "scored")
+    """With actors and workers as a user has them; it leaves out a file, as one that will teach does."""
+    corpus = two_files(convai2_corpus, tmp_path / "corpus")
+    argv = arguments(corpus.uri, [tiny_ranker("cross").uri], tmp_path / "scored")
     run_job("score_candidates", *argv, "--resources.cpus-per-actor", 1)
-    metrics = run_job(
+    done = run_job(
         "finetune", "--corpus", tmp_path / "scored", "--output", tmp_path / "student",
         "--encoder", tiny_ranker("bi").local() / "context_encoder",
         "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
@@ -162,8 +163,11 @@ def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ran
         "--finetune.negatives-from", "both", "--finetune.negatives", 3,
         "--finetune.distill.loss", "margin_mse", "--finetune.chunk-examples", 4,
         "--loop.precision", "fp32", "--resources.cpus-per-worker", 1,
-    ).summary["metrics"]  # fmt: skip
-    assert metrics["distill_loss"] > 0
+        "--finetune.folds", 2, "--finetune.held-out", 1,
+    )  # fmt: skip
+    assert done.summary["metrics"]["distill_loss"] > 0
+    student = open_artifact(str(tmp_path / "student"), "ranker")
+    assert student.manifest["held_out"] == ["train/b.parquet"]
 
 
 def test_what_cannot_teach_or_be_taught_is_refused(
