@@ -63,8 +63,9 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
         parameters = sum(value.numel() for value in task.ranker.parameters())
         counts = {"steps": int(metrics["step"]), "parameters": parameters}
         files = launch.collect_model(out)
-        more = {"metrics": metrics, "held_out": recipe.held_out()}
-        ranker = out.publish(files, counts, None, tracked.run_id, **more)
+        ranker = out.publish(
+            files, counts, run_id=tracked.run_id, metrics=metrics, held_out=recipe.held_out()
+        )
         tracking.finish(tracked, ranker)
         _register(config, ranker)
     return program.published(ranker, already_there=False, metrics=metrics)
