@@ -25,7 +25,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, Draft
 from pipeline.config import require
 from pipeline.models import inference
-from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.ranker import SETTINGS, Ranker, load_ranker, parse_settings
 from pipeline.shards import Actors, Work, run_tasks_on_actors
 from pipeline.training.batches import Row
 from pipeline.training.examples import TEACHER
@@ -44,6 +44,9 @@ class TeachingConfig:
     random_candidates: int = 0
     """A train example without candidates gets its response and so many other responses of its shard;
     0: it stays without, and without scores."""
+    hardest_of: int = 0
+    """Of so many others those are taken that its first bi- or poly-encoder among the teachers scores
+    highest: any other one is told from the response at once, and teaches little; 0: any."""
     batch_tokens: int = inference.BATCH_TOKENS
     """Tokens in a batch at most, padding included; 0: what suits the device."""
     held_out: bool = False
@@ -54,6 +57,9 @@ class TeachingConfig:
     def __post_init__(self) -> None:
         for name in ("random_candidates", "batch_tokens"):
             require(getattr(self, name) >= 0, f"teaching.{name}", getattr(self, name), ">= 0")
+        require(self.hardest_of == 0 or self.hardest_of > self.random_candidates > 0,
+                "teaching.hardest_of", self.hardest_of,
+                f"0, or more than teaching.random_candidates, {self.random_candidates}, above 0")  # fmt: skip
 
 
 def score(
@@ -87,16 +93,25 @@ def score(
 def teachers_of(
     corpus: Artifact, teachers: Sequence[Artifact], config: TeachingConfig
 ) -> dict[str, list[int]]:
-    """Which teachers score each shard of train. Raises BadInput for a shard that none does."""
+    """Which teachers score each shard of train. Raises BadInput for a shard that none does, or none
+    that can tell the hardest."""
     paths, everyone = corpus.paths("train/", ".parquet"), list(range(len(teachers)))
-    if not config.held_out:
-        return dict.fromkeys(paths, everyone)
-    unseen = [set(teacher.manifest.get("held_out", ())) for teacher in teachers]
-    found = {path: [at for at in everyone if path in unseen[at]] for path in paths}
+    found = dict.fromkeys(paths, everyone)
+    if config.held_out:
+        unseen = [set(teacher.manifest.get("held_out", ())) for teacher in teachers]
+        found = {path: [at for at in everyone if path in unseen[at]] for path in paths}
+    dual = [_architecture(teacher) != "cross" for teacher in teachers]
     for path, some in found.items():
         require(bool(some), "teaching.held_out", True,
                 f"false, as no teacher held out {path} (finetune.folds, finetune.held_out)")  # fmt: skip
+        require(config.hardest_of == 0 or any(dual[at] for at in some), "teaching.hardest_of",
+                config.hardest_of, f"0, as no teacher of {path} is a bi- or poly-encoder")  # fmt: skip
     return found
+
+
+def _architecture(teacher: Artifact) -> str:
+    uri = storage.join(teacher.uri, SETTINGS)
+    return parse_settings(storage.read_bytes(uri), uri).architecture
 
 
 def _score_shard(
@@ -109,7 +124,12 @@ def _score_shard(
     rows = table.to_pylist()
     if split == "train":
         draw = np.random.default_rng([config.seed, *shard["path"].encode()])
-        _add_candidates(rows, config.random_candidates, draw)
+        texts = list(dict.fromkeys(row["response"] for row in rows))
+        bare = [row for row in rows if not row["candidates"]]
+        if config.random_candidates == 0 or len(texts) < 2:
+            bare = []
+        for start in range(0, len(bare), _AT_ONCE):
+            _add_candidates(bare[start : start + _AT_ONCE], texts, rankers, config, draw)
         asked = [row for row in rows if row["candidates"]]
         for start in range(0, len(asked), _AT_ONCE):
             _add_scores(asked[start : start + _AT_ONCE], rankers, config.batch_tokens)
@@ -120,18 +140,31 @@ def _score_shard(
     return {"file": draft.write_table(shard["path"], scored), "counts": dict(counts)}
 
 
-def _add_candidates(rows: list[Row], count: int, draw: np.random.Generator) -> None:
-    """Gives rows without candidates the response at a random place among others of the shard."""
-    texts = list(dict.fromkeys(row["response"] for row in rows))
+def _add_candidates(
+    rows: list[Row],
+    texts: Sequence[str],
+    rankers: Sequence[Ranker],
+    config: TeachingConfig,
+    draw: np.random.Generator,
+) -> None:
+    """Gives each row its response at a random place among others of the shard's, `texts`."""
+    count = config.random_candidates
+    drawn = max(count, config.hardest_of)
+    each = []
     for row in rows:
-        if row["candidates"] or count == 0:
-            continue
-        taken = draw.choice(len(texts), size=min(count + 1, len(texts)), replace=False)
-        others = [texts[place] for place in taken if texts[place] != row["response"]][:count]
-        if others:
-            label = int(draw.integers(len(others) + 1))
-            row["candidates"] = [*others[:label], row["response"], *others[label:]]
-            row["label"] = label
+        taken = draw.choice(len(texts), size=min(drawn + 1, len(texts)), replace=False)
+        each.append([texts[at] for at in taken if texts[at] != row["response"]][:drawn])
+    if config.hardest_of:
+        dual = next(ranker for ranker in rankers if ranker.config.architecture != "cross")
+        contexts = [row["context"] for row in rows]
+        with torch.inference_mode():
+            scores = inference.dual_scores(dual, contexts, each, config.batch_tokens)
+        best = [some_C.topk(min(count, len(some_C))).indices.tolist() for some_C in scores]
+        each = [[others[at] for at in some] for others, some in zip(each, best, strict=True)]
+    for row, others in zip(rows, each, strict=True):
+        label = int(draw.integers(len(others) + 1))
+        row["candidates"] = [*others[:label], row["response"], *others[label:]]
+        row["label"] = label
 
 
 def _add_scores(rows: list[Row], rankers: Sequence[Ranker], batch_tokens: int) -> None:

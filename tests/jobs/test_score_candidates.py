@@ -80,6 +80,29 @@ def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
     assert again["already_done"] and again["fingerprint"] == scored.fingerprint
 
 
+def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest(
+    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
+):
+    train = rows_of(convai2_corpus, "train")
+    texts = {row["response"] for row in train}
+    cross, poly = tiny_ranker("cross"), tiny_ranker("poly")
+    argv = arguments(convai2_corpus.uri, [cross.uri, poly.uri], tmp_path / "out")
+    run_job("score_candidates", *argv, "--teaching.hardest-of", len(texts))  # of all others
+    rankers = [load_ranker(teacher.local()) for teacher in (cross, poly)]
+    labels = set()
+    for row in rows_of(open_artifact(str(tmp_path / "out"), "corpus"), "train")[:20]:
+        others = sorted(texts - {row["response"]})
+        of = dict(zip(others, scores_alone(rankers[1], row["context"], others), strict=True))
+        wrong = [text for text in row["candidates"] if text != row["response"]]
+        assert len(set(wrong)) == 3 and row["candidates"][row["label"]] == row["response"]
+        least = sorted(of.values())[-3]
+        assert all(of[text] > least - 1e-4 for text in wrong)
+        each = [scores_alone(ranker, row["context"], row["candidates"]) for ranker in rankers]
+        assert row["teacher_scores"] == pytest.approx(np.mean(each, axis=0).tolist(), abs=1e-4)
+        labels.add(row["label"])
+    assert len(labels) > 1
+
+
 def test_a_killed_job_scores_only_what_is_missing(
     in_process, run_job, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
 ):
@@ -183,3 +206,12 @@ def test_what_cannot_teach_or_be_taught_is_refused(
     ):
         argv = arguments(convai2_corpus.uri, teachers, output, candidates)
         assert said in run_job("score_candidates", *argv).refusal
+    more = tmp_path / "more"
+    argv = (*arguments(convai2_corpus.uri, [cross], more), "--teaching.hardest-of")
+    for value, allowed in (
+        (3, "0, or more than teaching.random_candidates, 3, above 0"),
+        (9, "0, as no teacher of train/"),
+    ):
+        refusal = run_job("score_candidates", *argv, value).refusal
+        assert f"teaching.hardest_of: {value} is not allowed; allowed: {allowed}" in refusal
+    assert not (tmp_path / "more.partial").exists()
