@@ -81,8 +81,9 @@ def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
 
 
 def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest(
-    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
+    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(teaching, "_AT_ONCE", 16)
     train = rows_of(convai2_corpus, "train")
     texts = {row["response"] for row in train}
     cross, poly = tiny_ranker("cross"), tiny_ranker("poly")
