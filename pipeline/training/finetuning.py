@@ -194,6 +194,11 @@ class Finetuning:
         return Validation(ranker, asked, rank, world) if asked else None
 
     def steps(self, task: FinetuneTask) -> int:
-        """Steps of the whole run."""
+        """Steps of the whole run. Raises BadInput for a run that ends before it mines."""
         steps = round(self.finetune.epochs * task.batches.steps_per_epoch)
-        return min(steps, self.finetune.max_steps or steps)
+        steps = min(steps, self.finetune.max_steps or steps)
+        if isinstance(task.refresh, Miner):
+            every = self.finetune.mine.every_epochs
+            require(task.refresh.every_steps < steps, "finetune.mine.every_epochs", every,
+                    f"less: it is {task.refresh.every_steps} steps, and the run has {steps}")  # fmt: skip
+        return steps

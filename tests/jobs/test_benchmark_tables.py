@@ -298,6 +298,14 @@ def test_a_line_is_the_mean_over_seeds_of_the_same_questions():
     assert line.interval == (0.5, 1.0)
 
 
+def test_starspaces_articles_are_the_papers_wikipedia(paper, monkeypatch):
+    line = report.Line("starspace", TABLES[4].trials[0], "R@1", (), ())
+    assert line.published is not None and line.published.value == 0.710
+    monkeypatch.setattr(trials, "task_of", lambda corpus: "starspace")
+    done = paper("--table", 4, "--only", "cross")  # 10,001 pairs for each question
+    assert "allowed: a trial that there is for these corpora" in done.refusal
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

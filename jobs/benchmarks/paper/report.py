@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from jobs.benchmarks.measure import Row
 from jobs.benchmarks.paper.tables import Number, Published, Table, Trial
-from jobs.benchmarks.paper.trials import Job, Outcome
+from jobs.benchmarks.paper.trials import Job, Outcome, paper_task
 from pipeline.arrays import Floats
 from pipeline.evaluation import significance
 from pipeline.evaluation.significance import Comparison, Interval
@@ -33,7 +33,7 @@ class Line:
 
     @property
     def published(self) -> Published | None:
-        return self.trial.published.get(self.task)
+        return self.trial.published.get(paper_task(self.task))
 
     @property
     def metric(self) -> str:

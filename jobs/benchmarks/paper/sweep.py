@@ -28,7 +28,7 @@ def measure(
         trials.plan(trial, corpus, task, seed, setting)
         for task, corpus in opened.items()
         for trial in _chosen(table, only)
-        if task not in trial.tasks_without
+        if trials.paper_task(task) not in trial.tasks_without
         for seed in range(seeds)
     ]
     require(bool(jobs), "only", tuple(only), "a trial that there is for these corpora")

@@ -116,6 +116,11 @@ def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> Path
     return _CONFIGS / f"{_TASKS.get(task, _OTHER)[0]}-{architecture}{ending}"
 
 
+def paper_task(task: str) -> str:
+    """What the paper calls a task: StarSpace's articles are its Wikipedia search."""
+    return _TASKS[task][0] if task in _TASKS else task
+
+
 def protocol(task: str) -> protocols.Name:
     """How a task is evaluated."""
     return _TASKS.get(task, _OTHER)[1]

@@ -16,6 +16,7 @@ from pipeline.training.batches import Cursor
 from pipeline.training.examples import DualCollator, PairCollator
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.loop import LoopConfig, train
+from pipeline.training.mining import Mining
 from pipeline.training.objectives import Distillation, DualModule, PairModule
 
 
@@ -395,6 +396,15 @@ def test_the_responses_that_are_mined_are_not_those_held_out(tiny):
     task.refresh()
     mined = {text for n in (*range(10), *range(20, 30)) for text in task.refresh.of(f"e{n}")}
     assert mined and mined <= {f"w{50 + n}" for n in (*range(10), *range(20, 30))}
+
+
+def test_a_run_that_ends_before_it_mines_is_refused(tiny):
+    """The small recipes have one epoch, and mining is once an epoch: its negatives would be any."""
+    made = recipe(tiny, negatives_from="mined", epochs=1)
+    with pytest.raises(BadInput, match=r"finetune.mine.every_epochs: 1.0 .* less: it is 5 steps, "):
+        made.steps(made.build(0, 1))
+    made = recipe(tiny, negatives_from="mined", epochs=1, mine=Mining(every_epochs=0.5))
+    assert made.steps(made.build(0, 1)) == 5
 
 
 def test_more_folds_than_files_are_refused(tiny):
