@@ -204,12 +204,30 @@ def freeze(encoder: Encoder, train: TrainLayers) -> None:
     """Leaves only the layers that `train` names to be trained, and what stands above them."""
     if train == "all":
         return
-    parts, depth = encoder.hf.modules(), encoder.hf.config.num_hidden_layers
-    layers = next(part for part in parts if isinstance(part, nn.ModuleList) and len(part) == depth)
-    trained = {"all_but_embeddings": depth, "top4": 4, "top": 1}[train]
+    layers = _layers(encoder)
+    trained = {"all_but_embeddings": len(layers), "top4": 4, "top": 1}[train]
     embeddings = getattr(encoder.hf, "embeddings", encoder.hf.get_input_embeddings())
-    for part in (embeddings, *layers[: max(0, depth - trained)]):
+    for part in (embeddings, *layers[: max(0, len(layers) - trained)]):
         part.requires_grad_(False)
+
+
+def shorten(encoder: Encoder, depth: int) -> None:
+    """Leaves the first `depth` layers only, and a config that says so.
+
+    Raises BadInput where there are fewer.
+    """
+    layers, config = _layers(encoder), encoder.hf.config
+    require(1 <= depth <= len(layers), "finetune.keep_layers", depth,
+            f"0 to {len(layers)}, the encoder's layers")  # fmt: skip
+    del layers[depth:]
+    if getattr(config, "layer_types", None):  # the only other setting that has a value for each
+        config.layer_types = config.layer_types[:depth]
+    config.num_hidden_layers = depth
+
+
+def _layers(encoder: Encoder) -> nn.ModuleList:
+    parts, depth = encoder.hf.modules(), encoder.hf.config.num_hidden_layers
+    return next(part for part in parts if isinstance(part, nn.ModuleList) and len(part) == depth)
 
 
 def set_dropout(module: nn.Module, share: float) -> None:

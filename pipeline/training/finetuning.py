@@ -15,7 +15,7 @@ from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source
-from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout
+from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout, shorten
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import Backward, backward, cached_backward
 from pipeline.training.examples import TEACHER, DualCollator, PairCollator, has_candidates
@@ -57,12 +57,15 @@ class FinetuneConfig:
     held_out: int = 0
     """Which fold, from 0."""
     epochs: float = 3.0
-    """Passes over the training examples."""
+    """Passes over the training examples; 0: none, for a ranker as its encoder makes it."""
     max_steps: int = 0
     """Stop after so many steps, whatever the epochs; 0: no limit."""
     train_layers: TrainLayers = "all"
     """Of the encoders; the head always trains. top, top4: the last one or four layers. The paper
     freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its own."""
+    keep_layers: int = 0
+    """Of the encoder's layers, the first so many; 0: all. A smaller, faster model, that a whole one may
+    teach."""
     dropout: float | None = None
     """Of the encoder while it is fine-tuned; null: as it comes. On CPUs dropout costs a third."""
     valid_examples: int = 1000
@@ -78,7 +81,8 @@ class FinetuneConfig:
         require(0 <= self.held_out < self.folds, "finetune.held_out", self.held_out,
                 f"0 to {self.folds - 1}, with finetune.folds {self.folds}")  # fmt: skip
         require(self.epochs >= 0, "finetune.epochs", self.epochs, ">= 0")
-        require(self.max_steps >= 0, "finetune.max_steps", self.max_steps, ">= 0")
+        for name in ("max_steps", "keep_layers"):
+            require(getattr(self, name) >= 0, f"finetune.{name}", getattr(self, name), ">= 0")
         require(self.dropout is None or 0 <= self.dropout < 1, "finetune.dropout", self.dropout,
                 "0 to below 1, or null")  # fmt: skip
         require(self.chunk_examples >= 0, "finetune.chunk_examples", self.chunk_examples, ">= 0")
@@ -127,8 +131,10 @@ class Finetuning:
         self._check_teacher()
         ranker = new_ranker(self.ranker, self.encoder.local(), self.seed)
         network = ranker.network
-        for part in network.modules():
+        for part in list(network.modules()):
             if isinstance(part, Encoder):
+                if self.finetune.keep_layers:
+                    shorten(part, self.finetune.keep_layers)
                 freeze(part, self.finetune.train_layers)
         if self.finetune.dropout is not None:
             set_dropout(network, self.finetune.dropout)

@@ -111,7 +111,7 @@ def fit(
             ),
         )
         metrics = trainer.fit().metrics or {}
-    return {name: float(value) for name, value in metrics.items()}
+    return {"step": 0.0, **{name: float(value) for name, value in metrics.items()}}
 
 
 @contextmanager

@@ -144,11 +144,11 @@ def test_a_trial_is_known_by_all_that_decides_what_comes_out(plan, setting):
     assert changed[-1].train.output == plan(4, "bi").train.output  # asked less, trained the same
 
 
-def test_overrides_win_but_for_the_seed(plan, setting):
-    more = ("--finetune.epochs", "2", "--loop.seed", "9", "--finetune.batch-examples", "16")
+def test_options_hold_for_all_rows_also_where_all_of_them_change_the_recipe(plan, setting):
+    more = ("--finetune.epochs", "2", "--finetune.chunk-examples", "16")
     other = Setting(setting.encoder, "small", "valid", 50, (*setting.overrides, *more), "w")
     config = plan(2, "511", seed=1, setting=other).train
-    assert (config.finetune.epochs, config.finetune.batch_examples, config.loop.seed) == (2, 16, 1)
+    assert (config.finetune.epochs, config.finetune.chunk_examples, config.loop.seed) == (2, 16, 1)
 
 
 # What is done
@@ -320,6 +320,13 @@ def test_starspaces_articles_are_the_papers_wikipedia(paper, monkeypatch):
         (("--table", 9), "table"),
         (("--table", "distil"), "table"),
         (("--table", 4, "--ranker.m"), "ranker.m"),
+        (
+            ("--table", 4, "--ranker.m", 32),
+            "ranker.m: 32 is not allowed; allowed: 16 in row poly-16",
+        ),
+        (("--table", 7, "--ranker.architecture", "poly"), "allowed: 'bi' in row first"),
+        (("--table", "distill", "--finetune.distill.loss", "kl"), "'none' in row poly-64-both"),
+        (("--table", 4, "--loop.seed", 3), "loop.seed: 3 is not allowed; allowed: none: --seeds"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(paper, tmp_path, options, message):

@@ -241,6 +241,18 @@ def test_a_training_that_is_killed_resumes_to_the_weights_of_one_that_was_not(
     assert [path.name for path in tmp_path.iterdir()] == ["poly"]
 
 
+def test_without_a_step_the_ranker_is_as_its_encoder_makes_it(
+    run_job, convai2_corpus, encoder, tmp_path
+):
+    """As a table's first row: what training adds to."""
+    argv = arguments("bi", convai2_corpus.uri, encoder, tmp_path / "out", "--finetune.epochs", 0)
+    summary = run_job("finetune", *argv).summary
+    assert summary["counts"]["steps"] == 0
+    tower = tmp_path / "out" / "context_encoder"
+    made, given = (load_file(folder / "model.safetensors") for folder in (tower, encoder))
+    assert all(torch.equal(value, given[name]) for name, value in made.items())
+
+
 # What is refused
 
 

@@ -12,7 +12,7 @@ from jobs.benchmarks.paper.tables import TABLES, Number, Table, Trial
 from jobs.benchmarks.paper.trials import Job, Setting
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, Stopped, require
+from pipeline.config import BadInput, Stopped, flatten, require, to_dict
 
 
 def measure(
@@ -32,6 +32,7 @@ def measure(
         for seed in range(seeds)
     ]
     require(bool(jobs), "only", tuple(only), "a trial that there is for these corpora")
+    _check_rows(table, jobs)
     found = trials.run(jobs)
     made = report.lines(table, jobs, found)
     if not any(line.done for line in made):
@@ -71,6 +72,20 @@ def _chosen(table: Table, only: Sequence[str]) -> list[Trial]:
     for name in only:
         require(name in names, "only", name, ", ".join(names))
     return [trial for trial in table.trials if not only or trial.name in only]
+
+
+def _check_rows(table: Table, jobs: Sequence[Job]) -> None:
+    """Raises BadInput for an option that would make two rows, or two seeds, the same."""
+    names = {name for trial in table.trials for name in trial.changes}
+    rows = [name for name in names if len({trial.changes.get(name) for trial in table.trials}) > 1]
+    for job in jobs:
+        values = flatten(to_dict(job.train))
+        own = {name: value for name, value in job.trial.changes.items() if name in rows}
+        for name, value in {"ranker.architecture": job.trial.architecture, **own}.items():
+            require(values[name] == value, name, values[name],
+                    f"{value!r} in row {job.trial.name}, whose difference it is")  # fmt: skip
+        require(values["loop.seed"] == job.seed, "loop.seed", values["loop.seed"],
+                "none: --seeds says how many")  # fmt: skip
 
 
 def _note(jobs: Sequence[Job], setting: Setting) -> str:

@@ -139,7 +139,7 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting)
             batch / usual.finetune.batch_examples
         )
     options = [f"--{name}={value}" for name, value in changes.items()]
-    train = read([*given, *options, *setting.overrides, f"--loop.seed={seed}"])
+    train = read([*given, *options, f"--loop.seed={seed}", *setting.overrides])
     _, encoder = _open_encoder(setting.encoder)
     request = request_of("ranker", train, {"corpus": corpus, "encoder": encoder})
     folder = storage.join(setting.work, "trials", f"{task}-{trial.architecture}-{request}")

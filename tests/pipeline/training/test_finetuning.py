@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModel
 
 from pipeline.config import BadInput
 from pipeline.models import inference
@@ -478,6 +479,44 @@ def test_gradients_reach_every_weight_of_the_head(tiny, settings):
         assert value.grad.abs().max() > 1e-6 or name.endswith((".k.bias", "score.bias")), name
 
 
+@pytest.mark.parametrize("encoder", ["bert", "modernbert"])
+@pytest.mark.parametrize("architecture", ["poly", "cross"])
+def test_a_ranker_of_the_first_layers(tiny, encoder, architecture, tmp_path):
+    """Its towers end where the whole one's hidden states do, are saved so, and are trained all."""
+    shape = {"layers": 5, "architecture": encoder, "dropout": 0.0}
+    made = recipe(tiny, architecture=architecture, encoder=shape, keep_layers=2)
+    task = made.build(0, 1)
+    whole = AutoModel.from_pretrained(made.encoder.local()).eval()
+    ids_BT = torch.tensor([[1, 5, 9, 7, 2]])
+    with torch.no_grad():
+        expected_BTD = whole(ids_BT, output_hidden_states=True).hidden_states[2]
+        if encoder == "modernbert":
+            expected_BTD = whole.final_norm(expected_BTD)
+    config = LoopConfig(learning_rate=1e-6, warmup_share=0.0, seed=0)
+    train(
+        task, task.module, config, 1, torch.device("cpu"), 0, lambda progress: None,
+        lambda state, cursor: None,
+    )  # fmt: skip
+    task.save(tmp_path)
+    folders = [path.parent for path in tmp_path.glob("*/config.json")]
+    assert len(folders) == (1 if architecture == "cross" else 2)
+    for folder in folders:
+        tower, report = AutoModel.from_pretrained(folder, output_loading_info=True)
+        assert tower.config.num_hidden_layers == 2
+        assert not report["unexpected_keys"]
+        with torch.no_grad():
+            torch.testing.assert_close(
+                tower.eval()(ids_BT).last_hidden_state, expected_BTD, rtol=0, atol=1e-3
+            )
+
+
+def test_more_layers_than_there_are_are_refused(tiny):
+    message = refused(tiny, encoder={"layers": 3}, keep_layers=4)
+    assert message == (
+        "finetune.keep_layers: 4 is not allowed; allowed: 0 to 3, the encoder's layers"
+    )
+
+
 @pytest.mark.parametrize("layers", ["top", "all_but_embeddings"])
 def test_frozen_layers_get_no_gradients(tiny, layers):
     task = recipe(tiny, train_layers=layers).build(0, 1)
@@ -516,7 +555,7 @@ def test_a_corpus_smaller_than_a_batch_is_refused(tiny):
 @pytest.mark.parametrize(("name", "value"), [
     ("batch_examples", 1), ("negatives", 0), ("epochs", -1), ("max_steps", -1), ("dropout", 1.0),
     ("dropout", -0.1), ("valid_examples", 1), ("valid_candidates", 1),
-    ("chunk_examples", -1),
+    ("chunk_examples", -1), ("keep_layers", -1),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(BadInput, match=rf"finetune\.{name}: {value} is not allowed; allowed: "):
