@@ -64,7 +64,7 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
         counts = {"steps": int(metrics["step"]), "parameters": parameters}
         files = launch.collect_model(out)
         ranker = out.publish(
-            files, counts, run_id=tracked.run_id, metrics=metrics, held_out=recipe.held_out()
+            files, counts, run_id=tracked.run_id, metrics=metrics, held_out=recipe.unseen()
         )
         tracking.finish(tracked, ranker)
         _register(config, ranker)

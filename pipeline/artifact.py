@@ -89,6 +89,17 @@ class Artifact:
         return {"uri": self.uri, **{name: self.manifest.get(name) for name in names}}
 
 
+def corpora_of(artifact: Artifact) -> set[str]:
+    """Fingerprints of the corpus it was made from, and of those that one was made from; its own is one."""
+    found = set[str]()
+    reference: dict[str, Any] | None = artifact.reference()
+    while reference:
+        if reference["kind"] == "corpus":
+            found.add(str(reference["fingerprint"]))
+        reference = (reference.get("inputs") or {}).get("corpus")
+    return found
+
+
 def open_artifact(uri: str, *kinds: str) -> Artifact:
     """Returns the artifact at `uri`, which is of one of the `kinds`, whole.
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import BadInput, require
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
-from pipeline.models.sources import Source
+from pipeline.models.sources import Source, Tower
 from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout, shorten
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import Backward, backward, cached_backward
@@ -122,6 +122,13 @@ class Finetuning:
         require(folds == 1 or folds <= len(paths), "finetune.folds", folds,
                 f"1 to {len(paths)}, the files of {self.corpus.uri}/train")  # fmt: skip
         return paths[self.finetune.held_out :: folds] if folds > 1 else []
+
+    def unseen(self) -> list[str]:
+        """Those of them that the ranker which this one starts from has not read either."""
+        held_out, start = self.held_out(), self.encoder
+        if isinstance(start, Tower) and corpora_of(start.ranker) & corpora_of(self.corpus):
+            return [path for path in held_out if path in start.ranker.manifest.get("held_out", ())]
+        return held_out
 
     def build(self, rank: int, world: int) -> FinetuneTask:
         """Raises BadInput for settings that do not fit the encoder or the corpus."""

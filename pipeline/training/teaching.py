@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline import storage
-from pipeline.artifact import Artifact, Draft
+from pipeline.artifact import Artifact, Draft, corpora_of
 from pipeline.config import require
 from pipeline.models import inference
 from pipeline.models.ranker import SETTINGS, Ranker, load_ranker, parse_settings
@@ -98,6 +98,9 @@ def teachers_of(
     paths, everyone = corpus.paths("train/", ".parquet"), list(range(len(teachers)))
     found = dict.fromkeys(paths, everyone)
     if config.held_out:
+        for teacher in teachers:
+            require(bool(corpora_of(teacher) & corpora_of(corpus)), "teaching.held_out", True,
+                    f"false, as {teacher.uri} was trained on another corpus' files")  # fmt: skip
         unseen = [set(teacher.manifest.get("held_out", ())) for teacher in teachers]
         found = {path: [at for at in everyone if path in unseen[at]] for path in paths}
     dual = [_architecture(teacher) != "cross" for teacher in teachers]

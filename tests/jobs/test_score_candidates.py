@@ -134,9 +134,9 @@ def two_files(corpus, folder):
     return out.publish([out.write_table(name, part) for name, part in parts.items()], {})
 
 
-def without(ranker, folder, *held_out):
-    """The ranker as one that was trained without these files."""
-    out = draft(str(folder), "ranker", TeachingConfig(), {})
+def without(ranker, folder, corpus, *held_out):
+    """The ranker as one that was trained without these files of the corpus."""
+    out = draft(str(folder), "ranker", TeachingConfig(), {"corpus": corpus})
     storage.upload(ranker.local(), out.staging)
     files = [entry for entry in folder_entries(ranker.local()) if entry["path"] != "manifest.json"]
     return out.publish(files, {}, held_out=list(held_out))
@@ -146,9 +146,9 @@ def test_held_out_shards_are_scored_by_those_that_never_saw_them(
     run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
 ):
     corpus = two_files(convai2_corpus, tmp_path / "corpus")
-    one = without(tiny_ranker("cross"), tmp_path / "one", "train/a.parquet")
-    other = without(tiny_ranker("poly"), tmp_path / "other", "train/b.parquet")
-    third = without(tiny_ranker("bi"), tmp_path / "third", "train/b.parquet")
+    one = without(tiny_ranker("cross"), tmp_path / "one", corpus, "train/a.parquet")
+    other = without(tiny_ranker("poly"), tmp_path / "other", corpus, "train/b.parquet")
+    third = without(tiny_ranker("bi"), tmp_path / "third", corpus, "train/b.parquet")
     fields = [teacher.uri for teacher in (one, other, third)]
     argv = arguments(corpus.uri, fields, tmp_path / "out")
     run_job("score_candidates", *argv, "--teaching.held-out", "true")
@@ -158,9 +158,14 @@ def test_held_out_shards_are_scored_by_those_that_never_saw_them(
         for row in part[:10]:
             each = [scores_alone(ranker, row["context"], row["candidates"]) for ranker in rankers]
             assert row["teacher_scores"] == pytest.approx(np.mean(each, axis=0), abs=1e-4)
-    argv = arguments(corpus.uri, [one.uri, tiny_ranker("bi").uri], tmp_path / "more")
-    refusal = run_job("score_candidates", *argv, "--teaching.held-out", "true").refusal
-    assert "no teacher held out train/b.parquet (finetune.folds, finetune.held_out)" in refusal
+    stranger = without(tiny_ranker("bi"), tmp_path / "stranger", convai2_corpus, "train/b.parquet")
+    for teachers, reason in (
+        ([one], "no teacher held out train/b.parquet (finetune.folds, finetune.held_out)"),
+        ([one, stranger], f"{stranger.uri} was trained on another corpus' files"),
+    ):
+        argv = arguments(corpus.uri, [teacher.uri for teacher in teachers], tmp_path / "more")
+        refusal = run_job("score_candidates", *argv, "--teaching.held-out", "true").refusal
+        assert reason in refusal
     assert not (tmp_path / "more.partial").exists()
 
 
@@ -192,6 +197,10 @@ def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ran
     assert done.summary["metrics"]["distill_loss"] > 0
     student = open_artifact(str(tmp_path / "student"), "ranker")
     assert student.manifest["held_out"] == ["train/b.parquet"]
+    # It learnt from what was made of the corpus, and can teach what is made of that.
+    teachers = [student, without(tiny_ranker("bi"), tmp_path / "other", corpus, "train/a.parquet")]
+    found = teaching.teachers_of(corpus, teachers, TeachingConfig(held_out=True))
+    assert found == {"train/a.parquet": [1], "train/b.parquet": [0]}
 
 
 def test_what_cannot_teach_or_be_taught_is_refused(

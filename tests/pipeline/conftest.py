@@ -97,7 +97,7 @@ class Tiny:
             table = pa.Table.from_pylist(part, schema=EXAMPLE)
             pq.write_table(table, folder / path, row_group_size=rows_per_group)
             files.append({"path": path, "rows": len(part), "bytes": (folder / path).stat().st_size})
-        return Artifact(str(folder), {"fingerprint": folder.name, "files": files})
+        return Artifact(str(folder), {"kind": "corpus", "fingerprint": folder.name, "files": files})
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModel
 
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.losses import distillation_kl, margin_mse
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
-from pipeline.models.sources import External
+from pipeline.models.sources import External, Tower
 from pipeline.training.batches import Cursor
 from pipeline.training.examples import DualCollator, PairCollator
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
@@ -388,6 +391,26 @@ def test_a_fold_is_held_out(tiny, more):
         assert len(read) == len(set(read))
     assert sorted(held_out) == recipe(tiny, **{**common, "folds": 1}).corpus.paths("train/")
     assert recipe(tiny, **{**common, "folds": 1}).held_out() == []
+
+
+@pytest.mark.parametrize(("by_start", "same_corpus", "unseen"), [
+    ([1, 2], True, [1]), (None, True, []), (None, False, [1, 3]),
+])  # fmt: skip
+def test_what_the_ranker_that_one_starts_from_has_read_is_not_unseen(
+    tiny, by_start, same_corpus, unseen
+):
+    def paths(files):
+        return [f"train/{10 * file:06}.parquet" for file in files]
+
+    made = recipe(tiny, rows_per_file=10, folds=2, held_out=1)
+    assert made.unseen() == made.held_out() == paths([1, 3])
+    read = made.corpus if same_corpus else tiny.corpus([{}])
+    # It was trained on what was made of the corpus, scores of a teacher, say.
+    scored = {"kind": "corpus", "fingerprint": "scored", "inputs": {"corpus": read.reference()}}
+    start = {"kind": "ranker", "fingerprint": "start", "inputs": {"corpus": scored}}
+    if by_start:
+        start["held_out"] = paths(by_start)
+    assert replace(made, encoder=Tower(Artifact("start", start))).unseen() == paths(unseen)
 
 
 def test_the_responses_that_are_mined_are_not_those_held_out(tiny):
