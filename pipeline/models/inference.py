@@ -127,8 +127,7 @@ def _in_batches(
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     parts: list[Tensor] = []
     done = 0
-    weights = next(ranker.parameters()).dtype
-    bf16 = weights == torch.float32 and use_bf16(ranker.device)
+    bf16 = use_bf16(ranker.device) and not _is_bf16(ranker)
     suits = _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
     budget = batch_tokens or suits
     with torch.inference_mode(), torch.autocast(ranker.device.type, torch.bfloat16, enabled=bf16):
@@ -148,6 +147,12 @@ def _in_batches(
     inverse = torch.empty(len(order), dtype=torch.long)
     inverse[torch.tensor(order)] = torch.arange(len(order))
     return joined[inverse]
+
+
+def _is_bf16(ranker: Ranker) -> bool:
+    """Whether `to_bf16` was there; codes and heads stay float32."""
+    encoder = next(module for module in ranker.modules() if isinstance(module, Encoder))
+    return next(encoder.parameters()).dtype == torch.bfloat16
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -170,10 +170,11 @@ def test_another_error_is_raised(tiny, small_memory):
 @pytest.mark.parametrize(
     "config", [{}, {"projection": 8, "vector_length": 4.5}, {"reduction": "mean_first_m"}]
 )
-def test_weights_in_bf16_give_nearly_the_same_vectors_in_float32(tiny, config):
+def test_weights_in_bf16_give_nearly_the_same_vectors_in_float32(tiny, config, monkeypatch):
     exact = inference.candidate_vectors(dual(tiny, **config), TEXTS)
     ranker = dual(tiny, **config)
     inference.to_bf16(ranker)
+    monkeypatch.setattr(inference, "use_bf16", lambda device: True)
     assert {weight.dtype for weight in ranker.dual.candidate_encoder.parameters()} == {
         torch.bfloat16
     }
@@ -182,6 +183,8 @@ def test_weights_in_bf16_give_nearly_the_same_vectors_in_float32(tiny, config):
     assert torch.cosine_similarity(vectors, exact).min() > 0.999
     assert not torch.equal(vectors.bfloat16().float(), vectors)  # no rounding behind the encoder
     contexts, mask = inference.context_vectors(ranker, CONTEXTS)
+    assert not torch.equal(contexts.bfloat16().float(), contexts)
+    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
     expected, _ = inference.context_vectors(dual(tiny, **config), CONTEXTS)
     assert torch.cosine_similarity(contexts[mask], expected[mask]).min() > 0.999
 
