@@ -80,7 +80,8 @@ class Config:
         require(self.candidates == 0 or self.candidates >= 2, "candidates", self.candidates, ">= 2")
         require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
         require(all(k >= 1 for k in self.recall_at), "recall_at", self.recall_at, "numbers >= 1")
-        require(self.latency_queries >= 0, "latency_queries", self.latency_queries, ">= 0")
+        for name in ("latency_queries", "seed"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         require(not self.together or len(self.model) > 1, "together", True,
                 "false for one model alone")  # fmt: skip
         require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
@@ -99,6 +100,8 @@ def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     models = _open(config.model)
     skipped = {} if config.slow else _too_slow(models, rules.candidates)
+    require(not (config.together and skipped), "together", True,
+            f"false: {'; '.join(f'{name}: {why}' for name, why in skipped.items())}")  # fmt: skip
     measure = measurement(config, corpus)
     asked = measure.asked
     asked_models = {name: model for name, (model, _) in models.items() if name not in skipped}
@@ -118,7 +121,7 @@ def run(config: Config) -> program.Summary:
             with tracking.start_evaluation(model, corpus, to_dict(config)) as tracked:
                 tracked.log(ranked[-1].numbers())
             runs.append(tracked)
-        if config.together and len(ranked) > 1:
+        if config.together:
             name = " + ".join(asked_models)
             make = functools.partial(load_together, list(asked_models.values()))
             ranked.append(measure.of(name, make, actors=config.resources))

@@ -1,8 +1,9 @@
-"""How a cluster's cores are shared out."""
+"""How a cluster's cores and GPUs are shared out."""
 
 from __future__ import annotations
 
 import ray
+import torch
 
 
 def cpus_each(processes: int) -> int:
@@ -12,3 +13,14 @@ def cpus_each(processes: int) -> int:
     """
     nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     return max(1, min(int(sum(nodes)) // processes, int(max(nodes, default=0))))
+
+
+def best_device() -> torch.device:
+    """The GPU that this process may use, else the CPU.
+
+    A task or an actor may use those it asked for; since Ray 2.60 it sees all of its node.
+    """
+    allowed = torch.cuda.is_available()
+    if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+        allowed = allowed and bool(ray.get_gpu_ids())
+    return torch.device("cuda" if allowed else "cpu")

@@ -12,6 +12,7 @@ from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import SETTINGS, load_ranker, parse_settings
+from pipeline.resources import best_device
 from pipeline.retrieval.lock import lease
 from pipeline.retrieval.pool import Pool, describe
 from pipeline.retrieval.search import top_rows
@@ -39,7 +40,7 @@ class Engine:
         self.pools = open_pools(model, pools)
         self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]  # none is removed
         self._ranker = load_ranker(self.model.local())
-        self._ranker.to(inference.best_device())
+        self._ranker.to(best_device())
         self.rank(["warm up"], ["one", "two"], 1)  # the first pass allocates and compiles
 
     def rank(self, context: Sequence[str], candidates: Sequence[str], top_k: int) -> list[Ranked]:

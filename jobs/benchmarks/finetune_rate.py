@@ -33,8 +33,8 @@ from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, parse, require
 from pipeline.evaluation.ranking import load_scorer
-from pipeline.models import inference
 from pipeline.models.transformer import set_dropout
+from pipeline.resources import best_device
 
 Precision = Literal["bf16", "fp32"]
 _STEPS = {"small": 30, "full": 0}
@@ -176,7 +176,7 @@ def _fit(
     began = time.perf_counter()
     with column_merging_disabled():
         model.old_fit(
-            [(loader, _Autocast(loss, inference.best_device(), bf16))],
+            [(loader, _Autocast(loss, best_device(), bf16))],
             steps_per_epoch=steps,
             warmup_steps=round(config.loop.warmup_share * steps),
             optimizer_params={"lr": config.loop.learning_rate, "fused": True},

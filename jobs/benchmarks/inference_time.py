@@ -21,6 +21,7 @@ from pipeline.evaluation.ranking import Cross, Dual, Latency, latency
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
+from pipeline.resources import best_device
 
 # Tables 5 and 9, ms: BERT-base on an 80-core Xeon, and on a Quadro GP100; means of 100 contexts.
 _PAPER = {
@@ -37,7 +38,7 @@ def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> 
 
     Contexts and candidates are those of the corpus' valid split.
     """
-    device = inference.best_device()
+    device = best_device()
     found = questions(corpus, "valid", "sampled", 2, max_examples=1000, seed=0)
     rows, cross_ms = list[Row](), 0.0
     for name, published in _PAPER[device.type].items():

@@ -19,6 +19,7 @@ from pipeline.evaluation.metrics import pessimistic_ranks
 from pipeline.evaluation.questions import Questions
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.resources import best_device
 
 TOP = 5
 _QUESTIONS_AT_ONCE = 256
@@ -135,7 +136,7 @@ def _seconds(ready: Ready, asked: Questions, numbers: Ints, at_most_s: float) ->
 
 def device_name() -> str:
     """What the models of this process run on."""
-    if inference.best_device().type == "cuda":
+    if best_device().type == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
 
@@ -180,7 +181,7 @@ class RankerScorer:
 def load_scorer(model: Artifact, label: str = "") -> RankerScorer:
     """A ranker's scorer, on the GPU that this process may use, else on the CPU."""
     ranker = load_ranker(model.local())
-    ranker.to(inference.best_device())
+    ranker.to(best_device())
     return RankerScorer(ranker, label)
 
 

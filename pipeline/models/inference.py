@@ -24,11 +24,6 @@ BATCH_TOKENS = 0
 _SUITS_A_CORE, _SUITS_A_GPU = 2_048, 65_536
 
 
-def best_device() -> torch.device:
-    """The GPU that this process may use, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def to_bf16(ranker: Ranker) -> None:
     """Stores the encoders' weights in bf16, for inference only; what leaves them is float32.
 

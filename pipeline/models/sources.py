@@ -5,7 +5,9 @@ What travels to workers is a `Source`, not a folder: each node of a cluster make
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,7 +72,7 @@ def open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
         artifact = open_artifact(uri, "encoder", "ranker")
         source = Tower(artifact) if artifact.kind == "ranker" else artifact
         return source, artifact.reference()
-    if not storage.exists(uri) and storage.is_local(uri) and uri.count("/") == 1:
+    if not storage.exists(uri) and storage.is_local(uri) and uri.count("/") <= 1:
         return _open_hub_model(uri)
     if not storage.exists(storage.join(uri, "config.json")):
         raise BadInput(f"--encoder {uri}: not a model directory (config.json is missing)")
@@ -95,10 +97,15 @@ def _open_hub_model(name: str) -> tuple[HubModel, dict[str, Any]]:
     source = HubModel(name, revision)
     if not (source.local() / "config.json").exists():
         raise BadInput(f"--encoder {name}: not a model directory (config.json is missing)")
-    return source, _reference(name, source)
+    # The snapshot may hold more that somebody else has fetched.
+    return source, _reference(name, source, _FROM_HUB)
 
 
-def _reference(uri: str, source: Source) -> dict[str, Any]:
-    entries = folder_entries(source.local())
+def _reference(uri: str, source: Source, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
+    entries = [
+        entry
+        for entry in folder_entries(source.local())
+        if any(fnmatch(entry["path"], pattern) for pattern in patterns)
+    ]
     fingerprint = digest([(entry["path"], entry["sha256"]) for entry in entries])
     return {"uri": uri, "kind": "external", "fingerprint": fingerprint}

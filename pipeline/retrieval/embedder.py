@@ -24,6 +24,7 @@ from pipeline.corpora import raw
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.models.transformer import use_bf16
+from pipeline.resources import best_device
 from pipeline.retrieval import build, candidates, plan
 from pipeline.retrieval.gate import KEY_DIGITS, Answers
 from pipeline.retrieval.pool import Pool
@@ -57,7 +58,7 @@ class Embedder:
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
         self._ranker = load_ranker(model)
-        device = inference.best_device()
+        device = best_device()
         self._ranker.to(device)
         if use_bf16(device):
             inference.to_bf16(self._ranker)

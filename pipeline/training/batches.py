@@ -4,7 +4,7 @@ An epoch is the files of a split in a random order, and the row groups of each i
 each rank takes an equal, contiguous piece of that stream of rows. A rank reads its piece in windows,
 shuffles a window and cuts it into batches: of so many rows as they come, or, sorted by length, of so many
 tokens; those are shuffled again. Everything follows from (seed, epoch, window), so a
-cursor of three numbers is all that a checkpoint needs.
+cursor of a few numbers is all that a checkpoint needs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Cursor(NamedTuple):
     epoch: int = 0
     window: int = 0
     batch: int = 0
+    world: int = 0
+    """Ranks that shared the epoch; 0: as many as now."""
 
 
 class Collator(Protocol[BatchT_co]):
@@ -175,10 +177,23 @@ class Batches(Generic[BatchT]):
 
     def start(self, cursor: Cursor) -> Generator[tuple[BatchT, Cursor]]:
         """Batches from a cursor on, prepared in a thread of their own."""
-        return _ahead(self._walk(cursor), depth=4)
+        return _ahead(self._walk(self._here(cursor)), depth=4)
+
+    def _here(self, cursor: Cursor) -> Cursor:
+        """A cursor of another number of ranks: as many rows of the epoch are done. They are others, so of
+        that epoch's rows some come twice and some not at all."""
+        if cursor.world in (0, self.rows.world):
+            return cursor
+        if self.examples:  # a step has as many rows in all, so as many batches are done
+            before = self.examples * self.rows.world // cursor.world
+            done = cursor.window * self._window_size(before) // before + cursor.batch
+            window, batch = divmod(done, self._window_size() // self.examples)
+        else:
+            window, batch = cursor.window * cursor.world // self.rows.world, 0
+        return Cursor(cursor.epoch, window, batch, self.rows.world)
 
     def _walk(self, cursor: Cursor) -> Iterator[tuple[BatchT, Cursor]]:
-        epoch, window, skip = cursor
+        epoch, window, skip, _ = cursor
         size = self._window_size()
         while True:
             rows = self.rows.epoch(epoch)
@@ -189,15 +204,17 @@ class Batches(Generic[BatchT]):
                     if number >= skip:
                         generator = self._generator(epoch, window, number + 1)
                         batch = self.collator.collate(items, generator)
-                        yield batch, Cursor(epoch, window, number + 1)
+                        yield batch, Cursor(epoch, window, number + 1, self.rows.world)
                 window, skip = window + 1, 0
             epoch, window = epoch + 1, 0
 
-    def _window_size(self) -> int:
-        if not self.examples:
+    def _window_size(self, examples: int = 0) -> int:
+        """Of batches of so many rows, or of this one's own."""
+        examples = examples or self.examples
+        if not examples:
             return self.window_rows
         # A whole number of batches, so that only an epoch's last window leaves rows over.
-        return max(1, self.window_rows // self.examples) * self.examples
+        return max(1, self.window_rows // examples) * examples
 
     def _window(self, table: pa.Table, epoch: int, window: int) -> list[list[Any]]:
         rng = np.random.default_rng([self.rows.seed, epoch, window, self.rows.rank])

@@ -23,7 +23,7 @@ from pipeline.artifact import Draft, folder_entries
 from pipeline.config import require
 from pipeline.models import cpu
 from pipeline.news import listening
-from pipeline.resources import cpus_each
+from pipeline.resources import best_device, cpus_each
 from pipeline.training.batches import Cursor
 from pipeline.training.loop import LoopConfig, Progress, train
 from pipeline.training.pace import Pace
@@ -146,13 +146,14 @@ def _work(assignment: _Assignment) -> None:
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(assignment.threads)
-    device = ray.train.torch.get_device()
-    if device.type == "cpu":
+    device = best_device()
+    if device.type == "cuda":
+        device = ray.train.torch.get_device()  # with its number: workers of a node see each other's
+    else:
         cpu.keep_memory()
     task = assignment.recipe.build(rank, world)
-    task.module.to(device)
     state, cursor = _restore(rank, device)
-    model = ray.train.torch.prepare_model(task.module)
+    model = ray.train.torch.prepare_model(task.module, move_to_device=device)
     if assignment.loop.compile:
         model = torch.compile(model)
     last: dict[str, float] = {"step": state["step"] if state else 0}
@@ -201,7 +202,7 @@ def _restore(rank: int, device: torch.device) -> tuple[dict[str, Any] | None, Cu
         return None, None
     with checkpoint.as_directory() as folder:
         own = Path(folder) / f"cursor-{rank}.json"
-        # With more workers than before, a new one starts where rank 0 stands.
+        # With more workers than before, a new one starts where rank 0 stands (Batches.start).
         path = own if own.exists() else Path(folder) / "cursor-0.json"
         cursor = Cursor(*json.loads(path.read_text()))
         state = torch.load(Path(folder) / _STATE, map_location=device, weights_only=True)

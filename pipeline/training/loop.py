@@ -75,7 +75,8 @@ class LoopConfig:
         require(0 <= self.warmup_share < 1, "loop.warmup_share", self.warmup_share, "0 to below 1")
         require(0 < self.plateau_decay < 1, "loop.plateau_decay", self.plateau_decay,
                 "between 0 and 1")  # fmt: skip
-        for name in ("validate_every_epochs", "stop_after_validations", "checkpoint_every_minutes"):
+        for name in ("validate_every_epochs", "stop_after_validations", "checkpoint_every_minutes",
+                     "seed"):  # fmt: skip
             require(getattr(self, name) >= 0, f"loop.{name}", getattr(self, name), ">= 0")
         require(self.schedule != "plateau" or self.validate_every_epochs > 0, "loop.schedule",
                 self.schedule, "another one where loop.validate_every_epochs is 0")  # fmt: skip

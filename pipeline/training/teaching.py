@@ -26,6 +26,7 @@ from pipeline.artifact import Artifact, Draft, corpora_of
 from pipeline.config import require
 from pipeline.models import inference
 from pipeline.models.ranker import SETTINGS, Ranker, load_ranker, parse_settings
+from pipeline.resources import best_device
 from pipeline.shards import Actors, Work, run_tasks_on_actors
 from pipeline.training.batches import Row
 from pipeline.training.examples import TEACHER
@@ -55,7 +56,7 @@ class TeachingConfig:
     """Of the candidates that are drawn."""
 
     def __post_init__(self) -> None:
-        for name in ("random_candidates", "batch_tokens"):
+        for name in ("random_candidates", "batch_tokens", "seed"):
             require(getattr(self, name) >= 0, f"teaching.{name}", getattr(self, name), ">= 0")
         require(self.hardest_of == 0 or self.hardest_of > self.random_candidates > 0,
                 "teaching.hardest_of", self.hardest_of,
@@ -79,7 +80,7 @@ def score(
     }  # fmt: skip
 
     def make() -> Work:
-        device = inference.best_device()
+        device = best_device()
         rankers = [load_ranker(teacher.local()).to(device) for teacher in teachers]
 
         def work(draft: Draft, name: str, shard: dict[str, Any]) -> dict[str, Any]:

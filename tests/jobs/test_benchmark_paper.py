@@ -38,7 +38,7 @@ def test_table_5_has_every_model_among_1000_and_100000(
         return seconds(ready, questions, numbers[:1], at_most_s)
 
     monkeypatch.setattr(ranking, "_seconds", once)
-    monkeypatch.setattr(inference_time.inference, "best_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(inference_time, "best_device", lambda: torch.device("cpu"))
     done = run_job("benchmark", "--name", "paper", "--table", 5, "--encoder", encoder, "--corpus",
                    convai2_corpus.uri, "--json", tmp_path / "t.json", "--work", tmp_path)  # fmt: skip
     assert done.code == 0, done.stderr

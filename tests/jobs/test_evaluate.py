@@ -250,7 +250,7 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
     assert summary["table"]["bm25"]["R@1/31"] >= 0.5 > summary["table"]["chance"]["R@1/31"]
     both = evaluate(*options, "--split", split, "--baselines", "false", "--together", "true",
                     models=["bi", "cross"], corpus=articles.uri)  # fmt: skip
-    assert list(both.summary["table"]) == ["bi"]  # nothing to be together with
+    assert "together: True is not allowed; allowed: false: cross: a cross-enc" in both.refusal
     slow = evaluate(*options, "--slow", "true", "--split", split, "--baselines", "false",
                     models=["cross"], corpus=articles.uri)  # fmt: skip
     assert list(slow.summary["table"]) == ["cross"]
@@ -356,6 +356,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--corpus", "nowhere"), "nowhere: not a corpus"),
         (("--latency-queries", "-1"), "latency_queries: -1 is not allowed"),
         (("--latency-queries", "0", "--plot", "x.png"), "latency_queries: 0 is not allowed"),
+        (("--seed", "-1"), "seed: -1 is not allowed; allowed: >= 0"),
         (("--together", "true"), "together: True is not allowed; allowed: false for one model"),
         (("--protocol", "trec"), "trec"),
         (("--protocol", "wikipedia"), "no others/; allowed: a corpus for article search"),

@@ -298,6 +298,7 @@ def refused(run_job, convai2_corpus, encoder, tmp_path):
             ["max_context_tokens + max_candidate_tokens: 111", "at most 96"],
         ),
         (["--loop.learning-rate", 0], ["loop.learning_rate: 0", "above 0"]),
+        (["--loop.seed", -1], ["loop.seed: -1", ">= 0"]),
         (["--loop.precision", "fp8"], ["loop.precision: 'fp8'", "fp32"]),
         (["--finetune.batch-size", 8], ["--finetune.batch_size", "finetune.batch_examples"]),
         (["--config", "none.yaml"], ["none.yaml"]),

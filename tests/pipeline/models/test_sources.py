@@ -75,7 +75,9 @@ def test_a_model_of_the_hub_is_fetched_by_every_node_at_one_commit(tiny, tmp_pat
     def fetch(name: str, revision: str | None = None, allow_patterns: object = None) -> str:
         asked.append((name, revision))
         folder = tmp_path / f"node-{len(asked)}" / "snapshots" / "c0ffee"
-        return str(shutil.copytree(tiny.encoder_folder(), folder))
+        shutil.copytree(tiny.encoder_folder(), folder)
+        (folder / "README.md").write_text("fetched by somebody who wanted all of it")
+        return str(folder)
 
     monkeypatch.setattr(sources, "snapshot_download", fetch)
     source, reference = open_encoder("somebody/model")
@@ -98,6 +100,8 @@ def test_what_the_hub_has_not_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "snapshot_download", fetch)
     with pytest.raises(BadInput, match=r"--encoder a/gone: no such folder, nor .* hub \(404\)"):
         open_encoder("a/gone")
+    with pytest.raises(BadInput, match=r"--encoder empty: not a model directory"):
+        open_encoder("empty")  # bert-base-uncased has no owner either
     with pytest.raises(BadInput, match=r"a/empty: not a model directory \(config.json is miss"):
         open_encoder("a/empty")
 

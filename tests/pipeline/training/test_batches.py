@@ -117,6 +117,37 @@ def test_epochs_and_seeds_read_in_different_orders(corpora):
     assert len(orders) == 4
 
 
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("done", [3, 7, 9])
+def test_with_other_workers_as_many_steps_of_an_epoch_are_left(corpora, before, after, done):
+    """61 rows, 6 in a step; windows of 12 to 15 rows, whatever is a whole number of batches."""
+    first = batches_of(corpora(61), 0, before, examples=6 // before, window_rows=15)
+    _, cursor = take(first, done)[-1]
+    second = batches_of(corpora(61), after - 1, after, examples=6 // after, window_rows=15)
+    left = [at for _, at in take(second, 12, cursor) if at.epoch == 0]
+    assert done + len(left) == second.steps_per_epoch == 10
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_with_other_workers_as_many_rows_are_left_to_batches_of_so_many_tokens(
+    corpora, before, after
+):
+    """To a window of 5 rows."""
+    first = batches_of(corpora(61), 0, before, tokens=40, window_rows=5)
+    at = next(cursor for _, cursor in first.start(Cursor()) if cursor.window == 2)
+    second = [
+        batches_of(corpora(61), rank, after, tokens=40, window_rows=5) for rank in range(after)
+    ]
+    left = 0
+    for batches in second:
+        for (items, _), cursor in batches.start(at):
+            if cursor.epoch:
+                break
+            left += len(items)
+    assert abs(left - (61 - 2 * 5 * before)) <= 5 * after
+
+
 @pytest.mark.parametrize("settings", [{"examples": 5}, {"tokens": 40}])
 @pytest.mark.parametrize("window_rows", [5, 20, 4096])
 def test_an_epoch_sees_each_row_once(corpora, settings, window_rows):

@@ -120,7 +120,7 @@ def test_killed_in_mid_epoch_and_resumed_ends_with_the_same_weights(tiny, kind):
     whole = run()
     assert list(whole.checkpoints) == [5, 10, 13]
     cursors = [torch.load(io.BytesIO(saved))["cursor"] for saved in whole.checkpoints.values()]
-    assert any(batch for _, _, batch in cursors[:2])  # in mid-epoch indeed
+    assert any(batch for _, _, batch, _ in cursors[:2])  # in mid-epoch indeed
     for step in (5, 10):
         resumed = run(checkpoint=whole.checkpoints[step])
         assert same(resumed.weights, whole.weights)

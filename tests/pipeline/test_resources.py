@@ -1,0 +1,44 @@
+"""Which device a process may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import ray
+import torch
+
+from pipeline.resources import best_device
+
+
+def device_on_a_node_with_a_gpu(assigned: list[int]) -> str:
+    """Ray Train and Ray Serve run a user's code in a thread of their actors, not in the first one."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(ray, "get_gpu_ids", return_value=assigned),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        return pool.submit(best_device).result().type
+
+
+class Asked:
+    def device(self, assigned: list[int]) -> str:
+        return device_on_a_node_with_a_gpu(assigned)
+
+
+@pytest.mark.parametrize(("assigned", "device"), [([], "cpu"), ([3], "cuda")])
+def test_tasks_and_actors_have_the_gpus_that_they_asked_for(local_ray, assigned, device):
+    task: Callable[[list[int]], str] = device_on_a_node_with_a_gpu
+    assert ray.get(ray.remote(num_cpus=0)(task).remote(assigned)) == device
+    assert ray.get(ray.remote(num_cpus=0)(Asked).remote().device.remote(assigned)) == device
+
+
+def test_a_driver_has_all_of_its_machine(local_ray):
+    assert device_on_a_node_with_a_gpu([]) == "cuda"
+
+
+def test_without_gpus_it_is_the_cpu():
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert best_device().type == "cpu"
