@@ -17,7 +17,7 @@ from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import External, Tower
 from pipeline.training.batches import Cursor
-from pipeline.training.examples import DualCollator, PairCollator
+from pipeline.training.examples import DualCollator, PairCollator, has_candidates
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.loop import LoopConfig, train
 from pipeline.training.mining import Mining
@@ -232,6 +232,14 @@ def test_a_corpus_without_candidates_is_refused_where_they_are_needed(tiny, nega
     message = refused(tiny, negatives_from=negatives_from)
     assert f"finetune.negatives_from: '{negatives_from}' is not allowed" in message
     assert "gives no candidates in train/" in message
+
+
+@pytest.mark.parametrize("last", [None, ["w4", "w5"]])
+def test_candidates_of_any_train_file_count_not_only_the_first_files(tiny, last):
+    rows = [{"response": "w4", "candidates": given} for given in (None, [], None, last)]
+    corpus = tiny.corpus(rows, rows_per_file=2, rows_per_group=1)
+    assert has_candidates(corpus) == bool(last)
+    assert not has_candidates(corpus, "label")
 
 
 @pytest.fixture(autouse=True)
