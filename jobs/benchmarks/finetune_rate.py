@@ -33,6 +33,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, parse, require
 from pipeline.evaluation.ranking import load_scorer
+from pipeline.evaluation.results import Result, compare_all
 from pipeline.models.transformer import set_dropout
 from pipeline.resources import best_device
 
@@ -62,7 +63,7 @@ def measure(
     shutil.rmtree(work, ignore_errors=True)
     options = ["--finetune.max-steps", str(_STEPS[size]), *overrides]
     make = functools.partial(_Pair, encoder, open_artifact(corpus, "corpus"), work, options)
-    rows, r1 = [], dict[str, float]()
+    rows, asked = [], list[Result]()
     for precision in get_args(Precision):
         if only and precision not in only:
             continue
@@ -75,15 +76,28 @@ def measure(
                 detail={"precision": precision, "load": os.getloadavg()[0]},
             )
         )  # fmt: skip
-        if not r1:  # one precision's will do
+        if not asked:  # one precision's will do
             pair.theirs("dot")
-            r1 = {name: pair.r1(name, _EXAMPLES[size]) for name in ("ours", "cosine", "dot")}
-    best = max(r1["cosine"], r1["dot"])
-    rows.append(
-        Row("finetune.quality_vs_sentence_transformers", r1["ours"], "R@1", peer=best,
-            ratio=r1["ours"] / best, detail={"theirs": {k: r1[k] for k in ("cosine", "dot")}})
-    )  # fmt: skip
+            asked = [pair.asked(name, _EXAMPLES[size]) for name in ("ours", "cosine", "dot")]
+    rows.append(_quality(*asked))
     return rows
+
+
+def _quality(ours: Result, *theirs: Result) -> Row:
+    """R@1 beside the better of theirs, and whether the two differ."""
+    r1 = {result.name: next(iter(result.metrics.values())) for result in (ours, *theirs)}
+    best = max(theirs, key=lambda result: r1[result.name])
+    [difference] = compare_all((ours, best), seed=0)
+    return Row(
+        "finetune.quality_vs_sentence_transformers", r1[ours.name], "R@1", peer=r1[best.name],
+        ratio=r1[ours.name] / r1[best.name],
+        detail={
+            "theirs": {result.name: r1[result.name] for result in theirs},
+            "difference": difference.difference,
+            "interval of the difference": difference.interval,
+            "p": difference.p,
+        },
+    )  # fmt: skip
 
 
 class _Pair:
@@ -138,16 +152,15 @@ class _Pair:
         ))  # fmt: skip
         return samples / seconds
 
-    def r1(self, name: str, examples: int) -> float:
-        """R@1 on the valid split."""
+    def asked(self, name: str, examples: int) -> Result:
+        """What one of them answers on the valid split."""
         uri = str(self._work / name)
         ask = evaluate.Config(
             model=(uri,), corpus=self._corpus.uri, protocol=trials.protocol(self._task),
             max_examples=examples, latency_queries=0,
         )  # fmt: skip
         scorer = functools.partial(load_scorer, open_artifact(uri, "ranker"), name)
-        result = evaluate.measurement(ask, self._corpus).of(name, scorer)
-        return next(iter(result.metrics.values()))
+        return evaluate.measurement(ask, self._corpus).of(name, scorer)
 
     def _pairs(self) -> list[list[str]]:
         """Contexts as ours has them, newest turn last, and responses."""

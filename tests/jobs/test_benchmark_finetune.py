@@ -81,6 +81,11 @@ def test_both_train_alike_and_are_asked_the_same(run_job, ours, encoder, convai2
     theirs = quality["detail"]["theirs"]
     assert quality["peer"] == max(theirs["cosine"], theirs["dot"])
     assert quality["ratio"] == pytest.approx(quality["ours"] / quality["peer"])
+    detail = quality["detail"]
+    assert detail["difference"] == pytest.approx(quality["ours"] - quality["peer"])
+    low, high = detail["interval of the difference"]
+    assert low <= detail["difference"] <= high
+    assert 0 < detail["p"] <= 1
     folder = tmp_path / "finetune" / "bf16"
     start = load_ranker(open_artifact(str(folder / "ours"), "ranker").local())
     for name in ("cosine", "dot"):
