@@ -193,13 +193,14 @@ class Finetuning:
     def _check_teacher(self) -> None:
         """Raises BadInput for a loss on a teacher's scores that nothing would get."""
         config = self.finetune
+        if config.distill.loss == "none":
+            return
         wrong, cross = "", self.ranker.architecture == "cross"
         if config.negatives_from in ("batch", "mined") and not cross:
             wrong = f"'none', with finetune.negatives_from {config.negatives_from!r}"
         elif not has_candidates(self.corpus, TEACHER):
             wrong = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"
-        require(config.distill.loss == "none" or not wrong, "finetune.distill.loss",
-                config.distill.loss, wrong)  # fmt: skip
+        require(not wrong, "finetune.distill.loss", config.distill.loss, wrong)
 
     def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
         config = self.finetune

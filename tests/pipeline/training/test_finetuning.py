@@ -16,6 +16,7 @@ from pipeline.models.losses import distillation_kl, margin_mse
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import External, Tower
+from pipeline.training import finetuning
 from pipeline.training.batches import Cursor
 from pipeline.training.examples import DualCollator, PairCollator, has_candidates
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
@@ -240,6 +241,15 @@ def test_candidates_of_any_train_file_count_not_only_the_first_files(tiny, last)
     corpus = tiny.corpus(rows, rows_per_file=2, rows_per_group=1)
     assert has_candidates(corpus) == bool(last)
     assert not has_candidates(corpus, "label")
+
+
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
+def test_without_a_teacher_no_file_is_opened_for_its_scores(tiny, monkeypatch, architecture):
+    """None has any, so a corpus of ten thousand files would be gone through by every worker."""
+    asked = []
+    monkeypatch.setattr(finetuning, "has_candidates", lambda *args: asked.append(args))
+    recipe(tiny, architecture=architecture, negatives_from="batch").build(0, 1)
+    assert not asked
 
 
 @pytest.fixture(autouse=True)
