@@ -30,7 +30,7 @@ from jobs import cluster, program
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, parse
-from pipeline.corpora import sample
+from pipeline.corpora.made_up import sample
 from serve.app import Args, build
 
 _CONFIGS = Path(__file__).parent / "configs"

@@ -22,12 +22,12 @@ from pipeline.artifact import (
 from pipeline.config import BadInput, require
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
-from pipeline.retrieval import build, embed, gate, versions
-from pipeline.retrieval.embed import EmbedConfig
-from pipeline.retrieval.gate import GateConfig
-from pipeline.retrieval.lock import Lock, locked
-from pipeline.retrieval.plan import Plan
-from pipeline.retrieval.pool import KIND, Pool, current_uri, make_current
+from pipeline.retrieval.pools import build, embed, gate, versions
+from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.retrieval.pools.gate import GateConfig
+from pipeline.retrieval.pools.lock import Lock, locked
+from pipeline.retrieval.pools.plan import Plan
+from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
 from pipeline.shards import Actors
 
 _SETTINGS = "ranker.json"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from jobs import cluster, program
 from pipeline import storage
-from pipeline.corpora import synthetic
+from pipeline.corpora.made_up import dump_generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(synthetic.Options):
+class Config(dump_generator.Options):
     """Writes RC_2012-01.zst, RC_2012-02.zst, … with made-up comments; 200,000 a second and core.
 
     The same options give the same bytes. A job that was killed goes on with the files that are missing.
@@ -24,11 +24,11 @@ class Config(synthetic.Options):
 def run(config: Config) -> program.Summary:
     started = time.time()
     folder = storage.absolute(config.output.rstrip("/"))
-    options = synthetic.Options(
-        **{name: getattr(config, name) for name in synthetic.Options.__dataclass_fields__}
+    options = dump_generator.Options(
+        **{name: getattr(config, name) for name in dump_generator.Options.__dataclass_fields__}
     )
     with cluster.session():
-        written = synthetic.generate(options, folder)
+        written = dump_generator.generate(options, folder)
     files = storage.list_files(folder)
     return {
         "output": folder,

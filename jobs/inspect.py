@@ -12,8 +12,8 @@ from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
 from pipeline.corpora.report import page, survey, text
-from pipeline.retrieval import survey as pool_survey
-from pipeline.retrieval.pool import Pool, describe
+from pipeline.retrieval.pools import survey as pool_survey
+from pipeline.retrieval.pools.pool import Pool, describe
 
 _SHOWN_CHARACTERS = 80
 

@@ -14,20 +14,19 @@ from jobs import cluster, program
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, Draft, draft, sum_counts
 from pipeline.config import BadInput
-from pipeline.corpora import (
+from pipeline.corpora import published_counts, reddit
+from pipeline.corpora.formats import (
     amazonqa,
     convai2,
     dstc7,
     intents,
     opensubtitles,
     pairs,
-    published,
-    reddit,
     starspace,
     ubuntu,
     wikipedia,
 )
-from pipeline.corpora.filters import Privacy
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 
 
@@ -54,7 +53,7 @@ class Config:
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
     authors: Literal["hash", "plain"] = "hash"
     """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT."""
-    expect: published.Expect = "report"
+    expect: published_counts.Expect = "report"
     """Published numbers of examples: say where others are found, or refuse them (`published`)."""
     reading: Reading = field(default_factory=Reading)
     """Damaged input."""
@@ -108,7 +107,7 @@ def run(config: Config) -> program.Summary:
         inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": shown}
     out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.corpus})
     if isinstance(out, Artifact):
-        published.check(out.manifest.get("published", []), config.expect)
+        published_counts.check(out.manifest.get("published", []), config.expect)
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("prepare_corpus", out) as tracked:
         privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
@@ -118,8 +117,8 @@ def run(config: Config) -> program.Summary:
         if not counts.get("examples"):
             dropped = sum_counts(records, "dropped")
             raise BadInput(f"--input: {counts['records']:,} records gave no example ({dropped})")
-        sizes = published.compare(config.corpus, files, records)
-        published.check(sizes, config.expect)
+        sizes = published_counts.compare(config.corpus, files, records)
+        published_counts.check(sizes, config.expect)
         notes = [note for record in records for note in record.get("notes", ())]
         corpus = out.publish(
             [file for record in records for file in record.get("files", ())],
@@ -130,7 +129,7 @@ def run(config: Config) -> program.Summary:
             published=sizes,
         )
         tracking.finish(tracked, corpus)
-    for line in [*notes, *published.differences(sizes)]:
+    for line in [*notes, *published_counts.differences(sizes)]:
         print(line, file=sys.stderr)
     return program.published(corpus, already_there=False, notes=notes, published=sizes)
 

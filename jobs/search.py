@@ -14,9 +14,8 @@ from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, require
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval import filters, rerank
-from pipeline.retrieval.pool import Pool, describe
-from pipeline.retrieval.search import Method, top_rows, weights_of_vectors
+from pipeline.retrieval.pools.pool import Pool, describe
+from pipeline.retrieval.search import Method, filters, rerank, top_rows, weights_of_vectors
 
 _SHOWN_VECTORS, _SHOWN_CHARACTERS = 3, 80
 

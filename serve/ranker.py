@@ -13,8 +13,8 @@ from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import SETTINGS, load_ranker, parse_settings
 from pipeline.resources import best_device
-from pipeline.retrieval.lock import lease
-from pipeline.retrieval.pool import Pool, describe
+from pipeline.retrieval.pools.lock import lease
+from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import top_rows
 
 

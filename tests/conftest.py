@@ -41,13 +41,13 @@ from transformers import PreTrainedTokenizerFast
 from jobs import cluster, finetune, prepare_corpus  # `jobs` sets Ray's defaults before ray is there
 from pipeline import storage
 from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
-from pipeline.corpora import sample
+from pipeline.corpora.made_up import sample
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
-from pipeline.retrieval import build, candidates, embed
-from pipeline.retrieval.stored import encode
+from pipeline.retrieval.pools import build, candidates, embed
+from pipeline.retrieval.pools.vector_format import encode
 
 ROOT = Path(__file__).parents[1]
 

@@ -26,11 +26,12 @@ from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
 from pipeline.config import BadInput, require
-from pipeline.corpora import raw, wikipedia_extracted
-from pipeline.corpora.files import Account
+from pipeline.corpora import raw
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import wikipedia_extracted
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import RankerConfig
-from pipeline.retrieval.pool import Pool
+from pipeline.retrieval.pools.pool import Pool
 
 _TOKENS = 256
 _ARTICLES = {"small": 256, "full": 2048}

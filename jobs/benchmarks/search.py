@@ -28,12 +28,12 @@ from pipeline.config import BadInput, digest, require
 from pipeline.corpora.schema import example_files
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.retrieval import build
-from pipeline.retrieval.bounds import in_parallel
-from pipeline.retrieval.candidates import ROWS
-from pipeline.retrieval.pool import Pool
+from pipeline.retrieval.pools import build
+from pipeline.retrieval.pools.candidates import ROWS
+from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 from pipeline.retrieval.search import Method, top_rows
-from pipeline.retrieval.stored import Dtype, decode, encode
+from pipeline.retrieval.search.bounds import in_parallel
 
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}
 _EMBEDDED = {"small": 5_000, "full": 100_000}

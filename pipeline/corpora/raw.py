@@ -23,7 +23,7 @@ import zstandard
 from pipeline import storage
 from pipeline.artifact import Draft, sum_counts
 from pipeline.config import BadInput, require
-from pipeline.corpora.filters import Privacy
+from pipeline.corpora.privacy import Privacy
 
 _READ_BYTES = 1 << 18
 MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.arrays import Bools
 from pipeline.config import BadInput
-from pipeline.corpora.dstc7 import NONE
+from pipeline.corpora.formats.dstc7 import NONE
 from pipeline.evaluation.questions import Questions
 from pipeline.evaluation.ranking import Ranking
 

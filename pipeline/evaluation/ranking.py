@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
-from pipeline.corpora.dstc7 import NONE
+from pipeline.corpora.formats.dstc7 import NONE
 from pipeline.evaluation.metrics import pessimistic_ranks
 from pipeline.evaluation.questions import Questions
 from pipeline.models import inference

@@ -22,8 +22,8 @@ from pipeline import storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import require
 from pipeline.models import cpu
-from pipeline.news import listening
 from pipeline.resources import best_device, cpus_each
+from pipeline.task_messages import listening
 from pipeline.training.batches import Cursor
 from pipeline.training.loop import LoopConfig, Progress, train
 from pipeline.training.pace import Pace

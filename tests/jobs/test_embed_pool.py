@@ -17,7 +17,7 @@ from pipeline import storage
 from pipeline.artifact import draft, folder_entries
 from pipeline.config import BadInput
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pool import Pool
+from pipeline.retrieval.pools.pool import Pool
 
 inline = pytest.mark.usefixtures("actors_in_process")
 

@@ -13,7 +13,7 @@ import pytest
 from jobs import evaluate as evaluate_job
 from jobs import prepare_corpus
 from pipeline.artifact import open_artifact
-from pipeline.corpora import wikipedia
+from pipeline.corpora.formats import wikipedia
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.questions import questions

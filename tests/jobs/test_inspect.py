@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.artifact import Draft, draft
 from pipeline.corpora.report import text
-from pipeline.retrieval.candidates import ROWS
-from pipeline.retrieval.embed import EmbedConfig
+from pipeline.retrieval.pools.candidates import ROWS
+from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.training.tokenizer import TokenizerConfig
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline import storage
-from pipeline.retrieval import candidates, embedder
-from pipeline.retrieval.lock import lease, locked
-from pipeline.retrieval.pool import Pool
+from pipeline.retrieval.pools import candidates, embedder
+from pipeline.retrieval.pools.lock import lease, locked
+from pipeline.retrieval.pools.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("actors_in_process")
 

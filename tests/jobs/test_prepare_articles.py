@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.corpora import wikipedia_xml
+from pipeline.corpora.formats import wikipedia_xml
 from pipeline.corpora.raw import Reading, read_lines
 
 SEARCH = ("--wikipedia.task", "search")

@@ -186,7 +186,7 @@ def test_hashes_depend_on_the_salt_and_on_nothing_else(prepare, dump, tmp_path, 
 
 
 def test_the_published_corpus_does_not_give_away_the_key_of_its_hashes(reddit_corpus, dump):
-    from pipeline.corpora.filters import hash_names
+    from pipeline.corpora.privacy import hash_names
 
     names = sorted({json.loads(line)["author"] for line in dump.splitlines()} - {"[deleted]"})
     shown = reddit_corpus.manifest["inputs"]["input"]["fingerprint"]

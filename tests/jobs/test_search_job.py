@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.pool import Pool
+from pipeline.retrieval.pools.pool import Pool
 
 TEXTS = ["Hello there!", "a cat", "trains and boats", "the sea in winter", "Why?", "B" * 150]
 

@@ -17,8 +17,8 @@ from jobs import embed_pool
 from pipeline.artifact import Artifact, draft
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.embed import ROWS
-from pipeline.retrieval.pool import make_current
+from pipeline.retrieval.pools.embed import ROWS
+from pipeline.retrieval.pools.pool import make_current
 
 REPLIES = {f"r{number:02d}": text for number, text in enumerate((
     "i am a nurse .", "it rains .", "we sold the boat last year", "hi !", "my dog likes snow",

@@ -14,7 +14,7 @@ import pytest
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
-from pipeline.retrieval.lock import is_leased
+from pipeline.retrieval.pools.lock import is_leased
 from serve import app
 from serve.ranker import Engine, UnknownPool
 

@@ -34,9 +34,9 @@ from pipeline.config import BadInput, parse, to_dict
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
 from pipeline.models.sources import Source, open_encoder
-from pipeline.news import listening
 from pipeline.resources import cpus_each
 from pipeline.shards import Actors
+from pipeline.task_messages import listening
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
 _RANKS = "ranks.parquet"

@@ -20,7 +20,7 @@ from typing import Any
 from pipeline import shards, storage
 from pipeline.artifact import Draft
 from pipeline.corpora import raw
-from pipeline.corpora.filters import Privacy
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import languages
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import read_dumps

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.arrays import Bools
-from pipeline.corpora.filters import Privacy
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.options import Options
 
 # Why a comment makes no example. Where several hold, or one holds of the context and another of the

@@ -19,7 +19,7 @@ from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import raw
-from pipeline.corpora.filters import Privacy
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.comments import COLUMNS, normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options

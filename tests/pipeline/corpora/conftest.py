@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import shards, storage
 from pipeline.artifact import Draft, sum_counts
-from pipeline.corpora.filters import Privacy
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import EXAMPLE
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
-from pipeline.corpora.filters import Privacy
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import Options, languages
 from pipeline.corpora.reddit.comments import normalise, trim
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions

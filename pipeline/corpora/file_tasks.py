@@ -1,0 +1,158 @@
+"""The shape of every corpus whose files can be read one by one: one task per input file."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline import shards, storage
+from pipeline.artifact import Draft
+from pipeline.config import BadInput
+from pipeline.corpora import raw
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.schema import SPLITS
+
+ROWS_PER_SHARD = 250_000
+
+Row = dict[str, Any]
+
+
+class Account:
+    """What a parser reports beside its rows."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        """Units of the format that were read: lines, documents."""
+        self.malformed = raw.Rejects()
+        """Units that are not what the format says."""
+        self.dropped = raw.Rejects()
+        """Units that are well formed and make no example, by reason."""
+        self.counts: Counter[str] = Counter()
+        """What else is worth counting, such as dialogues."""
+        self.notes: list[str] = []
+        """What a person should know of the file."""
+
+    def close(self, draft: Draft, task: str, privacy: Privacy) -> dict[str, Any]:
+        """Keeps samples of what makes no example; returns the account as part of a task's record."""
+        rejects = raw.Rejects.joined(self.malformed, self.dropped)
+        rejects.save(draft, task, privacy)
+        return {
+            "counts": {"records": self.records, **self.counts},
+            "malformed": dict(self.malformed.counts),
+            "dropped": dict(rejects.counts),
+            "notes": self.notes,
+        }
+
+
+Parser = Callable[[str, raw.Reading, Account], Iterator[Row]]
+
+
+def prepare(
+    draft: Draft,
+    files: list[str],
+    parse: Parser,
+    schema: pa.Schema,
+    reading: raw.Reading,
+    privacy: Privacy,
+    label: str,
+    rows_per_shard: int = ROWS_PER_SHARD,
+) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks (`input`, `files`, `counts`, `dropped`).
+
+    A task holds up to `rows_per_shard` rows of each split in memory.
+    `parse(uri, reading, account)` yields a file's rows; each names its `split`. Their texts are
+    redacted here, and names in columns that end in `_author` hashed.
+    """
+    files = sorted(files, key=storage.name_of)
+    work = functools.partial(
+        _convert,
+        parse=parse,
+        schema=schema,
+        reading=reading,
+        privacy=privacy,
+        rows_per_shard=rows_per_shard,
+    )
+    tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
+    records = shards.run_tasks(draft, tasks, work, label)
+    raw.check_share(draft, records, reading)
+    return records
+
+
+def require_distinct(names: Iterable[str]) -> None:
+    """Raises BadInput where two files have one name, which the ids of their examples begin with."""
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise BadInput(f"--input: {times} files are named {name}; allowed: names that differ, "
+                           "since they begin the ids of examples")  # fmt: skip
+
+
+def outside(size: int, least: int, most: int) -> str:
+    """ "too short", "too long", or "" where a text's size is neither."""
+    return "too short" if size < least else "too long" if size > most else ""
+
+
+def _convert(
+    draft: Draft,
+    task: str,
+    uri: str,
+    parse: Parser,
+    schema: pa.Schema,
+    reading: raw.Reading,
+    privacy: Privacy,
+    rows_per_shard: int,
+) -> dict[str, Any]:
+    account = Account()
+    waiting: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    files: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
+
+    def write(split: str) -> None:
+        rows, waiting[split] = waiting[split], []
+        if not rows:
+            return
+        name = f"{split}/{task}-{sum(file['path'].startswith(split) for file in files):03d}.parquet"
+        if split == "train":  # neighbours in a file are neighbours in a dialogue or an article
+            random.Random(name).shuffle(rows)
+        table = private(pa.Table.from_pylist(rows, schema=schema), privacy)
+        files.append(draft.write_table(name, table))
+        counts["examples"] += len(rows)
+        counts[f"examples.{split}"] += len(rows)
+
+    for row in parse(uri, reading, account):
+        waiting[row["split"]].append(row)
+        if len(waiting[row["split"]]) == rows_per_shard:
+            write(row["split"])
+    for split in SPLITS:
+        write(split)
+    record = account.close(draft, task, privacy)
+    return {**record, "input": uri, "files": files, "counts": {**counts, **record["counts"]}}
+
+
+def private(rows: pa.Table, privacy: Privacy) -> pa.Table:
+    """The rows without what identifies a person."""
+    for place, column in enumerate(rows.schema):
+        values = rows.column(place).combine_chunks()
+        if column.name in ("context", "candidates"):
+            turns = privacy.redacted(values.flatten())
+            values = pa.ListArray.from_arrays(
+                _offsets(values), turns, type=column.type, mask=values.is_null()
+            )
+        elif column.name == "response":
+            values = privacy.redacted(values)
+        elif column.name.endswith("_author"):
+            values = privacy.hashed(values)
+        rows = rows.set_column(place, column, values)
+    return rows
+
+
+def _offsets(lists: pa.ListArray) -> pa.Array:
+    """Where each list begins in `lists.flatten()`, and the end; a null one is empty."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    return pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())

@@ -1,0 +1,114 @@
+"""The fixed wrong answers of article search.
+
+    <corpus>/test/*.parquet              a query (`context`) and its article without it (`response`)
+    <corpus>/others/part-00000.parquet   id, text: articles that are no example of valid or test
+
+R@1/10001 is the share of the queries of `test` whose own article a ranker puts before all 10,000 others:
+the candidates of a query are its `response` and every `text`. `id` is the article's `group_id`. The
+columns are those that `jobs.embed_pool` reads by default, so that `<corpus>/others` makes a pool.
+
+The others are the articles of `train` with the smallest hashes of their ids: the same ones in every
+run, whatever the order of the files. Their texts are as those of `train`, without one random sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import shards, storage
+from pipeline.artifact import Draft
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.privacy import Privacy
+
+SCHEMA = pa.schema(
+    [pa.field("id", pa.string(), nullable=False), pa.field("text", pa.string(), nullable=False)]
+)
+Articles = Callable[[Draft, Account], Iterator[tuple[str, str]]]
+"""(id, text) of every article that may be chosen."""
+
+
+def choose(
+    draft: Draft,
+    articles: Articles,
+    wanted: int,
+    privacy: Privacy,
+    held_out: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Writes the others; the record's counts hold `others` and, where they are too few, `others.missing`.
+
+    One task reads all articles and holds `wanted` of them: some 3 minutes for 5 million. `held_out`:
+    files of the draft whose articles are never taken; needed only where an article can be in two splits.
+    """
+    work = functools.partial(
+        _choose, articles=articles, wanted=wanted, privacy=privacy, held_out=held_out
+    )
+    return shards.run_tasks(draft, {"others": 0}, work, "articles to others")
+
+
+def shards_of(records: Sequence[Mapping[str, Any]], *splits: str) -> list[str]:
+    """The files of some splits that the records of tasks name."""
+    paths = [str(file["path"]) for record in records for file in record["files"]]
+    return sorted(path for path in paths if path.split("/")[0] in splits)
+
+
+def of_shards(files: Sequence[str]) -> Articles:
+    """The articles of files of the draft, each as its first query leaves it."""
+    return functools.partial(_of_shards, files=files)
+
+
+def _of_shards(draft: Draft, account: Account, files: Sequence[str]) -> Iterator[tuple[str, str]]:
+    return _rows(draft, files, "group_id", "response")
+
+
+def _choose(
+    draft: Draft,
+    task: str,
+    _: int,
+    articles: Articles,
+    wanted: int,
+    privacy: Privacy,
+    held_out: Sequence[str],
+) -> dict[str, Any]:
+    account = Account()
+    excluded = {name for (name,) in _rows(draft, held_out, "group_id")}
+    chosen: dict[str, str] = {}
+    largest: list[tuple[int, str]] = []  # a heap of (-hash, id) of what is chosen
+    for name, text in articles(draft, account):
+        if name in chosen or name in excluded:
+            continue
+        item = (-_hash(name), name)
+        if len(chosen) < wanted:
+            heapq.heappush(largest, item)
+        elif item > largest[0]:
+            del chosen[heapq.heapreplace(largest, item)[1]]
+        else:
+            continue
+        chosen[name] = text
+    names = [name for _, name in sorted(largest, reverse=True)]
+    texts = privacy.redacted(pa.array([chosen[name] for name in names], pa.string()))
+    files = []
+    if names:
+        table = pa.table([pa.array(names, pa.string()), texts], schema=SCHEMA)
+        files.append(draft.write_table("others/part-00000.parquet", table))
+    counts = {"others": len(names)}
+    if len(names) < wanted:
+        counts["others.missing"] = wanted - len(names)
+    return {**account.close(draft, task, privacy), "files": files, "counts": counts}
+
+
+def _rows(draft: Draft, files: Sequence[str], *columns: str) -> Iterator[Any]:
+    for file in files:
+        with storage.open_input(draft.path(file)) as stream:
+            for batch in pq.ParquetFile(stream).iter_batches(2048, columns=list(columns)):
+                yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

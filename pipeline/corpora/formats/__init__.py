@@ -1,0 +1,1 @@
+"""One module for each public format, and what several of them share."""

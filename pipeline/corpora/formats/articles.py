@@ -1,0 +1,89 @@
+"""What an article is, whichever format it was read from, and the examples made of it.
+
+pairs     each sentence, and the one after it
+search    a random sentence, and the article without it (StarSpace's task, Wu et al. 2018)
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeline.config import require
+from pipeline.corpora.file_tasks import Row
+
+ROWS_PER_SHARD = 50_000  # of some 4,000 characters in a search: 0.2 GB in a task's memory
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
+_ABBREVIATION = re.compile(
+    r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|approx|Inc|Ltd|Co|Corp|Gen|Col|Sgt|Lt"
+    r"|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e)|\b[A-Za-z])\.$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Options of article search."""
+
+    queries: int = 1
+    """For search: examples per article, each with another sentence as its query."""
+    max_article_characters: int = 4000
+    """For search: the article's text is cut after so many."""
+    others: int = 10_000
+    """For search: articles in others/, the fixed wrong answers of an evaluation; 0: none."""
+
+    def check(self, corpus: str) -> None:
+        require(self.queries >= 1, f"{corpus}.queries", self.queries, ">= 1")
+        require(self.max_article_characters >= 1, f"{corpus}.max_article_characters",
+                self.max_article_characters, ">= 1")  # fmt: skip
+        require(self.others >= 0, f"{corpus}.others", self.others, ">= 0")
+
+
+class Article(NamedTuple):
+    """An article without its title, and its place in the file: a line, or a page of a dump."""
+
+    id: str
+    title: str
+    place: int
+    paragraphs: list[str]
+
+
+def pair_rows(common: Row, sentences: list[str]) -> Iterator[Row]:
+    """The examples of `pairs`; `common` holds the columns that all rows of an article share."""
+    for number, (sentence, following) in enumerate(itertools.pairwise(sentences)):
+        name = f"{common['group_id']}/{number}"
+        yield {**common, "example_id": name, "context": [sentence], "response": following}
+
+
+def search_rows(common: Row, sentences: list[str], options: Search) -> Iterator[Row]:
+    """The examples of `search`, the same ones whenever the article is read."""
+    rng = random.Random(f"query {common['group_id']}")
+    for query in rng.sample(range(len(sentences)), k=min(options.queries, len(sentences))):
+        yield {
+            **common,
+            "example_id": f"{common['group_id']}/{query}",
+            "context": [sentences[query]],
+            "response": article_text(sentences[:query] + sentences[query + 1 :], options),
+        }
+
+
+def article_text(sentences: list[str], options: Search) -> str:
+    """An article as what is ranked."""
+    return " ".join(sentences)[: options.max_article_characters]
+
+
+def split_sentences(paragraph: str) -> list[str]:
+    """Cuts at sentence ends: . ! or ? before a space and a capital, except after abbreviations."""
+    found: list[str] = []
+    start = 0
+    for end in _SENTENCE_END.finditer(paragraph):
+        text = paragraph[start : end.start()]
+        if not _ABBREVIATION.search(text):
+            found.append(paragraph[start : end.end()].strip())
+            start = end.end()
+    found.append(paragraph[start:].strip())
+    return [text for text in found if text]

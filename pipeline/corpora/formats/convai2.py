@@ -1,0 +1,143 @@
+"""ConvAI2 and PersonaChat in ParlAI's text layout, with candidates or without; Xpersona's JSON.
+
+    1 your persona: i like to remodel homes.
+    2 hi , how are you doing ?<TAB>great , i am painting .<TAB><TAB>first|second|great , i am painting .
+
+    [{"persona": ["i like to remodel homes."], "dialogue": [["hi , how are you doing ?", "great , …"], …]}, …]
+
+Line numbers restart at 1 with each dialogue. The persona lines are those of the side that answers
+(*_self_*: "your persona: "), of the other one (*_other_*: "partner's persona: "), of both or of neither.
+A file is the split that its name begins with.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+from pipeline.artifact import Draft
+from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import json_array
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.schema import EXAMPLE, split_of
+
+CANDIDATES = 20
+_SELF = "your persona: "
+_PERSONA = re.compile(rf"({_SELF}|partner's persona: )")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a context begins with."""
+
+    persona: Literal["all", "self", "none"] = "all"
+    """The persona lines of contexts: `all` of the file, those of the side that answers (`self`), none."""
+
+
+class _Turn(NamedTuple):
+    """An answer, and what was known when it was given."""
+
+    dialogue: int
+    number: int
+    persona: list[str]
+    turns: list[str]
+    response: str
+    candidates: list[str] | None
+
+
+def prepare(
+    draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
+) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks."""
+    file_tasks.require_distinct(map(raw.plain_name, uris))
+    parse_file = functools.partial(parse, options=options)
+    label = "convai2: files to examples"
+    return file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
+
+
+def parse(
+    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+) -> Iterator[file_tasks.Row]:
+    """The examples of a file: one per answer."""
+    name = raw.plain_name(uri)
+    read = _json_turns if name.endswith(".json") else _text_turns
+    unusual = 0
+    for dialogue, number, persona, turns, response, candidates in read(uri, reading, account):
+        group = f"{name}/{dialogue}"
+        if options.persona == "self":
+            persona = [text for text in persona if text.startswith(_SELF)]
+        elif options.persona == "none":
+            persona = []
+        unusual += candidates is not None and len(candidates) != CANDIDATES
+        yield {
+            "example_id": f"{group}/{number}",
+            "group_id": group,
+            "context": persona + turns,
+            "response": response,
+            "candidates": candidates,
+            # The right answer stands last in the genuine files.
+            "label": candidates and len(candidates) - 1 - candidates[::-1].index(response),
+            "source": "convai2",
+            "split": split_of(name, group),
+        }
+    if unusual:
+        account.notes.append(f"{uri}: {unusual:,} examples have not {CANDIDATES} candidates")
+
+
+def _text_turns(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Turn]:
+    dialogue, previous = 0, 0
+    persona, turns = list[str](), list[str]()
+    for at, line in raw.read_lines(uri, reading, account.notes):
+        if not line.strip():
+            continue
+        account.records += 1
+        number, _, text = line.partition(" ")
+        if not number.isdecimal():  # unlike isdigit, only what int() reads
+            account.malformed.add("no line number", uri, at, line)
+            continue
+        if int(number) <= previous or dialogue == 0:
+            dialogue, persona, turns = dialogue + 1, [], []
+            account.counts["dialogues"] += 1
+        previous = int(number)
+        text = text.replace("\\n", "\n")
+        if _PERSONA.match(text) and "\t" not in text:
+            persona.append(text)
+            account.dropped.add("persona line (part of contexts)", uri, at, line)
+            continue
+        said, *rest = text.split("\t")
+        response = rest[0] if rest else ""
+        if not response:
+            account.malformed.add("no answer after a tab", uri, at, line)
+            continue
+        candidates = rest[2].split("|") if len(rest) > 2 and rest[2] else None
+        known = [*turns, said]
+        turns += [said, response]
+        if candidates and response not in candidates:
+            account.malformed.add("answer not among its candidates", uri, at, line)
+            continue
+        yield _Turn(dialogue, previous, persona, known, response, candidates)
+
+
+def _json_turns(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Turn]:
+    for dialogue, found in json_array.read_objects(uri, reading, account):
+        persona, pairs = found.get("persona"), found.get("dialogue")
+        if not _are_texts(persona) or not isinstance(pairs, list) or not pairs:
+            account.malformed.add("no persona or no dialogue", uri, dialogue, str(found))
+            continue
+        account.records += len(pairs) - 1  # as of text, each answer is a record
+        account.counts["dialogues"] += 1
+        lines = [_SELF + text for text in persona]
+        turns: list[str] = []
+        for number, pair in enumerate(pairs, start=1):
+            if not _are_texts(pair) or len(pair) != 2 or not pair[1]:
+                account.malformed.add("not what was said and an answer", uri, dialogue, str(pair))
+                continue
+            yield _Turn(dialogue, number, lines, [*turns, pair[0]], pair[1], None)
+            turns += pair
+
+
+def _are_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(map(raw.is_text, value))

@@ -1,0 +1,177 @@
+"""Sets for intent classification: what somebody says, and the intent's name as the response.
+
+    BANKING77   train.csv, test.csv        text,category
+                                           I am still waiting on my card?,card_arrival
+    CLINC150    data_full.json             {"train": [["how would you say fly in italian", "translate"], …],
+                                           "val": …, "test": …, "oos_train": …, "oos_val": …, "oos_test": …}
+    HWU64,      train/seq.in               what alarms do i have set right now
+    SNIPS       train/label                alarm_query            (line by line; valid/ and test/ alike)
+
+Splits come from these names; a file of BANKING77 that names none is cut 90 : 5 : 5. The column `intent` is
+the name as it stands in the file, `response` the same in words: "alarm query".
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
+
+from pipeline import storage
+from pipeline.artifact import Draft
+from pipeline.config import BadInput, require
+from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import tables
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.schema import Split, named_split, schema_with, split_of
+
+Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
+CORPORA: tuple[Corpus, ...] = ("banking77", "clinc150", "hwu64", "snips")
+
+_SCHEMA = schema_with(("intent", pa.string()), ("out_of_scope", pa.bool_()))
+_PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
+_WORD_BORDER = re.compile(r"_+|(?<=[a-z])(?=[A-Z])")  # alarm_query, AddToPlaylist
+
+
+class Labelled(NamedTuple):
+    """A text and its intent, as they stand in the file."""
+
+    line: int
+    id: str
+    text: str
+    intent: str
+    split: Split
+    out_of_scope: bool = False
+
+
+Layout = Callable[[str, raw.Reading, file_tasks.Account], Iterator[Labelled]]
+
+
+def prepare(
+    draft: Draft,
+    uris: list[str],
+    options: None,
+    reading: raw.Reading,
+    privacy: Privacy,
+    corpus: Corpus,
+) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks. Other files in the folders are set aside."""
+    pattern, used_with_it, layout = _LAYOUTS[corpus]
+    found = [uri for uri in uris if fnmatch(raw.plain_name(uri), pattern)]
+    if not found:
+        raise BadInput(f"--input: {uris[0]}: not a file of {corpus}; allowed: {pattern}")
+    with_it = [storage.join(posixpath.dirname(uri), used_with_it) for uri in found if used_with_it]
+    for uri in with_it:
+        if uri not in uris:
+            raise BadInput(
+                f"--input: {uri} is missing; allowed: {pattern} and {used_with_it} in a folder"
+            )
+    others = [uri for uri in uris if uri not in (*found, *with_it)]
+    file_tasks.require_distinct(map(_id_of_file, found))
+    parse_file = functools.partial(parse, corpus=corpus, layout=layout)
+    label = f"{corpus}: files to examples"
+    records = file_tasks.prepare(draft, found, parse_file, _SCHEMA, reading, privacy, label)
+    return [*records, {"notes": [f"{uri}: set aside, not a file of {corpus}" for uri in others]}]
+
+
+def parse(
+    uri: str, reading: raw.Reading, account: file_tasks.Account, corpus: Corpus, layout: Layout
+) -> Iterator[file_tasks.Row]:
+    """The examples of a file, one per text."""
+    for found in layout(uri, reading, account):
+        text, intent = found.text.strip(), found.intent.strip()
+        if not intent:
+            account.malformed.add("no intent", uri, found.line, text)
+        elif not text:
+            account.dropped.add("empty text", uri, found.line, intent)
+        else:
+            yield {
+                "example_id": found.id,
+                "group_id": found.id,
+                "context": [text],
+                "response": "out of scope" if found.out_of_scope else in_words(intent),
+                "candidates": None,
+                "label": None,
+                "source": corpus,
+                "split": found.split,
+                "intent": intent,
+                "out_of_scope": found.out_of_scope,
+            }
+
+
+def in_words(intent: str) -> str:
+    """An intent's name for a reader: "alarm query", "Add To Playlist"."""
+    return " ".join(_WORD_BORDER.sub(" ", intent).split())
+
+
+def _id_of_file(uri: str) -> str:
+    """What its examples' ids begin with: `train` for train/seq.in, else the file's name."""
+    name = raw.plain_name(uri)
+    return storage.name_of(posixpath.dirname(uri)) if name == "seq.in" else name
+
+
+# ---------------------------------------------------------------------------------------------------
+# Layouts
+
+
+def _banking(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
+    name = _id_of_file(uri)
+    columns = {"column text": "text", "column category": "category"}
+    for at, row in tables.read(uri, columns, reading, account):
+        id_ = f"{name}/{at}"
+        yield Labelled(at, id_, row["text"], row["category"], split_of(name, id_))
+
+
+def _clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
+    try:
+        parts = json.loads(b"".join(raw.decompressed(uri)))
+    except (raw.CutOff, ValueError, RecursionError) as error:
+        raise BadInput(f"{uri}: not a whole JSON file ({error})") from None
+    if not isinstance(parts, dict) or not all(isinstance(part, list) for part in parts.values()):
+        raise BadInput(f"{uri}: not an object of lists; allowed: {', '.join(_PARTS)}")
+    at = 0
+    for name, part in parts.items():
+        require(name in _PARTS, uri, name, ", ".join(_PARTS))
+        split = named_split(name.removeprefix("oos_"))
+        assert split is not None
+        for number, pair in enumerate(part, start=1):
+            at += 1
+            account.records += 1
+            if isinstance(pair, list) and len(pair) == 2 and all(map(raw.is_text, pair)):
+                id_ = f"{_id_of_file(uri)}/{name}/{number}"
+                text, intent = pair
+                yield Labelled(at, id_, text, intent, split, name.startswith("oos_"))
+            else:
+                shown = json.dumps(pair, ensure_ascii=False)
+                account.malformed.add("not a text and an intent", uri, at, shown)
+
+
+def _seq_in(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
+    folder, name = posixpath.dirname(uri), _id_of_file(uri)
+    split = named_split(name)
+    if split is None:
+        raise BadInput(f"{uri}: the folder names no split; allowed: train, valid, test")
+    lines = (raw.read_lines(file, reading, account.notes) for file in (uri, f"{folder}/label"))
+    for at, (text, intent) in enumerate(itertools.zip_longest(*lines), start=1):
+        if text is None or intent is None:
+            longer = "seq.in" if intent is None else "label"
+            raise BadInput(f"{folder}: {longer} has more than the {at - 1:,} lines of the other; "
+                           "allowed: seq.in and label with as many lines")  # fmt: skip
+        account.records += 1
+        yield Labelled(at, f"{name}/{at}", text[1], intent[1], split)
+
+
+_LAYOUTS: dict[Corpus, tuple[str, str, Layout]] = {
+    # (names of its files, the file that is read with each of them, how they are read)
+    "banking77": ("*.csv", "", _banking),
+    "clinc150": ("data*.json", "", _clinc),
+    "hwu64": ("seq.in", "label", _seq_in),
+    "snips": ("seq.in", "label", _seq_in),
+}

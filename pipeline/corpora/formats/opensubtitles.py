@@ -1,0 +1,129 @@
+"""OpenSubtitles (OPUS, raw text): a line of a film and the lines before it, by PolyAI's rules.
+
+    [DOOR OPENS]
+    - Gideon?
+    PALMER: You still there?
+
+The rules (opensubtitles/create_data.py of conversational-datasets): speakers' names, what stands in
+brackets, and hyphens round a line are taken out, lines without anything else left out. A line with the
+one before it is an example if both have 9 to 127 characters; up to 10 earlier lines follow, of any
+length. Files are split by the MD5 of their name, 90 : 10.
+
+The published files are the parts of 100,000 lines that `split -a 3 -l 100000 en.txt lines-` makes:
+`lines-aaa`, `lines-aab`, … `lines_per_part` makes the same of one file `lines.gz`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.artifact import Draft
+from pipeline.config import require
+from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.reddit.partition import thread_hashes
+from pipeline.corpora.reddit.threads import split_of
+from pipeline.corpora.schema import EXAMPLE
+
+# One word and a colon, where the line or a sentence of it begins; that sentence's end goes with it.
+_SPEAKER = re.compile(r"(?:^|[.!?]\s)\w+:")
+_SOUND = re.compile(r"[\[(].*?[\])]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which lines make an example. The defaults are PolyAI's."""
+
+    min_characters: int = 9
+    """Lines with fewer, once cleaned, make no example."""
+    max_characters: int = 127
+    """Nor do those with more."""
+    earlier_lines: int = 10
+    """Lines in a context before the immediate one, at most."""
+    lines_per_part: int = 0
+    """Each so many lines of a file count as a file of their own; 0: a file is a whole."""
+    train_share: float = 0.9
+    """Share of the files in `train`; the rest is `test`."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_characters", "earlier_lines", "lines_per_part"):
+            require(getattr(self, name) >= 0, f"opensubtitles.{name}", getattr(self, name), ">= 0")
+        require(self.max_characters >= self.min_characters, "opensubtitles.max_characters",
+                self.max_characters, ">= opensubtitles.min_characters")  # fmt: skip
+        require(0 < self.train_share <= 1, "opensubtitles.train_share", self.train_share,
+                "above 0, to 1")  # fmt: skip
+
+
+def prepare(
+    draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
+) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks."""
+    file_tasks.require_distinct(map(raw.plain_name, uris))
+    parse_file = functools.partial(parse, options=options)
+    label = "opensubtitles: files to examples"
+    return file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
+
+
+def parse(
+    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+) -> Iterator[file_tasks.Row]:
+    """The examples of a file: at most one per line, whose cleaned text is the response."""
+    name = raw.plain_name(uri)
+    earlier = deque[str](maxlen=options.earlier_lines + 1)
+    part, split = "", ""
+    bounds = (options.min_characters, options.max_characters)
+
+    for at, line in raw.read_lines(uri, reading, account.notes):
+        index, place = divmod(at - 1, options.lines_per_part or sys.maxsize)
+        if place == 0:
+            part = f"{name}-{_letters(index)}" if options.lines_per_part else name
+            earlier.clear()
+            split = split_of(thread_hashes(pa.array([part])), options.train_share)[0]
+        account.records += 1
+        if raw.is_overlong(line):
+            account.malformed.add("line too long", uri, at, line)
+            continue
+        text = clean(line)
+        if not text:
+            account.dropped.add("no text", uri, at, line)
+            continue
+        if not earlier:
+            account.dropped.add("first line of a file", uri, at, line)
+        elif fault := file_tasks.outside(len(text), *bounds):
+            account.dropped.add(f"response {fault}", uri, at, line)
+        elif fault := file_tasks.outside(len(earlier[-1]), *bounds):
+            account.dropped.add(f"context {fault}", uri, at, earlier[-1])
+        else:
+            yield {
+                "example_id": f"{part}/{place + 1}",
+                "group_id": part,
+                "context": list(earlier),
+                "response": text,
+                "candidates": None,
+                "label": None,
+                "source": "opensubtitles",
+                "split": split,
+            }
+        earlier.append(text)
+
+
+def clean(line: str) -> str:
+    """The line without speakers' names, sounds and hyphens; "" where nothing is left."""
+    return _SOUND.sub("", _SPEAKER.sub("", line)).strip(" -")
+
+
+def _letters(number: int) -> str:
+    """aaa, aab, … zzz, then more letters: how `split -a 3` names its files."""
+    letters = ""
+    while number or len(letters) < 3:
+        number, letter = divmod(number, 26)
+        letters = chr(ord("a") + letter) + letters
+    return letters

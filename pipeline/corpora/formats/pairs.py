@@ -1,0 +1,310 @@
+"""Files of the user's own: a row is a context, a response and, where given, the texts to choose from.
+
+    {"context": ["hi there", "how are you?"], "response": "fine, and you?"}
+    question,answer,thread
+    how are you?,"fine, and you?",17
+
+Parquet, CSV, TSV or JSON lines (see `tables`). `Options` name the columns. A context that is a list is
+turns, oldest first; a text is one turn. Rows of a group are never parted: those of one value of the group
+column or, without one, those whose contexts begin with the same turn. Splits are given by a column, by
+the names of files (`train.csv`) or of their folders (`train/part-0.parquet`), else a group's hash tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import os.path
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import storage
+from pipeline.artifact import Draft
+from pipeline.config import BadInput, require
+from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.dedup import hashing
+from pipeline.corpora.dedup.hashing import Hashes
+from pipeline.corpora.formats import tables
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
+
+_WHOLE = re.compile(r"-?[0-9]{1,9}(\.0*)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the columns are called, and how rows are shared out."""
+
+    context_column: str = "context"
+    """The turns before the response: a list of texts, or one text."""
+    response_column: str = "response"
+    """The right answer."""
+    group_column: str = ""
+    """What a split never cuts (text or whole number); none: the context's first turn."""
+    id_column: str = ""
+    """A row's id, unique among all files (text or whole number); none: the file's name and the line."""
+    candidates_column: str = ""
+    """A list of texts, the response among them, as JSON where it stands in CSV; may be null."""
+    label_column: str = ""
+    """The response's place in the candidates, from 0; none: the first that is the same text."""
+    split_column: str = ""
+    """train, valid (or dev, val, validation) or test."""
+    split_by: Literal["names", "groups"] = "names"
+    """Without a split column. `names`: files or folders called train…, valid…, dev… or test… are that
+    split, groups of others are shared out. `groups`: all are shared out."""
+    shares: tuple[float, float, float] = (0.9, 0.05, 0.05)
+    """Shares of the groups in train, valid and test where they are shared out."""
+    earlier_turns: Literal["off", "numbered"] = "off"
+    """`numbered`: turns before the context stand in columns context/0 (the latest), context/1, … as in
+    PolyAI's JSON."""
+    quotes: Literal["on", "off"] = "on"
+    """`off`: double quotes in CSV and TSV are text like any other."""
+
+    def __post_init__(self) -> None:
+        for name in ("context_column", "response_column"):
+            require(getattr(self, name) != "", f"pairs.{name}", getattr(self, name), "a column")
+        require(not self.label_column or self.candidates_column != "", "pairs.label_column",
+                self.label_column, "none without pairs.candidates_column")  # fmt: skip
+        parts = self.parts_per_thousand
+        whole = self.shares == tuple(part / 1000 for part in parts)
+        require(whole and min(parts) >= 0 and sum(parts) == 1000, "pairs.shares", self.shares,
+                "three shares, thousandths at the finest, that add up to 1")  # fmt: skip
+
+    @property
+    def parts_per_thousand(self) -> list[int]:
+        return [round(1000 * share) for share in self.shares]
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Option → column, of those that are named."""
+        named = {name: value for name, value in vars(self).items() if name.endswith("_column")}
+        return {f"pairs.{name}": value for name, value in named.items() if value}
+
+
+class Malformed(Exception):
+    """The row makes no example; the message is the reason."""
+
+
+def prepare(
+    draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
+) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks.
+
+    Raises BadInput where two rows have one id, or a group is in two splits: both are the user's.
+    """
+    folders = [f"{posixpath.dirname(uri)}/" for uri in uris]
+    # `commonpath` would make s3:/ of s3://.
+    root = os.path.commonprefix(folders).rpartition("/")[0] + "/"  # noqa: RUF071
+    parse_file = functools.partial(parse, options=options, root=root)
+    label = "pairs: files to examples"
+    records = file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
+    named = Counter(split for uri in uris if (split := _split_of_file(uri, options)))
+    shards = [draft.path(file["path"]) for record in records for file in record["files"]]
+    if options.id_column and shards:
+        _check_ids(shards, options)
+    if options.group_column and shards and (options.split_column or named):
+        _check_groups(shards, options)
+    notes = [
+        f"pairs: {number:,} of {len(uris):,} files are {split} by their names (pairs.split_by)"
+        for split, number in sorted(named.items())
+    ]
+    return [*records, {"notes": notes}]
+
+
+def parse(
+    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options, root: str
+) -> Iterator[file_tasks.Row]:
+    """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
+    name, named = uri.removeprefix(root), _split_of_file(uri, options)
+    is_turn = re.compile(re.escape(options.context_column) + r"/\d+").fullmatch
+    rows = tables.read(uri, options.columns, reading, account, is_turn, options.quotes == "on")
+    for at, row in rows:
+        try:
+            example = _example(row, options, f"{name}/{at}", named)
+        except Malformed as reason:
+            account.malformed.add(str(reason), uri, at, _shown(row))
+            continue
+        if empty := next(
+            (side for side in ("context", "response") if _is_blank(example[side])), ""
+        ):
+            account.dropped.add(f"empty {empty}", uri, at, _shown(row))
+        else:
+            yield example
+
+
+def _split_of_file(uri: str, options: Options) -> Split | None:
+    if options.split_by != "names" or options.split_column:
+        return None
+    folder = storage.name_of(posixpath.dirname(uri)).rpartition("=")[2]  # Hive's split=train
+    # A folder test_run says nothing of its files.
+    return named_split(storage.name_of(uri)) or (named_split(folder) if folder.isalpha() else None)
+
+
+def _is_blank(side: str | list[str]) -> bool:
+    return not "".join(side).strip()
+
+
+def _shown(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str)
+
+
+# ---------------------------------------------------------------------------------------------------
+# A row to an example
+
+
+def _example(
+    row: dict[str, Any], options: Options, name: str, named: Split | None
+) -> dict[str, Any]:
+    context = _context(row, options)
+    response = _text(row, options.response_column)
+    candidates = _candidates(row, options)
+    given = _split(row, options.split_column) if options.split_column else named
+    if options.group_column:
+        group = _key(row, options.group_column)
+    else:
+        first = hashlib.blake2b("".join(context[:1]).encode(), digest_size=8).hexdigest()
+        group = f"{given}/{first}" if given else first
+    return {
+        "example_id": _key(row, options.id_column) if options.id_column else name,
+        "group_id": group,
+        "context": context,
+        "response": response,
+        "candidates": candidates,
+        "label": _label(row, options, response, candidates),
+        "source": "pairs",
+        "split": given or hash_split(group, options.parts_per_thousand),
+    }
+
+
+def _context(row: dict[str, Any], options: Options) -> list[str]:
+    if options.earlier_turns == "off" and isinstance(row.get(options.context_column), list):
+        return _texts(row[options.context_column], options.context_column)
+    newest = _text(row, options.context_column)
+    earlier = list[str]()
+    if options.earlier_turns == "numbered":
+        columns = (f"{options.context_column}/{number}" for number in itertools.count())
+        present = itertools.takewhile(lambda column: row.get(column) not in (None, ""), columns)
+        earlier = [_text(row, column) for column in present]
+    return [*reversed(earlier), newest]
+
+
+def _candidates(row: dict[str, Any], options: Options) -> list[str] | None:
+    value = row.get(options.candidates_column)
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    return _texts(value, options.candidates_column)
+
+
+def _label(
+    row: dict[str, Any], options: Options, response: str, candidates: list[str] | None
+) -> int | None:
+    """The response's place in the candidates."""
+    column, value = options.label_column, row.get(options.label_column)
+    if candidates is None:
+        if value is None or value == "":
+            return None
+        raise Malformed(f"{column} without {options.candidates_column}")
+    if not column:
+        if response not in candidates:
+            raise Malformed(f"{options.response_column} is not among {options.candidates_column}")
+        return candidates.index(response)
+    place = _whole(value, column)
+    if not 0 <= place < len(candidates):
+        raise Malformed(f"{column} is no place in {options.candidates_column}")
+    if candidates[place] != response:
+        raise Malformed(f"{options.response_column} is not the candidate that {column} names")
+    return place
+
+
+def _split(row: dict[str, Any], column: str) -> Split:
+    split = named_split(_text(row, column))
+    if split is None:
+        raise Malformed(f"{column} is none of train, valid and test")
+    return split
+
+
+def _key(row: dict[str, Any], column: str) -> str:
+    value = row.get(column)
+    if value is None or value == "":
+        raise Malformed(f"no {column}")
+    if type(value) is not int and not raw.is_text(value):
+        raise Malformed(f"{column} is neither a text nor a whole number")
+    return str(value)
+
+
+def _text(row: dict[str, Any], column: str) -> str:
+    value = row.get(column)
+    if value is None:
+        raise Malformed(f"no {column}")
+    if not raw.is_text(value):
+        raise Malformed(f"{column} is no text")
+    return value
+
+
+def _texts(values: object, column: str) -> list[str]:
+    if not isinstance(values, list) or not all(map(raw.is_text, values)):
+        raise Malformed(f"{column} is no list of texts")
+    return values
+
+
+def _whole(value: object, column: str) -> int:
+    """Tables of other programs have 3.0 for 3 in columns with gaps, and CSV has nothing but texts."""
+    if isinstance(value, str) and _WHOLE.fullmatch(value):
+        value = float(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int:
+        raise Malformed(f"{column} is no whole number")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------
+# What no single row tells, in 8 bytes of memory for each
+
+
+def _check_ids(shards: list[str], options: Options) -> None:
+    hashes = [hashing.strings(_column(shard, "example_id")) for shard in shards]
+    if repeated := _repeated(hashes, shards, "example_id"):
+        raise BadInput(f"pairs.id_column {options.id_column}: {repeated!r} is the id of several rows; "
+                       "allowed: ids that differ")  # fmt: skip
+
+
+def _check_groups(shards: list[str], options: Options) -> None:
+    in_split = dict[str, list[Hashes]]()
+    for shard in shards:
+        hashes = hashing.strings(_column(shard, "group_id"))
+        in_split.setdefault(storage.name_of(posixpath.dirname(shard)), []).append(hashes)
+    each_once = [np.unique(np.concatenate(hashes)) for hashes in in_split.values()]
+    if repeated := _repeated(each_once, shards, "group_id"):
+        raise BadInput(f"pairs.group_column {options.group_column}: {repeated!r} is in several splits; "
+                       "allowed: groups that lie within one")  # fmt: skip
+
+
+def _repeated(hashes: list[Hashes], shards: list[str], column: str) -> str | None:
+    """A value of the column whose hash is there twice."""
+    ordered = np.sort(np.concatenate(hashes))
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if not len(repeated):
+        return None
+    texts: Iterator[str] = (text for shard in shards for text in _column(shard, column).to_pylist())
+    return next(t for t in texts if hashing.strings(pa.array([t]))[0] == repeated[0])
+
+
+def _column(shard: str, name: str) -> pa.Array:
+    with storage.open_input(shard) as stream:
+        return pq.read_table(stream, columns=[name])[name].combine_chunks()

@@ -1,0 +1,109 @@
+"""StarSpace's own files of Wikipedia (its "labelDoc"): an article a line, its sentences between TABs.
+
+    He was born in 1905 .<TAB>He wrote three novels .<TAB>…
+
+A random sentence is the query, the article without it the right answer. A file is the split that its
+name says (wikipedia_train5M.txt, wikipedia_shuf_train5M.txt, wikipedia_test10k.txt); one that names
+none is cut 90 : 5 : 5 by article. Articles have no ids here: their hashes stand for them.
+
+Files with "basedocs" in their names (wikipedia_test_basedocs.txt) are the published others of the
+evaluation (`others`): give those of one split. Without them others are chosen from `train`. An
+article that is in valid or test, too, is never one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import storage
+from pipeline.artifact import Draft
+from pipeline.corpora import file_tasks, fixed_candidates, raw
+from pipeline.corpora.formats import articles
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.schema import EXAMPLE, split_of
+
+_PREFIX = re.compile(r"^wikipedia_(shuf_)?", re.IGNORECASE)
+_BASE = "basedocs"
+_OVERLONG = raw.OVERLONG.decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(articles.Search):
+    """What becomes of an article."""
+
+    def __post_init__(self) -> None:
+        self.check("starspace")
+
+
+def prepare(
+    draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
+) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks."""
+    base = sorted(uri for uri in uris if _BASE in storage.name_of(uri).lower())
+    parse_file = functools.partial(parse, options=options)
+    records = file_tasks.prepare(
+        draft, [uri for uri in uris if uri not in base], parse_file, EXAMPLE, reading, privacy,
+        "starspace: articles to examples", articles.ROWS_PER_SHARD,
+    )  # fmt: skip
+    if options.others:
+        train = fixed_candidates.of_shards(fixed_candidates.shards_of(records, "train"))
+        published = functools.partial(_base_articles, uris=base, reading=reading, options=options)
+        held_out = fixed_candidates.shards_of(records, "valid", "test")
+        source = published if base else train
+        records += fixed_candidates.choose(draft, source, options.others, privacy, held_out)
+    return records
+
+
+def parse(
+    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+) -> Iterator[file_tasks.Row]:
+    """The examples of a file."""
+    file = _PREFIX.sub("", raw.plain_name(uri))
+    seen: set[str] = set()  # some 100 bytes an article
+    for number, name, sentences in _read(uri, reading, account):
+        if len(sentences) < 2 or name in seen:
+            reason = "the same article again" if name in seen else "fewer than 2 sentences"
+            account.dropped.add(reason, uri, number, " ".join(sentences))
+            continue
+        seen.add(name)
+        common = {
+            "group_id": name,
+            "candidates": None,
+            "label": None,
+            "source": "starspace",
+            "split": split_of(file, name),
+        }
+        yield from articles.search_rows(common, sentences, options)
+
+
+def _base_articles(
+    draft: Draft,
+    account: file_tasks.Account,
+    uris: list[str],
+    reading: raw.Reading,
+    options: Options,
+) -> Iterator[tuple[str, str]]:
+    for uri in uris:
+        for _, name, sentences in _read(uri, reading, account):
+            yield name, articles.article_text(sentences, options)
+
+
+def _read(
+    uri: str, reading: raw.Reading, account: file_tasks.Account
+) -> Iterator[tuple[int, str, list[str]]]:
+    """(line, id, sentences) of each article of a file; an empty line is none."""
+    for number, line in raw.read_lines(uri, reading, account.notes):
+        sentences = [text for part in line.split("\t") if (text := " ".join(part.split()))]
+        if not sentences:
+            continue
+        account.records += 1
+        if line.startswith(_OVERLONG):
+            account.malformed.add("line too long", uri, number, line)
+            continue
+        name = hashlib.blake2b("\t".join(sentences).encode(), digest_size=8).hexdigest()
+        yield number, name, sentences

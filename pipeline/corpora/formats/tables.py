@@ -1,0 +1,190 @@
+"""Tables of named columns, row by row in bounded memory: Parquet, CSV, TSV or JSON lines.
+
+A file is Parquet by its first bytes; CSV, TSV or JSON lines by its name (`.csv`, `.tsv`, `.jsonl`, before
+`.gz` and the like), else by its first line: an object is JSON lines, a tab means TSV, else it is CSV. CSV
+and TSV begin with the names of their columns; fields in double quotes may hold line breaks.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import storage
+from pipeline.config import BadInput, require
+from pipeline.corpora import file_tasks, raw
+
+Lines = Iterable[tuple[int, str]]
+Rows = Iterator[tuple[int, dict[str, Any]]]
+"""(line, of Parquet the row, from 1; the values by column)"""
+
+_ENDINGS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".csv": "csv",
+}
+_JSON_HEAD = 1000  # objects that are looked through for the names of columns
+_BATCH_ROWS = 1024
+_BUFFER_BYTES = 1 << 20  # for each column of Parquet
+
+
+def read(
+    uri: str,
+    wanted: Mapping[str, str],
+    reading: raw.Reading,
+    account: file_tasks.Account,
+    also: Callable[[str], object] = lambda name: False,
+    quotes: bool = True,
+) -> Rows:
+    """The rows of a file, with at least the columns `wanted` (by option) and those that `also` takes.
+
+    What is no row is set aside in `account`. `quotes`: in CSV and TSV they have their meaning.
+    Raises BadInput, with the names of the file's columns, where a wanted one is not among them.
+    """
+    with storage.open_input(uri) as stream:
+        is_parquet = stream.read(4) == b"PAR1"
+    if is_parquet:
+        return _parquet_rows(uri, wanted, also, account)
+    lines = text_lines(uri, reading, account)
+    first = next(((at, line) for at, line in lines if line.strip()), None)
+    if first is None:
+        return iter(())
+    lines = itertools.chain([first], lines)
+    kind = _kind(raw.plain_name(uri), first[1])
+    if kind == "json":
+        return _json_rows(uri, lines, wanted, account)
+    records = csv_records(uri, lines, account, "\t" if kind == "tsv" else ",", quotes)
+    return _csv_rows(uri, records, wanted, account)
+
+
+def text_lines(
+    uri: str, reading: raw.Reading, account: file_tasks.Account
+) -> Iterator[tuple[int, str]]:
+    """A file's lines, without the mark that some programs begin UTF-8 with."""
+    for at, line in raw.read_lines(uri, reading, account.notes):
+        yield at, line.removeprefix("\ufeff") if at == 1 else line
+
+
+def csv_records(
+    uri: str, lines: Lines, account: file_tasks.Account, delimiter: str = ",", quotes: bool = True
+) -> Iterator[tuple[int, list[str]]]:
+    """(first line, fields) of each record of CSV that is not blank; broken ones are set aside."""
+    taken = list[tuple[int, str]]()
+
+    def text() -> Iterator[str]:
+        for at, line in lines:
+            taken.append((at, line))
+            yield line + "\n"
+
+    csv.field_size_limit(raw.MAX_LINE_BYTES)
+    records = csv.reader(
+        text(),
+        delimiter=delimiter,
+        quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
+        strict=True,
+    )
+    while True:
+        taken.clear()
+        try:
+            fields = next(records, None)
+            fault = "line too long" if any(raw.is_overlong(line) for _, line in taken) else ""
+        except csv.Error as error:  # the next record begins on the next line
+            fields, fault = [], f"not CSV: {error}"
+        if fields is None:
+            return
+        if fault:
+            account.records += 1
+            account.malformed.add(fault, uri, taken[0][0], "\n".join(line for _, line in taken))
+        elif fields:
+            yield taken[0][0], fields
+
+
+def _kind(name: str, first_line: str) -> str:
+    for ending, kind in _ENDINGS.items():
+        if name.lower().endswith(ending):
+            return kind
+    return "json" if first_line.lstrip()[0] == "{" else "tsv" if "\t" in first_line else "csv"
+
+
+def _csv_rows(
+    uri: str,
+    records: Iterator[tuple[int, list[str]]],
+    wanted: Mapping[str, str],
+    account: file_tasks.Account,
+) -> Rows:
+    _, columns = next(records, (0, []))
+    _require(uri, wanted, columns)
+    for at, fields in records:
+        account.records += 1
+        if len(fields) == len(columns):
+            yield at, dict(zip(columns, fields, strict=True))
+        else:
+            reason = "more or fewer fields than columns"
+            account.malformed.add(reason, uri, at, json.dumps(fields, ensure_ascii=False))
+
+
+def _json_rows(
+    uri: str, lines: Lines, wanted: Mapping[str, str], account: file_tasks.Account
+) -> Rows:
+    rows = _json_objects(uri, lines, account)
+    head = list(itertools.islice(rows, _JSON_HEAD))
+    if head:
+        _require(uri, wanted, list(dict.fromkeys(name for _, row in head for name in row)))
+    yield from itertools.chain(head, rows)
+
+
+def _json_objects(uri: str, lines: Lines, account: file_tasks.Account) -> Rows:
+    for at, line in lines:
+        if not line.strip():
+            continue
+        account.records += 1
+        if raw.is_overlong(line):
+            account.malformed.add("line too long", uri, at, line)
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            account.malformed.add("not JSON", uri, at, line)
+            continue
+        if isinstance(value, dict):
+            yield at, value
+        else:
+            account.malformed.add("not a JSON object", uri, at, line)
+
+
+def _parquet_rows(
+    uri: str,
+    wanted: Mapping[str, str],
+    also: Callable[[str], object],
+    account: file_tasks.Account,
+) -> Rows:
+    at = 0
+    with storage.open_input(uri) as stream:
+        try:
+            file = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            columns = file.schema_arrow.names
+            _require(uri, wanted, columns)
+            columns = [name for name in columns if name in wanted.values() or also(name)]
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+                for row in batch.to_pylist():
+                    at += 1
+                    account.records += 1
+                    yield at, row
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"{uri}: broken Parquet after {at:,} rows ({error})") from None
+
+
+def _require(uri: str, wanted: Mapping[str, str], columns: list[str]) -> None:
+    for option, name in wanted.items():
+        require(
+            columns.count(name) == 1, option, name, f"the columns of {uri}: {', '.join(columns)}"
+        )

@@ -1,0 +1,161 @@
+"""Ubuntu Dialogue Corpus V2 as its script writes it, CSV; and the text form that cross-encoders read.
+
+    Context,Utterance,Label                                            train.csv
+    "hi __eou__ help? __eou__ __eot__ with what? __eou__ __eot__ ",my screen __eou__,1.0
+
+    Context,Ground Truth Utterance,Distractor_0,…,Distractor_8         valid.csv, test.csv
+
+    1<TAB>first turn<TAB>second turn<TAB>right answer                  train.txt, valid.txt, test.txt
+    0<TAB>first turn<TAB>second turn<TAB>wrong answer
+
+`__eot__` ends a turn, which becomes one text of the context; `__eou__` ends an utterance within a turn.
+Half of the rows that the script makes for train.csv hold a wrong answer, label 0: they are dropped. In
+the text form the answers with label 0 after a right one are its candidates. Dialogues have no ids and
+rows are shuffled, so a group is what begins with the same two turns.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from pipeline.artifact import Draft
+from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import tables
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.schema import EXAMPLE, split_of
+
+_TRAIN = ["Context", "Utterance", "Label"]
+_RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]
+_RIGHT, _WRONG = ("1", "1.0"), ("0", "0.0")
+_MARK = "__eou__"
+_ROWS_PER_SHARD = 50_000  # of 1 kB each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What becomes of the marks."""
+
+    end_of_utterance: Literal["dot", "none"] = "dot"
+    """What stands for `__eou__`: a full stop, as ParlAI has it, or nothing."""
+
+
+class _Question(NamedTuple):
+    """Texts as they are in the file; the first of the answers is the right one."""
+
+    line: int
+    turns: list[str]
+    answers: list[str]
+
+
+def prepare(
+    draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
+) -> list[dict[str, Any]]:
+    """Fills the draft and returns the records of its tasks."""
+    file_tasks.require_distinct(map(raw.plain_name, uris))
+    parse_file = functools.partial(parse, options=options)
+    label = "ubuntu: files to examples"
+    return file_tasks.prepare(
+        draft, uris, parse_file, EXAMPLE, reading, privacy, label, _ROWS_PER_SHARD
+    )
+
+
+def parse(
+    uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
+) -> Iterator[file_tasks.Row]:
+    """The examples of a file: one per right answer."""
+    name = raw.plain_name(uri)
+    for line, turns, answers in _questions(uri, reading, account):
+        context = [_shown(turn, options) for turn in turns if _says(turn)]
+        if not context or not _says(answers[0]):
+            reason = "empty answer" if context else "no turn before the answer"
+            account.dropped.add(reason, uri, line, "\t".join([*turns, answers[0]]))
+            continue
+        texts = [_shown(answer, options) for answer in answers]
+        begins = hashlib.blake2b("\t".join(context[:2]).encode(), digest_size=8).hexdigest()
+        group = f"{name}/{begins}"
+        yield {
+            "example_id": f"{name}/{line}",
+            "group_id": group,
+            "context": context,
+            "response": texts[0],
+            "candidates": texts if len(texts) > 1 else None,
+            "label": 0 if len(texts) > 1 else None,
+            "source": "ubuntu",
+            "split": split_of(name, group),
+        }
+
+
+def _says(text: str) -> bool:
+    return text.replace(_MARK, "").strip() != ""
+
+
+def _shown(text: str, options: Options) -> str:
+    if options.end_of_utterance == "dot":
+        return text.replace(_MARK, ".").strip()
+    return " ".join(part.strip() for part in text.split(_MARK)).strip()
+
+
+def _questions(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Question]:
+    lines = tables.text_lines(uri, reading, account)
+    first = next(((at, line) for at, line in lines if line.strip()), None)
+    if first is None:
+        return
+    lines = itertools.chain([first], lines)
+    if re.match(r"[01]\t", first[1]):
+        yield from _text_questions(uri, lines, account)
+    else:
+        yield from _csv_questions(uri, lines, account)
+
+
+def _csv_questions(
+    uri: str, lines: tables.Lines, account: file_tasks.Account
+) -> Iterator[_Question]:
+    records = tables.csv_records(uri, lines, account)
+    at, columns = next(records, (1, []))
+    if columns not in (_TRAIN, _RANKED):
+        account.records += 1
+        account.malformed.add("no header of the corpus", uri, at, ",".join(columns))
+        return
+    for at, fields in records:
+        account.records += 1
+        shown = ",".join(fields)
+        if len(fields) != len(columns):
+            account.malformed.add(f"not {len(columns)} fields", uri, at, shown)
+        elif columns == _RANKED:
+            yield _Question(at, fields[0].split("__eot__"), fields[1:])
+        elif fields[2] in _RIGHT:
+            yield _Question(at, fields[0].split("__eot__"), fields[1:2])
+        elif fields[2] in _WRONG:
+            account.dropped.add("label 0", uri, at, shown)
+        else:
+            account.malformed.add("label is neither 1 nor 0", uri, at, shown)
+
+
+def _text_questions(
+    uri: str, lines: tables.Lines, account: file_tasks.Account
+) -> Iterator[_Question]:
+    question: _Question | None = None
+    for at, line in lines:
+        if not line.strip():
+            continue
+        account.records += 1
+        label, *turns = line.split("\t")
+        if label not in _RIGHT + _WRONG or len(turns) < 2:
+            account.malformed.add("not a label, turns and an answer", uri, at, line)
+        elif label in _RIGHT:
+            if question:
+                yield question
+            question = _Question(at, turns[:-1], turns[-1:])
+        elif question and question.turns == turns[:-1]:
+            question.answers.append(turns[-1])
+            account.dropped.add("wrong answer (a candidate)", uri, at, line)
+        else:
+            account.malformed.add("wrong answer without the right one", uri, at, line)
+    if question:
+        yield question

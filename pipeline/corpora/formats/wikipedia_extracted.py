@@ -1,0 +1,87 @@
+"""WikiExtractor's output as articles, in its two forms.
+
+    <doc id="25" url="https://en.wikipedia.org/wiki?curid=25" title="Autism">
+    Autism
+
+    Paragraphs, one a line. In some versions headings, too, with a full stop.
+    </doc>
+
+    {"id": "25", "url": "…", "title": "Autism", "text": "Autism\\n\\nParagraphs, one a line."}
+
+Titles and texts may hold escaped characters and markup that the tool left over (`<br>`, `<ref>`, whole
+links): a line with any goes through the cleaner of the dumps.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator
+
+from pipeline.corpora import raw
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import wikitext
+from pipeline.corpora.formats.articles import Article
+
+_DOC = re.compile(r'<doc id="([^"]*)".*? title="(.*)">')
+_OVERLONG = raw.OVERLONG.decode()
+
+
+def articles(uri: str, reading: raw.Reading, account: Account) -> Iterator[Article]:
+    """The documents of a file; text outside of them, and one without an end, is malformed."""
+    article: Article | None = None
+    number, line = 0, ""
+    for number, line in raw.read_lines(uri, reading, account.notes):
+        start = _DOC.match(line) if line.startswith("<doc ") else None
+        if start:
+            if article:
+                account.malformed.add("document without an end", uri, number, article.title)
+            account.records += 1
+            article = Article(start[1], html.unescape(start[2]), number, [])
+            if not (article.id and article.title):
+                account.malformed.add("document without id or title", uri, number, line)
+        elif line == "</doc>":
+            if article and article.id and article.title:
+                yield article
+            article = None
+        elif article:
+            article.paragraphs.extend(_paragraphs(line, article.title))
+        elif line.startswith("{"):
+            account.records += 1
+            if found := _from_json(line, number):
+                yield found
+            else:
+                account.malformed.add("no JSON with id, title and text", uri, number, line)
+        elif line.strip():
+            account.records += 1
+            account.malformed.add("text outside a document", uri, number, line)
+    if article:
+        account.malformed.add("document without an end", uri, number, article.title)
+
+
+def _from_json(line: str, number: int) -> Article | None:
+    try:
+        document = json.loads(line)
+        name, title, text = str(document["id"]), document["title"], document["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not (name and title and all(map(raw.is_text, (name, title, text)))):
+        return None
+    title = html.unescape(title)
+    found = [paragraph for line in text.split("\n") for paragraph in _paragraphs(line, title)]
+    return Article(name, title, number, found)
+
+
+def _paragraphs(line: str, title: str) -> list[str]:
+    """What a line of a text shows: nothing, as its title does, one paragraph, or more."""
+    text = html.unescape(line).strip()
+    if not text or text == title or text.startswith(_OVERLONG):
+        return []
+    if wikitext.has_markup(text):
+        try:
+            return wikitext.paragraphs(text)
+        except wikitext.MarkupError:
+            return []
+    tidy = wikitext.tidy(text)
+    return [tidy] if tidy else []

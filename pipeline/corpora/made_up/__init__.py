@@ -1,0 +1,1 @@
+"""Generated data: the embedded sample corpora, and Reddit dumps of any size."""

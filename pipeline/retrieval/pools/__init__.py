@@ -1,0 +1,1 @@
+"""Candidate pools: planning, embedding, building, checking and publishing their versions."""

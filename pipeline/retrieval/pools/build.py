@@ -1,0 +1,119 @@
+"""Writes what a pool consists of: each shard by itself, then what takes a look at all of them.
+
+The rotation of the sketches comes from a sample of the finished shards' vectors; every shard's sketch is
+a task of its own, which a killed job does not do again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline import shards, storage
+from pipeline.arrays import Floats
+from pipeline.artifact import Draft
+from pipeline.config import BadInput
+from pipeline.retrieval.pools.candidates import arrow_file, npy_file
+from pipeline.retrieval.pools.pool import ROTATION
+from pipeline.retrieval.pools.sketch import MISSED, fit_rotation, sketch
+from pipeline.retrieval.pools.vector_format import LENGTH, Layer, decode
+
+# The rotation of 65,536 rows misses as much of a pool as that of all its rows does.
+_SAMPLE_SHARDS, _SAMPLE_ROWS = 64, 1024
+
+# An index over so many shards, whose product quantizer has learnt from so many rows.
+_PART_SHARDS, _LEAST_LEARNT, _LEARNT = 16, 1024, 8192
+_BITS, _ROUNDS = 4, 10
+
+Entry = dict[str, Any]
+
+
+def require_faiss() -> None:
+    """Raises BadInput where FAISS is not installed."""
+    if importlib.util.find_spec("faiss") is None:
+        raise BadInput("embed.neighbours: needs the package faiss-cpu; pip install polyrank[faiss]")
+
+
+def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list[Entry]:
+    """Writes a shard's rows and vectors; returns the files' entries for the manifest."""
+    return [
+        draft.write_file(f"rows/{name}.arrow", arrow_file(rows), len(rows)),
+        draft.write_file(f"vectors/{name}.npy", npy_file(vectors.matrix), len(rows)),
+        draft.write_file(f"norms/{name}.npy", npy_file(vectors.norms), len(rows)),
+    ]
+
+
+def index(
+    draft: Draft, names: Sequence[str], dimensions: int, neighbours: bool = False
+) -> tuple[list[Entry], list[Entry]]:
+    """Sketches the finished shards; returns (entries of the files, statistics of the shards).
+
+    `neighbours`: for approximate searches, too.
+    """
+    rotation = draft.records().get("rotation")
+    if rotation is None:
+        rotation = draft.write_file(ROTATION, npy_file(_fit(draft, names, dimensions)))
+        draft.mark("rotation", rotation)
+    tasks = {f"sketch-{name}": name for name in names}
+    records = shards.run_tasks(draft, tasks, _sketch, "sketch") if tasks else []
+    entries = [entry for record in records for entry in record["files"]]
+    if neighbours:
+        starts = range(0, len(names), _PART_SHARDS)
+        parts = {f"neighbours-{n:05d}": names[s : s + _PART_SHARDS] for n, s in enumerate(starts)}
+        entries += shards.run_tasks(draft, parts, _neighbours, "neighbours")
+    return [rotation, *entries], [record["statistics"] for record in records]
+
+
+def _fit(draft: Draft, names: Sequence[str], dimensions: int) -> Floats:
+    sample = [np.empty((0, dimensions), np.float32)]
+    for name in names[:: -(-len(names) // _SAMPLE_SHARDS) or 1]:
+        layer = _read_vectors(draft, name)
+        sample.append(decode(layer.take(slice(None, None, -(-len(layer.matrix) // _SAMPLE_ROWS)))))
+    return fit_rotation(np.concatenate(sample))
+
+
+def _sketch(draft: Draft, task: str, name: str) -> Entry:
+    rotation = np.load(io.BytesIO(storage.read_bytes(draft.path(ROTATION))), allow_pickle=False)
+    layer = _read_vectors(draft, name)
+    found = sketch(decode(layer, np.float64), rotation)
+    rows = len(found.matrix)
+    lengths = layer.norms[LENGTH].astype(np.float64)
+    missed = found.norms[MISSED].astype(np.float64) / np.maximum(lengths, 1e-300)
+    return {
+        "files": [
+            draft.write_file(f"sketch/{name}.npy", npy_file(found.matrix), rows),
+            draft.write_file(f"sketch_norms/{name}.npy", npy_file(found.norms), rows),
+        ],
+        "statistics": {
+            "shard": name,
+            "rows": rows,
+            "lengths": [float(lengths.min()), float(lengths.mean()), float(lengths.max())],
+            "missed_by_sketch": float(missed.mean()),
+        },
+    }
+
+
+def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> Entry:
+    import faiss
+
+    faiss.omp_set_num_threads(1)  # the other cores have tasks of their own
+    vectors_ND = np.concatenate([decode(_read_vectors(draft, name)) for name in names])
+    width = vectors_ND.shape[1]
+    group = next(size for size in (3, 2, 1) if width % size == 0)
+    index = faiss.IndexPQFastScan(width, width // group, _BITS, faiss.METRIC_INNER_PRODUCT)
+    index.pq.cp.niter = _ROUNDS
+    sample = vectors_ND[:: -(-len(vectors_ND) // _LEARNT)]
+    index.train(np.resize(sample, (max(len(sample), _LEAST_LEARNT), width)))
+    index.add(vectors_ND)
+    name = task.replace("neighbours-", "neighbours/part-") + ".faiss"
+    return draft.write_file(name, faiss.serialize_index(index).tobytes(), len(vectors_ND))
+
+
+def _read_vectors(draft: Draft, name: str) -> Layer:
+    paths = (draft.path(folder, f"{name}.npy") for folder in ("vectors", "norms"))
+    return Layer(*(np.load(io.BytesIO(storage.read_bytes(p)), allow_pickle=False) for p in paths))

@@ -1,0 +1,193 @@
+"""What an actor does with a shard of a pool: it copies the vectors that are known, and embeds the rest.
+
+Texts are taken in windows, sorted by length in each, and go through the model in batches bounded by
+tokens, while the next window is tokenised. Where the hardware multiplies bf16, the weights are bf16.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.arrays import Bools, Floats, Ints
+from pipeline.artifact import Draft
+from pipeline.corpora import raw
+from pipeline.models import inference
+from pipeline.models.ranker import load_ranker
+from pipeline.models.transformer import use_bf16
+from pipeline.resources import best_device
+from pipeline.retrieval.pools import build, candidates, plan
+from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers
+from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
+
+_WINDOW_ROWS = 4096
+_SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
+_ORDINARY = "an ordinary text"
+
+
+class Embedder:
+    """A model, the version before and the canaries, in memory."""
+
+    def __init__(
+        self,
+        model: Path,
+        batch_tokens: int,
+        previous: str,
+        canaries: list[list[str]],
+        top_k: int,
+        sample: int,
+        dtype: Dtype = "float32",
+    ) -> None:
+        """`previous`: the version whose vectors are those that the model would make, or "".
+
+        `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard
+        that are embedded once more. `dtype`: what the pool keeps of a vector.
+        """
+        # Ray gives torch as many threads as the actor has cores; the tokenizer would take all there are.
+        os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
+        self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
+        self._dtype: Dtype = dtype
+        self._ranker = load_ranker(model)
+        device = best_device()
+        self._ranker.to(device)
+        if use_bf16(device):
+            inference.to_bf16(self._ranker)
+        self._previous = Pool.open(previous) if previous else None
+        self._contexts = inference.context_vectors(self._ranker, canaries) if canaries else None
+
+    def __call__(self, draft: Draft, name: str, slices: plan.Slices) -> dict[str, Any]:
+        """Writes a shard's rows and vectors; `check` in the record is for the gate."""
+        started = time.time()
+        rows, places_N = _read(draft, slices)
+        vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
+        copied_N = self._copy(rows, places_N, vectors_ND)
+        todo = np.flatnonzero(~copied_N)
+        began = time.perf_counter()
+        vectors_ND[todo], tokens_N = self._embed(rows["text"].take(todo).to_pylist())
+        embedded = {"rows": len(todo), "actor_seconds": round(time.perf_counter() - began, 3)}
+        poisoned = {"text has no tokens": todo[tokens_N == 0]}
+        infinite = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
+        if len(infinite) and not np.isfinite(self._embed([_ORDINARY])[0]).all():
+            raise FloatingPointError(f"{name}: the model made vectors that are not finite")
+        poisoned["vector is not finite"] = infinite
+        rejects = _reject(draft, name, rows, poisoned)
+        good = np.delete(np.arange(len(rows)), np.concatenate(list(poisoned.values())))
+        rows, known_N = rows.take(good), places_N[good] >= 0
+        layer = encode(vectors_ND[good], self._dtype)
+        vectors_ND = decode(layer)  # the gate looks at what searches will
+        return {
+            "files": build.write_shard(draft, name, rows, layer) if len(rows) else [],
+            "counts": {"candidates": len(rows), "shards": int(len(rows) > 0)},
+            "dropped": rejects,
+            "malformed": rejects,
+            "check": self._check(name, rows, vectors_ND, known_N) if len(rows) else None,
+            "embedded": embedded,
+            "clock": [started, time.time()],
+        }
+
+    def _copy(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:
+        """Fills in the vectors of texts that the version before has; returns which rows'."""
+        copied_N = np.zeros(len(rows), bool)
+        there = np.flatnonzero(places_N >= 0)
+        if self._previous is None or not len(there):
+            return copied_N
+        there = there[np.argsort(places_N[there])]
+        hashes = _hashes_at(self._previous, places_N[there])
+        there = there[np.array(hashes) == rows["content_hash"].take(there).to_numpy()]
+        vectors_ND[there] = self._previous.vectors_at(places_N[there])
+        copied_N[there] = True
+        return copied_N
+
+    def _embed(self, texts: Sequence[str]) -> tuple[Floats, Ints]:
+        """(vectors [N, D], how many tokens of its own each text has [N])"""
+        windows = [texts[at : at + _WINDOW_ROWS] for at in range(0, len(texts), _WINDOW_ROWS)]
+        vectors: list[Floats] = [np.empty((0, self._ranker.dual.dimensions), np.float32)]
+        tokens: list[int] = []
+        with ThreadPoolExecutor(1) as ahead:
+            waiting = [ahead.submit(self._ranker.candidate_rows, window) for window in windows[:1]]
+            for number in range(len(windows)):
+                rows = waiting.pop().result()
+                if number + 1 < len(windows):
+                    waiting.append(ahead.submit(self._ranker.candidate_rows, windows[number + 1]))
+                part = inference.row_vectors(self._ranker, rows, self._batch_tokens)
+                vectors.append(part.numpy())
+                tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
+        return np.concatenate(vectors), np.array(tokens, np.int64)
+
+    def _check(
+        self, name: str, rows: pa.Table, vectors_ND: Floats, known_N: Bools
+    ) -> dict[str, Any]:
+        norms_N = np.linalg.norm(vectors_ND, axis=1)
+        rng = np.random.default_rng(crc32(name.encode()))
+        cosines = []
+        for at in rng.permutation(len(rows))[: self._sample].tolist():
+            again_D = self._embed([rows["text"][at].as_py()])[0][0]
+            length = max(float(norms_N[at] * np.linalg.norm(again_D)), 1e-30)
+            cosines.append(float(vectors_ND[at] @ again_D) / length)
+        keys = [value[:KEY_DIGITS] for value in rows["content_hash"].to_pylist()]
+        known = np.flatnonzero(known_N)
+        return {
+            "dimensions": vectors_ND.shape[1],
+            "norms": [float(norms_N.min()), float(norms_N.mean()), float(norms_N.max())],
+            "cosine": min(cosines, default=None),
+            "answers": self._answers(vectors_ND, keys),
+            "known_answers": self._answers(vectors_ND[known], [keys[at] for at in known.tolist()]),
+        }
+
+    def _answers(self, vectors_ND: Floats, keys: Sequence[str]) -> Answers:
+        """The shard's best rows for each canary."""
+        if self._contexts is None:
+            return []
+        if not keys:
+            return [[] for _ in self._contexts[0]]
+        starts = range(0, len(vectors_ND), _SCORED_ROWS)
+        parts = [torch.from_numpy(vectors_ND[at : at + _SCORED_ROWS]) for at in starts]
+        with torch.inference_mode():
+            scores = self._ranker.dual.scores
+            scores_QN = torch.cat([scores(*self._contexts, part) for part in parts], dim=1)
+            top = scores_QN.topk(min(self._top_k, len(keys)), dim=1)
+        return [
+            [(score, keys[at]) for score, at in zip(scores, places, strict=True)]
+            for scores, places in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        ]
+
+
+def _read(draft: Draft, slices: plan.Slices) -> tuple[pa.Table, Ints]:
+    """A shard's candidates, and the place of each one's text in the version before, or NEW."""
+    tables, verdicts = [], []
+    for part, start, end in slices:
+        verdict = plan.read_verdicts(draft, part)[start:end]
+        keep = verdict >= plan.NEW
+        tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
+        verdicts.append(verdict[keep])
+    return pa.concat_tables(tables).combine_chunks(), np.concatenate(verdicts)
+
+
+def _hashes_at(pool: Pool, places: Ints) -> list[str]:
+    """The content hashes at ascending places."""
+    parts = np.split(places, np.searchsorted(places, pool.ends[:-1]))
+    found = []
+    for table, start, part in zip(pool.rows, (0, *pool.ends[:-1]), parts, strict=True):
+        found += table["content_hash"].take(pa.array(part - start)).to_pylist()
+    return found
+
+
+def _reject(draft: Draft, name: str, rows: pa.Table, poisoned: dict[str, Ints]) -> dict[str, int]:
+    """Counts rows that cannot be embedded, and keeps some to look at."""
+    rejects = raw.Rejects()
+    for reason, places in poisoned.items():
+        for at in places.tolist():
+            text = f"id {rows['id'][at].as_py()!r}: {rows['text'][at].as_py()!r}"
+            rejects.add(reason, f"rows/{name}", at + 1, text)
+    rejects.save(draft, name)
+    return dict(rejects.counts)

@@ -1,0 +1,241 @@
+"""A candidate pool: `<pools>/<name>/<version>/`, and `<pools>/<name>/CURRENT` names a version.
+
+    manifest.json                 dtype, dimensions, statistics of the shards, checksums of all files
+    rows/part-00000.arrow         id, text, content_hash, and the columns kept to filter by
+    vectors/, norms/              `stored`
+    rotation.npy, sketch/, sketch_norms/    `sketch`
+    neighbours/                   where it was asked for: `approximate`
+
+A version never changes. Its matrices and its rows are memory-mapped, so that processes of one node
+share them.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline import storage
+from pipeline.arrays import Floats, Ints
+from pipeline.artifact import Artifact, read_artifact
+from pipeline.config import BadInput
+from pipeline.retrieval.pools import checksums
+from pipeline.retrieval.pools.checksums import Check
+from pipeline.retrieval.pools.sketch import is_orthonormal
+from pipeline.retrieval.pools.vector_format import FILE_DTYPES, LENGTH, Dtype, Layer, decode
+
+CURRENT = "CURRENT"
+KIND = "pool"
+ROTATION = "rotation.npy"
+
+
+class Row(NamedTuple):
+    """A candidate."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some of a pool's rows, in one order."""
+
+    rows: pa.Table
+    """id, text, content_hash and more columns"""
+    vectors: Layer
+    sketch: Layer
+
+    def __len__(self) -> int:
+        return int(self.rows.num_rows)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """An open version of a pool."""
+
+    artifact: Artifact
+    name: str
+    version: str
+    shards: tuple[Shard, ...]
+    rotation: Floats
+    """[D, K] float64, of the sketches."""
+    ends: tuple[int, ...]
+    """Where each shard ends in the pool."""
+
+    @classmethod
+    def open(cls, uri: str, check: Check = "once") -> Pool:
+        """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
+
+        `check`: the files' checksums and the ids; sizes and shapes are checked always.
+        Raises BadInput where there is none, or where a file is not what the manifest says.
+        """
+        uri = storage.absolute(uri.rstrip("/"))
+        if storage.exists(storage.join(uri, CURRENT)):
+            version = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
+            uri = storage.join(uri, version)
+        artifact = read_artifact(uri, KIND)
+        if artifact.manifest.get("dtype") not in FILE_DTYPES:
+            raise BadInput(f"{uri}: dtype is {artifact.manifest.get('dtype')!r}; allowed: "
+                           f"{', '.join(FILE_DTYPES)}; embed the pool again")  # fmt: skip
+        folder = artifact.local()
+        rotation = _load(folder / ROTATION, np.float64, (artifact.manifest["dimensions"], None))
+        if not is_orthonormal(rotation):
+            raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
+        names = [Path(file).stem for file in artifact.files("rows/")]
+        columns = rotation.shape[1]
+        shards = tuple(_open_shard(folder, name, artifact.manifest, columns) for name in names)
+        checksums.contents(artifact, folder, [shard.rows for shard in shards], check)
+        ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
+        name = storage.name_of(uri[: -len(storage.name_of(uri)) - 1])
+        return cls(artifact, name, storage.name_of(uri), shards, rotation, ends)
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @property
+    def dimensions(self) -> int:
+        return int(self.artifact.manifest["dimensions"])
+
+    @functools.cached_property
+    def longest(self) -> float:
+        """The length of the longest vector."""
+        return max(
+            (float(s.vectors.norms[LENGTH].max(initial=0)) for s in self.shards), default=0.0
+        )
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.artifact.manifest["dtype"]  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def neighbours(self) -> Any:
+        """FAISS' index of all rows, by place; its parts, in this process' memory, are searched at once.
+
+        Raises BadInput where the pool has none.
+        """
+        files = self.artifact.files("neighbours/")
+        if not files:
+            raise BadInput(f"{self.artifact.uri}: has no index of neighbours; embed the pool again with "
+                           "--embed.neighbours true, or search by another method")  # fmt: skip
+        import faiss
+
+        folder = self.artifact.local() / "neighbours"
+        index_of_parts: Any = faiss.IndexShards  # its types know another constructor
+        index = index_of_parts(self.dimensions, True, True)
+        for file in files:
+            index.add_shard(faiss.read_index(str(folder / storage.name_of(file))))
+        return index
+
+    @property
+    def rows(self) -> tuple[pa.Table, ...]:
+        """The shards' rows."""
+        return tuple(shard.rows for shard in self.shards)
+
+    @property
+    def model_fingerprint(self) -> str:
+        """The model that embedded the pool."""
+        return str(self.artifact.manifest["inputs"]["model"]["fingerprint"])
+
+    def require_model(self, model: Artifact) -> None:
+        """Raises BadInput unless `model` embedded the pool: vectors of two models do not compare."""
+        if self.model_fingerprint != model.fingerprint:
+            raise BadInput(f"{self.artifact.uri}: embedded by the model {self.model_fingerprint}, not by "
+                           f"{model.uri} ({model.fingerprint}); embed the pool again")  # fmt: skip
+
+    def row(self, place: int) -> Row:
+        """The candidate at a place from 0 to len - 1."""
+        shard = bisect_right(self.ends, place)
+        at = place - (self.ends[shard - 1] if shard else 0)
+        table = self.shards[shard].rows
+        return Row(table["id"][at].as_py(), table["text"][at].as_py())
+
+    def ids_at(self, places: Ints) -> list[str]:
+        """The ids at ascending places."""
+        parts = [s.rows["id"].take(pa.array(at)) for s, at in self._of_shards(places)]
+        return [name for part in parts for name in part.to_pylist()]
+
+    def vectors_at(self, places: Ints) -> Floats:
+        """The vectors [N, D] at N ascending places, float32."""
+        if not len(places):
+            return np.empty((0, self.dimensions), np.float32)
+        return decode(self.layer_at(places, "vectors"))
+
+    def layer_at(self, places: Ints, name: str) -> Layer:
+        """The rows of `vectors` or of `sketch` at ascending places, one at least."""
+        parts = [getattr(shard, name).take(at) for shard, at in self._of_shards(places)]
+        matrices, norms = zip(*parts, strict=True)
+        return Layer(np.concatenate(matrices), np.concatenate(norms, axis=1))
+
+    def _of_shards(self, places: Ints) -> list[tuple[Shard, Ints]]:
+        """Shards with some of these ascending places, and the places in each."""
+        found = []
+        at = 0
+        while at < len(places):
+            number = bisect_right(self.ends, int(places[at]))
+            end = int(np.searchsorted(places, self.ends[number]))
+            start = self.ends[number - 1] if number else 0
+            found.append((self.shards[number], places[at:end] - start))
+            at = end
+        return found
+
+
+def _open_shard(folder: Path, name: str, manifest: dict[str, Any], columns: int) -> Shard:
+    path = folder / "rows" / f"{name}.arrow"
+    try:
+        rows = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (ValueError, OSError) as error:  # pyarrow's are among them
+        raise BadInput(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+    layers = []
+    for layer, dtype, shape in (
+        ("vectors", FILE_DTYPES[manifest["dtype"]], (rows.num_rows, manifest["dimensions"])),
+        ("norms", "float32", (2, rows.num_rows)),
+        ("sketch", "int8", (rows.num_rows, columns)),
+        ("sketch_norms", "float32", (4, rows.num_rows)),
+    ):
+        layers.append(_load(folder / layer / f"{name}.npy", dtype, shape))
+    return Shard(rows, Layer(*layers[:2]), Layer(*layers[2:]))
+
+
+def _load(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.ndarray[Any, Any]:
+    """A mapped matrix; what is written to it stays in this process.
+
+    Raises BadInput where it is none, or of another dtype or shape.
+    """
+    try:
+        # An empty file cannot be mapped. Torch takes none that is read-only.
+        matrix = np.asarray(np.load(path, mmap_mode="c" if shape[0] else None, allow_pickle=False))
+    except (ValueError, OSError) as error:
+        raise BadInput(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+    rows, width = shape
+    wanted = (rows, matrix.shape[-1] if width is None else width)
+    if matrix.shape != wanted or matrix.dtype != dtype:
+        raise BadInput(f"{path}: {matrix.dtype} {matrix.shape}; the manifest and the rows' file say "
+                       f"{np.dtype(dtype)} {wanted}")  # fmt: skip
+    return matrix
+
+
+def current_uri(pools: str, name: str) -> str:
+    """Where a pool's CURRENT lies."""
+    return storage.join(pools, name, CURRENT)
+
+
+def make_current(pools: str, name: str, version: str) -> None:
+    """Lets readers that open the pool from now on have `version`; one atomic step."""
+    storage.write_bytes(current_uri(pools, name), f"{version}\n".encode())
+
+
+def describe(pool: Pool) -> dict[str, Any]:
+    """What a service says about a pool."""
+    return {
+        "name": pool.name,
+        "version": pool.version,
+        "candidates": len(pool),
+        "dimensions": pool.dimensions,
+        "created_at": pool.artifact.manifest["created_at"],
+    }

@@ -1,0 +1,105 @@
+"""A look at a pool: how long its vectors are, which of them are equal, and which nearly so."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.arrays import Floats, Ints
+from pipeline.retrieval.pools.pool import Pool, Row
+from pipeline.retrieval.pools.vector_format import LENGTH
+
+_COMPARED_ROWS = 4096  # with each other: 0.3 GB for the moment
+_TAKEN_ROWS = 16_384
+_SHARES = (0.0, 0.05, 0.5, 0.95, 1.0)
+
+
+class Pair(NamedTuple):
+    """Two candidates of different vectors."""
+
+    cosine: float
+    one: Row
+    other: Row
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What `survey` found."""
+
+    rows: int
+    lengths: tuple[float, ...]
+    """The least length of a vector, those at 5, 50 and 95 %, and the greatest; of all rows."""
+    missed: float
+    """The mean share of a vector's length that the sketch does not have; of all rows."""
+    sampled: int
+    equal: int
+    """Rows of the sample whose vector another one of them has, too."""
+    most_equal: tuple[Row, int] | None
+    """The first row of the vector that comes most often, and how often it does."""
+    compared: int
+    pairs: tuple[Pair, ...]
+    """The nearest ones of the rows that were compared, nearest first."""
+
+
+def survey(pool: Pool, sample_rows: int, pairs: int, seed: int) -> Survey:
+    """`sample_rows`: how many are looked at for equal vectors, 0: all; `pairs`: how many are told."""
+    sampled = _sample(len(pool), sample_rows or len(pool), seed)
+    keys = []
+    for start in range(0, len(sampled), _TAKEN_ROWS):
+        part = pool.layer_at(sampled[start : start + _TAKEN_ROWS], "vectors")
+        keys += [_digest(row, norms) for row, norms in zip(part.matrix, part.norms.T, strict=True)]
+    counts = Counter(keys)
+    key, most = counts.most_common(1)[0] if counts else (b"", 0)
+    norms = [shard.vectors.norms[LENGTH] for shard in pool.shards if len(shard)]
+    missed = [
+        shard["missed_by_sketch"] * shard["rows"] for shard in pool.artifact.manifest["statistics"]
+    ]
+    compared = _sample(len(pool), _COMPARED_ROWS, seed)
+    return Survey(
+        rows=len(pool),
+        lengths=tuple(np.quantile(np.concatenate(norms), _SHARES).tolist()) if norms else (),
+        missed=sum(missed) / max(1, len(pool)),
+        sampled=len(sampled),
+        equal=sum(count for count in counts.values() if count > 1),
+        most_equal=(pool.row(int(sampled[keys.index(key)])), most) if most > 1 else None,
+        compared=len(compared),
+        pairs=tuple(_nearest(pool, compared, pairs)),
+    )
+
+
+def _sample(rows: int, count: int, seed: int) -> Ints:
+    """Ascending places."""
+    if count >= rows:
+        return np.arange(rows)
+    return np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
+
+
+def _digest(row: Floats, norms: Floats) -> bytes:
+    return hashlib.blake2b(row.tobytes() + norms.tobytes(), digest_size=16).digest()
+
+
+def _nearest(pool: Pool, places: Ints, count: int) -> list[Pair]:
+    """Of each vector the first row alone is compared."""
+    vectors_ND = pool.vectors_at(places)
+    first = np.sort(np.unique(vectors_ND, axis=0, return_index=True)[1])
+    places, vectors_ND = places[first], vectors_ND[first]
+    lengths_N = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
+    vectors_ND = vectors_ND / np.where(lengths_N > 0, lengths_N, 1)
+    cosines_NN = vectors_ND @ vectors_ND.T
+    cosines_NN[np.tril_indices(len(places))] = -np.inf  # each pair once
+    count = min(count, len(places) * (len(places) - 1) // 2)
+    nearest: list[int] = []
+    if count:
+        nearest = np.argpartition(-cosines_NN, count - 1, axis=None)[:count].tolist()
+    found = [divmod(at, len(places)) for at in nearest]
+    pairs = [
+        Pair(
+            float(cosines_NN[one, other]), pool.row(int(places[one])), pool.row(int(places[other]))
+        )
+        for one, other in found
+    ]
+    return sorted(pairs, reverse=True)

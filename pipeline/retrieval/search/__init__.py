@@ -1,0 +1,13 @@
+"""Search of a pool: exact with proofs, pruned by bounds, or approximate with exact re-scoring."""
+
+from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.search.exact import (
+    Answer,
+    Found,
+    Method,
+    search,
+    top_rows,
+    weights_of_vectors,
+)
+
+__all__ = ["Answer", "Found", "Method", "Pool", "search", "top_rows", "weights_of_vectors"]

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import BadInput
+from pipeline.corpora.formats import intents
+from pipeline.corpora.formats.intents import in_words
+
+
+def write(folder: Path, files: dict[str, str]) -> list[Path]:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, newline="")
+    return [folder / name for name in files]
+
+
+@pytest.fixture
+def prepare(prepare_here, tmp_path: Path):
+    """What files of the given contents leave."""
+
+    def run(corpus: intents.Corpus, files: dict[str, str]):
+        return prepare_here(partial(intents.prepare, corpus=corpus), write(tmp_path, files))
+
+    return run
+
+
+def shown(found: Any) -> list[tuple[str, str, str, bool, str]]:
+    rows = sorted(found.rows, key=lambda row: row["example_id"])
+    assert all(row["group_id"] == row["example_id"] and row["candidates"] is None for row in rows)
+    return [
+        (row["example_id"], *row["context"], row["intent"], row["out_of_scope"], row["split"]) for row in rows
+    ]  # fmt: skip
+
+
+# Each set's layout
+
+
+def test_banking77_is_csv_with_line_breaks_in_quotes(prepare):
+    found = prepare("banking77", {
+        "train.csv": 'text,category\nWhere is it?,card_arrival\n"\nHelp, please\n\n\n",Refund_not_there\n',
+        "test.csv": "text,category\r\nIt is gone,reverted_card_payment?\r\n",
+        "categories.json": "[]",
+    })  # fmt: skip
+    assert shown(found) == [
+        ("test.csv/2", "It is gone", "reverted_card_payment?", False, "test"),
+        ("train.csv/2", "Where is it?", "card_arrival", False, "train"),
+        ("train.csv/3", "Help, please", "Refund_not_there", False, "train"),
+    ]
+    assert {row["source"] for row in found.rows} == {"banking77"}
+    (note,) = found.notes
+    assert note.endswith("categories.json: set aside, not a file of banking77")
+
+
+def test_a_file_of_banking77_that_names_no_split_is_cut(prepare):
+    lines = "".join(f"text {n},intent_{n % 7}\n" for n in range(400))
+    found = prepare("banking77", {"all.csv": f"text,category\n{lines}"})
+    counts = Counter(row["split"] for row in found.rows)
+    assert counts["train"] > 320 and min(counts["valid"], counts["test"]) > 5
+
+
+def test_clinc150_names_its_splits_and_what_is_out_of_scope(prepare):
+    parts = {
+        "oos_val": [["how old is it", "oos"]],
+        "val": [["fly in italian", "translate"]],
+        "train": [["what is my balance ", "bill_balance"], ["hi", "greeting"]],
+        "oos_train": [["who won", "oos"]],
+        "test": [["pay it", "pay_bill"]],
+        "oos_test": [["so what", "oos"]],
+    }
+    found = prepare(
+        "clinc150", {"data_full.json": json.dumps(parts), "domains.json": '{"banking": []}'}
+    )
+    assert shown(found) == [
+        ("data_full.json/oos_test/1", "so what", "oos", True, "test"),
+        ("data_full.json/oos_train/1", "who won", "oos", True, "train"),
+        ("data_full.json/oos_val/1", "how old is it", "oos", True, "valid"),
+        ("data_full.json/test/1", "pay it", "pay_bill", False, "test"),
+        ("data_full.json/train/1", "what is my balance", "bill_balance", False, "train"),
+        ("data_full.json/train/2", "hi", "greeting", False, "train"),
+        ("data_full.json/val/1", "fly in italian", "translate", False, "valid"),
+    ]
+    assert {row["response"] for row in found.rows if row["out_of_scope"]} == {"out of scope"}
+    assert [note.rsplit("/", 1)[1] for note in found.notes] == [
+        "domains.json: set aside, not a file of clinc150"
+    ]
+
+
+@pytest.mark.parametrize("corpus", ["hwu64", "snips"])
+def test_hwu64_and_snips_are_two_files_line_by_line(prepare, corpus):
+    found = prepare(corpus, {
+        "train/seq.in": "what alarms do i have\nadd it \n",
+        "train/label": "alarm_query\nAddToPlaylist\n",
+        "valid/seq.in": "play it",
+        "valid/label": "PlayMusic",
+        "test/seq.in": "is it raining\n",
+        "test/label": "GetWeather\r\n",
+        "train/seq.out": "O O O O O\nO O\n",
+    })  # fmt: skip
+    assert shown(found) == [
+        ("test/1", "is it raining", "GetWeather", False, "test"),
+        ("train/1", "what alarms do i have", "alarm_query", False, "train"),
+        ("train/2", "add it", "AddToPlaylist", False, "train"),
+        ("valid/1", "play it", "PlayMusic", False, "valid"),
+    ]
+    assert len(found.notes) == 1 and "seq.out" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("intent", "words"),
+    [
+        ("card_payment_wrong_exchange_rate", "card payment wrong exchange rate"),
+        ("AddToPlaylist", "Add To Playlist"),
+        ("Refund_not_showing_up", "Refund not showing up"),
+        ("reverted_card_payment?", "reverted card payment?"),
+        ("w2", "w2"),
+        ("PTO_request", "PTO request"),
+        ("__iot__hue_", "iot hue"),
+    ],
+)
+def test_a_response_is_the_intents_name_in_words(intent, words):
+    assert in_words(intent) == words
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels", "longer"),
+    [
+        ("a\nb\n", "x\n", "seq.in has more than the 1 lines of the other"),
+        ("a\n", "x\ny\nz\n", "label has more than the 1 lines of the other"),
+        ("", "x\n", "label has more than the 0 lines of the other"),
+    ],
+)
+def test_unequal_numbers_of_lines_are_refused(prepare, texts, labels, longer):
+    with pytest.raises(BadInput, match=rf"/train: {longer}"):
+        prepare("hwu64", {"train/seq.in": texts, "train/label": labels})
+
+
+def test_a_seq_in_without_its_labels_is_refused(prepare):
+    with pytest.raises(BadInput, match=r"^--input: .*/valid/label is missing"):
+        prepare("hwu64", {"train/seq.in": "a", "train/label": "x", "valid/seq.in": "a"})
+
+
+def test_a_folder_that_names_no_split_is_refused(prepare):
+    with pytest.raises(BadInput, match=r"/some/seq\.in: the folder names no split; allowed: train"):
+        prepare("snips", {"some/seq.in": "a", "some/label": "x"})
+
+
+def test_two_folders_of_one_name_are_refused(prepare):
+    with pytest.raises(BadInput, match="2 files are named train"):
+        prepare("snips", {f"{n}/train/{f}": "a\n" for n in (1, 2) for f in ("seq.in", "label")})
+
+
+@pytest.mark.parametrize("corpus", intents.CORPORA)
+def test_files_of_none_of_its_names_are_refused(prepare, corpus):
+    with pytest.raises(BadInput, match=rf"rows\.txt: not a file of {corpus}; allowed: "):
+        prepare(corpus, {"rows.txt": "a,b\n"})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ('{"train": [["a", "b"]', "not a whole JSON file"),
+        ("[" * 100_000, "not a whole JSON file"),
+        ("", "not a whole JSON file"),
+        ('[["a", "b"]]', "not an object of lists; allowed: train, val"),
+        ('{"train": {"a": "b"}}', "not an object of lists; allowed: train, val"),
+        ('{"trein": [["a", "b"]]}', "'trein' is not allowed; allowed: train, val"),
+    ],
+)
+def test_json_that_is_not_clinc150_is_refused(prepare, data, message):
+    with pytest.raises(BadInput, match=rf"data_full\.json: {message}"):
+        prepare("clinc150", {"data_full.json": data})
+
+
+def test_csv_with_other_columns_is_refused_with_their_names(prepare):
+    with pytest.raises(BadInput, match=r"'category' is not allowed; .*train\.csv: text, label$"):
+        prepare("banking77", {"train.csv": "text,label\na,b\n"})
+
+
+@pytest.mark.parametrize(
+    "pair", [["a"], ["a", "b", "c"], "ab", {"a": "b"}, ["a", 1], ["\ud83d", "b"], None]
+)
+def test_an_entry_that_is_no_pair_is_set_aside(prepare, pair):
+    found = prepare(
+        "clinc150", {"data_full.json": json.dumps({"train": [["a", "b"], pair, ["c", "d"]]})}
+    )
+    assert [row[0] for row in shown(found)] == ["data_full.json/train/1", "data_full.json/train/3"]
+    assert found.dropped == {"not a text and an intent": 1}
+
+
+def test_lines_without_a_text_or_an_intent_are_counted(prepare):
+    found = prepare("hwu64", {"train/seq.in": "a\n\nc\n", "train/label": "x\ny\n \n"})
+    assert [row[0] for row in shown(found)] == ["train/1"]
+    assert found.dropped == {"empty text": 1, "no intent": 1}
+
+
+# Real data
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("corpus", "counts", "intents_there"),
+    [
+        ("banking77", {"train": 10003}, 77),
+        ("clinc150", {"train": 15100, "valid": 3100}, 151),
+        ("hwu64", {"train": 8954, "valid": 1076}, 64),
+        ("snips", {"train": 13084, "valid": 700}, 7),
+    ],
+)
+def test_the_real_sets_are_read_to_the_last_text(
+    run_job, shared, tmp_path, corpus, counts, intents_there
+):
+    folder = shared / "data" / "intent" / corpus
+    summary = run_job(
+        "prepare_corpus", "--corpus", corpus, "--input", folder, "--output", tmp_path / "out",
+        "--redact", "off"
+    ).summary  # fmt: skip
+    total = sum(counts.values())
+    assert summary["counts"] == {
+        "records": total, "examples": total, **{f"examples.{split}": n for split, n in counts.items()}
+    }  # fmt: skip
+    files = (tmp_path / "out").glob("*/*.parquet")
+    rows = [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
+    assert len({row["intent"] for row in rows}) == intents_there
+    assert len({row["response"] for row in rows}) == intents_there
+    out_of_scope = sum(row["out_of_scope"] for row in rows)
+    assert out_of_scope == (200 if corpus == "clinc150" else 0)
+    if corpus == "banking77":
+        with (folder / "train.csv").open(newline="") as stream:
+            by_hand = Counter(
+                (row["text"].strip(), row["category"]) for row in csv.DictReader(stream)
+            )
+        assert Counter((row["context"][0], row["intent"]) for row in rows) == by_hand

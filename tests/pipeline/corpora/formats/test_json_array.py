@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats.json_array import read_objects
+from pipeline.corpora.raw import Reading
+
+
+def read(file: Path, data: bytes, truncated: str = "stop") -> tuple[list[Any], Account]:
+    file.write_bytes(data)
+    account = Account()
+    return list(read_objects(str(file), Reading(truncated=truncated), account)), account
+
+
+_objects = st.dictionaries(st.text(max_size=5), st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+), max_size=3)  # fmt: skip
+
+
+@given(st.lists(_objects, max_size=6), st.sampled_from([None, 1, 4]), st.booleans())
+def test_any_array_is_read_as_the_json_module_reads_it(
+    tmp_path_factory, objects, indent, ascii_only
+):
+    file = tmp_path_factory.getbasetemp() / "any.json"
+    data = json.dumps(objects, indent=indent, ensure_ascii=ascii_only)
+    found, account = read(file, data.encode())
+    assert found == list(enumerate(json.loads(data), start=1))
+    assert account.records == len(objects)
+
+
+def test_objects_that_lie_across_pieces_of_the_stream_are_whole(tmp_path):
+    objects = [{"id": n, "text": "é" * (40_000 * (n % 9))} for n in range(60)]
+    data = json.dumps(objects, ensure_ascii=False).encode()
+    assert len(data) > 10 << 20
+    for packed in (data, zstandard.compress(data)):
+        found, _ = read(tmp_path / "large.json", packed)
+        assert [value for _, value in found] == objects
+
+
+@pytest.mark.parametrize(
+    "data", [b'\xef\xbb\xbf[{"a": 1}]', b' \n[{"a": 1}]\n', b'[{"a": 1},]', b'[{"a": 1}] rest']
+)
+def test_marks_and_space_around_the_array_do_not_matter(tmp_path, data):
+    found, account = read(tmp_path / "a.json", data)
+    assert (found, account.records) == ([(1, {"a": 1})], 1)
+
+
+def test_what_is_no_object_is_set_aside_and_the_rest_read(tmp_path):
+    found, account = read(tmp_path / "a.json", b'[1, {"a": 1}, "x", [{"a": 2}], null, {"a": 3}]')
+    assert found == [(2, {"a": 1}), (6, {"a": 3})]
+    assert account.records == 6
+    assert account.malformed.counts == {"not a JSON object": 4}
+    assert [sample["line"] for sample in account.malformed.samples] == [1, 3, 4, 5]
+
+
+def test_a_comma_may_be_missing(tmp_path):
+    found, _ = read(tmp_path / "a.json", b'[, {"a": 1} {"a": 2},, {"a": 3}]')
+    assert [value["a"] for _, value in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("data", [b'{"a": [{"b": 1}]}', b"hello", b"# README\n[1]", b"1"])
+def test_a_file_that_is_no_array_is_one_malformed_record(tmp_path, data):
+    found, account = read(tmp_path / "a.json", data)
+    assert (found, account.records) == ([], 1)
+    assert account.malformed.counts == {"not a JSON array": 1}
+
+
+@pytest.mark.parametrize("data", [b"", b" \n ", b"[]", b"[ ]\n"])
+def test_an_empty_file_or_array_holds_no_record(tmp_path, data):
+    found, account = read(tmp_path / "a.json", data)
+    assert (found, account.records, account.malformed.counts) == ([], 0, {})
+
+
+@pytest.mark.parametrize(
+    "rest", [b"", b", ", b', {"a": 3', b', {"a": nope}, {"a": 4}]', b", " + b"[" * 100_000]
+)
+def test_an_array_that_breaks_off_is_refused_with_its_whole_objects_until_told_to_keep_them(
+    tmp_path, rest
+):
+    data = b'[{"a": 1}, {"a": 2}' + rest
+    with pytest.raises(BadInput, match=r"a\.json: .* after 2 whole objects; --reading.truncated"):
+        read(tmp_path / "a.json", data)
+    found, account = read(tmp_path / "a.json", data, "keep")
+    assert [value["a"] for _, value in found] == [1, 2]
+    (note,) = account.notes
+    assert note.endswith("its 2 whole objects are used")
+
+
+def test_a_compressed_stream_that_is_cut_off_is_treated_alike(tmp_path):
+    whole = json.dumps([{"a": n, "text": "x" * 100} for n in range(1000)]).encode()
+    half = whole[: len(whole) // 2]
+    stream = zstandard.ZstdCompressor().compressobj()
+    data = stream.compress(half) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    with pytest.raises(BadInput, match="cut off after 500 whole objects"):
+        read(tmp_path / "a.zst", data)
+    found, account = read(tmp_path / "a.zst", data, "keep")
+    assert len(found) == half.count(b"}") == 500
+    assert "its 500 whole objects are used" in account.notes[0]
+
+
+def test_an_object_without_an_end_does_not_fill_the_memory(tmp_path):
+    data = b'[{"a": 1}, {"a": "' + b"x" * (12 << 20) + b'"}]'
+    with pytest.raises(BadInput, match="over 10 MiB after 1 whole objects"):
+        read(tmp_path / "a.json", data)

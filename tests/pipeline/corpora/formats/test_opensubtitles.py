@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import opensubtitles
+from pipeline.corpora.formats.opensubtitles import Options, clean
+from pipeline.corpora.raw import Reading
+
+
+def read(folder: Path, lines: list[str], name: str = "lines-aaa", **options: Any):
+    (folder / name).write_bytes("".join(f"{line}\n" for line in lines).encode())
+    account = Account()
+    rows = list(opensubtitles.parse(str(folder / name), Reading(), account, Options(**options)))
+    return rows, account
+
+
+# Lines
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        ("- You still there?", "You still there?"),
+        ("  -- Yes. -", "Yes."),
+        ("JOHN: Come in.", "Come in."),
+        ("John Smith: Come in.", "John Smith: Come in."),  # names are one word
+        ("Who is it? MARY: It's me.", "Who is it It's me."),  # the end of the sentence goes as well
+        ("Stop! A: no. B: yes", "Stop no yes"),
+        ("It is 10:30 now.", "It is 10:30 now."),
+        ("10:30 it is.", "30 it is."),
+        ("Здравствуй: да", "да"),
+        ("[DOOR OPENS] Hello (quietly), you.", "Hello , you."),
+        ("(mixed] brackets [too) go", "brackets  go"),
+        ("(not closed", "(not closed"),
+        ("(two) words (more)", "words"),
+        ("[MUSIC]", ""),
+        ("- (sighs) -", ""),
+        ("", ""),
+        ("\tTabs stay\t", "\tTabs stay\t"),
+        ("(JOHN): hi", ": hi"),
+        ("-JOHN: hi", "JOHN: hi"),
+    ],
+)
+def test_names_sounds_and_hyphens_are_taken_out(line, left):
+    assert clean(line) == left
+
+
+def test_a_line_is_a_response_to_the_lines_before_it_oldest_first(tmp_path):
+    lines = [f"This is line number {number}." for number in range(14)]
+    rows, account = read(tmp_path, lines)
+    assert [row["response"] for row in rows] == lines[1:]
+    assert rows[0]["context"] == lines[:1]
+    assert rows[-1]["context"] == lines[2:13]
+    assert max(len(row["context"]) for row in rows) == 11
+    assert {(row["group_id"], row["source"], row["candidates"], row["label"]) for row in rows} == {
+        ("lines-aaa", "opensubtitles", None, None)
+    }
+    assert account.records == 14
+    assert account.dropped.counts == {"first line of a file": 1}
+
+
+@pytest.mark.parametrize("length", [8, 9, 127, 128])
+def test_a_line_of_9_to_127_characters_is_context_and_response(tmp_path, length):
+    lines = ["Long enough.", "é" * length, "As long as that."]
+    rows, account = read(tmp_path, lines)
+    if 9 <= length <= 127:
+        assert [row["response"] for row in rows] == lines[1:]
+        return
+    wrong = "short" if length < 9 else "long"
+    assert rows == []
+    assert account.dropped.counts == {
+        "first line of a file": 1, f"response too {wrong}": 1, f"context too {wrong}": 1,
+    }  # fmt: skip
+
+
+def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tmp_path):
+    rows, account = read(tmp_path, ["Hm.", "[DOOR]", "Who is there?", "", "It is me again."])
+    assert [(row["context"], row["response"]) for row in rows] == [
+        (["Hm.", "Who is there?"], "It is me again.")
+    ]
+    assert account.dropped.counts == {
+        "first line of a file": 1, "no text": 2, "context too short": 1,
+    }  # fmt: skip
+
+
+def test_a_line_over_10_mib_is_set_aside_and_the_others_are_read(tmp_path):
+    rows, account = read(tmp_path, ["This is a line.", "word " * (11 << 18), "This is another."])
+    assert [(row["context"], row["response"]) for row in rows] == [
+        (["This is a line."], "This is another.")
+    ]
+    assert account.malformed.counts == {"line too long": 1}
+
+
+_pieces = [
+    "A: ",
+    "hello there",
+    "long enough text",
+    ". ",
+    "! ",
+    "[x]",
+    "(y",
+    ")",
+    " - ",
+    "-",
+    "é",
+    "x:",
+    "?",
+]
+_lines = st.lists(st.lists(st.sampled_from(_pieces), max_size=6).map("".join), max_size=30)
+
+
+@given(_lines, st.integers(0, 3))
+def test_any_file_gives_the_pairs_of_its_cleaned_lines(tmp_path_factory, lines, earlier):
+    """Against the rules in their plainest form: a list of lines, and pairs of neighbours in it."""
+    cleaned = []
+    for line in lines:
+        line = re.sub(r"(^|[.!?]\s)(\w+):", "", line)
+        line = re.sub(r"[\[(][^\])]*[\])]", "", line)
+        cleaned.append(line.strip(" -"))
+    spoken = [line for line in cleaned if line]
+    expected = [
+        (spoken[max(0, at - 1 - earlier) : at], spoken[at])
+        for at in range(1, len(spoken))
+        if all(9 <= len(side) <= 127 for side in spoken[at - 1 : at + 1])
+    ]
+    rows, account = read(tmp_path_factory.getbasetemp(), lines, earlier_lines=earlier)
+    assert [(row["context"], row["response"]) for row in rows] == expected
+    assert account.records == len(lines) == len(rows) + account.dropped.counts.total()
+    assert len({row["example_id"] for row in rows}) == len(rows)
+
+
+# Files
+
+
+def test_a_file_is_train_or_test_by_the_md5_of_its_name(tmp_path):
+    splits = []
+    for letter in "abcdefghijklmnopqrstuvwxyz":
+        name = f"lines-ab{letter}"
+        rows, _ = read(tmp_path, ["This is a line."] * 3, name)
+        place = int(hashlib.md5(name.encode()).hexdigest(), 16) % 4096
+        splits.append("train" if (1 + place) / 4096 < 0.9 else "test")
+        assert {row["split"] for row in rows} == {splits[-1]}
+    assert set(splits) == {"train", "test"}
+
+
+def test_a_compressed_file_is_the_same_as_it_is_unpacked(tmp_path):
+    plain, _ = read(tmp_path, ["This is a line."] * 5)
+    packed = tmp_path / "lines-aaa.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "lines-aaa").read_bytes()))
+    assert list(opensubtitles.parse(str(packed), Reading(), Account(), Options())) == plain
+
+
+def test_one_file_in_parts_is_what_its_parts_are_in_files(tmp_path):
+    lines = [f"This is line number {number}." for number in range(28 * 4 - 1)]
+    whole, account = read(tmp_path, lines, "lines", lines_per_part=4)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    parts = []
+    for number, name in enumerate([f"lines-aa{a}" for a in letters] + ["lines-aba", "lines-abb"]):
+        parts += read(tmp_path, lines[4 * number : 4 * number + 4], name)[0]
+    assert whole == parts
+    assert account.dropped.counts == {"first line of a file": 28}
+
+
+def test_two_files_of_one_name_are_refused(prepare_here, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        read(tmp_path / folder, ["This is a line."] * 3)
+    packed = tmp_path / "b" / "lines-aaa.gz"
+    (tmp_path / "b" / "lines-aaa").rename(packed)
+    with pytest.raises(BadInput, match="2 files are named lines-aaa"):
+        prepare_here(opensubtitles.prepare, [tmp_path / "a" / "lines-aaa", packed], Options())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("min_characters", -1),
+        ("max_characters", 8),
+        ("earlier_lines", -1),
+        ("lines_per_part", -1),
+        ("train_share", 0),
+    ],
+)
+def test_options_outside_their_range_are_refused(option, value):
+    with pytest.raises(
+        BadInput, match=rf"^opensubtitles\.{option}: {value} is not allowed; allowed: "
+    ):
+        Options(**{option: value})
+
+
+def test_the_job_makes_a_corpus_of_them(run_job, tmp_path):
+    for number in range(3):
+        read(tmp_path, [f"This is line number {n}." for n in range(40)], f"lines-aa{'xyz'[number]}")
+    summary = run_job(
+        "prepare_corpus", "--corpus", "opensubtitles", "--input", *sorted(tmp_path.glob("lines-*")),
+        "--output", tmp_path / "out", "--opensubtitles.lines-per-part", "20"
+    ).summary  # fmt: skip
+    assert summary["counts"]["records"] == 120
+    assert summary["counts"]["examples"] == 6 * 19
+    assert summary["dropped"] == {"first line of a file": 6}

@@ -1,0 +1,411 @@
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import pairs
+from pipeline.corpora.formats.pairs import Options
+from pipeline.corpora.raw import Reading
+
+Row = dict[str, Any]
+ASKED = {"context": "how are you ?", "response": "fine ."}
+ALL = Options(
+    group_column="group", id_column="id", candidates_column="options", label_column="label",
+    split_column="split",
+)  # fmt: skip
+FULL = {"context": ["hi", "how are you ?"], "response": "fine .", "group": "g", "id": "1",
+        "options": ["no .", "fine ."], "label": 1, "split": "train"}  # fmt: skip
+
+
+def write(file: Path, rows: list[Row]) -> Path:
+    """The rows as the file's ending says."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with file.open("w", newline="") as stream:
+            writer = csv.DictWriter(
+                stream, list(rows[0]), delimiter="\t" if file.suffix == ".tsv" else ","
+            )
+            writer.writeheader()
+            writer.writerows(
+                {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
+                for row in rows
+            )
+    return file
+
+
+def read(
+    folder: Path, rows: list[Row], options: Options | None = None, name: str = "rows.jsonl"
+) -> tuple[list[Row], Account]:
+    """What one file gives."""
+    file, account = write(folder / name, rows), Account()
+    root = f"{folder}/"
+    return list(pairs.parse(str(file), Reading(), account, options or Options(), root)), account
+
+
+# Rows
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "csv", "tsv"])
+def test_a_row_is_an_example_in_every_form(tmp_path, form):
+    rows = [{**FULL, "context": "how are\nyou ?"}, {**FULL, "context": 'and, "you" ?', "id": "2"}]
+    found, account = read(tmp_path, rows, ALL, f"rows.{form}")
+    common = {"group_id": "g", "response": "fine .", "candidates": ["no .", "fine ."], "label": 1,
+              "source": "pairs", "split": "train"}  # fmt: skip
+    assert found == [
+        {**common, "example_id": "1", "context": ["how are\nyou ?"]},
+        {**common, "example_id": "2", "context": ['and, "you" ?']},
+    ]
+    assert account.records == 2
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_context_that_is_a_list_is_turns(tmp_path, form):
+    found, _ = read(tmp_path, [FULL], ALL, f"rows.{form}")
+    assert [row["context"] for row in found] == [["hi", "how are you ?"]]
+
+
+def test_a_text_is_one_turn_even_where_it_looks_like_a_list(tmp_path):
+    found, _ = read(tmp_path, [{"context": '["hi"]', "response": "[1]"}], name="rows.csv")
+    assert [(row["context"], row["response"]) for row in found] == [(['["hi"]'], "[1]")]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "csv"])
+def test_earlier_turns_may_stand_in_numbered_columns_the_latest_first(tmp_path, form):
+    absent = "" if form == "csv" else None
+    rows = [
+        {**ASKED, "context/0": "hey", "context/1": "hi", "context/10": "never read"},
+        {**ASKED, "context/0": "hey", "context/1": absent, "context/10": absent},
+        {**ASKED, "context/0": absent, "context/1": "hi", "context/10": absent},
+    ]
+    if form == "jsonl":
+        rows = [{name: value for name, value in row.items() if value} for row in rows]
+    found, _ = read(tmp_path, rows, Options(earlier_turns="numbered"), f"rows.{form}")
+    assert [row["context"] for row in found] == [
+        ["hi", "hey", "how are you ?"],
+        ["hey", "how are you ?"],
+        ["how are you ?"],
+    ]
+    assert read(tmp_path, rows, None, f"rows.{form}")[0][0]["context"] == ["how are you ?"]
+
+
+def test_columns_may_have_any_name(tmp_path):
+    rows = [{"Frage ?": "wie geht's ?", "die.Antwort": "gut .", "x": 1}]
+    options = Options(context_column="Frage ?", response_column="die.Antwort")
+    for form in ("jsonl", "parquet", "csv"):
+        (found,), _ = read(tmp_path, rows, options, f"rows.{form}")
+        assert (found["context"], found["response"]) == (["wie geht's ?"], "gut .")
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "csv"])
+def test_without_a_label_the_first_candidate_with_the_responses_text_is_meant(tmp_path, form):
+    options = Options(candidates_column="options")
+    rows = [{**ASKED, "options": ["no .", "fine .", "fine ."]}]
+    (found,), _ = read(tmp_path, rows, options, f"rows.{form}")
+    assert (found["candidates"], found["label"]) == (["no .", "fine .", "fine ."], 1)
+
+
+@pytest.mark.parametrize("label", [2, 2.0, "2", "2.0"])
+def test_a_label_may_be_written_as_other_programs_write_it(tmp_path, label):
+    options = Options(candidates_column="options", label_column="label")
+    rows = [{**ASKED, "options": ["no .", "fine .", "fine ."], "label": label}]
+    assert [row["label"] for row in read(tmp_path, rows, options)[0]] == [2]
+
+
+def test_candidates_may_be_null(tmp_path):
+    rows = [FULL, {**FULL, "options": None, "label": None, "id": "2"}]
+    for form in ("jsonl", "parquet"):
+        found, _ = read(tmp_path, rows, ALL, f"rows.{form}")
+        assert [(row["candidates"], row["label"]) for row in found] == [
+            (["no .", "fine ."], 1),
+            (None, None),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"context": None}, "no context"),
+        ({"context": 5}, "context is no text"),
+        ({"context": "\ud83d"}, "context is no text"),
+        ({"context": ["hi", None]}, "context is no list of texts"),
+        ({"context": [["hi"]]}, "context is no list of texts"),
+        ({"response": None}, "no response"),
+        ({"response": ["fine ."]}, "response is no text"),
+        ({"group": None}, "no group"),
+        ({"group": ""}, "no group"),
+        ({"group": 1.5}, "group is neither a text nor a whole number"),
+        ({"group": True}, "group is neither a text nor a whole number"),
+        ({"id": None}, "no id"),
+        ({"id": [1]}, "id is neither a text nor a whole number"),
+        ({"options": "no . | fine ."}, "options is no list of texts"),
+        ({"options": '{"a": "fine ."}'}, "options is no list of texts"),
+        ({"options": ["no .", 3]}, "options is no list of texts"),
+        ({"options": None}, "label without options"),
+        ({"label": None}, "label is no whole number"),
+        ({"label": "one"}, "label is no whole number"),
+        ({"label": 0.5}, "label is no whole number"),
+        ({"label": True}, "label is no whole number"),
+        ({"label": 2}, "label is no place in options"),
+        ({"label": -1}, "label is no place in options"),
+        ({"label": 10**30}, "label is no place in options"),
+        ({"options": []}, "label is no place in options"),
+        ({"label": 0}, "response is not the candidate that label names"),
+        ({"split": "holdout"}, "split is none of train, valid and test"),
+        ({"split": 1}, "split is no text"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_set_aside_and_the_rest_is_read(tmp_path, change, reason):
+    found, account = read(tmp_path, [FULL, {**FULL, **change}, {**FULL, "id": "3"}], ALL)
+    assert [row["example_id"] for row in found] == ["1", "3"]
+    assert account.malformed.counts == {reason: 1}
+    (sample,) = account.malformed.samples
+    assert sample["line"] == 2
+
+
+def test_a_response_that_is_not_among_the_candidates_is_set_aside(tmp_path):
+    rows = [{**ASKED, "options": ["no ."]}, {**ASKED, "options": ["fine ."]}]
+    found, account = read(tmp_path, rows, Options(candidates_column="options"))
+    assert len(found) == 1
+    assert account.malformed.counts == {"response is not among options": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "side"),
+    [
+        ({"context": ""}, "context"),
+        ({"context": [" ", "\n"]}, "context"),
+        ({"context": []}, "context"),
+        ({"response": " \t"}, "response"),
+    ],
+)
+def test_a_row_without_text_is_counted(tmp_path, change, side):
+    found, account = read(tmp_path, [ASKED, {**ASKED, **change}])
+    assert len(found) == 1
+    assert account.dropped.counts == {f"empty {side}": 1}
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+_rows = st.dictionaries(st.sampled_from(list(FULL)), _values).map(lambda row: {**FULL, **row})
+
+
+@given(st.lists(_rows, max_size=4))
+def test_any_row_is_an_example_that_fits_the_contract_or_counted(tmp_path_factory, rows):
+    found, account = read(tmp_path_factory.getbasetemp(), [FULL, *rows], ALL)
+    counted = account.malformed.counts.total() + account.dropped.counts.total()
+    assert len(found) + counted == account.records == 1 + len(rows)
+    for row in found:
+        assert row["response"].strip() and "".join(row["context"]).strip()
+        assert (row["candidates"] is None) == (row["label"] is None)
+        if row["candidates"] is not None:
+            assert row["candidates"][row["label"]] == row["response"]
+
+
+# Splits and groups
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train.jsonl", "train"),
+        ("validation-00000-of-00002.parquet", "valid"),
+        ("dev.csv", "valid"),
+        ("TEST_a.tsv", "test"),
+        ("test/part-0.jsonl", "test"),
+        ("split=valid/part-0.jsonl", "valid"),
+        ("valid/train.jsonl", "train"),
+    ],
+)
+def test_a_file_is_the_split_that_it_or_its_folder_names(tmp_path, name, split):
+    rows = [{**ASKED, "context": f"how are you {n} ?"} for n in range(100)]
+    found, _ = read(tmp_path, rows, None, name)
+    assert {row["split"] for row in found} == {split}
+    found, _ = read(tmp_path, rows, Options(split_by="groups"), name)
+    assert {row["split"] for row in found} > {"train"}
+
+
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "test_run/rows.jsonl", "latest.jsonl", "train.d/rows.csv"]
+)
+def test_a_name_that_only_looks_like_a_split_is_none(tmp_path, name):
+    rows = [{**ASKED, "context": f"how are you {n} ?"} for n in range(100)]
+    found, _ = read(tmp_path, rows, None, name)
+    assert {row["split"] for row in found} > {"train"}
+
+
+def test_the_job_says_which_files_are_a_split_by_their_name(prepare_here, tmp_path):
+    names = ("train/a.jsonl", "train/b.jsonl", "test/a.jsonl", "more/a.jsonl")
+    files = [write(tmp_path / name, [ASKED]) for name in names]
+    found = prepare_here(pairs.prepare, files, Options())
+    assert found.notes == [
+        "pairs: 1 of 4 files are test by their names (pairs.split_by)",
+        "pairs: 2 of 4 files are train by their names (pairs.split_by)",
+    ]
+    assert {row["example_id"] for row in found.rows} == {f"{name}/1" for name in names}
+    assert prepare_here(pairs.prepare, files, Options(split_by="groups")).notes == []
+
+
+def test_a_column_of_splits_decides_alone(tmp_path):
+    values = {"train": "train", "valid": "valid", "dev": "valid", "Validation": "valid", "val": "valid",
+              "test": "test"}  # fmt: skip
+    rows = [{**ASKED, "part": value} for value in values]
+    found, _ = read(tmp_path, rows, Options(split_column="part"), "test.jsonl")
+    assert [row["split"] for row in found] == list(values.values())
+
+
+def test_groups_are_shared_out_as_asked_for(tmp_path):
+    rows = [{**ASKED, "group": n // 2} for n in range(4000)]
+    options = Options(group_column="group", shares=(0.5, 0.3, 0.2))
+    found, _ = read(tmp_path, rows, options)
+    counts = Counter(row["split"] for row in found)
+    for split, share in (("train", 0.5), ("valid", 0.3), ("test", 0.2)):
+        assert abs(counts[split] / 4000 - share) < 0.04
+    assert found[0]["group_id"] == found[1]["group_id"] == "0"
+
+
+_turns = st.lists(st.sampled_from(["hi", "hey", "yo", "ok"]), min_size=1, max_size=3)
+_files = st.dictionaries(
+    st.sampled_from(["a.jsonl", "b.csv.jsonl", "train.jsonl", "x/test.jsonl", "y/dev.jsonl"]),
+    st.lists(st.fixed_dictionaries({"context": _turns, "response": st.just("so")}), min_size=1, max_size=6),
+    min_size=1,
+)  # fmt: skip
+
+
+@given(_files)
+@settings(max_examples=20)
+def test_contexts_that_begin_alike_are_never_in_two_splits_of_a_hash(prepare_here, files):
+    """`prepare_here` checks that no group is in two splits, and that ids differ."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = [write(Path(folder) / name, rows) for name, rows in files.items()]
+        shares = (0.34, 0.33, 0.33)
+        found = prepare_here(pairs.prepare, written, Options(split_by="groups", shares=shares)).rows
+        prepare_here(pairs.prepare, written, Options(shares=shares))
+    of_first: dict[str, set[str]] = {}
+    for row in found:
+        of_first.setdefault(row["context"][0], set()).add(row["split"])
+    assert all(len(splits) == 1 for splits in of_first.values())
+
+
+# The user's own ids and groups
+
+
+def test_ids_that_repeat_are_refused_wherever_they_stand(prepare_here, tmp_path):
+    options = Options(id_column="key")
+    files = [write(tmp_path / f"{n}.jsonl", [{**ASKED, "key": k} for k in keys])
+             for n, keys in enumerate([("a", "b"), ("c", "d")])]  # fmt: skip
+    assert {row["example_id"] for row in prepare_here(pairs.prepare, files, options).rows} == set(
+        "abcd"
+    )
+    write(tmp_path / "1.jsonl", [{**ASKED, "key": "c"}, {**ASKED, "key": "a"}])
+    with pytest.raises(BadInput, match=r"^pairs\.id_column key: 'a' is the id of several rows"):
+        prepare_here(pairs.prepare, files, options)
+
+
+def test_a_group_in_two_splits_is_refused(prepare_here, tmp_path):
+    options = Options(group_column="thread")
+    one, two = ([{**ASKED, "thread": k} for k in keys] for keys in ([1, 1, 2], [3, 4, 3]))
+    files = [write(tmp_path / "train.jsonl", one), write(tmp_path / "test.jsonl", two)]
+    found = prepare_here(pairs.prepare, files, options).rows
+    assert {row["group_id"] for row in found} == set("1234")
+    write(tmp_path / "test.jsonl", [{**ASKED, "thread": 2}])
+    with pytest.raises(BadInput, match=r"^pairs\.group_column thread: '2' is in several splits"):
+        prepare_here(pairs.prepare, files, options)
+    assert prepare_here(
+        pairs.prepare, files, Options(group_column="thread", split_by="groups")
+    ).rows
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_column": ""}, "pairs.context_column: '' is not allowed; allowed: a column"),
+        ({"label_column": "y"}, "pairs.label_column: 'y' is not allowed; allowed: none without"),
+        (
+            {"shares": (0.5, 0.5, 0.5)},
+            r"pairs.shares: \(0.5, 0.5, 0.5\) is not allowed; allowed: three",
+        ),
+        ({"shares": (1.1, -0.1, 0)}, r"pairs.shares: .* allowed: three shares"),
+        ({"shares": (0.9995, 0.0005, 0)}, r"pairs.shares: .* thousandths at"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(BadInput, match=message):
+        Options(**options)
+
+
+# The job
+
+
+def test_a_corpus_read_as_pairs_is_the_same_again(run_job, convai2_corpus, tmp_path):
+    files = convai2_corpus.files("valid", ".parquet")
+    summary = run_job(
+        "prepare_corpus", "--corpus", "pairs", "--input", *files, "--output", tmp_path / "out",
+        "--pairs.id-column", "example_id", "--pairs.group-column", "group_id",
+        "--pairs.split-column", "split", "--pairs.candidates-column", "candidates",
+        "--pairs.label-column", "label",
+    ).summary  # fmt: skip
+
+    def rows(uris: list[str]) -> dict[str, Row]:
+        found = [row for uri in uris for row in pq.read_table(uri, partitioning=None).to_pylist()]
+        return {row["example_id"]: {**row, "source": ""} for row in found}
+
+    assert rows([str(f) for f in (tmp_path / "out" / "valid").iterdir()]) == rows(files)
+    assert summary["counts"]["examples"] == len(rows(files)) > 100
+
+
+def test_shares_and_columns_are_read_from_the_command_line(run_job, tmp_path):
+    rows = [{"q": f"how are you {n} ?", "a": "fine ."} for n in range(200)]
+    file = write(tmp_path / "rows.csv", rows)
+    arguments = ("--corpus", "pairs", "--input", file, "--output")
+    refusal = run_job("prepare_corpus", *arguments, tmp_path / "refused").refusal
+    assert (
+        f"pairs.context_column: 'context' is not allowed; allowed: the columns of {file}: q, a"
+        in refusal
+    )
+    summary = run_job(
+        "prepare_corpus", *arguments, tmp_path / "out", "--pairs.context-column", "q",
+        "--pairs.response-column", "a", "--pairs.shares", "0.5", "0.5", "0",
+    ).summary  # fmt: skip
+    counts = summary["counts"]
+    assert counts["examples.train"] + counts["examples.valid"] == 200
+    assert min(counts["examples.train"], counts["examples.valid"]) > 70
+
+
+@pytest.mark.shared
+def test_polyais_json_gives_its_turns_oldest_first(prepare_here, shared):
+    file = shared / "data" / "reddit_polyai_json" / "sample-dataset.json"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    options = Options(group_column="thread_id", earlier_turns="numbered")
+    found = prepare_here(pairs.prepare, [file], options)
+    assert len(found.rows) == len(lines) == 848
+    by_hand = Counter(
+        (
+            *(line[f"context/{n}"] for n in range(8, -1, -1) if f"context/{n}" in line),
+            line["context"],
+        )
+        for line in lines
+    )
+    assert Counter(tuple(row["context"]) for row in found.rows) == by_hand
+    assert {row["group_id"] for row in found.rows} == {line["thread_id"] for line in lines}

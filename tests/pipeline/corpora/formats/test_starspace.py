@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import bz2
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import BadInput
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import starspace
+from pipeline.corpora.formats.starspace import Options
+from pipeline.corpora.raw import MAX_LINE_BYTES, Reading
+
+LINE = "he was born .\tHe wrote  three novels .\tthey are long ."
+SENTENCES = ["he was born .", "He wrote three novels .", "they are long ."]
+
+
+def read(file: Path, data: bytes | str, **options: Any) -> tuple[list[dict[str, Any]], Account]:
+    file.write_bytes(data.encode() if isinstance(data, str) else data)
+    account = Account()
+    return list(starspace.parse(str(file), Reading(), account, Options(**options))), account
+
+
+def test_a_line_is_an_article_and_a_random_sentence_its_query(tmp_path):
+    lines = [f"{LINE}\tnumber {n} ." for n in range(100)]
+    rows, account = read(tmp_path / "articles.txt", "\n".join(lines) + "\n")
+    assert account.records == len(rows) == 100
+    for number, row in enumerate(rows):
+        every = [*SENTENCES, f"number {number} ."]
+        (query,) = row["context"]
+        assert row["response"] == " ".join(text for text in every if text != query)
+        assert row["source"] == "starspace" and row["candidates"] is None
+    places = {[*SENTENCES].index(r["context"][0]) for r in rows if r["context"][0] in SENTENCES}
+    assert places == {0, 1, 2}
+    assert len({row["example_id"] for row in rows}) == 100
+    assert len({row["split"] for row in rows}) > 1
+    assert read(tmp_path / "other name.txt", "\n".join(lines[::-1]))[0] == rows[::-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("wikipedia_train5M.txt", "train"),
+        ("wikipedia_train250k.txt.gz", "train"),
+        ("wikipedia_shuf_train5M.txt", "train"),
+        ("wikipedia_dev10k.txt", "valid"),
+        ("wikipedia_test10k.txt", "test"),
+        ("test.txt", "test"),
+    ],
+)
+def test_a_file_is_the_split_that_its_name_says(tmp_path, name, split):
+    rows, _ = read(tmp_path / name, "\n".join(f"{LINE}\t{n}" for n in range(50)))
+    assert {row["split"] for row in rows} == {split}
+
+
+def test_articles_that_make_no_example_are_counted(tmp_path):
+    long = b"x" * (MAX_LINE_BYTES + (2 << 20))
+    data = "\n".join(["one sentence only .", "", "\t \t", f"{LINE}\t", LINE, "a\tb"]).encode()
+    rows, account = read(tmp_path / "train.txt", data + b"\n" + long + b"\n" + LINE.encode())
+    assert len(rows) == 2
+    assert account.records == 6
+    assert account.dropped.counts == {"fewer than 2 sentences": 1, "the same article again": 2}
+    assert account.malformed.counts == {"line too long": 1}
+
+
+def test_options_are_those_of_article_search(tmp_path):
+    rows, _ = read(tmp_path / "train.txt", LINE, queries=2, max_article_characters=10)
+    assert len({row["context"][0] for row in rows}) == len(rows) == 2
+    assert {len(row["response"]) for row in rows} == {10}
+    for option, least in (("queries", 1), ("max_article_characters", 1), ("others", 0)):
+        with pytest.raises(BadInput, match=rf"^starspace\.{option}: -1 .* >= {least}"):
+            Options(**{option: -1})
+
+
+def test_compressed_files_are_read(tmp_path):
+    assert len(read(tmp_path / "wikipedia_train.txt.bz2", bz2.compress(LINE.encode()))[0]) == 1
+
+
+@pytest.mark.shared
+def test_the_real_articles_are_all_read(real_data: Path):
+    file = real_data / "wikipedia" / "derived_starspace" / "wikipedia_train.txt"
+    account = Account()
+    rows = list(starspace.parse(str(file), Reading(), account, Options()))
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert account.records == len(rows) == 1500
+    assert not account.dropped.counts and not account.malformed.counts
+    for row, line in zip(rows, lines, strict=True):
+        left = [" ".join(text.split()) for text in line.split("\t")]
+        assert 5 <= len(left) <= 30
+        place = int(row["example_id"].split("/")[1])  # a sentence may stand twice in an article
+        assert row["context"] == [left.pop(place)]
+        assert row["response"] == " ".join(left)[:4000]

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import BadInput
+from pipeline.corpora import raw
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import tables
+from pipeline.corpora.raw import Reading
+
+WANTED = {"pairs.a_column": "a", "pairs.b_column": "b"}
+ROWS = [{"a": "one", "b": "two"}, {"a": "three, four", "b": 'a "word" of five'}]
+
+
+def read(file: Path, data: bytes | None = None, **more: Any) -> tuple[list[Any], Account]:
+    if data is not None:
+        file.write_bytes(data)
+    account = Account()
+    return list(tables.read(str(file), WANTED, Reading(), account, **more)), account
+
+
+def as_csv(rows: list[dict[str, str]], columns: list[str], delimiter: str = ",") -> bytes:
+    stream = io.StringIO()
+    writer = csv.writer(stream, delimiter=delimiter)
+    writer.writerows([columns, *([row[name] for name in columns] for row in rows)])
+    return stream.getvalue().encode()
+
+
+def as_json(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def as_parquet(rows: list[dict[str, Any]], **more: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), sink, **more)
+    return sink.getvalue().to_pybytes()
+
+
+FORMS = {
+    "csv": as_csv(ROWS, ["a", "b"]),
+    "tsv": as_csv(ROWS, ["a", "b"], "\t"),
+    "jsonl": as_json(ROWS),
+    "parquet": as_parquet(ROWS),
+}
+
+
+# Which form a file has
+
+
+@pytest.mark.parametrize("name", ["ROWS.{}", "rows", "rows.txt"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_known_by_its_name_or_without_one_by_its_contents(tmp_path, form, name):
+    rows, account = read(tmp_path / name.format(form.upper()), FORMS[form])
+    assert [row for _, row in rows] == ROWS
+    assert [at for at, _ in rows] == ([2, 3] if form in ("csv", "tsv") else [1, 2])
+    assert account.records == 2
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
+@pytest.mark.parametrize(
+    ("ending", "pack"),
+    [
+        ("gz", gzip.compress),
+        ("bz2", bz2.compress),
+        ("xz", lzma.compress),
+        ("zst", zstandard.compress),
+    ],
+)
+def test_texts_may_be_compressed(tmp_path, form, ending, pack):
+    for name in (f"rows.{form}.{ending}", f"rows.{ending}", "rows"):
+        rows, _ = read(tmp_path / name, pack(FORMS[form]))
+        assert [row for _, row in rows] == ROWS
+
+
+def test_the_name_decides_where_the_contents_mislead(tmp_path):
+    rows, _ = read(tmp_path / "rows.csv", b'"{a}\t",a,b\n1,2,3\n')
+    assert rows == [(2, {"{a}\t": "1", "a": "2", "b": "3"})]
+    rows, _ = read(tmp_path / "rows.tab", b"a\tb\n{\t,\n")
+    assert rows == [(2, {"a": "{", "b": ","})]
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n\n"])
+def test_an_empty_file_has_no_rows(tmp_path, data):
+    assert [read(tmp_path / name, data)[0] for name in ("x.csv", "x.jsonl", "x")] == [[], [], []]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
+    for form in ("csv", "tsv", "jsonl"):
+        assert [row for _, row in read(tmp_path / "rows", b"\xef\xbb\xbf" + FORMS[form])[0]] == ROWS
+
+
+# Rows
+
+_texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=8)
+
+
+@given(st.lists(st.fixed_dictionaries({"a": _texts, "b": _texts}), min_size=1, max_size=8))
+def test_any_texts_are_read_as_they_were_written(tmp_path_factory, rows):
+    folder = tmp_path_factory.getbasetemp()
+    columns = ["a", "b"]
+    for name, data in (
+        ("x.csv", as_csv(rows, columns)),
+        ("x.tsv", as_csv(rows, columns, "\t")),
+        ("x.jsonl", as_json(rows)),
+        ("x.parquet", as_parquet(rows)),
+    ):
+        found, account = read(folder / name, data)
+        assert [row for _, row in found] == rows
+        assert account.records == len(rows)
+        assert not account.malformed.counts
+
+
+_pieces = ['"', ",", "\t", "\n", "\n", "{", "}", '"a"', ":1", "x", " ", "\r\n"]
+
+
+@given(st.sampled_from(["csv", "tsv", "jsonl"]), st.lists(st.sampled_from(_pieces), max_size=40))
+def test_any_lines_are_rows_or_counted(tmp_path_factory, form, pieces):
+    head = b"" if form == "jsonl" else as_csv([], ["a", "b"], "\t" if form == "tsv" else ",")
+    file = tmp_path_factory.getbasetemp() / f"any.{form}"
+    data = head + b'{"a":1,"b":2}\n' * (form == "jsonl") + "".join(pieces).encode()
+    rows, account = read(file, data)
+    assert len(rows) + account.malformed.counts.total() == account.records
+    lines = [at for at, _ in rows]
+    assert lines == sorted(set(lines))
+
+
+def test_fields_in_quotes_hold_line_breaks_and_rows_know_their_first_line(tmp_path):
+    rows, _ = read(tmp_path / "x.csv", b'a,b\n"one\ntwo","\n"\n\nthree,"four ""five"""\n')
+    assert rows == [
+        (2, {"a": "one\ntwo", "b": "\n"}),
+        (6, {"a": "three", "b": 'four "five"'}),
+    ]
+
+
+def test_quotes_may_be_text_like_any_other(tmp_path):
+    data = b'a\tb\n"hm" he said\tI "see"\n"\t"\n'
+    rows, account = read(tmp_path / "x.tsv", data, quotes=False)
+    assert [row for _, row in rows] == [{"a": '"hm" he said', "b": 'I "see"'}, {"a": '"', "b": '"'}]
+    rows, account = read(tmp_path / "x.tsv", data)
+    assert (len(rows), account.malformed.counts.total()) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "reason"),
+    [
+        ("x.csv", '"one"two,three', "not CSV: ',' expected after '\"'"),
+        ("x.csv", "one", "more or fewer fields than columns"),
+        ("x.csv", "one,two,three", "more or fewer fields than columns"),
+        ("x.jsonl", "{'a': 1}", "not JSON"),
+        ("x.jsonl", '{"a": 1', "not JSON"),
+        ("x.jsonl", "[" * 100_000, "not JSON"),
+        ("x.jsonl", '{"a": ' + "1" * 5000 + "}", "not JSON"),
+        ("x.jsonl", "[1, 2]", "not a JSON object"),
+        ("x.jsonl", "null", "not a JSON object"),
+    ],
+)
+def test_a_line_that_is_no_row_is_set_aside_and_the_rest_is_read(tmp_path, name, line, reason):
+    head, row = (b"a,b\n", b"1,2\n") if name == "x.csv" else (b"", b'{"a": 1, "b": 2}\n')
+    rows, account = read(tmp_path / name, head + row + line.encode() + b"\n" + row)
+    assert len(rows) == 2
+    assert account.malformed.counts == {reason: 1}
+    assert account.records == 3
+    assert account.malformed.samples[0]["line"] == (3 if head else 2)
+
+
+def test_a_quote_that_is_never_closed_is_one_bad_record(tmp_path):
+    rows, account = read(tmp_path / "x.csv", b'a,b\n1,2\n3,"4\n5,6\n7,8\n')
+    assert [row for _, row in rows] == [{"a": "1", "b": "2"}]
+    assert account.malformed.counts == {"not CSV: unexpected end of data": 1}
+    assert account.malformed.samples[0]["text"] == '3,"4\n5,6\n7,8'
+
+
+def test_a_field_without_an_end_is_given_up_after_some_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw, "MAX_LINE_BYTES", 1000)
+    data = b'a,b\n1,"2\n' + b"3,4\n" * 400
+    rows, account = read(tmp_path / "x.csv", data)
+    assert account.malformed.counts == {"not CSV: field larger than field limit (1000)": 1}
+    assert 140 < len(rows) < 160
+    assert rows[-1] == (402, {"a": "3", "b": "4"})
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.jsonl"])
+def test_a_line_over_10_mib_is_set_aside_unread(tmp_path, name):
+    head, row = (b"a,b\n", b"1,2\n") if name == "x.csv" else (b"", b'{"a": 1, "b": 2}\n')
+    rows, account = read(tmp_path / name, head + row + b"x," * (6 << 20) + b"\n" + row)
+    assert len(rows) == 2
+    assert account.malformed.counts == {"line too long": 1}
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_a_file_that_is_cut_off_is_refused_until_it_is_told_to_keep_its_lines(tmp_path, form):
+    lines = FORMS[form].count(b"\n") - 1
+    stream = zstandard.ZstdCompressor().compressobj()
+    data = stream.compress(FORMS[form][:-3]) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    file = tmp_path / f"rows.{form}.zst"
+    with pytest.raises(BadInput, match=f"cut off after {lines} whole lines"):
+        read(file, data)
+    account = Account()
+    kept = tables.read(str(file), WANTED, Reading(truncated="keep"), account)
+    assert [row for _, row in kept] == ROWS[:1]
+    assert len(account.notes) == 1
+
+
+# Columns
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, form):
+    file = tmp_path / f"rows.{form}"
+    file.write_bytes(FORMS[form])
+    wanted = {**WANTED, "pairs.id_column": "key"}
+    with pytest.raises(BadInput) as refusal:
+        list(tables.read(str(file), wanted, Reading(), Account()))
+    assert str(refusal.value) == (
+        f"pairs.id_column: 'key' is not allowed; allowed: the columns of {file}: a, b"
+    )
+
+
+def test_a_column_of_json_lines_may_be_absent_from_some(tmp_path):
+    data = as_json([{"a": 1}, {"a": 2, "b": 3}])
+    assert [row for _, row in read(tmp_path / "x.jsonl", data)[0]] == [{"a": 1}, {"a": 2, "b": 3}]
+    with pytest.raises(BadInput, match=r"pairs\.b_column: 'b' .*: a$"):
+        read(tmp_path / "x.jsonl", as_json([{"a": 1}] * 1000 + [{"b": 1}]))
+
+
+def test_a_wanted_column_that_stands_there_twice_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"pairs\.b_column: 'b' .*: a, b, b$"):
+        read(tmp_path / "x.csv", b"a,b,b\n1,2,3\n")
+
+
+# Parquet
+
+
+def test_parquet_gives_the_columns_asked_for_and_no_others(tmp_path):
+    data = as_parquet([{"b": 1, "a": ["x"], "a/0": 2.5, "other": b"y"}])
+    rows, _ = read(tmp_path / "x", data, also=lambda name: name.startswith("a/"))
+    assert rows == [(1, {"b": 1, "a": ["x"], "a/0": 2.5})]
+
+
+def test_parquet_is_read_row_group_by_row_group(tmp_path):
+    rows = [{"a": f"{n:06d}" * 20, "b": "x"} for n in range(4096)]
+    data = as_parquet(rows, row_group_size=1024, compression="none", use_dictionary=False)
+    broken = data.replace(b"003000" * 20, b"\xff" * 120)
+    account = Account()
+    (tmp_path / "x.parquet").write_bytes(broken)
+    found = tables.read(str(tmp_path / "x.parquet"), WANTED, Reading(), account)
+    assert [row["a"] for _, row in (next(found) for _ in range(1024))][-1] == "001023" * 20
+    with pytest.raises(BadInput, match=r"x\.parquet: broken Parquet after 2,048 rows"):
+        list(found)
+
+
+def test_parquet_that_is_cut_off_is_refused(tmp_path):
+    data = as_parquet(ROWS)
+    with pytest.raises(BadInput, match=r"x\.parquet: broken Parquet after 0 rows"):
+        read(tmp_path / "x.parquet", data[: len(data) // 2])

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import ubuntu
+from pipeline.corpora.raw import Reading
+
+TRAIN = ["Context", "Utterance", "Label"]
+RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]
+CONTEXT = "hi __eou__ help? __eou__ __eot__ with what? __eou__ __eot__ "
+
+
+def table(*rows: list[str]) -> str:
+    """CSV as the public script writes it."""
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    return text.getvalue()
+
+
+def read(
+    folder: Path, text: str, name: str = "train.csv", **options: Any
+) -> tuple[list[dict[str, Any]], Account]:
+    (folder / name).write_bytes(text.encode())
+    return read_file(folder / name, **options)
+
+
+def read_file(file: Path, **options: Any) -> tuple[list[dict[str, Any]], Account]:
+    account = Account()
+    rows = ubuntu.parse(str(file), Reading(), account, ubuntu.Options(**options))
+    return list(rows), account
+
+
+def counted(account: Account) -> int:
+    return account.malformed.counts.total() + account.dropped.counts.total()
+
+
+@pytest.mark.parametrize(
+    ("options", "turns", "response"),
+    [
+        ({}, ["hi . help? .", "with what? ."], "my screen ."),
+        ({"end_of_utterance": "none"}, ["hi help?", "with what?"], "my screen"),
+    ],
+)
+def test_a_turn_is_one_text_of_the_context(tmp_path, options, turns, response):
+    (row,), _ = read(tmp_path, table(TRAIN, [CONTEXT, "my screen __eou__", "1.0"]), **options)
+    assert (row["context"], row["response"]) == (turns, response)
+    assert (row["candidates"], row["label"], row["split"]) == (None, None, "train")
+
+
+def test_only_rows_with_label_1_are_examples(tmp_path):
+    labels = ["1", "0", "1.0", "0.0", "", "2", "-1", "1.00", "true"]
+    rows, account = read(tmp_path, table(TRAIN, *([CONTEXT, f"a{at}", at] for at in labels)))
+    assert [row["response"] for row in rows] == ["a1", "a1.0"]
+    assert account.dropped.counts == {"label 0": 2}
+    assert account.malformed.counts == {"label is neither 1 nor 0": 5}
+    assert account.records == len(labels)
+
+
+def test_the_first_of_ten_is_the_right_one(tmp_path):
+    answers = [f"answer {place} __eou__" for place in range(10)]
+    (row,), _ = read(tmp_path, table(RANKED, [CONTEXT, *answers]), "valid.csv")
+    assert row["candidates"] == [f"answer {place} ." for place in range(10)]
+    assert (row["label"], row["response"], row["split"]) == (0, "answer 0 .", "valid")
+
+
+def test_quoted_fields_hold_commas_quotes_and_line_breaks(tmp_path):
+    text = 'Context,Utterance,Label\r\n"a, ""b""\nc __eot__ d",,1\r\n"e\r\n\r\nf","g",1\r\n'
+    rows, account = read(tmp_path, text.replace(",,1", ',"h\ni",1'))
+    assert [(row["context"], row["response"]) for row in rows] == [
+        (['a, "b"\nc', "d"], "h\ni"),
+        (["e\n\nf"], "g"),
+    ]
+    assert account.records == 2
+
+
+_fields = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=8)
+
+
+@given(st.lists(st.tuples(_fields, _fields, st.sampled_from(["1", "0.0"])), max_size=8))
+def test_whatever_a_csv_writer_writes_is_read_back(tmp_path_factory, rows):
+    rows = [(f"x{context}x", f"x{answer}x", label) for context, answer, label in rows]
+    found, account = read(tmp_path_factory.getbasetemp(), table(TRAIN, *map(list, rows)))
+    assert [(row["context"], row["response"]) for row in found] == [
+        ([context], answer) for context, answer, label in rows if label == "1"
+    ]
+    assert account.records == len(rows) == len(found) + counted(account)
+
+
+_lines = st.lists(
+    st.sampled_from(['"', ",", "1", "0", "\t", "a __eot__ b", "\n", "\r\n", '"",', *TRAIN])
+)
+
+
+@given(st.sampled_from(["", "Context,Utterance,Label\n", "1\ta\tb\n"]), _lines)
+def test_every_record_of_any_text_is_an_example_or_counted(tmp_path_factory, head, parts):
+    rows, account = read(tmp_path_factory.getbasetemp(), head + "".join(parts))
+    assert len(rows) + counted(account) == account.records
+    assert len({row["example_id"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("only one", "not 3 fields"),
+        ("a,b,1,1", "not 3 fields"),
+        ('"a"b,c,1', "not CSV: ',' expected after '\"'"),
+    ],
+)
+def test_a_row_that_is_none_is_set_aside_and_the_rest_read(tmp_path, row, reason):
+    text = table(TRAIN, ["a", "b", "1"]) + f"{row}\n" + "c,d,1\n"
+    rows, account = read(tmp_path, text)
+    assert [row["response"] for row in rows] == ["b", "d"]
+    assert (account.malformed.counts, account.records) == ({reason: 1}, 3)
+    assert account.malformed.samples[0]["line"] == 3
+
+
+@pytest.mark.parametrize(
+    ("context", "answer", "reason"),
+    [
+        (" __eou__ __eot__ ", "b", "no turn before the answer"),
+        ("", "b", "no turn before the answer"),
+        ("a", " __eou__ ", "empty answer"),
+    ],
+)
+def test_a_row_without_a_text_makes_no_example(tmp_path, context, answer, reason):
+    rows, account = read(tmp_path, table(TRAIN, [context, answer, "1"]))
+    assert (rows, account.dropped.counts) == ([], {reason: 1})
+
+
+@pytest.mark.parametrize(
+    "text", ["Context,Utterance\n", "a,b,1\n", "# Ubuntu\nfiles\n", '{"a": 1}\n']
+)
+def test_a_file_without_the_header_is_one_malformed_record(tmp_path, text):
+    rows, account = read(tmp_path, text + "a,b,1\n")
+    assert (rows, account.records) == ([], 1)
+    assert account.malformed.counts == {"no header of the corpus": 1}
+
+
+# Groups
+
+
+def test_rows_of_a_dialogue_are_one_group_and_never_parted(tmp_path):
+    rows = [
+        [" __eot__ ".join(f"turn {turn} of {dialogue}" for turn in range(2 + row)), "b", "1"]
+        for row in range(3)
+        for dialogue in range(300)
+    ]
+    found, _ = read(tmp_path, table(TRAIN, *rows), "ubuntu.csv")
+    of_group: dict[str, list[dict[str, Any]]] = {}
+    for row in found:
+        of_group.setdefault(row["group_id"], []).append(row)
+    assert Counter(map(len, of_group.values())) == {3: 300}
+    assert all(len({row["split"] for row in rows}) == 1 for rows in of_group.values())
+    assert {row["split"] for row in found} == {"train", "valid", "test"}
+
+
+def test_dialogues_that_begin_alike_in_two_files_are_two_groups(tmp_path):
+    text = table(TRAIN, [CONTEXT, "b", "1"])
+    groups = {read(tmp_path, text, name)[0][0]["group_id"] for name in ("train.csv", "test.csv")}
+    assert len(groups) == 2
+
+
+# The text form
+
+TEXT = "1\thi\twith what?\tmy screen\n0\thi\twith what?\tfour\n0\thi\twith what?\tfive\n1\tbye\tsee you\n"
+
+
+def test_in_the_text_form_wrong_answers_follow_the_right_one(tmp_path):
+    rows, account = read(tmp_path, TEXT, "test.txt")
+    assert [(row["context"], row["response"], row["candidates"], row["label"]) for row in rows] == [
+        (["hi", "with what?"], "my screen", ["my screen", "four", "five"], 0),
+        (["bye"], "see you", None, None),
+    ]
+    assert account.dropped.counts == {"wrong answer (a candidate)": 2}
+    assert (account.records, rows[0]["split"]) == (4, "test")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("0\tother\tfour", "wrong answer without the right one"),
+        ("1\tno context", "not a label, turns and an answer"),
+        ("2\ta\tb", "not a label, turns and an answer"),
+        ("a\tb\tc", "not a label, turns and an answer"),
+    ],
+)
+def test_a_line_of_text_that_is_no_answer_is_set_aside(tmp_path, line, reason):
+    rows, account = read(tmp_path, f"1\ta\tb\n{line}\n0\ta\tc\n", "train.txt")
+    assert [row["candidates"] for row in rows] == [["b", "c"]]
+    assert account.malformed.counts == {reason: 1}
+
+
+def test_both_forms_of_the_same_dialogues_give_the_same_examples(tmp_path):
+    answers = [f"answer {place}" for place in range(10)]
+    turns = ["hi", "with what?", "it"]
+    texts = "".join(
+        "\t".join([str(int(at == 0)), *turns, text]) + "\n" for at, text in enumerate(answers)
+    )
+    (one,), _ = read(tmp_path, table(RANKED, [" __eot__ ".join(turns), *answers]), "valid.csv")
+    (two,), _ = read(tmp_path, texts, "valid.txt")
+    for name in ("context", "response", "candidates", "label", "split"):
+        assert one[name] == two[name]
+
+
+# The job
+
+
+def test_the_job_reads_both_kinds_of_file(run_job, tmp_path):
+    (tmp_path / "in").mkdir()
+    train = [[f"a{at} __eot__ b", f"mail me@example.org {at}", str(at % 2)] for at in range(10)]
+    (tmp_path / "in" / "train.csv").write_text(table(TRAIN, *train))
+    valid = [[f"v{at} __eot__ b", *(f"{at} {n}" for n in range(10))] for at in range(4)]
+    (tmp_path / "in" / "valid.csv").write_text(table(RANKED, *valid))
+    done = run_job("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path / "in", "--output",
+                   tmp_path / "out", "--ubuntu.end_of_utterance", "none")  # fmt: skip
+    counts = done.summary["counts"]
+    assert (counts["examples.train"], counts["examples.valid"], counts["records"]) == (5, 4, 14)
+    assert done.summary["dropped"] == {"label 0": 5}
+    assert [
+        (row["files"], row["found"], row["published"]) for row in done.summary["published"]
+    ] == [
+        ("train.csv", 5, 1_000_000),
+        ("valid.csv", 4, 19_560),
+    ]
+
+
+def test_a_mark_can_only_become_what_is_allowed(run_job, tmp_path):
+    refusal = run_job("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path, "--output",
+                      tmp_path / "out", "--ubuntu.end_of_utterance", "!").refusal  # fmt: skip
+    assert "ubuntu.end_of_utterance: '!'" in refusal and "'dot', 'none'" in refusal
+
+
+def test_two_files_of_one_name_are_refused_however_they_are_packed(run_job, tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("train.csv", "train.csv.gz"):
+        (tmp_path / "in" / name).write_text(table(TRAIN, ["a", "b", "1"]))
+    done = run_job("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path / "in", "--output",
+                   tmp_path / "out")  # fmt: skip
+    assert "2 files are named train.csv" in done.refusal
+
+
+# Real records
+
+
+def _with_marks(text: str) -> str:
+    """What ParlAI's record was before it replaced the marks, as far as it can be told."""
+    return re.sub(r" \.(?= |$)", " __eou__", text)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_genuine_records_give_the_texts_of_parlai(shared, tmp_path, split):
+    file = shared / "data" / "ubuntu" / "parlai_fixtures" / f"ubuntu_{split}.yml"
+    acts = [act for episode in yaml.safe_load(file.read_text())["acts"] for act in episode]
+    header, rows = (TRAIN if split == "train" else RANKED), []
+    for act in acts:
+        (answer,) = act.get("labels") or act["eval_labels"]
+        turns = [_with_marks(turn.strip()) for turn in act["text"].split("\n")]
+        wrong = [text for text in act.get("label_candidates", ()) if text != answer]
+        rest = ["1.0"] if split == "train" else map(_with_marks, wrong)
+        rows.append([" __eot__ ".join(turns), _with_marks(answer), *rest])
+    assert any("__eou__" in field for row in rows for field in row)
+    found, _ = read(tmp_path, table(header, *rows), f"{split}.csv")
+    for row, act in zip(found, acts, strict=True):
+        theirs = [turn.strip() for turn in act["text"].split("\n")]
+        assert row["context"] == theirs  # to the letter, with their double spaces
+        assert [row["response"]] == (act.get("labels") or act["eval_labels"])
+        if split != "train":
+            assert Counter(row["candidates"]) == Counter(act["label_candidates"])
+
+
+@pytest.mark.shared
+def test_real_rows_are_those_of_the_csv_module(real_data):
+    folder = real_data / "ubuntu" / "derived_v2"
+    rows, account = read_file(folder / "valid.csv", end_of_utterance="none")
+    with (folder / "valid.csv").open(newline="", encoding="utf-8") as stream:
+        theirs = list(csv.reader(stream))[1:]
+
+    def words(text: str) -> list[str]:
+        return text.replace("__eou__", " ").replace("__eot__", " ").split()
+
+    assert len(rows) == len(theirs) == account.records == 2491
+    for row, fields in zip(rows, theirs, strict=True):
+        assert words(" ".join(row["context"])) == words(fields[0])
+        assert len(row["context"]) == fields[0].count("__eot__")
+        assert [words(text) for text in row["candidates"]] == [words(text) for text in fields[1:]]
+    assert len({row["group_id"] for row in rows}) == 654  # dialogues
+
+
+@pytest.mark.shared
+def test_half_of_the_real_training_rows_are_right(real_data):
+    rows, account = read_file(real_data / "ubuntu" / "derived_v2" / "train.csv")
+    assert (len(rows), account.records) == (35_304, 70_608)
+    assert account.dropped.counts == {"label 0": 35_304}
+    assert not account.malformed.counts
+    assert len({row["group_id"] for row in rows}) == 9_010  # 3 of 9,013 dialogues begin as others

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import wikipedia_extracted, wikipedia_xml, wikitext
+from pipeline.corpora.formats.articles import Article, split_sentences
+from pipeline.corpora.formats.wikitext import MarkupError, paragraphs, tidy
+from pipeline.corpora.raw import Reading
+
+LEFT_OVER = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?ref\b|''|&[a-z]+;")
+
+
+@pytest.mark.parametrize(
+    ("markup", "shown"),
+    [
+        # Links
+        ("An [[apple]] and [[pear]]s.", ["An apple and pears."]),
+        ("A [[mental disorder|disorder]].", ["A disorder."]),
+        ("A [[a|''b'' [[c]]]].", ["A b c."]),
+        ("See [http://a.org this page] or http://b.org [http://c.org].",
+         ["See this page or http://b.org."]),
+        ("One.[[File:A.jpg|thumb|A [[nested]] caption.]] Two.", ["One. Two."]),
+        ("One. [[image : A.jpg|left]][[Category:Things]]", ["One."]),
+        ("See [[:Category:Things]].", ["See :Category:Things."]),
+        ("[[fr:Autisme]]\nOne.[[zh-yue:X]]", ["One."]),
+        ("[[wikt:word|word]]", ["word"]),
+        ("[[Star Trek: Voyager]]", ["Star Trek: Voyager"]),
+        # Templates, references, formulas, comments
+        ("{{Infobox\n| a = {{b}}\n| c = [[d]]\n}}\nOne.", ["One."]),
+        ("One.<ref name=a>Two.</ref> Three.<ref name=\"b/c\" />", ["One. Three."]),
+        ("One <!-- two --> three.", ["One three."]),
+        ("So <math>a^{2}</math> holds.", ["So holds."]),
+        ("One.\n<gallery>\nA.jpg|Two\n</gallery>\nThree.", ["One.", "Three."]),
+        ("<syntaxhighlight lang=c>int a[[1]];</syntaxhighlight>", []),
+        # Headings, lists, tables
+        ("One.\n== Two ==\nThree.\n===Four ''five''===", ["One.", "Three."]),
+        ("One.\n* two\n** three\n# four\n; five : six\n: seven\nEight.", ["One.", "Eight."]),
+        ("<ul><li>One</li></ul>\nTwo.", ["Two."]),
+        ("One.\n{| class=a\n|+ Two\n! Three\n|-\n| four || {{five}}\n{|\n| six\n|}\n|}\nSeven.",
+         ["One.", "Seven."]),
+        ("<table><tr><td>One</td></tr></table>Two.", ["Two."]),
+        ("One.\n----\nTwo.", ["One.", "Two."]),
+        # Style, entities, spaces
+        ("'''''A''' b'' is ''c''.", ["A b is c."]),
+        ("'''A is not closed.\nIt's ''one.", ["A is not closed.", "It's one."]),
+        ("1&nbsp;km &amp; 2&thinsp;m &lt; 3 &#8211; 4", ["1 km & 2 m < 3 – 4"]),
+        ("One  two.\n\n\nThree\t four.", ["One two.", "Three four."]),
+        ("One.<br>Two.<br/>Three.", ["One.", "Two.", "Three."]),
+        ("<p>One.</p><p>Two.</p><div>Three <small>four</small>.</div>",
+         ["One.", "Two.", "Three four."]),
+        ("<nowiki>[[a]]</nowiki> b", []),  # what looks like markup is no good text
+        ("__NOTOC__\nOne __init__.", ["One __init__."]),
+        # Holes
+        ("A ({{IPA|a}}; born 1905) is ({{x}}) b {{c}}, d.", ["A (born 1905) is b, d."]),
+        # Markup that never ends
+        ("One.\n{{a|b\nTwo.", ["One.", "Two."]),
+        ("One.\n{| class=a\n| two\nThree.", ["One.", "Three."]),
+        ("One.\n[[Two\nThree.", ["One.", "Three."]),
+        ("One.\nTwo.<ref>Three.\nFour.", ["One.", "Four."]),
+        ("One.</div></small> <div style='a'>Two.", ["One. Two."]),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_what_markup_shows(markup, shown):
+    assert paragraphs(markup) == shown
+
+
+def test_a_wikis_own_names_hide_files_and_categories():
+    markup = "Eins.[[Datei:A.jpg|mini|Zwei.]][[Kategorie:B]] [[Drei]]."
+    assert paragraphs(markup, wikitext.HIDDEN | {"datei", "kategorie"}) == ["Eins. Drei."]
+    assert paragraphs(markup) == ["Eins.mini|Zwei.Kategorie:B Drei."]
+
+
+PIECES = ["[[", "]]", "{{", "}}", "{|", "|}", "|", "!", "\n", "<ref>", "</ref>", "<ref a=", "/>", "<br>",
+          "'''", "''", "==", "*", ":", "&amp;", "<!--", "-->", "<div>", "</div>", "<math>", "http://a.b",
+          "[", "]", "File:", "word", " ", ". ", "<nowiki>", "</nowiki>", "<", ">", "\u00a0"]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=60).map("".join))
+def test_whatever_the_markup_no_mark_is_left_in_the_text(markup):
+    for line in paragraphs(markup):
+        assert not re.search(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?ref\b|''", line), line
+        assert line == " ".join(line.split()) != ""
+        assert not line.startswith(("*", ":", "|", "!"))
+
+
+@given(st.lists(st.text("abcXYZ 019,.é–?", max_size=60)))
+def test_text_without_markup_is_shown_as_it_is(lines):
+    found = paragraphs("\n".join(lines))
+    squeezed = ["".join(line.split()) for line in lines]
+    assert ["".join(line.split()) for line in found] == [line for line in squeezed if line]
+
+
+@pytest.mark.parametrize("line", ["- an item", "• an item", "* an item", ":: an answer", "", "  "])
+def test_an_item_of_a_list_is_no_text(line):
+    assert tidy(line) == ""
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["[[a|", "{{a|", "<ref>", "{|\n", "<div>", "[http://a ", "{{{a|", "<!--", '<b a="', "<br x", "<b [[a ",
+     "[[{{<b>", "[[", "{", "<td a="],
+)  # fmt: skip
+def test_marks_beyond_measure_are_refused_before_they_cost_time(mark):
+    with pytest.raises(MarkupError, match="more than 1,000 open marks"):
+        paragraphs(mark * 20_000)
+    with pytest.raises(MarkupError, match="never closed"):
+        paragraphs(mark * 300 + "word " * 40_000)
+    with pytest.raises(MarkupError, match="never closed"):  # however they hide behind others
+        paragraphs("<s>" + mark * 300 + "word " * 40_000 + "</s>" + "word " * 1000)
+
+
+def test_a_page_is_read_up_to_its_limits():
+    assert paragraphs("{{a|" * 30 + "}}" * 30 + "One.") == ["One."]
+    assert paragraphs("{{a|" * 900 + "}}" * 900 + "One.\nTwo.") == ["Two."]
+    assert paragraphs("<p>One.\n" * 500) == ["One."] * 500
+    assert paragraphs("a" * wikitext.MAX_CHARACTERS) == ["a" * wikitext.MAX_CHARACTERS]
+    with pytest.raises(MarkupError, match="more than 1,048,576 characters"):
+        paragraphs("a" * (wikitext.MAX_CHARACTERS + 1))
+
+
+# Real pages
+
+
+@pytest.fixture(scope="module")
+def real_articles(shared: Path) -> list[Article]:
+    """Those of the XML dumps of 2016 and 2017."""
+    dumps = (shared / "data" / "wikipedia" / "xml_dump").glob("*.bz2")
+    return [a for d in dumps for a in wikipedia_xml.articles(str(d), Reading(), Account())]
+
+
+@pytest.mark.shared
+def test_real_pages_read_as_wikiextractor_reads_them(real_articles, real_data: Path):
+    """Five articles are in the dump of 2016 and in WikiExtractor's output of later years."""
+    wanted = {"25": 0.6, "339": 0.6, "666": 0.45, "736": 0.5, "751": 0.85}
+    ours = {a.id: sentence_set(a.paragraphs) for a in real_articles if a.id in wanted}
+    found = {}
+    for folder in ("extracted_featured", "extracted_good"):
+        for file in (real_data / "wikipedia" / folder).rglob("wiki_*"):
+            text = file.read_text(encoding="utf-8")
+            for name, body in re.findall(r'<doc id="(\d+)".*?>\n(.*?)</doc>', text, re.DOTALL):
+                if name in wanted:
+                    theirs = sentence_set(html.unescape(body).split("\n"))
+                    found[name] = len(theirs & ours[name]) / len(theirs)
+    assert found.keys() == wanted.keys()
+    assert {name for name in wanted if found[name] < wanted[name]} == set(), found
+
+
+def sentence_set(lines: list[str]) -> set[str]:
+    """The sentences of 5 words and more, as their letters: the tool writes ''a'' as "a"."""
+    found = [text for line in lines for text in split_sentences(line)]
+    return {" ".join(re.findall(r"\w+", text)).lower() for text in found if len(text.split()) >= 5}
+
+
+@pytest.mark.shared
+def test_no_mark_is_left_in_the_text_of_real_pages(real_articles, real_data: Path):
+    texts = [text for article in real_articles for text in article.paragraphs]
+    assert len(texts) > 5000
+    (file,) = (real_data / "wikipedia" / "extracted_good" / "AA").glob("wiki_00")
+    for article in wikipedia_extracted.articles(str(file), Reading(), Account()):
+        texts += article.paragraphs
+    assert [text for text in texts if LEFT_OVER.search(text)] == []

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.corpora.privacy import hash_names, redact
+
+
+def redacted(*texts: str) -> list[str]:
+    return redact(pa.array(texts, pa.string())).to_pylist()
+
+
+def hashed(names: list[str], salt: str = "salt") -> list[str]:
+    return hash_names(pa.array(names, pa.string()), salt).to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mail jo.doe+x@mail.example.co.uk now", "mail <email> now"),
+        ("a@b.io,c@d.io", "<email>,<email>"),
+        ("ask u/some_one-1 or /u/Other", "ask <user> or <user>"),
+        ("(/U/Name)", "(<user>)"),
+        ("u/abc u/def\nu/ghi", "<user> <user>\n<user>"),
+        ("from 192.168.0.254 today", "from <ip> today"),
+        ("at 2001:db8:0:0:0:0:2:1, or 2001:db8::2:1.", "at <ip>, or <ip>."),
+        ("fe80::1 is mine", "<ip> is mine"),
+        ("call +1 555-123-4567", "call <phone>"),
+        ("call (555) 123-4567 or 555.123.4567", "call <phone> or <phone>"),
+        ("+44 20 7946 0958!", "<phone>!"),
+        ("jo@example.org from 10.0.0.1", "<email> from <ip>"),
+    ],
+)
+def test_what_identifies_somebody_becomes_a_tag(text, expected):
+    assert redacted(text) == [expected]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "you and/or me",
+        "see r/python",
+        "meet @ 5",
+        "version 1.2.3",
+        "300.1.2.400",
+        "at 12:30:45",
+        "std::vector<abc::def> a::b",
+        "in 1984 2001 was 17 years away",
+        "it cost 1,234,567.89",
+        "x = a*b/c",
+    ],
+)
+def test_other_text_stays_as_it_is(text):
+    assert redacted(text) == [text]
+
+
+@given(st.lists(st.text()))
+def test_redacting_twice_is_redacting_once(texts):
+    once = redacted(*texts)
+    assert len(once) == len(texts)
+    assert redacted(*once) == once
+
+
+@given(st.text(st.characters(exclude_characters="@/", exclude_categories=["Nd", "Cs"])))
+def test_text_without_at_slash_or_digit_names_nobody(text):
+    assert redacted(text) == [text]
+
+
+def test_a_name_has_one_hash_for_a_salt_and_another_for_another():
+    one, two = hashed(["ann", "bob", "ann"]), hashed(["ann", "bob"], "pepper")
+    assert one[0] == one[2] != one[1]
+    assert not set(one) & set(two)
+    assert hashed(["bob"]) == [one[1]]
+    assert all(len(name) == 16 and int(name, 16) >= 0 for name in one)
+
+
+def test_nobody_stays_nobody():
+    assert hashed(["[deleted]", "ann"])[0] == "[deleted]"
+
+
+@given(st.lists(st.text(), unique=True))
+def test_different_names_have_different_hashes(names):
+    assert len(set(hashed(names))) == len(names)

@@ -1,0 +1,204 @@
+"""What a pool will hold, beside rows taken one by one and sets that remember them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifact import Draft, draft
+from pipeline.config import from_dict, to_dict
+from pipeline.corpora.raw import Reading
+from pipeline.retrieval.pools import candidates, plan
+from pipeline.retrieval.pools.candidates import ROWS, content_hash
+from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.retrieval.pools.plan import NEW, Changes, Plan
+
+Rows = list[tuple[str, str]]
+"""(id, text)"""
+
+few = st.tuples(st.sampled_from("123456"), st.sampled_from("abcdef"))
+rows_lists = st.lists(few, min_size=1, max_size=14)
+
+
+@dataclass(frozen=True)
+class Before:
+    """The version before, as far as a plan looks at it."""
+
+    rows: tuple[pa.Table, ...]
+
+    def __len__(self) -> int:
+        return sum(table.num_rows for table in self.rows)
+
+
+def before(rows: Rows) -> Before | None:
+    """Rows of a pool have distinct ids and texts; two shards."""
+    kept = one_by_one(rows)[0]
+    records = [{"id": i, "text": t, "content_hash": content_hash(t)} for i, t in kept]
+    shards = (records[:2], records[2:])
+    tables = tuple(pa.Table.from_pylist(shard, schema=ROWS) for shard in shards)
+    return Before(tables) if kept else None
+
+
+def one_by_one(rows: Rows) -> tuple[Rows, dict[str, int]]:
+    """What is kept, and why the rest is dropped."""
+    ids, texts, kept = set(), set(), []
+    dropped = {"the same text again": 0, "the same id again": 0}
+    for name, text in rows:
+        if text in texts:
+            dropped["the same text again"] += 1
+        elif name in ids:
+            dropped["the same id again"] += 1
+        else:
+            ids.add(name)
+            texts.add(text)
+            kept.append((name, text))
+    return kept, {reason: count for reason, count in dropped.items() if count}
+
+
+class Maker:
+    """Plans rows that come in parts of three."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folders = (folder / str(number) for number in itertools.count())
+
+    def stage(self, rows: Rows) -> tuple[Draft, list[tuple[str, int]]]:
+        folder = next(self._folders)
+        out = draft(str(folder / "out"), "pool", EmbedConfig(), {})
+        file = folder / "rows.jsonl"
+        file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in rows))
+        record = candidates._stage(out, "file-00000", str(file), ("id", "text"), 1000, Reading())
+        return out, [tuple(part) for part in record["parts"]]
+
+    def __call__(
+        self, rows: Rows, previous: Rows = (), rows_per_shard=1000, texts=0, hashes=()
+    ) -> tuple[Plan, Rows, list[int]]:
+        """(the plan, the rows of all its shards, their verdicts)"""
+        out, parts = self.stage(rows)
+        made = plan.make(out, parts, before(previous), rows_per_shard, texts, hashes)
+        made = from_dict(Plan, json.loads(json.dumps(to_dict(made))))  # as a record keeps it
+        kept, verdicts = [], []
+        for slices in made.shards.values():
+            for part, start, end in slices:
+                verdict = plan.read_verdicts(out, part)[start:end]
+                table = (
+                    candidates.read_rows(out, part).slice(start, end - start).filter(verdict >= NEW)
+                )
+                kept += zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True)
+                verdicts += verdict[verdict >= NEW].tolist()
+        self.out = out
+        return made, kept, verdicts
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setattr(candidates, "_PART_ROWS", 3)
+    patch.setattr(plan, "_BUCKET_ROWS", 4)  # several buckets, and several chunks of each
+    yield Maker(tmp_path_factory.mktemp("plans"))
+    patch.undo()
+
+
+@settings(max_examples=50)
+@given(rows_lists)
+def test_rows_are_kept_as_if_they_came_one_by_one(make, rows):
+    made, kept, _ = make(rows)
+    expected, dropped = one_by_one(rows)
+    assert kept == expected
+    assert made.dropped == dropped
+    assert made.rows == len(expected)
+
+
+@settings(max_examples=50)
+@given(rows_lists, rows_lists)
+def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(make, rows, old):
+    made, kept, verdicts = make(rows, old)
+    was = one_by_one(old)[0]
+    texts_before, texts_now = dict(was), dict(kept)
+    assert made.changes == Changes(
+        new=sum(name not in texts_before for name in texts_now),
+        changed=sum(texts_before.get(name, text) != text for name, text in kept),
+        same=sum(row in was for row in kept),
+        gone=sum(name not in texts_now for name in texts_before),
+    )
+    places = {text: place for place, (_, text) in enumerate(was)}
+    assert verdicts == [places.get(text, NEW) for _, text in kept]
+    assert made.known == sum(verdict >= 0 for verdict in verdicts)
+
+
+@settings(max_examples=50)
+@given(rows_lists, rows_lists)
+def test_only_the_same_rows_are_no_change(make, rows, old):
+    made, kept, _ = make(rows, old)
+    assert made.changes.none == (sorted(kept) == sorted(one_by_one(old)[0]))
+
+
+@settings(max_examples=50)
+@given(rows_lists, st.integers(1, 6))
+def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
+    made, kept, _ = make(rows, rows_per_shard=size)
+    assert list(made.shards) == [f"part-{n:05d}" for n in range(-(-len(kept) // size))]
+    for shard, slices in enumerate(made.shards.values()):
+        wanted = kept[shard * size : (shard + 1) * size]
+        verdicts = [plan.read_verdicts(make.out, part)[a:b] for part, a, b in slices]
+        assert int((np.concatenate(verdicts) >= NEW).sum()) == len(wanted)
+
+
+def test_a_small_pool_is_cut_in_sixteen_or_by_512_rows(make, monkeypatch):
+    monkeypatch.setattr(candidates, "_PART_ROWS", 1000)
+    rows = [(str(n), f"text {n}") for n in range(1600)]
+    assert len(make(rows[:512], rows_per_shard=10_000)[0].shards) == 1
+    assert len(make(rows[:513], rows_per_shard=10_000)[0].shards) == 2
+    monkeypatch.setattr(plan, "_LEAST_ROWS", 10)
+    assert len(make(rows, rows_per_shard=10_000)[0].shards) == 16
+
+
+def test_long_texts_make_shards_of_fewer_rows(make, monkeypatch):
+    monkeypatch.setattr(plan, "_SHARD_BYTES", 100)
+    rows = [(str(n), f"{n} " + "x" * size) for n, size in enumerate([10, 10, 90, 500, 40, 70, 1])]
+    made, kept, _ = make(rows)
+    assert kept == rows
+    counts = [sum(end - start for _, start, end in slices) for slices in made.shards.values()]
+    assert counts == [3, 1, 2, 1]
+
+
+@settings(max_examples=50)
+@given(rows_lists, st.integers(1, 5), st.lists(st.sampled_from("abcdefgh"), max_size=4))
+def test_texts_are_chosen_by_their_hashes_and_looked_for_by_them(make, rows, count, wanted):
+    keys = [content_hash(text)[:16] for text in wanted]
+    made, kept, _ = make(rows, texts=count, hashes=keys)
+    texts = sorted((text for _, text in kept), key=content_hash)
+    assert made.first == tuple(texts[:count])
+    assert list(made.present) == [
+        key for key, text in zip(keys, wanted, strict=True) if text in texts
+    ]
+
+
+def test_a_few_of_what_is_dropped_are_named(make):
+    make([("1", "a"), ("1", "b"), *((str(n), "a") for n in range(50))])
+    lines = Path(make.out.path("rejected", "plan.jsonl")).read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert [sample["reason"] for sample in samples].count("the same text again") == 20
+    again = [sample["text"] for sample in samples if sample["reason"] == "the same id again"]
+    assert again == ["id '1': 'b'"]
+
+
+def test_texts_that_share_half_of_their_hash_are_told_apart_by_who_copies(make, monkeypatch):
+    """64 bits decide on places; `embedder` compares all 128."""
+    monkeypatch.setattr(candidates, "text_key", lambda value: 7)
+    _, _, verdicts = make([("1", "a")], [("1", "b")])
+    assert verdicts == [0]
+
+
+def test_a_plan_of_nothing_but_changes_of_ids_embeds_nothing(make):
+    made, _, verdicts = make([("9", "b"), ("8", "a")], [("1", "a"), ("2", "b")])
+    assert made.changes == Changes(new=2, changed=0, same=0, gone=2)
+    assert verdicts == [1, 0]
+    assert replace(made.changes, new=0, gone=0).none
