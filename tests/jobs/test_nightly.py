@@ -310,7 +310,7 @@ def test_what_another_night_has_begun_goes(night, pools):
 READER = """
 import json, sys, time
 from pathlib import Path
-from pipeline.retrieval.pool import Pool
+from pipeline.retrieval.pools.pool import Pool
 
 uri, done = sys.argv[1], Path(sys.argv[2])
 seen, last = None, False
