@@ -12,8 +12,8 @@ from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training import launch
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
-from pipeline.training.launch import Workers
-from pipeline.training.loop import LoopConfig, validation_steps
+from pipeline.training.loop import validation_steps
+from pipeline.training.settings import LoopConfig, Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +47,19 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
     """`watch` hears of the steps that are done, of how many."""
     corpus = open_artifact(config.corpus, "corpus")
     source, encoder = open_encoder(config.encoder)
-    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop.seed)
+    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
         return program.published(out, already_there=True)
-    steps = recipe.steps(task)
     with cluster.session(), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
-        metrics = launch.fit(
-            recipe, config.loop, steps, config.resources, out, tracked, label, watch
+        trained = launch.fit(
+            recipe, config.loop, task.steps, config.resources, out, tracked, label, watch
         )
+        metrics = trained.metrics
         parameters = sum(value.numel() for value in task.ranker.parameters())
         counts = {"steps": int(metrics["step"]), "parameters": parameters}
         files = launch.collect_model(out)

@@ -172,16 +172,19 @@ class Batches(Generic[BatchT]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of fixed size in an epoch: the same on every rank."""
+        """Batches in an epoch: the same on every rank."""
         return len(self.rows) // self.examples
 
-    def start(self, cursor: Cursor) -> Generator[tuple[BatchT, Cursor]]:
-        """Batches from a cursor on, prepared in a thread of their own."""
-        return _ahead(self._walk(self._here(cursor)), depth=4)
+    def start(self, cursors: Sequence[Sequence[int]] = ()) -> Generator[tuple[BatchT, Cursor]]:
+        """Batches from the saved cursors of all ranks on, prepared in a thread of their own."""
+        own = Cursor()
+        if cursors:  # of more ranks than there were, a new one starts where rank 0 stands
+            own = Cursor(*cursors[self.rows.rank if self.rows.rank < len(cursors) else 0])
+        return _ahead(self._walk(self._here(own)), depth=4)
 
     def _here(self, cursor: Cursor) -> Cursor:
-        """A cursor of another number of ranks: as many rows of the epoch are done. They are others, so of
-        that epoch's rows some come twice and some not at all."""
+        """A cursor of another number of ranks. It skips as many rows of the epoch as the earlier run had
+        read, but not the same rows: some rows of this epoch are read twice, some never."""
         if cursor.world in (0, self.rows.world):
             return cursor
         if self.examples:  # a step has as many rows in all, so as many batches are done

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import BadInput, require
@@ -17,9 +14,9 @@ from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
 from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout, shorten
 from pipeline.training.batches import Batches, Rows
-from pipeline.training.caching import Backward, backward, cached_backward
+from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import TEACHER, DualCollator, PairCollator, has_candidates
-from pipeline.training.loop import Refresh
+from pipeline.training.loop import Task
 from pipeline.training.mining import COLUMNS, Miner, Mining
 from pipeline.training.objectives import (
     Distillation,
@@ -28,7 +25,9 @@ from pipeline.training.objectives import (
     Objective,
     PairModule,
 )
-from pipeline.training.validation import Measured, Validation, questions_of
+from pipeline.training.optimization import Optimization, optimization
+from pipeline.training.settings import LoopConfig
+from pipeline.training.validation import Validation, questions_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +89,11 @@ class FinetuneConfig:
             require(getattr(self, name) >= 2, f"finetune.{name}", getattr(self, name), ">= 2")
 
 
-@dataclass
-class FinetuneTask:
+@dataclass(kw_only=True)
+class FinetuneTask(Task):
     """One rank's part of fine-tuning a ranker."""
 
     ranker: Ranker
-    module: nn.Module
-    batches: Batches[Any]
-    new_weights: Iterable[nn.Parameter] = field(default=())
-    backward: Backward = field(default=backward)
-    validation: Callable[[], Measured] | None = None
-    refresh: Refresh | None = None
-
-    def save(self, folder: Path) -> None:
-        self.ranker.save(folder)
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,7 @@ class Finetuning:
     encoder: Source
     ranker: RankerConfig
     finetune: FinetuneConfig
-    seed: int
+    loop: LoopConfig
 
     def held_out(self) -> list[str]:
         """The files of train that are not read. Raises BadInput where a fold has none."""
@@ -136,7 +126,7 @@ class Finetuning:
         require(rest == 0, "finetune.batch_examples", self.finetune.batch_examples,
                 f"a multiple of the {world} workers")  # fmt: skip
         self._check_teacher()
-        ranker = new_ranker(self.ranker, self.encoder.local(), self.seed)
+        ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
         network = ranker.network
         for part in list(network.modules()):
             if isinstance(part, Encoder):
@@ -147,21 +137,29 @@ class Finetuning:
             set_dropout(network, self.finetune.dropout)
         miner = self._miner(ranker, rank, world)
         module, collator = self._objective(ranker, miner)
-        rows = self._rows(collator.columns, rank, world)
-        head = [value for name, value in network.named_parameters() if "encoder." not in name]
+        batches = Batches(self._rows(collator.columns, rank, world), collator, examples=own)
+        steps = self._steps(batches.steps_per_epoch, miner)
         chunk = self.finetune.chunk_examples
+
+        def optimize() -> Optimization:
+            head = [value for name, value in network.named_parameters() if "encoder." not in name]
+            return optimization(self.loop, module, steps, head)
+
         return FinetuneTask(
             ranker=ranker,
             module=module,
-            batches=Batches(rows, collator, examples=own),
-            new_weights=head,
+            batches=batches,
+            steps=steps,
+            optimize=optimize,
+            save=ranker.save,
             backward=cached_backward(module, chunk) if 0 < chunk < own else backward,
             validation=self._validation(ranker, rank, world),
             refresh=miner,
+            work=lambda batch: {"samples": float(len(batch))},
         )
 
     def _rows(self, columns: Sequence[str], rank: int, world: int) -> Rows:
-        return Rows.of(self.corpus, "train", columns, rank, world, self.seed, self.held_out())
+        return Rows.of(self.corpus, "train", columns, rank, world, self.loop.seed, self.held_out())
 
     def _miner(self, ranker: Ranker, rank: int, world: int) -> Miner | None:
         config = self.finetune
@@ -204,15 +202,17 @@ class Finetuning:
 
     def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
         config = self.finetune
-        asked = questions_of(self.corpus, config.valid_examples, config.valid_candidates, self.seed)
+        asked = questions_of(
+            self.corpus, config.valid_examples, config.valid_candidates, self.loop.seed
+        )
         return Validation(ranker, asked, rank, world) if asked else None
 
-    def steps(self, task: FinetuneTask) -> int:
+    def _steps(self, per_epoch: int, miner: Miner | None) -> int:
         """Steps of the whole run. Raises BadInput for a run that ends before it mines."""
-        steps = round(self.finetune.epochs * task.batches.steps_per_epoch)
+        steps = round(self.finetune.epochs * per_epoch)
         steps = min(steps, self.finetune.max_steps or steps)
-        if isinstance(task.refresh, Miner):
+        if miner is not None:
             every = self.finetune.mine.every_epochs
-            require(task.refresh.every_steps < steps, "finetune.mine.every_epochs", every,
-                    f"less: it is {task.refresh.every_steps} steps, and the run has {steps}")  # fmt: skip
+            require(miner.every_steps < steps, "finetune.mine.every_epochs", every,
+                    f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
         return steps

@@ -20,6 +20,7 @@ from pipeline.models import inference
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.ranker import Ranker
 from pipeline.training.batches import Row, Rows
+from pipeline.training.selection import Measured
 
 _COLUMNS = ("context", "response", "candidates")
 _AT_ONCE = 64  # contexts whose vectors are in memory: with 360 of 768 dimensions each, 71 MB
@@ -31,15 +32,6 @@ class Question(NamedTuple):
     context: list[str]
     candidates: list[str]
     label: int
-
-
-class Measured(NamedTuple):
-    """What a validation finds."""
-
-    r1: float
-    """Share of the contexts whose right candidate scores above all others; a tie is none."""
-    loss: float
-    """Mean cross-entropy of the right candidate, in nats."""
 
 
 def questions_of(corpus: Artifact, examples: int, group: int, seed: int) -> list[Question]:
@@ -83,7 +75,11 @@ class Validation:
 
     @torch.inference_mode()
     def __call__(self) -> Measured:
-        """A collective call. Leaves the ranker in evaluation mode."""
+        """R@1 and the loss; a collective call. Leaves the ranker in evaluation mode.
+
+        r1: share of the contexts whose right candidate scores above all others; a tie is none. loss: mean
+        cross-entropy of the right candidate.
+        """
         self._ranker.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranker.device)
         for asked, scores_C in zip(self._own, self._scores(), strict=True):
@@ -94,7 +90,7 @@ class Validation:
         if dist.is_initialized():
             dist.all_reduce(sums)
         hits, loss_sum, count = sums.tolist()
-        return Measured(hits / count, loss_sum / count)
+        return Measured({"r1": hits / count, "loss": loss_sum / count}, "r1")
 
     def _scores(self) -> Iterator[Tensor]:
         """Each question's scores, [C], float32 on the CPU."""

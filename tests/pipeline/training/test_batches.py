@@ -58,7 +58,7 @@ def batches_of(corpus, rank=0, world=1, seed=0, **settings):
 
 
 def take(batches, count, cursor=None):
-    walk = batches.start(cursor or Cursor())
+    walk = batches.start([cursor] * batches.rows.world if cursor else ())
     try:
         return list(islice(walk, count))
     finally:
@@ -68,7 +68,7 @@ def take(batches, count, cursor=None):
 def epoch_of(batches, epoch=0):
     """The items of an epoch's batches; the first batch of the next one ends it."""
     found = []
-    walk = batches.start(Cursor(epoch))
+    walk = batches.start([Cursor(epoch)] * batches.rows.world)
     for (items, _), cursor in walk:
         if cursor.epoch != epoch:
             break
@@ -135,13 +135,13 @@ def test_with_other_workers_as_many_rows_are_left_to_batches_of_so_many_tokens(
 ):
     """To a window of 5 rows."""
     first = batches_of(corpora(61), 0, before, tokens=40, window_rows=5)
-    at = next(cursor for _, cursor in first.start(Cursor()) if cursor.window == 2)
+    at = next(cursor for _, cursor in first.start() if cursor.window == 2)
     second = [
         batches_of(corpora(61), rank, after, tokens=40, window_rows=5) for rank in range(after)
     ]
     left = 0
     for batches in second:
-        for (items, _), cursor in batches.start(at):
+        for (items, _), cursor in batches.start([at]):
             if cursor.epoch:
                 break
             left += len(items)
@@ -270,12 +270,12 @@ class Broken(Lengths):
 def test_an_error_in_the_thread_reaches_the_loop(corpora):
     batches = Batches(rows_of(corpora(50)), Broken(), examples=5)
     with pytest.raises(RuntimeError, match="cannot collate"):
-        next(batches.start(Cursor()))
+        next(batches.start())
 
 
 def test_the_thread_ends_with_its_iterator(corpora):
     before = set(threading.enumerate())
-    walk = batches_of(corpora(50), examples=5).start(Cursor())
+    walk = batches_of(corpora(50), examples=5).start()
     next(walk)
     (thread,) = set(threading.enumerate()) - before
     walk.close()

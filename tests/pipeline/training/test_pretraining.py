@@ -12,14 +12,14 @@ from pipeline.models.pretraining import IGNORED
 from pipeline.models.sources import External
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
-from pipeline.training.batches import Cursor
 from pipeline.training.pretraining import PairMaker, PretrainConfig, Pretraining
+from pipeline.training.settings import LoopConfig
 
 
 def recipe(tiny, corpus, shape=None, **config):
     settings = {"batch_tokens": 120, "max_context_tokens": 10, "max_response_tokens": 8, **config}
     return Pretraining(corpus, External(str(tiny.encoder_folder()), ""), Shape(**(shape or tiny.shape)),
-                       PretrainConfig(**settings), seed=0)  # fmt: skip
+                       PretrainConfig(**settings), LoopConfig())  # fmt: skip
 
 
 def pairs_of(tiny, count=190):
@@ -28,7 +28,7 @@ def pairs_of(tiny, count=190):
 
 
 def batches(task, count):
-    walk = task.batches.start(Cursor())
+    walk = task.batches.start()
     try:
         return [batch for batch, _ in islice(walk, count)]
     finally:
@@ -120,7 +120,7 @@ def test_workers_share_the_tokens_and_start_from_the_same_weights(tiny):
 
 def test_steps_are_as_configured(tiny):
     made = recipe(tiny, pairs_of(tiny), steps=7)
-    assert made.steps(made.build(0, 1)) == 7
+    assert made.build(0, 1).steps == 7
 
 
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])
