@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import BadInput, require
-from pipeline.models.transformer import use_bf16
+from pipeline.models.precision import use_bf16
 from pipeline.training.batches import Batches, Cursor
 from pipeline.training.caching import Backward
 from pipeline.training.selection import Selection
