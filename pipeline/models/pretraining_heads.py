@@ -149,7 +149,9 @@ class PretrainingModel(nn.Module):
         if len(labels_N) <= _POSITIONS_AT_ONCE:
             return self._predict_chunk(hidden_ND, labels_N)
         chunks = zip(
-            hidden_ND.split(_POSITIONS_AT_ONCE), labels_N.split(_POSITIONS_AT_ONCE), strict=True
+            torch.split(hidden_ND, _POSITIONS_AT_ONCE),
+            torch.split(labels_N, _POSITIONS_AT_ONCE),
+            strict=True,
         )
         sums, hits = zip(
             *(checkpoint(self._predict_chunk, *chunk, use_reentrant=False) for chunk in chunks),

@@ -22,6 +22,7 @@ from pipeline import storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import require
 from pipeline.models import cpu
+from pipeline.models.placement import prepare_for_training
 from pipeline.resources import best_device, cpus_each
 from pipeline.task_messages import listening
 from pipeline.training.batches import Cursor
@@ -152,6 +153,7 @@ def _work(assignment: _Assignment) -> None:
     else:
         cpu.keep_memory()
     task = assignment.recipe.build(rank, world)
+    prepare_for_training(task.module, device, assignment.loop.precision)
     state, cursor = _restore(rank, device)
     model = ray.train.torch.prepare_model(task.module, move_to_device=device)
     if assignment.loop.compile:
