@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from pipeline.models import cpu
+from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, use_bf16
+from pipeline.models.transformer import Encoder
 
 BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a

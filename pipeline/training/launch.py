@@ -24,6 +24,7 @@ from pipeline.artifact import Draft, folder_entries
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import DETERMINISTIC, cause_of
 from pipeline.models import cpu
+from pipeline.models.placement import prepare_for_training
 from pipeline.resources import best_device, cpus_each
 from pipeline.task_messages import listening
 from pipeline.training.checkpoints import (
@@ -33,9 +34,9 @@ from pipeline.training.checkpoints import (
     weights_of,
     write_state,
 )
+from pipeline.training.data_parallel import distribute
 from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, train
 from pipeline.training.pace import Pace
-from pipeline.training.placement import place
 from pipeline.training.settings import LoopConfig, Workers
 
 if TYPE_CHECKING:
@@ -203,7 +204,8 @@ def _work(assignment: _Assignment) -> None:
     else:
         cpu.keep_memory()
     task = assignment.recipe.build(rank, world)
-    model = place(task.module, device, assignment.workers.shard_weights)
+    prepare_for_training(task.module, device, assignment.loop.precision)
+    model = distribute(task.module, device, assignment.workers.shard_weights)
     if assignment.loop.compile:
         model = torch.compile(model)  # type: ignore[assignment]
     reports = _Reports(assignment, rank, device)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import BadInput, Stopped
-from pipeline.models.transformer import use_bf16
+from pipeline.models.precision import resolve_precision
 from pipeline.training.checkpoints import (
     load_training_state,
     load_weights,
@@ -179,7 +179,7 @@ def train(
     chosen = Selection(decay, config.stop_after_validations)
     done, cursors = _resume(task, optimization.optimizer, chosen, resume)
     batches = task.batches.start(cursors)
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and use_bf16(device))
+    bf16 = resolve_precision(config.precision, device) == "bf16"
     model.train()
     meter, skipped = _Meter(device), 0
     while done < steps and not chosen.stop:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pipeline.artifact import Artifact
 from pipeline.config import require
-from pipeline.models.pretraining import PretrainingModel, hide_tokens
+from pipeline.models.pretraining_heads import IGNORED, PretrainingModel, hide_tokens
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer, Tokens
-from pipeline.models.transformer import Encoder, Shape
+from pipeline.models.transformer import Shape
 from pipeline.training.batches import Batches, Row, Rows
 from pipeline.training.caching import backward
 from pipeline.training.loop import Task
@@ -57,12 +57,16 @@ class PretrainBatch:
     """Pairs, what is hidden in them, and whether the second text is the true one."""
 
     pairs: Tokens
-    labels_BT: Tensor
+    predicted_N: Tensor
+    labels_N: Tensor
     is_next_B: Tensor
 
     def to(self, device: torch.device) -> PretrainBatch:
         return PretrainBatch(
-            self.pairs.to(device), self.labels_BT.to(device), self.is_next_B.to(device)
+            self.pairs.to(device),
+            self.predicted_N.to(device),
+            self.labels_N.to(device),
+            self.is_next_B.to(device),
         )
 
 
@@ -118,7 +122,8 @@ class PairMaker:
             generator,
         )
         is_next_B = torch.tensor([item.is_next for item in items])
-        return PretrainBatch(hidden, labels_BT, is_next_B)
+        predicted_N = (labels_BT.flatten() != IGNORED).nonzero()[:, 0]
+        return PretrainBatch(hidden, predicted_N, labels_BT.flatten()[predicted_N], is_next_B)
 
 
 class PretrainModule(nn.Module):
@@ -129,7 +134,8 @@ class PretrainModule(nn.Module):
         self.model = model
 
     def forward(self, batch: PretrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        mlm, nup = self.model.losses(batch.pairs, batch.labels_BT, batch.is_next_B)
+        sums = self.model.losses(batch.pairs, batch.predicted_N, batch.labels_N, batch.is_next_B)
+        mlm, nup = sums.mlm_sum / sums.mlm_count, sums.next_sum / sums.pairs
         return mlm + nup, {"mlm_loss": mlm.detach(), "nup_loss": nup.detach()}
 
 
@@ -153,16 +159,16 @@ class Pretraining:
         tokenizer = Tokenizer.load(self.tokenizer.local())
         torch.manual_seed(self.loop.seed)
         special = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
-        encoder = Encoder.new(self.encoder, len(tokenizer), special)
+        model = PretrainingModel.new(self.encoder, len(tokenizer), special)
         pairs = PairMaker(tokenizer, config)
         rows = Rows.of(self.corpus, "train", pairs.columns, rank, world, self.loop.seed)
         batches: Batches[PretrainBatch] = Batches(
             rows, pairs, tokens=config.batch_tokens // world, length=pairs.length
         )
-        module = PretrainModule(PretrainingModel(encoder))
+        module = PretrainModule(model)
 
         def save(folder: Path) -> None:
-            encoder.save(folder)
+            model.save(folder)
             tokenizer.save(folder)
 
         return Task(

@@ -22,8 +22,8 @@ from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.models import inference
+from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import load_ranker
-from pipeline.models.transformer import use_bf16
 from pipeline.resources import best_device
 from pipeline.retrieval.pools import build, candidates, plan
 from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers

@@ -17,9 +17,9 @@ from pipeline.artifact import Artifact, draft, sum_counts
 from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
+from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import External
-from pipeline.models.transformer import use_bf16
 from pipeline.retrieval.pools import build, embed
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig

@@ -13,8 +13,8 @@ import torch
 from pipeline.artifact import Draft, draft
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
+from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.models.transformer import use_bf16
 from pipeline.retrieval.pools import candidates, embedder, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedConfig

@@ -1,4 +1,4 @@
-"""Where a module's weights train: whole on every rank, or sharded over the ranks."""
+"""How a model trains on several ranks: its weights are whole on every rank, or sharded over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
-def place(module: nn.Module, device: torch.device, shard: bool) -> nn.Module:
+def distribute(module: nn.Module, device: torch.device, shard: bool) -> nn.Module:
     """Moves the module and wraps it for its ranks.
 
     Whole: DistributedDataParallel, where there are several ranks. Sharded: FSDP2, which makes new parameters
