@@ -8,7 +8,7 @@ from typing import Any
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact, sum_counts
-from pipeline.config import BadInput
+from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate, options
 
@@ -22,7 +22,7 @@ class Config:
 
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the cleaned corpus."""
     evaluation: tuple[str, ...] = ()
     """What train must not share words with: corpora (their valid and test), or files or folders of

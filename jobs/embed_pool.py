@@ -19,7 +19,7 @@ from pipeline.artifact import (
     request_of,
     sum_counts,
 )
-from pipeline.config import BadInput, require
+from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
 from pipeline.retrieval.pools import build, embed, gate, versions
@@ -47,25 +47,25 @@ class Config:
     """A ranker (of jobs.finetune): bi or poly."""
     candidates: tuple[str, ...]
     """Files or folders with an id and a text column."""
-    pools: str
+    pools: str = field(metadata=NOT_IDENTITY)
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str
     """The pool's name."""
-    dry_run: bool = False
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Only say what would be done."""
-    keep: int = 3
+    keep: int = field(default=3, metadata=NOT_IDENTITY)
     """Versions that stay; CURRENT, and what a service has open, stay too. 0: all."""
-    keep_days: float = 0.0
+    keep_days: float = field(default=0.0, metadata=NOT_IDENTITY)
     """Versions younger than this stay too."""
-    lock_expires_s: float = 120.0
+    lock_expires_s: float = field(default=120.0, metadata=NOT_IDENTITY)
     """A job that has given no sign of life for so long loses the pool to the next one."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     """The texts."""
-    gate: GateConfig = field(default_factory=GateConfig)
+    gate: GateConfig = field(default_factory=GateConfig, metadata=NOT_IDENTITY)
     """What a version has to pass."""
-    reading: Reading = field(default_factory=Reading)
+    reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """Damaged input."""
-    resources: Actors = field(default_factory=Actors)
+    resources: Actors = field(default_factory=Actors, metadata=NOT_IDENTITY)
     """What it runs on."""
 
     def __post_init__(self) -> None:

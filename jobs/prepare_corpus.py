@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jobs import cluster, program
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, Draft, draft, sum_counts
-from pipeline.config import BadInput
+from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, reddit
 from pipeline.corpora.formats import (
     amazonqa,
@@ -47,15 +47,15 @@ class Config:
     """The format of the input."""
     input: tuple[str, ...]
     """Files or folders: local, s3://, gs://, …; .zst, .bz2, .gz, .xz or plain."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the corpus: train/, valid/, test/ and manifest.json."""
     redact: Literal["on", "off"] = "on"
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
     authors: Literal["hash", "plain"] = "hash"
     """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT."""
-    expect: published_counts.Expect = "report"
+    expect: published_counts.Expect = field(default="report", metadata=NOT_IDENTITY)
     """Published numbers of examples: say where others are found, or refuse them (`published`)."""
-    reading: Reading = field(default_factory=Reading)
+    reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """Damaged input."""
     reddit: reddit.Options = field(default_factory=reddit.Options)
     """Rules for reddit."""

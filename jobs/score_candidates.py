@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact, sum_counts
-from pipeline.config import BadInput, require
+from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.shards import Actors
 from pipeline.training import teaching
 from pipeline.training.teaching import TeachingConfig
@@ -25,11 +25,11 @@ class Config:
     teacher: tuple[str, ...]
     """Rankers (of jobs.finetune): a cross-encoder for bi- and poly-encoders, and those for a cross-encoder
     that has too few examples to learn from alone. Several: the mean of their scores."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the corpus with scores."""
     teaching: TeachingConfig = field(default_factory=TeachingConfig)
     """What is scored."""
-    resources: Actors = field(default_factory=Actors)
+    resources: Actors = field(default_factory=Actors, metadata=NOT_IDENTITY)
     """What it runs on."""
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import subprocess
 import time
 from collections import Counter
@@ -26,19 +25,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import storage
-from pipeline.config import BadInput, digest, flatten, to_dict
+from pipeline.config import BadInput, digest, flatten, identity, to_dict
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _TASKS = "_tasks"
 _REQUEST = "_request.json"
-# Where and on what a job runs, what damage and which size of its input it puts up with, how often it
-# reports, what the result has to pass, which older ones stay beside it and what it is called in the
-# registry never decide what comes out.
-_NOT_IDENTITY = re.compile(
-    r"(output|pools|expect|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_.*"
-    r"|gate\..*|keep|keep_days|dry_run|lock_expires_s)"
-)
 
 
 @dataclass(frozen=True)
@@ -256,7 +248,7 @@ def draft(
 
     If the same job (kind, settings, contents of the inputs) has published it already, returns the
     artifact. `config` is the job's dataclass: its fields named like an input stand for that input's
-    contents; what `_NOT_IDENTITY` names does not count, nor do the fields `unused`, which this job does
+    contents. Fields that are `NOT_IDENTITY` do not count, nor do the fields `unused`, which this job does
     not read.
 
     Raises BadInput where another job's output, finished or not, is in the way.
@@ -356,8 +348,8 @@ def _describe(
         "inputs": {name: reference["fingerprint"] for name, reference in references.items()},
         "config": {
             name: value
-            for name, value in flatten(settings).items()
-            if not _NOT_IDENTITY.fullmatch(name) and name not in references
+            for name, value in flatten(identity(config)).items()
+            if name not in references and name.partition(".")[0] not in unused
         },
     }
     return references, settings, wanted

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import shards, storage
 from pipeline.artifact import Artifact, Draft, draft, open_artifact, read_artifact, sum_counts
-from pipeline.config import BadInput
+from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora.raw import Reading
 
 
@@ -24,15 +24,15 @@ class Workers:
 
 @dataclass(frozen=True)
 class Config:
-    output: str = ""
+    output: str = field(default="", metadata=NOT_IDENTITY)
     max_steps: int = 3
     names: tuple[str, ...] = ("a", "b")
-    resources: Workers = field(default_factory=Workers)
+    resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
 
 
 @dataclass(frozen=True)
 class ReadingConfig:
-    reading: Reading = field(default_factory=Reading)
+    reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
 
 
 SOURCE = {"uri": "raw", "kind": "raw", "fingerprint": "f00d"}
