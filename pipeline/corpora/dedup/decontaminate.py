@@ -23,8 +23,8 @@ from pipeline import shards, storage
 from pipeline.arrays import Bools, Ints
 from pipeline.artifact import MANIFEST, Artifact, Draft, open_artifact
 from pipeline.config import BadInput, require
-from pipeline.corpora import raw
-from pipeline.corpora.dedup import buckets, hashing
+from pipeline.corpora import buckets, raw
+from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
     COMPARED,
     DROPS,
@@ -213,7 +213,7 @@ def _collect(
         ]
         tables.append(pa.table(columns, schema=_GRAMS))
     rows = _each_once(pa.concat_tables(tables).combine_chunks())
-    buckets.write(draft, task, rows, np.zeros(rows.num_rows, np.int64), 1)
+    buckets.write(draft, task, rows)
     return {"ngrams": rows.num_rows}
 
 
@@ -227,7 +227,7 @@ def _merge(
     if options.boilerplate_groups:
         first = first[groups <= options.boilerplate_groups]
     rows = rows.take(pa.array(first))
-    buckets.write(draft, task, rows, np.zeros(rows.num_rows, np.int64), 1)
+    buckets.write(draft, task, rows)
     return {"ngrams": rows.num_rows}
 
 

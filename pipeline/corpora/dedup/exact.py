@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from pipeline import shards
 from pipeline.artifact import Draft
-from pipeline.corpora.dedup import buckets, hashing
+from pipeline.corpora import buckets
+from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
     CLUSTERS,
     COMPARED,

@@ -21,7 +21,8 @@ import pyarrow as pa
 from pipeline import shards
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
-from pipeline.corpora.dedup import buckets, hashing, minhash
+from pipeline.corpora import buckets
+from pipeline.corpora.dedup import hashing, minhash
 from pipeline.corpora.dedup.examples import (
     CLUSTERS,
     COMPARED,
@@ -165,7 +166,7 @@ def _check(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
     clusters = nodes[members[np.unique(labels, return_index=True)[1]]]
     rows = sets.select(["node", "rank", "id"]).take(pa.array(members))
     rows = rows.add_column(0, "cluster", pa.array(clusters[labels], pa.uint64()))
-    buckets.write(draft, task, rows, np.zeros(len(members), np.int64), 1)
+    buckets.write(draft, task, rows)
     counts = {"near_pairs.found": len(alike), "near_pairs.alike": int(alike.sum())}
     return {"counts": counts}
 

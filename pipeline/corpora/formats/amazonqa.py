@@ -29,8 +29,7 @@ import pyarrow.compute as pc
 from pipeline import shards, storage
 from pipeline.artifact import Draft
 from pipeline.config import require
-from pipeline.corpora import file_tasks, raw
-from pipeline.corpora.dedup import buckets
+from pipeline.corpora import buckets, file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of

@@ -50,7 +50,7 @@ def prepare(
 
     blocks = read_dumps(draft, files, buckets, block_bytes, options, reading, privacy)
     raw.check_share(draft, blocks.values(), reading)
-    parts = [draft.path("_threads", name) for name in blocks if name.startswith("block")]
+    parts = [name for name in blocks if name.startswith("block")]
     build = functools.partial(build_bucket, parts=parts, options=options)
     tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(buckets)}
     built = shards.run_tasks(draft, tasks, build, "reddit: threads to examples")

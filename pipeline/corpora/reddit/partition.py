@@ -15,12 +15,11 @@ import ray
 import ray.data
 from tqdm import tqdm
 
-from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
-from pipeline.corpora import raw
+from pipeline.corpora import buckets, raw
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.reddit.comments import COLUMNS, normalise
+from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
 
@@ -32,7 +31,7 @@ Records = dict[str, dict[str, Any]]
 def read_dumps(
     draft: Draft,
     files: list[str],
-    buckets: int,
+    bucket_count: int,
     block_bytes: int,
     options: Options,
     reading: raw.Reading,
@@ -47,7 +46,7 @@ def read_dumps(
         known = {task for task in done if task.startswith("block")}
         parsed = Counter(_file_of(task) for task in known)
         ends: Records = {}
-        rows = _blocks(draft, todo, known, buckets, block_bytes, options, privacy)
+        rows = _blocks(draft, todo, known, bucket_count, block_bytes, options, privacy)
         for row in rows:
             file = _file_of(row["task"])
             if row["file_record"]:
@@ -76,7 +75,7 @@ def _blocks(
     draft: Draft,
     files: list[tuple[int, str]],
     known: set[str],
-    buckets: int,
+    bucket_count: int,
     block_bytes: int,
     options: Options,
     privacy: Privacy,
@@ -105,7 +104,7 @@ def _blocks(
             # One block of lines, one task: without this barrier Ray Data joins blocks to 128 MiB.
             .repartition(target_num_rows_per_block=1)
             .map_batches(
-                functools.partial(_parse_block, draft, buckets, options, privacy),
+                functools.partial(_parse_block, draft, bucket_count, options, privacy),
                 batch_size=1,
                 batch_format="pyarrow",
             )
@@ -165,7 +164,7 @@ def _read_file(
 
 
 def _parse_block(
-    draft: Draft, buckets: int, options: Options, privacy: Privacy, batch: pa.Table
+    draft: Draft, bucket_count: int, options: Options, privacy: Privacy, batch: pa.Table
 ) -> pa.Table:
     """Parses one block of lines into its file of comments, filed by bucket."""
     row = batch.to_pylist()[0]
@@ -176,7 +175,8 @@ def _parse_block(
         comments = parse(row["lines"], row["uri"], row["first_line"], malformed)
         lines = comments.num_rows + malformed.counts.total()
         comments, elsewhere = normalise(comments, options, privacy)
-        storage.write_bytes(draft.path("_threads", row["task"]), file_by_bucket(comments, buckets))
+        hashes = thread_hashes(comments["thread"].combine_chunks())
+        buckets.write(draft, row["task"], comments, (hashes >> 12) % bucket_count, bucket_count)
         malformed.save(draft, row["task"], privacy)
         dropped = {
             **malformed.counts,
@@ -204,37 +204,3 @@ def thread_hashes(threads: pa.Array) -> Ints:
     indices = encoded.indices.to_numpy(zero_copy_only=False)
     found: Ints = np.array(hashes, np.int64)[indices]
     return found
-
-
-def file_by_bucket(comments: pa.Table, buckets: int) -> bytes:
-    """`buckets` + 1 offsets (int64), then each bucket's rows as a stream of Arrow's IPC format.
-
-    A reader of one bucket needs two short reads, however many buckets there are.
-    """
-    bucket = (thread_hashes(comments["thread"].combine_chunks()) >> 12) % buckets
-    order = np.argsort(bucket, kind="stable")
-    ends = np.searchsorted(bucket[order], np.arange(buckets), side="right")
-    comments = comments.take(pa.array(order)).combine_chunks()
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    offsets = np.full(buckets + 1, 8 * (buckets + 1), np.int64)
-    pieces, start = list[pa.Buffer](), 0
-    for number, end in enumerate(ends.tolist()):
-        size = 0
-        if end > start:
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, comments.schema, options=options) as writer:
-                writer.write_table(comments.slice(start, end - start))
-            pieces.append(sink.getvalue())
-            size = pieces[-1].size
-        offsets[number + 1] = offsets[number] + size
-        start = end
-    return b"".join([offsets.astype("<i8").tobytes(), *pieces])
-
-
-def read_bucket(uri: str, bucket: int) -> pa.Table:
-    """One bucket's rows of a block's file."""
-    with storage.open_input(uri) as stream:
-        start, end = np.frombuffer(stream.read_at(16, 8 * bucket), "<i8").tolist()
-        if start == end:
-            return COLUMNS.empty_table()
-        return pa.ipc.open_stream(stream.read_at(end - start, start)).read_all()
