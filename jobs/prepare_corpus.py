@@ -6,13 +6,13 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jobs import cluster, program
 from pipeline import storage, tracking
-from pipeline.artifact import Artifact, Draft, draft, sum_counts
+from pipeline.artifact import Artifact, Draft, draft
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, reddit
 from pipeline.corpora.formats import (
@@ -28,6 +28,7 @@ from pipeline.corpora.formats import (
 )
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
+from pipeline.records import TaskRecord, sum_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class Config:
     """Columns and splits of pairs."""
 
 
-FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], list[dict[str, Any]]]] = {
+FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], Sequence[TaskRecord]]] = {
     "reddit": reddit.prepare,
     "convai2": convai2.prepare,
     "dstc7": dstc7.prepare,
@@ -113,17 +114,17 @@ def run(config: Config) -> program.Summary:
         privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
         options = getattr(config, config.corpus, None)
         records = FORMATS[config.corpus](out, files, options, config.reading, privacy)
-        counts = sum_counts(records, "counts")
+        counts = sum_counts(record.counts for record in records)
         if not counts.get("examples"):
-            dropped = sum_counts(records, "dropped")
+            dropped = sum_counts(record.dropped for record in records)
             raise BadInput(f"--input: {counts['records']:,} records gave no example ({dropped})")
         sizes = published_counts.compare(config.corpus, files, records)
         published_counts.check(sizes, config.expect)
-        notes = [note for record in records for note in record.get("notes", ())]
+        notes = [note for record in records for note in record.notes]
         corpus = out.publish(
-            [file for record in records for file in record.get("files", ())],
+            [file for record in records for file in record.files],
             counts,
-            sum_counts(records, "dropped"),
+            sum_counts(record.dropped for record in records),
             tracked.run_id,
             notes=notes,
             published=sizes,

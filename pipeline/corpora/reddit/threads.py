@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,6 +14,7 @@ from pipeline.corpora.reddit.comments import COLUMNS, RULED_OUT, SCORED_TOO_LOW
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.schema import schema_with
+from pipeline.records import TaskRecord
 
 _SCHEMA = schema_with(
     ("subreddit", pa.string()), ("context_author", pa.string()), ("response_author", pa.string())
@@ -35,11 +34,11 @@ _SAMPLED_BUCKETS = 50  # threads fall into buckets by chance, so the first ones 
 
 def build_bucket(
     draft: Draft, task: str, bucket: int, parts: list[str], options: Options
-) -> dict[str, Any]:
+) -> TaskRecord:
     """Writes a bucket's shards; rows in random order."""
     comments = buckets.read(draft, parts, bucket, COLUMNS)
     if not comments.num_rows:
-        return {"files": [], "counts": {}, "dropped": {}}
+        return TaskRecord()
     examples, rejects = build_examples(comments, options, task)
     if bucket < _SAMPLED_BUCKETS:
         rejects.save(draft, task)
@@ -52,7 +51,7 @@ def build_bucket(
         for number, start in enumerate(range(0, rows.num_rows, options.rows_per_shard)):
             name = f"{split}/part-{bucket:05d}-{number:03d}.parquet"
             files.append(draft.write_table(name, rows.slice(start, options.rows_per_shard)))
-    return {"files": files, "counts": counts, "dropped": dict(rejects.counts)}
+    return TaskRecord(files=files, counts=counts, dropped=dict(rejects.counts))
 
 
 def build_examples(
