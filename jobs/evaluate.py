@@ -7,13 +7,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from jobs import cluster, program
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, require, to_dict
+from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.evaluation import errors, none, protocols, report
 from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
@@ -71,7 +71,7 @@ class Config:
     """Draw R@1 against milliseconds into this PNG; empty: beside --json, if there is one."""
     errors: str = ""
     """Write each model's 100 worst-ranked examples to this file (JSON lines), and print three."""
-    resources: Actors = HERE
+    resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
     """What models run on; by default in this process, without a cluster."""
     seed: int = 0
     """Of the draws and of the candidates' order."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
-from pipeline.config import require
+from pipeline.config import NOT_IDENTITY, require
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training import launch
@@ -24,7 +24,7 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     encoder: str
     """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the ranker."""
     ranker: RankerConfig = field(default_factory=RankerConfig)
     """The model."""
@@ -32,9 +32,9 @@ class Config:
     """The task."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """The optimisation."""
-    resources: Workers = field(default_factory=Workers)
+    resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
     """What it runs on."""
-    register_as: str = ""
+    register_as: str = field(default="", metadata=NOT_IDENTITY)
     """Name in MLflow's registry; the new version gets the alias `candidate`."""
 
     def __post_init__(self) -> None:

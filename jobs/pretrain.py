@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.config import NOT_IDENTITY
 from pipeline.models.transformer import Shape
 from pipeline.training import launch
 from pipeline.training.loop import validation_steps
@@ -22,7 +23,7 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     tokenizer: str
     """A tokenizer (of jobs.train_tokenizer)."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the encoder: a plain `transformers` directory and manifest.json."""
     encoder: Shape = field(default_factory=Shape)
     """The model."""
@@ -34,7 +35,7 @@ class Config:
         )
     )
     """The optimisation; the paper's by default."""
-    resources: Workers = field(default_factory=Workers)
+    resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
     """What it runs on."""
 
 

@@ -25,6 +25,7 @@ from pipeline.config import BadInput, Stopped
 from pipeline.failures import DETERMINISTIC, cause_of
 from pipeline.models import cpu
 from pipeline.models.placement import prepare_for_training
+from pipeline.records import FileEntry
 from pipeline.resources import best_device, cpus_each
 from pipeline.task_messages import listening
 from pipeline.training.checkpoints import (
@@ -180,7 +181,7 @@ TRAINING_STATE = "training_state"
 """Folder of a published model that holds what a longer run starts from."""
 
 
-def collect_model(draft: Draft, checkpoint: str = "") -> list[dict[str, Any]]:
+def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
     """Moves the trained model into place and returns its files' manifest entries.
 
     With the URI of a checkpoint it is kept with the model, so that a longer run can start from it.

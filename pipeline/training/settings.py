@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import require
+from pipeline.config import NOT_IDENTITY, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +73,17 @@ class LoopConfig(OptimizationConfig):
     """bf16 autocast with float32 weights; auto: where the hardware multiplies bf16."""
     compile: bool = False
     """torch.compile the model: a minute at the start, faster steps on a GPU."""
-    max_skipped_steps: int = 5
+    max_skipped_steps: int = field(default=5, metadata=NOT_IDENTITY)
     """A step whose loss or gradient is not finite changes no weights. After this many such steps in a
     row the run ends, and keeps the last batch for a look at it."""
-    checkpoint_every_steps: int = 500
+    checkpoint_every_steps: int = field(default=500, metadata=NOT_IDENTITY)
     """A killed run loses at most this many steps."""
-    checkpoint_every_minutes: float = 10.0
+    checkpoint_every_minutes: float = field(default=10.0, metadata=NOT_IDENTITY)
     """Nor this many minutes, checked every `log_every_steps`: on CPUs 500 steps take most of an hour.
     0: the clock does not count."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = field(default=2, metadata=NOT_IDENTITY)
     """The last checkpoints that are kept."""
-    log_every_steps: int = 20
+    log_every_steps: int = field(default=20, metadata=NOT_IDENTITY)
     """Steps between two points of the curves."""
     seed: int = 0
     """Of the order of examples, masks, dropout and new weights."""
