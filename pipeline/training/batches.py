@@ -177,7 +177,7 @@ class Batches(Generic[BatchT]):
 
     def start(self, cursor: Cursor) -> Generator[tuple[BatchT, Cursor]]:
         """Batches from a cursor on, prepared in a thread of their own."""
-        return _ahead(self._walk(self._here(cursor)), depth=4)
+        return ahead(self._walk(self._here(cursor)), depth=4)
 
     def _here(self, cursor: Cursor) -> Cursor:
         """A cursor of another number of ranks: as many rows of the epoch are done. They are others, so of
@@ -242,7 +242,7 @@ class Batches(Generic[BatchT]):
         return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint32)[0]))
 
 
-def _ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
+def ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
     """Takes from `source` in a thread, up to `depth` items ahead."""
     waiting: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()
