@@ -14,14 +14,12 @@ B pairs of a micro-batch, T tokens of its longest, N predicted tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -29,23 +27,26 @@ from pipeline.arrays import Floats, Ints
 from pipeline.config import BadInput, require
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training import utterance_pairs
-from pipeline.training.batches import Epoch, Rows, ahead
+from pipeline.training.batches import ahead
+from pipeline.training.pair_windows import (
+    WindowReader,
+    WindowStream,
+    check_kept,
+    sample_valid_pairs,
+)
 from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.token_masking import (
     Masker,
     derived,
-    example_keys,
     prediction_probabilities,
     token_shares,
     uniform,
     word_starts,
 )
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
-from pipeline.training.utterance_pairs import Pairs, Texts
+from pipeline.training.utterance_pairs import Pairs
 
-_COLUMNS = ("context", "response")
 _STEPS_AHEAD = 2
-_VALIDATION_GROUPS = 64  # row groups that validation reads at most: a million rows
 _MIX = 1 << 20  # what a hash decides: the corpus of a micro-batch
 
 
@@ -120,133 +121,6 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class _Window:
-    pairs: Pairs
-    batches: list[Ints]
-    """Rows of each micro-batch."""
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Windows of one corpus."""
-
-    rows: Rows
-    """Of lane 0."""
-    group_starts: dict[str, Ints]
-    """The place in the split of the first row of each row group, by file."""
-    corpus: int
-    config: PretrainConfig
-
-    @classmethod
-    def of(cls, corpus: TokenizedCorpus, number: int, config: PretrainConfig, seed: int) -> _Reader:
-        """Raises BadInput where a lane has no row, or texts are cut shorter than the recipe's."""
-        _check_kept(corpus, config)
-        rows = Rows.of(corpus.artifact, "train", _COLUMNS, 0, config.lanes, seed)
-        if not len(rows):
-            raise BadInput(f"{corpus.artifact.uri}: too few examples in train/ for "
-                           f"{config.lanes} micro-batches in a step")  # fmt: skip
-        starts, before = dict[str, Ints](), 0
-        for uri, sizes in rows.files:
-            ends = np.cumsum(sizes, dtype=np.int64) + before
-            starts[uri] = ends - np.array(sizes, np.int64)
-            before = int(ends[-1]) if len(ends) else before
-        return cls(rows, starts, number, config)
-
-    @property
-    def total(self) -> int:
-        """Rows of the split."""
-        return sum(sum(sizes) for _, sizes in self.rows.files)
-
-    @property
-    def window_rows(self) -> int:
-        """At most half of the split, so that there are responses beyond the window."""
-        return min(self.config.window_rows, max(1, self.total // 2))
-
-    @property
-    def windows(self) -> int:
-        """In an epoch of a lane."""
-        return -(-len(self.rows) // self.window_rows)
-
-    def read(self, lane: int, epoch: int, window: int) -> _Window:
-        order = dataclasses.replace(self.rows, rank=lane).epoch(epoch)
-        start = window * self.window_rows
-        stop = min(start + self.window_rows, len(self.rows))
-        table = order.read(start, stop)
-        keep_context, keep_response = utterance_pairs.keep(self.config)
-        contexts = Texts.of(table["context"], keep_context, newest=True)
-        responses = Texts.of(table["response"], keep_response, newest=False)
-        rng = np.random.default_rng([self.rows.seed, self.corpus, epoch, window, lane])
-        others = None
-        if self.config.objective != "mlm":
-            others = self._others(order, order.first + start, order.first + stop, rng)
-        places_R = self._places(order, order.first + start, order.first + stop)
-        keys_R = example_keys(self.rows.seed, self.corpus, epoch, places_R)
-        share = 0.0 if others is None else self.config.random_share
-        pairs = utterance_pairs.make_pairs(contexts, responses, others, keys_R, share)
-        return _Window(pairs, utterance_pairs.cut(pairs.lengths, self.config.lane_tokens, rng))
-
-    def _others(self, order: Epoch, start: int, stop: int, rng: np.random.Generator) -> Texts:
-        """Responses of as many neighbouring rows elsewhere in the epoch's order, if there are so many."""
-        total, beyond = self.total, self.total - (stop - start)
-        count = min(stop - start, beyond)
-        first = (stop + int(rng.integers(beyond - count + 1))) % total
-        everywhere = dataclasses.replace(order, columns=("response",), first=0)
-        pieces = [(first, min(first + count, total)), (0, max(0, first + count - total))]
-        tables = [everywhere.read(*piece) for piece in pieces if piece[0] < piece[1]]
-        _, keep_response = utterance_pairs.keep(self.config)
-        return Texts.of(pa.concat_tables(tables)["response"], keep_response, newest=False)
-
-    def _places(self, order: Epoch, start: int, stop: int) -> Ints:
-        """The places in the split of the rows that stand so in an epoch's order."""
-        at_R = np.arange(start, stop)
-        ends = np.array(order.ends)
-        group_R = np.searchsorted(ends, at_R, side="right")
-        needed, inverse_R = np.unique(group_R, return_inverse=True)
-        firsts = [self.group_starts[uri][group] for uri, group in (order.groups[n] for n in needed)]
-        begins = [order.ends[number - 1] if number else 0 for number in needed.tolist()]
-        places_R: Ints = at_R + (np.array(firsts) - np.array(begins))[inverse_R]
-        return places_R
-
-
-class _Stream:
-    """Micro-batches of one corpus for one lane; the next window is read while one is used."""
-
-    def __init__(
-        self, reader: _Reader, lane: int, position: list[int], threads: ThreadPoolExecutor
-    ) -> None:
-        self._reader, self._lane, self._threads = reader, lane, threads
-        self._epoch, self._window, self._batch = position
-        self._current: _Window | None = None
-        self._next: Future[_Window] | None = None
-
-    @property
-    def position(self) -> list[int]:
-        return [self._epoch, self._window, self._batch]
-
-    def next(self) -> tuple[Pairs, Ints]:
-        """The pairs of a window, and which of them are a micro-batch."""
-        if self._current is None:
-            future = self._next or self._read(self._epoch, self._window)
-            self._current = future.result()
-            self._next = self._read(*self._following())
-        window = self._current
-        rows_B = window.batches[self._batch]
-        self._batch += 1
-        if self._batch == len(window.batches):
-            self._epoch, self._window = self._following()
-            self._batch, self._current = 0, None
-        return window.pairs, rows_B
-
-    def _read(self, epoch: int, window: int) -> Future[_Window]:
-        return self._threads.submit(self._reader.read, self._lane, epoch, window)
-
-    def _following(self) -> tuple[int, int]:
-        if self._window + 1 < self._reader.windows:
-            return self._epoch, self._window + 1
-        return self._epoch + 1, 0
-
-
-@dataclass(frozen=True)
 class _Collator:
     """Pairs to a micro-batch."""
 
@@ -302,7 +176,7 @@ class _Collator:
 class PretrainingBatches:
     """One worker's micro-batches of each step."""
 
-    readers: tuple[_Reader, ...]
+    readers: tuple[WindowReader, ...]
     shares: Floats
     """Cumulative weights of the corpora."""
     collator: _Collator
@@ -327,7 +201,7 @@ class PretrainingBatches:
                 "(pretrain.batch_tokens / pretrain.micro_batch_tokens)")  # fmt: skip
         _check(corpora, weights)
         readers = tuple(
-            _Reader.of(corpus, number, config, seed) for number, corpus in enumerate(corpora)
+            WindowReader.of(corpus, number, config, seed) for number, corpus in enumerate(corpora)
         )
         shares = np.cumsum(weights) / np.sum(weights)
         lanes = tuple(range(rank, config.lanes, world))
@@ -350,6 +224,8 @@ class PretrainingBatches:
         require(sorted(saved) == list(range(count)), "pretrain.micro_batch_tokens",
                 f"{count} micro-batches in a step",
                 f"the {len(saved)} of the checkpoint, which does not fit")  # fmt: skip
+        require(len({at["micro_batches"] for at in saved.values()}) == 1, "cursors",
+                "of several steps", "those that all workers saved after one step")  # fmt: skip
         for position in saved.values():
             require(len(position["corpora"]) == len(self.readers), "corpora", len(self.readers),
                     f"the {len(position['corpora'])} of the checkpoint")  # fmt: skip
@@ -358,10 +234,11 @@ class PretrainingBatches:
     def _walk(
         self, positions: dict[int, LanePosition]
     ) -> Iterator[tuple[list[MicroBatch], Cursor]]:
-        with ThreadPoolExecutor(1, thread_name_prefix="windows") as threads:
+        threads = ThreadPoolExecutor(1, thread_name_prefix="windows")
+        try:
             streams = {
                 lane: [
-                    _Stream(reader, lane, at, threads)
+                    WindowStream(reader, lane, at, threads)
                     for reader, at in zip(self.readers, position["corpora"], strict=True)
                 ]
                 for lane, position in positions.items()
@@ -380,6 +257,8 @@ class PretrainingBatches:
                     for lane in self.lanes
                 }
                 yield batches, cursor
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _corpus(self, lane: int, step: int) -> int:
         """Which corpus a lane's micro-batch comes from."""
@@ -402,19 +281,6 @@ def _check(corpora: Sequence[TokenizedCorpus], weights: Sequence[float]) -> None
         if corpus.tokenizer_version != corpora[0].tokenizer_version:
             raise BadInput(f"{corpus.artifact.uri}: tokenized with another tokenizer than "
                            f"{corpora[0].artifact.uri}")  # fmt: skip
-
-
-def _check_kept(corpus: TokenizedCorpus, config: PretrainConfig) -> None:
-    """Raises BadInput where the corpus' texts are cut shorter than the recipe's."""
-    kept = corpus.kept
-    for name, have, wanted in zip(
-        ("max_context_tokens", "max_response_tokens"),
-        (kept.max_context_tokens, kept.max_response_tokens),
-        utterance_pairs.keep(config),
-        strict=True,
-    ):
-        require(wanted <= have, f"pretrain.{name}", wanted + 2,
-                f"at most {have + 2}, as {corpus.artifact.uri} holds {have} tokens")  # fmt: skip
 
 
 def validation_batches(
@@ -441,33 +307,11 @@ def validation_batches(
     total = sum(weight for *_, weight in held_out)
     batches = list[MicroBatch]()
     for number, corpus, weight in held_out:
-        _check_kept(corpus, config)
+        check_kept(corpus, config)
         count = max(1, int(config.valid_examples * weight / total))
-        pairs = _validation_pairs(corpus, number, count, config, seed)
+        pairs = sample_valid_pairs(corpus, number, count, config, seed)
         rng = np.random.default_rng([seed, number])
         for rows_B in utterance_pairs.cut(pairs.lengths, config.lane_tokens, rng):
             for step in (0, 1) if config.objective == "alternate" else (0,):
                 batches.append(collator.micro_batch(pairs, rows_B, step))
     return batches[rank::world]
-
-
-def _validation_pairs(
-    corpus: TokenizedCorpus, number: int, count: int, config: PretrainConfig, seed: int
-) -> Pairs:
-    """Pairs of rows drawn from at most `_VALIDATION_GROUPS` row groups; each may get another's response."""
-    order = Rows.of(corpus.artifact, "valid", _COLUMNS, 0, 1, seed).epoch(0)
-    ends = np.array(order.ends[:_VALIDATION_GROUPS])
-    rng = np.random.default_rng([seed, number])
-    drawn = np.sort(rng.choice(ends[-1], min(count, int(ends[-1])), replace=False))
-    tables = []
-    for begin, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
-        of_group = drawn[(drawn >= begin) & (drawn < end)]
-        if len(of_group):
-            tables.append(order.read(begin, end).take(of_group - begin))
-    table = pa.concat_tables(tables)
-    keep_context, keep_response = utterance_pairs.keep(config)
-    contexts = Texts.of(table["context"], keep_context, newest=True)
-    responses = Texts.of(table["response"], keep_response, newest=False)
-    share = 0.0 if config.objective == "mlm" else config.random_share
-    keys_R = example_keys(seed, number, 0, drawn)
-    return utterance_pairs.make_pairs(contexts, responses, responses, keys_R, share)
