@@ -40,8 +40,6 @@ class WindowReader:
 
     rows: Rows
     """Of lane 0."""
-    group_starts: dict[str, Ints]
-    """The place in the split of the first row of each row group, by file."""
     corpus: int
     config: PretrainConfig
 
@@ -55,12 +53,7 @@ class WindowReader:
         if not len(rows):
             raise BadInput(f"{corpus.artifact.uri}: too few examples in train/ for "
                            f"{config.lanes} micro-batches in a step")  # fmt: skip
-        starts, before = dict[str, Ints](), 0
-        for uri, sizes in rows.files:
-            ends = np.cumsum(sizes, dtype=np.int64) + before
-            starts[uri] = ends - np.array(sizes, np.int64)
-            before = int(ends[-1]) if len(ends) else before
-        return cls(rows, starts, number, config)
+        return cls(rows, number, config)
 
     @property
     def total(self) -> int:
@@ -82,6 +75,7 @@ class WindowReader:
         order = dataclasses.replace(self.rows, rank=lane).epoch(epoch)
         start = window * self.window_rows
         stop = min(start + self.window_rows, len(self.rows))
+        first, last = order.first + start, order.first + stop
         table = order.read(start, stop)
         keep_context, keep_response = utterance_pairs.keep(self.config)
         contexts = Texts.of(table["context"], keep_context, newest=True)
@@ -89,10 +83,10 @@ class WindowReader:
         rng = np.random.default_rng([self.rows.seed, self.corpus, epoch, window, lane])
         others, share = None, 0.0
         if self.config.objective != "mlm":
-            others = self._others(order, order.first + start, order.first + stop, rng)
+            others = self._others(order, first, last, rng)
             share = self.config.random_share
-        places_R = self._places(order, order.first + start, order.first + stop)
-        keys_R = example_keys(self.rows.seed, self.corpus, epoch, places_R)
+        # The place in the epoch's order, which no number of lanes or workers changes, names an example.
+        keys_R = example_keys(self.rows.seed, self.corpus, epoch, np.arange(first, last))
         pairs = utterance_pairs.make_pairs(contexts, responses, others, keys_R, share)
         return Window(pairs, utterance_pairs.cut(pairs.lengths, self.config.lane_tokens, rng))
 
@@ -110,17 +104,6 @@ class WindowReader:
         tables = [everywhere.read(*piece) for piece in pieces if piece[0] < piece[1]]
         _, keep_response = utterance_pairs.keep(self.config)
         return Texts.of(pa.concat_tables(tables)["response"], keep_response, newest=False)
-
-    def _places(self, order: Epoch, start: int, stop: int) -> Ints:
-        """The places in the split of the rows that stand so in an epoch's order."""
-        at_R = np.arange(start, stop)
-        ends = np.array(order.ends)
-        group_R = np.searchsorted(ends, at_R, side="right")
-        needed, inverse_R = np.unique(group_R, return_inverse=True)
-        firsts = [self.group_starts[uri][group] for uri, group in (order.groups[n] for n in needed)]
-        begins = [order.ends[number - 1] if number else 0 for number in needed.tolist()]
-        places_R: Ints = at_R + (np.array(firsts) - np.array(begins))[inverse_R]
-        return places_R
 
 
 class WindowStream:

@@ -1,8 +1,8 @@
 """Which tokens of pre-training pairs are predicted, and what stands in their place.
 
-All chance is a hash of (seed, corpus, epoch, example's place in its split, token's place in the pair).
-So an example is masked anew in each epoch, and alike in whichever batch, on whichever worker and after
-whichever resume it comes.
+All chance is a hash of (seed, corpus, epoch, example's place in the order of the epoch, token's place in
+the pair). The order follows from the seed and the epoch. So an example is masked anew in each epoch, and
+alike in whichever batch, on whichever worker and after whichever resume it comes.
 
 B pairs, T tokens of the longest pair, N predicted tokens, V vocabulary.
 """
@@ -38,7 +38,8 @@ def derived(keys: Keys, numbers: int | Ints) -> Keys:
 
 
 def example_keys(seed: int, corpus: int, epoch: int, places_R: Ints) -> Keys:
-    """One key per example and epoch, uint64 [R]; `places_R` are the examples' places in their split."""
+    """One key per example and epoch, uint64 [R]; `places_R` are the examples' places in the
+    order of the epoch."""
     keys: Keys = np.zeros(1, np.uint64)
     for number in (seed, corpus, epoch):
         keys = derived(keys, number)

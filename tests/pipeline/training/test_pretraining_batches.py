@@ -265,22 +265,39 @@ def test_an_alternating_run_masks_in_even_steps_and_asks_for_the_next_in_odd_one
             assert step % 2 == 0 or MASK not in batch.tokens.ids_BT
 
 
-def test_masks_alone_are_of_true_pairs_and_masked_anew_in_each_epoch(corpus_of):
-    masks = {}
-    epochs = [0] * 4
-    for batches, cursor in take(batches_of(corpus_of(70), objective="mlm", masked_share=0.5), 40):
-        for lane, batch in enumerate(batches):
+def masks_of(corpus, steps, **settings):
+    """Example → epoch → the places that are predicted in it; all pairs are true."""
+    found = {}
+    batches = batches_of(corpus, objective="mlm", masked_share=0.5, **settings)
+    epochs = [0] * len(batches.lanes)
+    for step, cursor in take(batches, steps):
+        for lane, batch in enumerate(step):
             assert batch.is_next_B is None
             width = batch.tokens.ids_BT.shape[1]
             places = batch.predicted_N.tolist()
             for row, (context, response) in enumerate(numbers(batch)):
                 assert context == response
                 own = tuple(place % width for place in places if place // width == row)
-                masks.setdefault(context, {}).setdefault(epochs[lane], own)
+                found.setdefault(context, {})[epochs[lane]] = own
             epochs[lane] = cursor[str(lane)]["corpora"][0][0]
-    both = [(found[0], found[1]) for found in masks.values() if {0, 1} <= set(found)]
+    return found
+
+
+def test_masks_alone_are_of_true_pairs_and_masked_anew_in_each_epoch(corpus_of):
+    found = masks_of(corpus_of(70), 40).values()
+    both = [(masks[0], masks[1]) for masks in found if {0, 1} <= set(masks)]
     assert len(both) > 50
     assert np.mean([first != second for first, second in both]) > 0.6
+
+
+def test_an_example_is_masked_alike_in_other_lanes_windows_and_batches(corpus_of):
+    """Its mask follows from the seed, the epoch and its place in the order of the epoch."""
+    first = masks_of(corpus_of(70), 40)
+    other = masks_of(corpus_of(70), 60, batch_tokens=100, micro_batch_tokens=50, window_rows=20)
+    both = [(first[number][epoch], other[number][epoch]) for number in range(70) for epoch in (0, 1)
+            if epoch in first.get(number, {}) and epoch in other.get(number, {})]  # fmt: skip
+    assert len(both) > 120
+    assert all(one == same for one, same in both)
 
 
 def test_corpora_are_mixed_by_weight_each_with_a_position_of_its_own(corpus_of):
