@@ -180,7 +180,7 @@ class Batches(Generic[BatchT]):
         own = Cursor()
         if cursors:  # of more ranks than there were, a new one starts where rank 0 stands
             own = Cursor(*cursors[self.rows.rank if self.rows.rank < len(cursors) else 0])
-        return _ahead(self._walk(self._here(own)), depth=4)
+        return ahead(self._walk(self._here(own)), depth=4)
 
     def _here(self, cursor: Cursor) -> Cursor:
         """A cursor of another number of ranks. It skips as many rows of the epoch as the earlier run had
@@ -245,7 +245,7 @@ class Batches(Generic[BatchT]):
         return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint32)[0]))
 
 
-def _ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
+def ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
     """Takes from `source` in a thread, up to `depth` items ahead."""
     waiting: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()
