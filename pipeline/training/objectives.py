@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ class DualModule(Objective):
             excluded_BC = torch.zeros(count, 1, dtype=torch.bool, device=device)
         same_BK = batch.wrong_key_BK == batch.key_B[:, None]
         excluded_BC = torch.cat([excluded_BC, same_BK], dim=1)
+        same_B1 = torch.zeros(count, 1, dtype=torch.bool, device=device)
+        teacher_BC = batch.teacher_BC.masked_fill(torch.cat([same_B1, same_BK], dim=1), math.nan)
         losses, distilled = [], []
         for width in self.network.widths:  # the last one is all that the vectors have
             cut_BMD = self.network.cut(vectors_BMD, width)
@@ -122,7 +125,7 @@ class DualModule(Objective):
             if self._distill.loss != "none":
                 each = same_BK.shape[1]
                 own_BC = [scores_BC.gather(1, label_B[:, None]), scores_BC[:, -each:]]
-                distilled.append(self._distill(torch.cat(own_BC, dim=1), batch.teacher_BC))
+                distilled.append(self._distill(torch.cat(own_BC, dim=1), teacher_BC))
         with torch.no_grad():
             best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
         loss = torch.stack(losses).mean()
@@ -134,7 +137,7 @@ class DualModule(Objective):
 
 
 class PairModule(Objective):
-    """Softmax over each context's own candidates."""
+    """Softmax over each context's own candidates, but those whose tokens are the right one's."""
 
     def __init__(self, network: CrossEncoder, distill: Distillation = _NO_TEACHER) -> None:
         super().__init__()
@@ -147,10 +150,14 @@ class PairModule(Objective):
 
     def loss(self, encoded: Sequence[Tensor], batch: PairBatch) -> tuple[Tensor, Shown]:
         (scores_BC,) = encoded
+        excluded_BC = batch.key_BC == batch.key_BC.gather(1, batch.label_B[:, None])
+        excluded_BC = excluded_BC.scatter(1, batch.label_B[:, None], False)
         with torch.no_grad():
-            hit_B = scores_BC.argmax(dim=1) == batch.label_B
-        loss, shown = ranking_loss(scores_BC, batch.label_B), {"accuracy": hit_B.float().mean()}
+            best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
+        loss = ranking_loss(scores_BC, batch.label_B, excluded_BC)
+        shown = {"accuracy": (best_B == batch.label_B).float().mean()}
         if self._distill.loss != "none":
-            teaching = self._distill(scores_BC, batch.teacher_BC)
+            teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)
+            teaching = self._distill(scores_BC, teacher_BC)
             loss, shown["distill_loss"] = loss + teaching, teaching.detach()
         return loss, shown

@@ -313,6 +313,51 @@ def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny, kind):
     assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
 
 
+# Truncated to 12 tokens, the first candidate is the response.
+SAME_TOKENS = {
+    "context": ["w9"],
+    "response": "w1 " * 12 + "w2",
+    "candidates": ["w1 " * 12 + "w3", "w1 " * 12 + "w2", "w5", "w6"],
+    "teacher_scores": [9.0, 2.0, 1.0, -1.0],
+}
+
+
+def test_a_pair_whose_candidate_reads_as_the_response_does_not_count(tiny):
+    """Neither in the loss nor in the accuracy: the model cannot tell the two apart."""
+    ranker = tiny.ranker(architecture="cross")
+    batch = collated(PairCollator(ranker, 3), [SAME_TOKENS, SAME_TOKENS])
+    texts = candidates_of(batch, 1)
+    assert texts.count(texts[0]) == 2 and texts[0].startswith("w1 w1")
+    excluded_BC = np.array([[n > 0 and text == own[0] for n, text in enumerate(own)]
+                            for own in (candidates_of(batch, place) for place in range(2))])  # fmt: skip
+    scores_BC = torch.where(torch.tensor(excluded_BC), 5.0, torch.tensor([1.0, -0.5, 0.5, 0.25]))
+    loss, shown = PairModule(ranker.cross).loss([scores_BC], batch)
+    assert loss.item() == pytest.approx(softmax_loss(scores_BC.numpy(), [0, 0], excluded_BC))
+    assert shown["accuracy"].item() == 1.0
+    second = batch.part(1, 2)
+    assert torch.equal(second.key_BC, batch.key_BC[1:])
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
+def test_a_candidate_that_reads_as_the_response_teaches_nothing(tiny, architecture, kind):
+    """Whatever its teacher's score, the loss is that of the candidates beside it."""
+    ranker = tiny.ranker(architecture=architecture)
+    losses = []
+    for score in (9.0, -4.0, np.nan):
+        row = {**SAME_TOKENS, "teacher_scores": [score, *SAME_TOKENS["teacher_scores"][1:]]}
+        distill = Distillation(loss=kind)
+        if architecture == "cross":
+            module, collator = PairModule(ranker.cross, distill), PairCollator(ranker, 3, True)
+        else:
+            module = DualModule(ranker.dual, "given", distill)
+            collator = DualCollator(ranker, 3, True)
+        with torch.no_grad():
+            losses.append(module(collated(collator, [row]))[1]["distill_loss"].item())
+    assert losses[0] > 0
+    assert losses == pytest.approx([losses[2]] * 3)
+
+
 @pytest.mark.parametrize("negatives", [1, 2, 3, 6])
 def test_negatives_are_the_given_ones_then_other_responses(tiny, negatives):
     batch = collated(PairCollator(tiny.ranker(architecture="cross"), negatives), PAIR_ROWS)
@@ -352,6 +397,7 @@ def test_moving_batches_takes_all_of_their_parts_along(tiny):
     pair = collated(PairCollator(tiny.ranker(architecture="cross"), 1), PAIR_ROWS).to(meta)
     assert pair.pairs.segments_BT.is_meta
     assert pair.label_B.is_meta
+    assert pair.key_BC.is_meta
     assert pair.teacher_BC.is_meta
 
 
