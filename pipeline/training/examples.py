@@ -15,7 +15,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
-from pipeline.training.batches import Row
+from pipeline.training.batches import PLACE, Row
 
 TEACHER = "teacher_scores"
 """Column of a corpus: a score for each of `candidates`, of a model to learn from."""
@@ -172,7 +172,7 @@ def _keys(candidates: Sequence[Sequence[Sequence[int]]]) -> Tensor:
 class DualCollator:
     """For bi- and poly-encoders: responses, and `negatives` wrong candidates for each context.
 
-    Those are of the row's own candidates, or of what `mined` returns for its example_id.
+    Those are of the row's own candidates, or of what `mined` returns for its place in the split.
     """
 
     def __init__(
@@ -180,18 +180,18 @@ class DualCollator:
         ranker: Ranker,
         negatives: int = 0,
         teacher: bool = False,
-        mined: Callable[[str], list[str]] | None = None,
+        mined: Callable[[int], list[str]] | None = None,
     ) -> None:
         self._ranker = ranker
         self._negatives = negatives
         self._mined = mined
-        source = "example_id" if mined else "candidates"
+        source = PLACE if mined else "candidates"
         self.columns = ("context", "response", *([source] if negatives else []),
                         *([TEACHER] if teacher else []))  # fmt: skip
 
     def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Item]:
         if self._mined is not None:
-            rows = [{**row, "candidates": self._mined(row["example_id"])} for row in rows]
+            rows = [{**row, "candidates": self._mined(row[PLACE])} for row in rows]
         return _chosen(rows, self._negatives, generator)
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> DualBatch:

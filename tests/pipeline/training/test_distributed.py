@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifact import Artifact
 from pipeline.models.ranker import load_ranker
-from pipeline.training.batches import Rows
+from pipeline.training import mining
+from pipeline.training.batches import Epoch, Rows
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualCollator
@@ -62,15 +64,33 @@ def losses_and_gradients(folder, kind, own_rank, world, chunk=0):
     return {"means": means / world, "gradients": gradients}
 
 
-def mined(folder, own_rank, world):
-    """What a miner finds, twice; neither its 11 responses nor its 15 contexts are shared out evenly."""
+def mined(folder, own_rank, world, state=None):
+    """What a miner finds in its second round, what it keeps of the first, and the contexts it reads.
+
+    Neither its 11 responses nor its 15 contexts are shared out evenly. With the `state` of a first round
+    it goes on from there.
+    """
     corpus = Artifact(**json.loads((folder / "corpus.json").read_text()))
     rows = Rows.of(corpus, "train", COLUMNS, 0, 1, seed=0)
     config = Mining(responses=9, top_k=5, max_share=1.0)
     miner = Miner(load_ranker(folder / "poly"), rows, config, 1, own_rank, world)
-    miner()
-    miner()
-    return miner.state()["found"]
+    contexts, read = [], Epoch.read
+
+    def recorded(epoch, start, stop):
+        if "context" in epoch.columns:
+            contexts.append((start, stop))
+        return read(epoch, start, stop)
+
+    with patch.object(Epoch, "read", recorded), patch.object(mining, "_ROWS_AT_ONCE", 3):
+        if state:
+            miner.load(state)
+        else:
+            miner()
+            state = miner.state()
+        first = [miner.of(place) for place in range(len(rows))]
+        miner()
+    second = [miner.of(place) for place in range(len(rows))]
+    return {"first": first, "second": second, "state": state, "contexts": contexts}
 
 
 def work(folder, own_rank):
@@ -106,7 +126,7 @@ def folder(tiny, tmp_path_factory):
     for kind, config in KINDS.items():
         tiny.ranker(**config).save(folder / kind)
     rows = [{"context": [f"w{n}"], "response": f"w{50 + n % 11} w3"} for n in range(15)]
-    corpus = tiny.corpus(rows)
+    corpus = tiny.corpus(rows, rows_per_file=10, rows_per_group=4)
     text = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
     (folder / "corpus.json").write_text(text)
     return folder
@@ -165,9 +185,23 @@ def test_gradient_of_gathered_rows_is_the_sum_over_ranks(ranks):
 
 def test_ranks_mine_together_what_one_process_mines(folder, ranks):
     alone = mined(folder, 0, 1)
-    assert alone.shape == (15, 5) and (alone >= 0).any()
+    for name in ("first", "second"):
+        assert len(alone[name]) == 15 and max(map(len, alone[name])) == 5
+        assert [found["mined"][name] for found in ranks] == [alone[name]] * WORLD
+    assert alone["first"] != alone["second"]
+
+
+def test_each_rank_reads_its_share_of_the_contexts(ranks):
+    """Row groups of four: the first rank's share are eight rows, the other's seven."""
+    assert ranks[0]["mined"]["contexts"] == [(0, 4), (4, 8)] * 2
+    assert ranks[1]["mined"]["contexts"] == [(8, 10), (10, 14), (14, 15)] * 2
+
+
+def test_what_two_ranks_mined_one_process_takes_over(folder, ranks):
     for found in ranks:
-        assert torch.equal(found["mined"], alone)
+        alone = mined(folder, 0, 1, found["mined"]["state"])
+        assert alone["first"] == found["mined"]["first"]
+        assert alone["second"] == found["mined"]["second"]
 
 
 def test_without_a_process_group_nothing_is_gathered():
