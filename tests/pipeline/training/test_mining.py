@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -181,3 +185,58 @@ def test_settings_out_of_range_are_refused_by_name(name, value):
         BadInput, match=rf"finetune\.mine\.{name}: {value} is not allowed; allowed: "
     ):
         Mining(**{name: value})
+
+
+MEASURE = """
+import json, sys
+from unittest.mock import patch
+import torch
+from pipeline.artifact import Artifact
+from pipeline.models import inference
+from pipeline.training.batches import Rows
+from pipeline.training.mining import COLUMNS, Miner, Mining
+
+class Ranker:
+    device = torch.device("cpu")
+    dimensions = 2
+    dual = property(lambda self: self)
+    def eval(self):
+        pass
+    def scores(self, vectors_BMD, mask_BM, candidates):
+        return torch.arange(candidates.shape[-2]).float().expand(len(vectors_BMD), -1)
+
+def candidates(ranker, texts):
+    return torch.zeros(len(texts), 2)
+def contexts(ranker, texts):
+    return torch.zeros(len(texts), 1, 2), torch.ones(len(texts), 1, dtype=torch.bool)
+def kib(name):
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return int(line.split()[1])
+def mine(path):
+    rows = Rows.of(Artifact(**json.load(open(path))), "train", COLUMNS, 0, 1, 0)
+    miner = Miner(Ranker(), rows, Mining(responses=50), 1, 0, 1)
+    miner()
+    assert len(miner.state()["found"]) == len(rows)
+
+with patch.object(inference, "candidate_vectors", candidates), \\
+        patch.object(inference, "context_vectors", contexts):
+    mine(sys.argv[1])  # imports and buffers
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts again
+    before = kib("VmRSS")
+    mine(sys.argv[2])
+    print(kib("VmHWM") - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_split(tiny, tmp_path):
+    """5,000 rows with 80 MB of texts, in row groups of 4 MB; MiB above what 250 rows need, 13 measured."""
+    text = "a" * 8_000
+    for count in (250, 5_000):
+        rows = [{"context": [f"{n} {text}"], "response": f"{n} {text}"} for n in range(count)]
+        corpus = tiny.corpus(rows, rows_per_group=250)
+        saved = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
+        (tmp_path / f"{count}.json").write_text(saved)
+    paths = [str(tmp_path / f"{count}.json") for count in (250, 5_000)]
+    command = [sys.executable, "-c", MEASURE, *paths]
+    peak = int(subprocess.run(command, check=True, capture_output=True).stdout) / 1024
+    assert peak < 40
