@@ -23,7 +23,7 @@ from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualCollator
 from pipeline.training.mining import COLUMNS, Miner, Mining
-from pipeline.training.objectives import DualModule
+from pipeline.training.objectives import Distillation, DualModule
 
 KINDS = {
     "bi": {"architecture": "bi"},
@@ -31,6 +31,11 @@ KINDS = {
     "poly": {"architecture": "poly"},
     # Its last attention is used by the loss alone.
     "poly_heads": {"architecture": "poly", "candidate_attention": "multi_head"},
+}
+# Of these, each context's wrong candidates count for the contexts of both ranks.
+SHARED = {
+    "bi": {"negatives_from": "given"},
+    "poly": {"negatives_from": "both", "distill": Distillation(loss="kl")},
 }
 WORLD = 2
 CHUNKS = (0, 1, 2)  # three rows on each rank
@@ -45,15 +50,33 @@ ROWS = [
 ]
 
 
-def losses_and_gradients(folder, kind, own_rank, world, chunk=0):
+# "w22" and "w4" are responses on the other rank: neither is a negative there.
+WRONG = [
+    ["w22", "w30"],
+    ["w31", "w32"],
+    ["w33", "w34 w35"],
+    ["w4", "w36"],
+    ["w37", "w38"],
+    ["w39", "w40"],
+]
+GIVEN = [
+    {**row, "candidates": [*wrong, row["response"]], "teacher_scores": [n / 3, 1.0, 2.0]}
+    for n, (row, wrong) in enumerate(zip(ROWS, WRONG, strict=True))
+]
+
+
+def losses_and_gradients(folder, kind, own_rank, world, chunk=0, shared=False):
     """One step's mean loss over all ranks, and the gradients after it."""
     ranker = load_ranker(folder / kind)
-    model = module = DualModule(ranker.network)
-    if world > 1:
-        model = DistributedDataParallel(module)
-    collator, generator = DualCollator(ranker), torch.Generator()
+    if shared:
+        module = DualModule(ranker.network, **SHARED[kind], share_negatives=True)
+        collator, given = DualCollator(ranker, 2, teacher=True), GIVEN
+    else:
+        module, collator, given = DualModule(ranker.network), DualCollator(ranker), ROWS
+    model = DistributedDataParallel(module) if world > 1 else module
+    generator = torch.Generator()
     share = len(ROWS) // world
-    rows = ROWS[own_rank * share : (own_rank + 1) * share]
+    rows = given[own_rank * share : (own_rank + 1) * share]
     batch = collator.collate(collator.prepare(rows, generator), generator)
     run = cached_backward(module, chunk) if chunk else backward
     loss, shown = run(model, batch, nullcontext())
@@ -104,6 +127,11 @@ def work(folder, own_rank):
             folder, kind, own_rank, WORLD, chunk
         )
         for kind in KINDS
+        for chunk in CHUNKS
+    }
+    found |= {
+        f"shared {kind}/{chunk}": losses_and_gradients(folder, kind, own_rank, WORLD, chunk, True)
+        for kind in SHARED
         for chunk in CHUNKS
     }
     rows = torch.full((2, 3), float(own_rank), requires_grad=True)
@@ -158,13 +186,25 @@ def ranks(folder):
 def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind, chunk):
     """At once or in chunks."""
     alone = losses_and_gradients(folder, kind, 0, 1)
-    assert alone["means"][0] > 0.1
     kind = kind if not chunk else f"{kind}/{chunk}"
+    assert_same(alone, [found[kind] for found in ranks])
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("kind", SHARED)
+def test_negatives_are_shared_over_the_ranks(folder, ranks, kind, chunk):
+    """One process has all of them in its batch."""
+    alone = losses_and_gradients(folder, kind, 0, 1, shared=True)
+    assert_same(alone, [found[f"shared {kind}/{chunk}"] for found in ranks])
+
+
+def assert_same(alone, ranks):
+    assert alone["means"][0] > 0.1
     for found in ranks:
-        torch.testing.assert_close(found[kind]["means"], alone["means"])
-        assert found[kind]["gradients"].keys() == alone["gradients"].keys()
+        torch.testing.assert_close(found["means"], alone["means"])
+        assert found["gradients"].keys() == alone["gradients"].keys()
         for name, gradient in alone["gradients"].items():
-            ours = found[kind]["gradients"][name]
+            ours = found["gradients"][name]
             torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 

@@ -159,6 +159,73 @@ def test_dual_loss_over_given_candidates(tiny, architecture, negatives_from):
     assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
 
 
+@pytest.mark.parametrize("negatives_from", ["given", "both", "mined"])
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_shared_negatives_count_for_every_context(tiny, architecture, negatives_from):
+    """Two wrong candidates of each of four contexts: all eight, but those that are the response."""
+    ranker = tiny.ranker(architecture=architecture)
+    batch = collated(DualCollator(ranker, 2), OWN)
+    wrong = [texts_of(batch.wrong, place) for place in range(8)]
+    assert "w4" in wrong
+    scores, excluded = [], []
+    with torch.no_grad():
+        module = DualModule(ranker.network, negatives_from, share_negatives=True)
+        loss, shown = module(batch)
+        for place, row in enumerate(OWN):
+            others = [] if negatives_from == "given" else [other["response"] for other in OWN]
+            texts = [row["response"], *(others[:place] + others[place + 1 :]), *wrong]
+            vectors = inference.context_vectors(ranker, [row["context"]])
+            candidates = inference.candidate_vectors(ranker, texts)
+            scores.append(ranker.dual.scores(*vectors, candidates)[0].double().numpy())
+            excluded.append([n > 0 and text == row["response"] for n, text in enumerate(texts)])
+    assert np.any(excluded)
+    assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-4)
+    kept = [np.where(out, -np.inf, row) for row, out in zip(scores, excluded, strict=True)]
+    assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
+
+
+@pytest.mark.parametrize("negatives", [1, 3])
+def test_shared_negatives_have_the_loss_of_sentence_transformers(tiny, negatives):
+    """MultipleNegativesRankingLoss of (anchor, positive, negatives), and its gradients."""
+    losses = pytest.importorskip("sentence_transformers.losses")
+    from sentence_transformers.util import dot_score
+
+    ranker = tiny.ranker(architecture="bi")
+    rows = [
+        {"context": [f"w{n} w{n + 1}"], "response": f"w{20 + n}",
+         "candidates": [f"w{30 + n} w{other}" for other in range(negatives)]}
+        for n in range(6)
+    ]  # fmt: skip
+    batch = collated(DualCollator(ranker, negatives), rows)
+    module = DualModule(ranker.dual, "both", share_negatives=True)
+    with torch.no_grad():
+        encoded = module.encode(batch)
+    floats = [tensor for tensor in encoded if tensor.is_floating_point()]
+    for tensor in floats:
+        tensor.requires_grad_()
+    vectors_BMD, _, own_BD, wrong_BKD = encoded
+    ours, _ = module.loss(encoded, batch)
+    gradients = torch.autograd.grad(ours, floats)
+    reference = losses.MultipleNegativesRankingLoss(None, scale=1.0, similarity_fct=dot_score)
+    columns = [vectors_BMD[:, 0], own_BD, *wrong_BKD.unbind(1)]
+    theirs = reference.compute_loss_from_embeddings(columns, torch.arange(6))
+    torch.testing.assert_close(ours, theirs)
+    for own, other in zip(gradients, torch.autograd.grad(theirs, floats), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+    alone, _ = DualModule(ranker.dual, "both").loss(encoded, batch)
+    assert alone < ours
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"negatives_from": "batch"}, "'batch', which shares all that there are"),
+    ({"negatives_from": "given", "architecture": "cross"}, "'cross', which would score every pair"),
+])  # fmt: skip
+def test_sharing_negatives_that_are_not_there_is_refused(tiny, settings, reason):
+    message = refused(tiny, share_negatives=True, **settings)
+    assert message.startswith("finetune.share_negatives: True is not allowed; allowed: false with ")
+    assert message.endswith(reason)
+
+
 def test_wrong_candidates_that_read_as_the_response_do_not_count(tiny):
     """Cut to their first tokens they are the same text to the model."""
     ranker = tiny.ranker(architecture="bi")
