@@ -20,7 +20,9 @@ Memory of one rank, with N rows, P responses, K = `top_k` and vectors of D dimen
 
 Of five million articles with P = 20,000, K = 30, D = 768 and texts of 1 KB that is 81 MB + 128 MB + 2 MB in
 memory and 600 MB on disk, twice that while a round replaces the one before. Drawing the rows takes 40 MB
-(8 · N bytes) for a moment where P is above N / 50. A checkpoint holds the pool's texts and the places.
+(8 · N bytes) for a moment where P is above N / 50. A checkpoint holds the pool's texts and the places. It
+is written from the mapped file: 5,000,000 · 30 places added 573 MiB of file pages to a process that saved
+them, and no other memory.
 """
 
 from __future__ import annotations
