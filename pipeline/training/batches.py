@@ -32,6 +32,8 @@ from pipeline.config import BadInput
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 Row = dict[str, Any]
+PLACE = "place_in_split"
+"""A column that no file has: the row's number in the split, with the files in the order of `Rows.files`."""
 
 
 class Cursor(NamedTuple):
@@ -96,13 +98,29 @@ class Rows:
     def epoch(self, number: int) -> Epoch:
         """The order of an epoch."""
         rng = np.random.default_rng([self.seed, number])
-        groups, sizes = list[tuple[str, int]](), list[int]()
-        for file in rng.permutation(len(self.files)):
-            uri, rows = self.files[file]
-            for group in rng.permutation(len(rows)).tolist():
-                groups.append((uri, group))
-                sizes.append(rows[group])
-        return Epoch(groups, np.cumsum(sizes).tolist(), self.columns, self.rank * len(self))
+        groups = [
+            (file, group)
+            for file in rng.permutation(len(self.files)).tolist()
+            for group in rng.permutation(len(self.files[file][1])).tolist()
+        ]
+        return self._epoch(groups)
+
+    def in_order(self) -> Epoch:
+        """Not shuffled: for rank 0 of 1, a row's number is its `PLACE`."""
+        sizes = [rows for _, rows in self.files]
+        return self._epoch([(file, g) for file, rows in enumerate(sizes) for g in range(len(rows))])
+
+    def _epoch(self, groups: Sequence[tuple[int, int]]) -> Epoch:
+        """In this order of (number of the file, row group)."""
+        first = itertools.accumulate((n for _, rows in self.files for n in rows), initial=0)
+        places = [[next(first) for _ in rows] for _, rows in self.files]
+        return Epoch(
+            [(self.files[file][0], group) for file, group in groups],
+            list(itertools.accumulate(self.files[file][1][group] for file, group in groups)),
+            [places[file][group] for file, group in groups],
+            self.columns,
+            self.rank * len(self),
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +131,8 @@ class Epoch:
     """(file, row group) of all ranks' shares."""
     ends: list[int]
     """Rows up to the end of each."""
+    places: list[int]
+    """The `PLACE` of each one's first row."""
     columns: tuple[str, ...]
     first: int
     """The place of this rank's first row."""
@@ -122,14 +142,19 @@ class Epoch:
         start, stop = self.first + start, self.first + stop
         place, end = bisect_right(self.ends, start), bisect_left(self.ends, stop) + 1
         # Neighbours in the order lie in the same file: one read for all of them.
-        tables = [
+        columns = [name for name in self.columns if name != PLACE]
+        table = pa.concat_tables(
             _open(uri, threading.get_ident()).read_row_groups(
-                [group for _, group in groups], columns=list(self.columns)
+                [group for _, group in groups], columns=columns
             )
             for uri, groups in itertools.groupby(self.groups[place:end], itemgetter(0))
-        ]
-        before = self.ends[place - 1] if place else 0
-        return pa.concat_tables(tables).slice(start - before, stop - start)
+        )
+        ends = [self.ends[place - 1] if place else 0, *self.ends[place:end]]
+        if PLACE in self.columns:
+            sizes = zip(self.places[place:end], itertools.pairwise(ends), strict=True)
+            numbers = [np.arange(first, first + to - begin) for first, (begin, to) in sizes]
+            table = table.append_column(PLACE, pa.array(np.concatenate(numbers)))
+        return table.slice(start - ends[0], stop - start)
 
 
 def _rows_of_groups(uri: str) -> tuple[int, ...]:

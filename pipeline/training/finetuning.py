@@ -46,6 +46,9 @@ class FinetuneConfig:
     negatives: int = 15
     """cross, given, both and mined: wrong candidates per example, of those given or mined; where they
     are too few, other examples' responses."""
+    share_negatives: bool = False
+    """given, both and mined: wrong candidates count for every context of the global batch, not only for
+    their own."""
     mine: Mining = field(default_factory=Mining)
     """mined: how they are found."""
     distill: Distillation = field(default_factory=Distillation)
@@ -76,6 +79,9 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")
         require(self.negatives >= 1, "finetune.negatives", self.negatives, ">= 1")
+        require(not self.share_negatives or self.negatives_from != "batch",
+                "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
+                "shares all that there are")  # fmt: skip
         require(self.folds >= 1, "finetune.folds", self.folds, ">= 1")
         require(0 <= self.held_out < self.folds, "finetune.held_out", self.held_out,
                 f"0 to {self.folds - 1}, with finetune.folds {self.folds}")  # fmt: skip
@@ -176,6 +182,8 @@ class Finetuning:
         config = self.finetune
         taught = config.distill.loss != "none"
         if isinstance(ranker.network, CrossEncoder):
+            require(not config.share_negatives, "finetune.share_negatives", True,
+                    "false with ranker.architecture 'cross', which would score every pair")  # fmt: skip
             return (PairModule(ranker.network, config.distill),
                     PairCollator(ranker, config.negatives, teacher=taught))  # fmt: skip
         given = 0 if config.negatives_from == "batch" else config.negatives
@@ -183,7 +191,9 @@ class Finetuning:
             raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
                            f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
                            "train/")  # fmt: skip
-        module = DualModule(ranker.network, config.negatives_from, config.distill)
+        module = DualModule(
+            ranker.network, config.negatives_from, config.distill, config.share_negatives
+        )
         return module, DualCollator(
             ranker, given, teacher=taught, mined=miner.of if miner else None
         )

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.training.batches import Batches, Cursor, Rows
+from pipeline.training.batches import PLACE, Batches, Cursor, Rows
 
 WORLDS = (1, 2, 3)
 
@@ -91,6 +91,21 @@ def test_ranks_share_the_split_without_overlap(corpora, world, epoch):
     assert {len(share) for share in shares} == {50 // world}
     together = [name for share in shares for name in share]
     assert len(set(together)) == len(together) == 50 // world * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_rows_place_is_its_number_in_the_split(corpora, world, epoch):
+    """Whatever the order of the epoch: 50 rows in files of 20, row groups of 7."""
+    columns = (*Lengths.columns, PLACE)
+    for rank in range(world):
+        rows = Rows.of(corpora(50), "train", columns, rank, world, seed=0)
+        for start in range(0, len(rows), 9):
+            table = rows.epoch(epoch).read(start, min(start + 9, len(rows)))
+            assert table.column_names == [*columns]
+            assert table["example_id"].to_pylist() == [f"e{n}" for n in table[PLACE].to_pylist()]
+    whole = Rows.of(corpora(50), "train", columns, 0, 1, seed=0)
+    assert whole.in_order().read(3, 50)[PLACE].to_pylist() == list(range(3, 50))
 
 
 def test_all_columns_that_are_asked_for_come_and_no_others(corpora):

@@ -159,6 +159,73 @@ def test_dual_loss_over_given_candidates(tiny, architecture, negatives_from):
     assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
 
 
+@pytest.mark.parametrize("negatives_from", ["given", "both", "mined"])
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_shared_negatives_count_for_every_context(tiny, architecture, negatives_from):
+    """Two wrong candidates of each of four contexts: all eight, but those that are the response."""
+    ranker = tiny.ranker(architecture=architecture)
+    batch = collated(DualCollator(ranker, 2), OWN)
+    wrong = [texts_of(batch.wrong, place) for place in range(8)]
+    assert "w4" in wrong
+    scores, excluded = [], []
+    with torch.no_grad():
+        module = DualModule(ranker.network, negatives_from, share_negatives=True)
+        loss, shown = module(batch)
+        for place, row in enumerate(OWN):
+            others = [] if negatives_from == "given" else [other["response"] for other in OWN]
+            texts = [row["response"], *(others[:place] + others[place + 1 :]), *wrong]
+            vectors = inference.context_vectors(ranker, [row["context"]])
+            candidates = inference.candidate_vectors(ranker, texts)
+            scores.append(ranker.dual.scores(*vectors, candidates)[0].double().numpy())
+            excluded.append([n > 0 and text == row["response"] for n, text in enumerate(texts)])
+    assert np.any(excluded)
+    assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-4)
+    kept = [np.where(out, -np.inf, row) for row, out in zip(scores, excluded, strict=True)]
+    assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
+
+
+@pytest.mark.parametrize("negatives", [1, 3])
+def test_shared_negatives_have_the_loss_of_sentence_transformers(tiny, negatives):
+    """MultipleNegativesRankingLoss of (anchor, positive, negatives), and its gradients."""
+    losses = pytest.importorskip("sentence_transformers.losses")
+    from sentence_transformers.util import dot_score
+
+    ranker = tiny.ranker(architecture="bi")
+    rows = [
+        {"context": [f"w{n} w{n + 1}"], "response": f"w{20 + n}",
+         "candidates": [f"w{30 + n} w{other}" for other in range(negatives)]}
+        for n in range(6)
+    ]  # fmt: skip
+    batch = collated(DualCollator(ranker, negatives), rows)
+    module = DualModule(ranker.dual, "both", share_negatives=True)
+    with torch.no_grad():
+        encoded = module.encode(batch)
+    floats = [tensor for tensor in encoded if tensor.is_floating_point()]
+    for tensor in floats:
+        tensor.requires_grad_()
+    vectors_BMD, _, own_BD, wrong_BKD = encoded
+    ours, _ = module.loss(encoded, batch)
+    gradients = torch.autograd.grad(ours, floats)
+    reference = losses.MultipleNegativesRankingLoss(None, scale=1.0, similarity_fct=dot_score)
+    columns = [vectors_BMD[:, 0], own_BD, *wrong_BKD.unbind(1)]
+    theirs = reference.compute_loss_from_embeddings(columns, torch.arange(6))
+    torch.testing.assert_close(ours, theirs)
+    for own, other in zip(gradients, torch.autograd.grad(theirs, floats), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+    alone, _ = DualModule(ranker.dual, "both").loss(encoded, batch)
+    assert alone < ours
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"negatives_from": "batch"}, "'batch', which shares all that there are"),
+    ({"negatives_from": "given", "architecture": "cross"}, "'cross', which would score every pair"),
+])  # fmt: skip
+def test_sharing_negatives_that_are_not_there_is_refused(tiny, settings, reason):
+    message = refused(tiny, share_negatives=True, **settings)
+    assert message.startswith("finetune.share_negatives: True is not allowed; allowed: false with ")
+    assert message.endswith(reason)
+
+
 def test_wrong_candidates_that_read_as_the_response_do_not_count(tiny):
     """Cut to their first tokens they are the same text to the model."""
     ranker = tiny.ranker(architecture="bi")
@@ -313,6 +380,51 @@ def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny, kind):
     assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
 
 
+# Truncated to 12 tokens, the first candidate is the response.
+SAME_TOKENS = {
+    "context": ["w9"],
+    "response": "w1 " * 12 + "w2",
+    "candidates": ["w1 " * 12 + "w3", "w1 " * 12 + "w2", "w5", "w6"],
+    "teacher_scores": [9.0, 2.0, 1.0, -1.0],
+}
+
+
+def test_a_pair_whose_candidate_reads_as_the_response_does_not_count(tiny):
+    """Neither in the loss nor in the accuracy: the model cannot tell the two apart."""
+    ranker = tiny.ranker(architecture="cross")
+    batch = collated(PairCollator(ranker, 3), [SAME_TOKENS, SAME_TOKENS])
+    texts = candidates_of(batch, 1)
+    assert texts.count(texts[0]) == 2 and texts[0].startswith("w1 w1")
+    excluded_BC = np.array([[n > 0 and text == own[0] for n, text in enumerate(own)]
+                            for own in (candidates_of(batch, place) for place in range(2))])  # fmt: skip
+    scores_BC = torch.where(torch.tensor(excluded_BC), 5.0, torch.tensor([1.0, -0.5, 0.5, 0.25]))
+    loss, shown = PairModule(ranker.cross).loss([scores_BC], batch)
+    assert loss.item() == pytest.approx(softmax_loss(scores_BC.numpy(), [0, 0], excluded_BC))
+    assert shown["accuracy"].item() == 1.0
+    second = batch.part(1, 2)
+    assert torch.equal(second.key_BC, batch.key_BC[1:])
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
+def test_a_candidate_that_reads_as_the_response_teaches_nothing(tiny, architecture, kind):
+    """Whatever its teacher's score, the loss is that of the candidates beside it."""
+    ranker = tiny.ranker(architecture=architecture)
+    losses = []
+    for score in (9.0, -4.0, np.nan):
+        row = {**SAME_TOKENS, "teacher_scores": [score, *SAME_TOKENS["teacher_scores"][1:]]}
+        distill = Distillation(loss=kind)
+        if architecture == "cross":
+            module, collator = PairModule(ranker.cross, distill), PairCollator(ranker, 3, True)
+        else:
+            module = DualModule(ranker.dual, "given", distill)
+            collator = DualCollator(ranker, 3, True)
+        with torch.no_grad():
+            losses.append(module(collated(collator, [row]))[1]["distill_loss"].item())
+    assert losses[0] > 0
+    assert losses == pytest.approx([losses[2]] * 3)
+
+
 @pytest.mark.parametrize("negatives", [1, 2, 3, 6])
 def test_negatives_are_the_given_ones_then_other_responses(tiny, negatives):
     batch = collated(PairCollator(tiny.ranker(architecture="cross"), negatives), PAIR_ROWS)
@@ -352,6 +464,7 @@ def test_moving_batches_takes_all_of_their_parts_along(tiny):
     pair = collated(PairCollator(tiny.ranker(architecture="cross"), 1), PAIR_ROWS).to(meta)
     assert pair.pairs.segments_BT.is_meta
     assert pair.label_B.is_meta
+    assert pair.key_BC.is_meta
     assert pair.teacher_BC.is_meta
 
 
@@ -440,7 +553,7 @@ def test_the_responses_that_are_mined_are_not_those_held_out(tiny):
                   negatives=3, batch_examples=4)  # fmt: skip
     task = made.build(0, 1)
     task.refresh()
-    mined = {text for n in (*range(10), *range(20, 30)) for text in task.refresh.of(f"e{n}")}
+    mined = {text for place in range(20) for text in task.refresh.of(place)}
     assert mined and mined <= {f"w{50 + n}" for n in (*range(10), *range(20, 30))}
 
 
