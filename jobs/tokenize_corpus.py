@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.config import NOT_IDENTITY
 from pipeline.models.tokens import Tokenizer
 from pipeline.training import tokenized_corpus
 from pipeline.training.tokenized_corpus import KIND, TokenizeConfig, Vocabulary
@@ -20,7 +21,7 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     tokenizer: str
     """A tokenizer (of jobs.train_tokenizer), or any `transformers` directory with a tokenizer.json."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the tokens: train/, valid/, tokenizer/ and manifest.json."""
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     """What is kept of each example."""
