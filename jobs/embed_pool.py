@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
@@ -19,9 +18,10 @@ from pipeline.artifact import (
     request_of,
     sum_counts,
 )
-from pipeline.config import BadInput, require
+from pipeline.config import require
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
+from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.retrieval.pools import build, embed, gate, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
@@ -30,7 +30,6 @@ from pipeline.retrieval.pools.plan import Plan
 from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
 from pipeline.shards import Actors
 
-_SETTINGS = "ranker.json"
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
 
 
@@ -110,19 +109,17 @@ def _job(config: Config) -> _Job:
     if config.embed.neighbours:
         build.require_faiss()
     model = open_artifact(config.model, "ranker")
-    # Without the ranker's own module, and so without torch: where nothing is left to do that takes seconds.
-    architecture = json.loads(storage.read_bytes(storage.join(model.uri, _SETTINGS)))[
-        "architecture"
-    ]
-    if architecture == "cross":
-        raise BadInput("architecture: 'cross' has no candidate vectors; allowed: bi, poly")
+    # The ranker's own module needs torch: where nothing is left to do, that takes seconds.
+    uri = storage.join(model.uri, SETTINGS)
+    settings = parse_settings(storage.read_bytes(uri), uri)
+    settings.require_vectors()
     files = [file for uri in config.candidates for file in _files(uri)]
     fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"
     uri = storage.join(config.pools, config.name, version)
-    return _Job(model, architecture, files, inputs, version, uri)
+    return _Job(model, settings.architecture, files, inputs, version, uri)
 
 
 def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:

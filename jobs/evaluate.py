@@ -184,7 +184,7 @@ def _too_slow(
     if candidates <= _MAX_CROSS_CANDIDATES:
         return {}
     reason = f"a cross-encoder reads {candidates:,} pairs for each question; --slow true allows it"
-    slow = {name: reason for name, (_, model) in models.items() if model.architecture == "cross"}
+    slow = {name: reason for name, (_, model) in models.items() if not model.has_vectors}
     if len(slow) == len(models):
         raise BadInput(f"--model {' '.join(slow)}: {reason}")
     return slow
@@ -199,7 +199,7 @@ def _open(uris: tuple[str, ...]) -> dict[str, tuple[Artifact, RankerConfig]]:
         opened.append((model, load_ranker(model.local()).config))
     known = [model.fingerprint for model, _ in opened]
     require(len(set(known)) == len(known), "model", uris, "each model once")
-    names = [str(settings.architecture) for _, settings in opened]
+    names: list[str] = [settings.architecture for _, settings in opened]
     folders = [storage.name_of(model.uri) for model, _ in opened]
     marked = [f"{settings.architecture} {model.fingerprint[:8]}" for model, settings in opened]
     for others in (folders, marked):

@@ -8,7 +8,7 @@ from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import require
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training import launch
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
@@ -26,7 +26,7 @@ class Config:
     """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers."""
     output: str
     """Folder of the ranker."""
-    ranker: RankerConfig = field(default_factory=RankerConfig)
+    ranker: RankerConfig = field(default_factory=PolyConfig)
     """The model."""
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     """The task."""

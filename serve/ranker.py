@@ -11,7 +11,8 @@ from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.ranker import SETTINGS, load_ranker, parse_settings
+from pipeline.models.ranker import load_ranker
+from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.resources import best_device
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
@@ -46,7 +47,7 @@ class Engine:
     def rank(self, context: Sequence[str], candidates: Sequence[str], top_k: int) -> list[Ranked]:
         """The best of the given candidates, best first; ties in the order given."""
         ranker = self._ranker
-        if ranker.config.architecture == "cross":
+        if not ranker.config.has_vectors:
             scores = inference.pair_scores(ranker, [context], [candidates])[0]
         else:
             vectors_NMD, mask_NM = inference.context_vectors(ranker, [context])
@@ -106,7 +107,7 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     artifact = open_artifact(model, "ranker")
     settings = storage.join(artifact.uri, SETTINGS)
     config = parse_settings(storage.read_bytes(settings), settings)
-    if pools and config.architecture == "cross":
+    if pools and not config.has_vectors:
         raise BadInput(
             "pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model"
         )

@@ -164,7 +164,7 @@ class RankerScorer:
     batch_tokens: int = inference.BATCH_TOKENS
 
     def prepare(self, asked: Questions) -> Ready:
-        if self.ranker.config.architecture == "cross":
+        if not self.ranker.config.has_vectors:
             return Cross(self.ranker, self.batch_tokens)
         parts = []
         with tqdm(

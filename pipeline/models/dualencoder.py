@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import BadInput
+from pipeline.models.network import VectorNetwork
 from pipeline.models.reduction import reduce
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import DualConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(VectorNetwork):
     """Contexts and candidates to vectors of the same width."""
 
     def __init__(
-        self, context_encoder: Encoder, candidate_encoder: Encoder, config: RankerConfig
+        self, context_encoder: Encoder, candidate_encoder: Encoder, config: DualConfig
     ) -> None:
         """Raises BadInput for widths that the encoder cannot give."""
         super().__init__()
@@ -81,10 +82,6 @@ class DualEncoder(nn.Module):
     @abstractmethod
     def context_vectors(self, hidden_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors [B, M, D] of token outputs, and their mask [B, M]."""
-
-    @abstractmethod
-    def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        """[B, C] for candidates [B, C, D] or [C, D]; float32."""
 
     def reduced(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """[B, D]"""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.models.attention import MultiHead, masked_softmax
 from pipeline.models.dualencoder import DualEncoder
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import PolyConfig
 from pipeline.models.transformer import Encoder
 
 Attention = Literal["dot", "scaled_dot"]
@@ -105,9 +105,10 @@ class PolyEncoder(DualEncoder):
     """The context's vectors come from learnt codes, or are some of its outputs."""
 
     def __init__(
-        self, context_encoder: Encoder, candidate_encoder: Encoder, config: RankerConfig
+        self, context_encoder: Encoder, candidate_encoder: Encoder, config: PolyConfig
     ) -> None:
         super().__init__(context_encoder, candidate_encoder, config)
+        self.config: PolyConfig = config
         width, heads = context_encoder.width, config.attention_heads
         codes_MD = code_heads = candidate_heads = None
         if config.context_codes == "learnt":

@@ -11,7 +11,6 @@ from torch import nn
 
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import BadInput, require
-from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
@@ -167,8 +166,9 @@ class Finetuning:
         config = self.finetune
         if config.negatives_from != "mined":
             return None
-        require(ranker.config.architecture != "cross", "finetune.negatives_from", "mined",
-                "'batch' with ranker.architecture 'cross', which searches no responses")  # fmt: skip
+        require(ranker.config.has_vectors, "finetune.negatives_from", "mined",
+                f"'batch' with ranker.architecture {ranker.config.architecture!r}, which searches no "
+                "responses")  # fmt: skip
         rows = self._rows(COLUMNS, 0, 1)
         steps = round(config.mine.every_epochs * len(rows) / config.batch_examples)
         return Miner(ranker, rows, config.mine, max(1, steps), rank, world)
@@ -177,15 +177,15 @@ class Finetuning:
         """What is minimised, and what makes its batches."""
         config = self.finetune
         taught = config.distill.loss != "none"
-        if isinstance(ranker.network, CrossEncoder):
-            return (PairModule(ranker.network, config.distill),
+        if not ranker.config.has_vectors:
+            return (PairModule(ranker.cross, config.distill),
                     PairCollator(ranker, config.negatives, teacher=taught))  # fmt: skip
         given = 0 if config.negatives_from == "batch" else config.negatives
         if given and miner is None and not has_candidates(self.corpus):
             raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
                            f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
                            "train/")  # fmt: skip
-        module = DualModule(ranker.network, config.negatives_from, config.distill)
+        module = DualModule(ranker.dual, config.negatives_from, config.distill)
         return module, DualCollator(
             ranker, given, teacher=taught, mined=miner.of if miner else None
         )
@@ -195,8 +195,8 @@ class Finetuning:
         config = self.finetune
         if config.distill.loss == "none":
             return
-        wrong, cross = "", self.ranker.architecture == "cross"
-        if config.negatives_from in ("batch", "mined") and not cross:
+        wrong = ""
+        if config.negatives_from in ("batch", "mined") and self.ranker.has_vectors:
             wrong = f"'none', with finetune.negatives_from {config.negatives_from!r}"
         elif not has_candidates(self.corpus, TEACHER):
             wrong = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"

@@ -25,7 +25,8 @@ from pipeline import storage
 from pipeline.artifact import Artifact, Draft, corpora_of
 from pipeline.config import require
 from pipeline.models import inference
-from pipeline.models.ranker import SETTINGS, Ranker, load_ranker, parse_settings
+from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
 from pipeline.resources import best_device
 from pipeline.shards import Actors, Work, run_tasks_on_actors
 from pipeline.training.batches import Row
@@ -104,7 +105,7 @@ def teachers_of(
                     f"false, as {teacher.uri} was trained on another corpus' files")  # fmt: skip
         unseen = [set(teacher.manifest.get("held_out", ())) for teacher in teachers]
         found = {path: [at for at in everyone if path in unseen[at]] for path in paths}
-    dual = [_architecture(teacher) != "cross" for teacher in teachers]
+    dual = [_settings(teacher).has_vectors for teacher in teachers]
     for path, some in found.items():
         require(bool(some), "teaching.held_out", True,
                 f"false, as no teacher held out {path} (finetune.folds, finetune.held_out)")  # fmt: skip
@@ -113,9 +114,9 @@ def teachers_of(
     return found
 
 
-def _architecture(teacher: Artifact) -> str:
+def _settings(teacher: Artifact) -> RankerConfig:
     uri = storage.join(teacher.uri, SETTINGS)
-    return parse_settings(storage.read_bytes(uri), uri).architecture
+    return parse_settings(storage.read_bytes(uri), uri)
 
 
 def _score_shard(
@@ -159,7 +160,7 @@ def _add_candidates(
         taken = draw.choice(len(texts), size=min(drawn + 1, len(texts)), replace=False)
         each.append([texts[at] for at in taken if texts[at] != row["response"]][:drawn])
     if config.hardest_of:
-        dual = next(ranker for ranker in rankers if ranker.config.architecture != "cross")
+        dual = next(ranker for ranker in rankers if ranker.config.has_vectors)
         contexts = [row["context"] for row in rows]
         with torch.inference_mode():
             scores = inference.dual_scores(dual, contexts, each, config.batch_tokens)
@@ -183,6 +184,5 @@ def _add_scores(rows: list[Row], rankers: Sequence[Ranker], batch_tokens: int) -
 def _scores(
     ranker: Ranker, contexts: list[list[str]], candidates: list[list[str]], batch_tokens: int
 ) -> list[Tensor]:
-    cross = ranker.config.architecture == "cross"
-    scores = inference.pair_scores if cross else inference.dual_scores
+    scores = inference.dual_scores if ranker.config.has_vectors else inference.pair_scores
     return scores(ranker, contexts, candidates, batch_tokens)

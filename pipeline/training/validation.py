@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from pipeline.artifact import Artifact
 from pipeline.models import inference
-from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.ranker import Ranker
 from pipeline.training.batches import Row, Rows
 
@@ -99,7 +98,7 @@ class Validation:
     def _scores(self) -> Iterator[Tensor]:
         """Each question's scores, [C], float32 on the CPU."""
         blocks = [self._own[at : at + _AT_ONCE] for at in range(0, len(self._own), _AT_ONCE)]
-        if isinstance(self._ranker.network, CrossEncoder):
+        if not self._ranker.config.has_vectors:
             for block in blocks:
                 contexts, candidates = [q.context for q in block], [q.candidates for q in block]
                 yield from inference.pair_scores(self._ranker, contexts, candidates)

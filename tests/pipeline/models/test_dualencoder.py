@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker, new_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import BiConfig, PolyConfig, ranker_config
 
 KINDS = {
     "bi": {"architecture": "bi"},
@@ -145,9 +145,7 @@ def test_context_vectors_of_codes_are_projected_after_the_attention(tiny):
 
 
 def test_new_projections_are_equal_and_keep_products_on_average(tiny):
-    config = RankerConfig(
-        architecture="bi", projection=12, max_context_tokens=24, max_candidate_tokens=12
-    )
+    config = BiConfig(projection=12, max_context_tokens=24, max_candidate_tokens=12)
     dual = new_ranker(config, tiny.encoder_folder(), 0).dual
     left, right = dual.context_projection.weight, dual.candidate_projection.weight
     assert left is not right
@@ -197,7 +195,7 @@ def test_settings_out_of_range_are_refused_by_name(change):
     with pytest.raises(
         BadInput, match=f"ranker.{next(iter(change))}: .* is not allowed; allowed: "
     ):
-        RankerConfig(**change)
+        PolyConfig(**change)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -206,9 +204,8 @@ def test_settings_out_of_range_are_refused_by_name(change):
 ])  # fmt: skip
 def test_what_cannot_search_a_pool_is_refused(change, message):
     with pytest.raises(BadInput, match=message):
-        _ = RankerConfig(**change).search_attention
+        _ = ranker_config({"architecture": "poly", **change}).search_attention
 
 
-def test_a_bi_encoder_has_no_attention_whatever_its_settings_say():
-    config = RankerConfig(architecture="bi", candidate_attention="multi_head")
-    assert config.search_attention == "dot"
+def test_a_bi_encoder_searches_by_plain_products():
+    assert BiConfig().search_attention == "dot"

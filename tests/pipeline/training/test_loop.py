@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External
 from pipeline.models.transformer import Shape
 from pipeline.training import loop
@@ -82,11 +82,12 @@ def marked(tiny):
 
 
 def finetuning(tiny, corpus, seed=0, finetune=None, **ranker):
-    settings = {"max_context_tokens": 24, "max_candidate_tokens": 12, "m": 4, **ranker}
+    settings = {"architecture": "poly", "m": 4, **ranker}
+    settings |= {"max_context_tokens": 24, "max_candidate_tokens": 12}
     common = {"batch_examples": 8, "negatives": 3, "dropout": 0.2}
     config = FinetuneConfig(**{**common, **(finetune or {})})
     source = External(str(tiny.encoder_folder()), "")
-    recipe = Finetuning(corpus, source, RankerConfig(**settings), config, seed)
+    recipe = Finetuning(corpus, source, ranker_config(settings), config, seed)
     return recipe.build(0, 1)
 
 
