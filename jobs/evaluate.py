@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from jobs import cluster, program
@@ -51,7 +51,8 @@ class Config:
     """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
     responses of a block of C random examples; others: the response among the corpus' others/."""
     candidates: int = 0
-    """C: candidates of an example, the right one among them; 0: the protocol's."""
+    """C: candidates of an example, the right one among them; 0: the protocol's, or, of blocks and sampled,
+    as many as a smaller split has."""
     recall_at: tuple[int, ...] = ()
     """The k of R@k/C; none: the protocol's."""
     max_examples: int = 100_000
@@ -103,7 +104,8 @@ def run(config: Config) -> program.Summary:
     require(not (config.together and skipped), "together", True,
             f"false: {'; '.join(f'{name}: {why}' for name, why in skipped.items())}")  # fmt: skip
     measure = measurement(config, corpus)
-    asked = measure.asked
+    asked, wanted = measure.asked, rules.candidates
+    rules = measure.protocol
     asked_models = {name: model for name, (model, _) in models.items() if name not in skipped}
     found, ranked, runs = list[Result](), list[Result](), list[tracking.Run]()
     if config.baselines:
@@ -133,11 +135,18 @@ def run(config: Config) -> program.Summary:
         "split": config.split,
         **asdict(rules),
         "unanswerable": asked.unanswerable(),
+        "left_out": dict(asked.left_out),
         "models": {model.uri: model.fingerprint for model, _ in models.values()},
         "skipped": skipped,
         **report.as_json(found, comparisons),
     }
-    text = report.markdown(found, comparisons)
+    notes = [f"{len(asked):,} of the {len(asked) + sum(asked.left_out.values()):,} examples of "
+             f"{config.split}/ are asked{_reasons(asked.left_out)}"]  # fmt: skip
+    if rules.candidates < wanted:
+        notes.append(
+            f"{rules.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
+        )
+    text = "\n".join([report.markdown(found, comparisons), "", *notes])
     print(text)
     for name, reason in skipped.items():
         print(f"{name}: skipped: {reason}")
@@ -168,13 +177,19 @@ def run(config: Config) -> program.Summary:
 def measurement(config: Config, corpus: Artifact) -> Measurement:
     """What every model is asked, and how it is counted."""
     rules = config.rules()
-    draw = (rules.source, rules.candidates, config.max_examples, config.seed)
+    fewer = config.candidates == 0
+    draw = (rules.source, rules.candidates, config.max_examples, config.seed, fewer)
     asked = questions(corpus, config.split, *draw)
+    rules = replace(rules, candidates=asked.candidates)
     calibration = None
     if config.none == "threshold":
         none.require_none(asked, "--none threshold")
         calibration = questions(corpus, "valid", *draw)
     return Measurement(asked, rules, calibration, config.latency_queries, config.seed)
+
+
+def _reasons(left_out: Mapping[str, int]) -> str:
+    return "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
 
 
 def _too_slow(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
+from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import SETTINGS, parse_settings
@@ -46,16 +47,9 @@ class Engine:
 
     def rank(self, context: Sequence[str], candidates: Sequence[str], top_k: int) -> list[Ranked]:
         """The best of the given candidates, best first; ties in the order given."""
-        ranker = self._ranker
-        if not ranker.config.has_vectors:
-            scores = inference.pair_scores(ranker, [context], [candidates])[0]
-        else:
-            vectors_NMD, mask_NM = inference.context_vectors(ranker, [context])
-            candidates_CD = inference.candidate_vectors(ranker, candidates)
-            with torch.inference_mode():
-                scores = ranker.dual.scores(vectors_NMD, mask_NM, candidates_CD)[0]
-        order = torch.argsort(scores, descending=True, stable=True)[:top_k].tolist()
-        return [Ranked(at, candidates[at], float(scores[at]), str(at)) for at in order]
+        (scores_C,) = own_scores(self._ranker, [context], [candidates])
+        order = np.argsort(-scores_C, kind="stable")[:top_k].tolist()
+        return [Ranked(at, candidates[at], float(scores_C[at]), str(at)) for at in order]
 
     def rank_pool(self, context: Sequence[str], pool: str, top_k: int) -> list[Ranked]:
         """The best candidates of a pool, exactly.

@@ -96,25 +96,6 @@ def pair_scores(
     return list(torch.split(scores, [len(texts) for texts in candidates]))
 
 
-def dual_scores(
-    ranker: Ranker,
-    contexts: Sequence[Sequence[str]],
-    candidates: Sequence[Sequence[str]],
-    batch_tokens: int = BATCH_TOKENS,
-) -> list[Tensor]:
-    """A bi- or poly-encoder's scores: for each context those of its own candidates, [C] each."""
-    texts = list(dict.fromkeys(text for some in candidates for text in some))
-    place = {text: number for number, text in enumerate(texts)}
-    vectors_NMD, mask_NM = context_vectors(ranker, contexts, batch_tokens)
-    vectors_CD = candidate_vectors(ranker, texts, batch_tokens)
-    return [
-        ranker.dual.scores(
-            vectors_MD[None], mask_M[None], vectors_CD[[place[text] for text in some]]
-        )[0]
-        for vectors_MD, mask_M, some in zip(vectors_NMD, mask_NM, candidates, strict=True)
-    ]
-
-
 def _in_batches(
     ranker: Ranker, lengths: list[int], batch_tokens: int, forward: Callable[[list[int]], Tensor]
 ) -> Tensor:

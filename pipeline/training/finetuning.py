@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import BadInput, require
+from pipeline.evaluation.questions import validation_questions
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
@@ -27,7 +28,7 @@ from pipeline.training.objectives import (
     Objective,
     PairModule,
 )
-from pipeline.training.validation import Measured, Validation, questions_of
+from pipeline.training.validation import Measured, Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,10 @@ class FinetuneConfig:
     dropout: float | None = None
     """Of the encoder while it is fine-tuned; null: as it comes. On CPUs dropout costs a third."""
     valid_examples: int = 1000
-    """Examples of the valid split that a validation ranks, at most."""
+    """Examples of the valid split that a validation ranks, at most; drawn at random."""
     valid_candidates: int = 20
-    """Where the valid split gives no candidates: responses of it that a context is ranked against,
-    its own among them."""
+    """Where an example of the valid split has no candidates: responses of the split that its context is
+    ranked against, its own among them."""
 
     def __post_init__(self) -> None:
         require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")
@@ -204,8 +205,12 @@ class Finetuning:
 
     def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
         config = self.finetune
-        asked = questions_of(self.corpus, config.valid_examples, config.valid_candidates, self.seed)
-        return Validation(ranker, asked, rank, world) if asked else None
+        if not self.corpus.rows("valid/"):
+            return None
+        asked = validation_questions(
+            self.corpus, "valid", config.valid_candidates, config.valid_examples, self.seed
+        )
+        return Validation(ranker, asked, rank, world) if len(asked) else None
 
     def steps(self, task: FinetuneTask) -> int:
         """Steps of the whole run. Raises BadInput for a run that ends before it mines."""

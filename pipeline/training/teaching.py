@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 
 from pipeline import storage
 from pipeline.artifact import Artifact, Draft, corpora_of
 from pipeline.config import require
+from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
@@ -162,9 +161,8 @@ def _add_candidates(
     if config.hardest_of:
         dual = next(ranker for ranker in rankers if ranker.config.has_vectors)
         contexts = [row["context"] for row in rows]
-        with torch.inference_mode():
-            scores = inference.dual_scores(dual, contexts, each, config.batch_tokens)
-        best = [some_C.topk(min(count, len(some_C))).indices.tolist() for some_C in scores]
+        scores = own_scores(dual, contexts, each, config.batch_tokens)
+        best = [np.argsort(-some_C, kind="stable")[:count].tolist() for some_C in scores]
         each = [[others[at] for at in some] for others, some in zip(each, best, strict=True)]
     for row, others in zip(rows, each, strict=True):
         label = int(draw.integers(len(others) + 1))
@@ -175,14 +173,6 @@ def _add_candidates(
 def _add_scores(rows: list[Row], rankers: Sequence[Ranker], batch_tokens: int) -> None:
     contexts = [row["context"] for row in rows]
     candidates = [row["candidates"] for row in rows]
-    with torch.inference_mode():
-        each = [_scores(ranker, contexts, candidates, batch_tokens) for ranker in rankers]
+    each = [own_scores(ranker, contexts, candidates, batch_tokens) for ranker in rankers]
     for row, *given_C in zip(rows, *each, strict=True):
-        row[TEACHER] = torch.stack(given_C).mean(dim=0).tolist()
-
-
-def _scores(
-    ranker: Ranker, contexts: list[list[str]], candidates: list[list[str]], batch_tokens: int
-) -> list[Tensor]:
-    scores = inference.dual_scores if ranker.config.has_vectors else inference.pair_scores
-    return scores(ranker, contexts, candidates, batch_tokens)
+        row[TEACHER] = np.mean(given_C, axis=0).tolist()

@@ -209,3 +209,57 @@ def test_what_cannot_search_a_pool_is_refused(change, message):
 
 def test_a_bi_encoder_searches_by_plain_products():
     assert BiConfig().search_attention == "dot"
+
+
+class Rounded(torch.nn.Module):
+    """A tower whose outputs are those of bf16 layers; what a head makes of them is float32."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+        self.width, self.hf = encoder.width, encoder.hf
+        for parameter in encoder.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, tokens):
+        with torch.autocast("cpu", enabled=False):
+            return self.encoder(tokens).bfloat16()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_the_head_is_that_of_float32_on_the_same_outputs(tiny, kind):
+    """Codes' logits, context vectors, projections and scores: a bf16 logit of 8 bits ties near scores."""
+    ranker = tiny.ranker(**{"m": 5, **KINDS[kind]})
+    dual = ranker.dual
+    dual.context_encoder, dual.candidate_encoder = map(
+        Rounded, (dual.context_encoder, dual.candidate_encoder)
+    )
+    texts = [f"w{n} w{n + 1} w{n + 2} w{3 * n}" for n in range(12)]
+    contexts = ranker.tokenizer.batch(ranker.context_rows([[text] for text in texts]))
+    candidates = ranker.tokenizer.batch(ranker.candidate_rows(texts))
+
+    def forward():
+        vectors, mask = dual.encode_contexts(contexts)
+        encoded = dual.encode_candidates(candidates)
+        return vectors, encoded, dual.scores(vectors, mask, encoded)
+
+    with torch.no_grad():
+        exact = forward()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = forward()
+    for ours, wanted in zip(found, exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+    assert exact[2].unique().numel() > 100
+
+
+def test_under_autocast_gradients_reach_the_head_and_the_encoder(tiny):
+    ranker = tiny.ranker(code_attention="multi_head", candidate_attention="multi_head").train()
+    dual = ranker.dual
+    tokens = ranker.tokenizer.batch(ranker.context_rows([["w1 w2"], ["w3"]]))
+    with torch.autocast("cpu", torch.bfloat16):
+        vectors, mask = dual.encode_contexts(tokens)
+        dual.scores(vectors, mask, dual.encode_candidates(tokens)).sum().backward()
+    unused = {"pooler"}
+    for name, parameter in dual.named_parameters():
+        assert parameter.grad is not None or any(part in name for part in unused), name
