@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jobs import cluster, program
-from pipeline import storage, tracking
+from pipeline import resources, storage, tracking
 from pipeline.artifact import (
     MANIFEST,
     Artifact,
@@ -26,7 +26,6 @@ from pipeline.retrieval.pools import build, embed, gate, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
-from pipeline.retrieval.pools.plan import Plan
 from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
 from pipeline.shards import Actors
 
@@ -130,7 +129,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
         return out, True
     with cluster.session():
         prepared, previous = _plan(config, job, out)
-        if previous and _is_same(config, job, embed.plan_of(prepared), previous):
+        if previous and _is_same(config, job, prepared, previous):
             storage.delete(out.staging)
             return previous.artifact, True
         with tracking.start("embed_pool", out) as tracked:
@@ -144,9 +143,15 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.Record, Pool | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
     previous = versions.open_current(config.pools, config.name)
-    copies = previous is not None and versions.has_vectors_of(previous, job.model, config)
+    precision = resources.precision_of_tasks(config.embed.precision, config.resources.gpu)
+    copies = previous is not None and versions.has_vectors_of(
+        previous, job.model, config, precision
+    )
+    if previous is not None and previous.precision != precision:
+        print(f"pool {config.name}: computed in {precision}, the version before in "
+              f"{previous.precision}: nothing is copied", flush=True)  # fmt: skip
     prepared = embed.prepare(
-        out, job.files, config.embed, config.gate, config.reading, previous, copies
+        out, job.files, config.embed, config.gate, config.reading, previous, copies, precision
     )
     plan = embed.plan_of(prepared)
     rows = plan.rows - plan.known if prepared["copies"] else plan.rows
@@ -167,11 +172,13 @@ def _rate(previous: Pool | None) -> float:
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, plan: Plan, previous: Pool) -> bool:
+def _is_same(config: Config, job: _Job, prepared: embed.Record, previous: Pool) -> bool:
     """Whether the version before has the same rows, and they would be made the same way."""
     theirs = {**job.inputs, "candidates": previous.artifact.manifest["inputs"]["candidates"]}
     request = request_of(KIND, config, theirs)
-    return plan.changes.none and request == previous.artifact.manifest["request"]
+    same_numbers = prepared["precision"] == previous.precision
+    same_rows = embed.plan_of(prepared).changes.none
+    return same_numbers and same_rows and request == previous.artifact.manifest["request"]
 
 
 def _embed(
@@ -217,6 +224,7 @@ def _embed(
         run_id,
         dimensions=checks[0]["dimensions"],
         dtype=config.embed.dtype,
+        precision=prepared["precision"],
         statistics=statistics,
         plan=asdict(plan.changes),
         embedded={**embedded, "rate": round(rate, 1), **seconds},
@@ -236,7 +244,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
     finally:
         storage.delete(out.staging)
     plan = embed.plan_of(prepared)
-    same = previous is not None and _is_same(config, job, plan, previous)
+    same = previous is not None and _is_same(config, job, prepared, previous)
     return {
         "pool": storage.join(config.pools, config.name),
         "version": previous.version if previous and same else job.version,

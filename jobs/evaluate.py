@@ -20,8 +20,11 @@ from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import Source, questions
 from pipeline.evaluation.ranking import Scorer, load_scorer, load_together
 from pipeline.evaluation.results import HERE, Measurement, Result, compare_all
+from pipeline.models import inference
+from pipeline.models.precision import Precision, Resolved
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
+from pipeline.resources import best_device, precision_of_tasks
 from pipeline.shards import Actors
 
 _MAX_CROSS_CANDIDATES = 1000
@@ -72,6 +75,8 @@ class Config:
     """Draw R@1 against milliseconds into this PNG; empty: beside --json, if there is one."""
     errors: str = ""
     """Write each model's 100 worst-ranked examples to this file (JSON lines), and print three."""
+    precision: Precision = "auto"
+    """What encoders compute in; auto: bf16 where the hardware multiplies it. Scores differ a little."""
     resources: Actors = HERE
     """What models run on; by default in this process, without a cluster."""
     seed: int = 0
@@ -117,15 +122,19 @@ def run(config: Config) -> program.Summary:
         ]
     here = config.resources == HERE
     with nullcontext() if here else cluster.session():
+        precision = _precision(config)
+        settings = {**to_dict(config), "precision": precision}
         for name, model in asked_models.items():
-            make: Callable[[], Scorer] = functools.partial(load_scorer, model, name if here else "")
+            make: Callable[[], Scorer] = functools.partial(
+                load_scorer, model, name if here else "", precision
+            )
             ranked.append(measure.of(name, make, actors=config.resources))
-            with tracking.start_evaluation(model, corpus, to_dict(config)) as tracked:
+            with tracking.start_evaluation(model, corpus, settings) as tracked:
                 tracked.log(ranked[-1].numbers())
             runs.append(tracked)
         if config.together:
             name = " + ".join(asked_models)
-            make = functools.partial(load_together, list(asked_models.values()))
+            make = functools.partial(load_together, list(asked_models.values()), precision)
             ranked.append(measure.of(name, make, actors=config.resources))
     found += ranked
     comparisons = compare_all(ranked, config.seed)
@@ -136,12 +145,14 @@ def run(config: Config) -> program.Summary:
         **asdict(rules),
         "unanswerable": asked.unanswerable(),
         "left_out": dict(asked.left_out),
+        "precision": precision,
         "models": {model.uri: model.fingerprint for model, _ in models.values()},
         "skipped": skipped,
         **report.as_json(found, comparisons),
     }
     notes = [f"{len(asked):,} of the {len(asked) + sum(asked.left_out.values()):,} examples of "
              f"{config.split}/ are asked{_reasons(asked.left_out)}"]  # fmt: skip
+    notes.append(f"models compute in {precision}")
     if rules.candidates < wanted:
         notes.append(
             f"{rules.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
@@ -186,6 +197,13 @@ def measurement(config: Config, corpus: Artifact) -> Measurement:
         none.require_none(asked, "--none threshold")
         calibration = questions(corpus, "valid", *draw)
     return Measurement(asked, rules, calibration, config.latency_queries, config.seed)
+
+
+def _precision(config: Config) -> Resolved:
+    """What the models compute in, on whichever hardware they run."""
+    if config.resources == HERE:
+        return inference.resolve(config.precision, best_device())
+    return precision_of_tasks(config.precision, config.resources.gpu)
 
 
 def _reasons(left_out: Mapping[str, int]) -> str:

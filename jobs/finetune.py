@@ -48,7 +48,8 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
     """`watch` hears of the steps that are done, of how many."""
     corpus = open_artifact(config.corpus, "corpus")
     source, encoder = open_encoder(config.encoder)
-    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop.seed)
+    loop = config.loop
+    recipe = Finetuning(corpus, source, config.ranker, config.finetune, loop.seed, loop.precision)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})

@@ -12,6 +12,7 @@ from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
+from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.resources import best_device
@@ -36,13 +37,14 @@ class Ranked(NamedTuple):
 class Engine:
     """A loaded ranker with its pools. Calls may come from any thread; one runs at a time per thread."""
 
-    def __init__(self, model: str, pools: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: str, pools: Sequence[str] = (), precision: Precision = "auto"
+    ) -> None:
         """Raises BadInput for a model or a pool that cannot be served."""
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
         self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]  # none is removed
-        self._ranker = load_ranker(self.model.local())
-        self._ranker.to(best_device())
+        self._ranker = inference.place(load_ranker(self.model.local()), best_device(), precision)
         self.rank(["warm up"], ["one", "two"], 1)  # the first pass allocates and compiles
 
     def rank(self, context: Sequence[str], candidates: Sequence[str], top_k: int) -> list[Ranked]:
@@ -88,6 +90,7 @@ class Engine:
                 "max_candidate_tokens": self._ranker.config.max_candidate_tokens,
             },
             "device": str(self._ranker.device),
+            "precision": self._ranker.precision,
             "pools": [describe(pool) for pool in self.pools.values()],
         }
 

@@ -39,9 +39,10 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jobs import cluster, finetune, prepare_corpus  # `jobs` sets Ray's defaults before ray is there
-from pipeline import storage
+from pipeline import resources, storage
 from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
 from pipeline.corpora.made_up import sample
+from pipeline.models import inference
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.tokens import Tokenizer
@@ -192,6 +193,8 @@ def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(candidates.shards, "run_tasks", run)
     monkeypatch.setattr(embed, "run_tasks_on_actors", run_on_actors)
+    here = functools.partial(inference.resolve, device=torch.device("cpu"))
+    monkeypatch.setattr(resources, "precision_of_tasks", lambda precision, gpu: here(precision))
     return done
 
 

@@ -18,6 +18,7 @@ from pipeline.corpora.formats.dstc7 import NONE
 from pipeline.evaluation.metrics import cross_entropies, pessimistic_ranks
 from pipeline.evaluation.questions import NO_TEXT, Question, Questions
 from pipeline.models import inference
+from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.resources import best_device
 
@@ -183,10 +184,9 @@ class RankerScorer:
         return Dual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
 
 
-def load_scorer(model: Artifact, label: str = "") -> RankerScorer:
+def load_scorer(model: Artifact, label: str = "", precision: Precision = "auto") -> RankerScorer:
     """A ranker's scorer, on the GPU that this process may use, else on the CPU."""
-    ranker = load_ranker(model.local())
-    ranker.to(best_device())
+    ranker = inference.place(load_ranker(model.local()), best_device(), precision)
     return RankerScorer(ranker, label)
 
 
@@ -200,9 +200,9 @@ class Together:
         return Mean([scorer.prepare(asked) for scorer in self.scorers])
 
 
-def load_together(models: Sequence[Artifact]) -> Together:
+def load_together(models: Sequence[Artifact], precision: Precision = "auto") -> Together:
     """Several rankers' scorers as one, all in this process."""
-    return Together([load_scorer(model) for model in models])
+    return Together([load_scorer(model, precision=precision) for model in models])
 
 
 @dataclass(frozen=True)

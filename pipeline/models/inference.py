@@ -1,7 +1,7 @@
 """Texts in, vectors or scores out: sorted by length, in batches bounded by tokens.
 
 Batches of similar lengths waste little on padding; a batch that does not fit in memory is halved and
-tried again. bf16 where the hardware multiplies it; whatever leaves here is float32 on the CPU.
+tried again. Encoders compute in the ranker's precision; whatever leaves here is float32 on the CPU.
 
 `batch_tokens` bounds a batch, padding included; 0: what suits the device.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.models import cpu
+from pipeline.models.precision import Precision, Resolved
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder, use_bf16
@@ -22,6 +23,20 @@ BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
 # text: 48 µs a token in batches of 2,048, 75 in batches of 16,384); a GPU has to be filled.
 _SUITS_A_CORE, _SUITS_A_GPU = 2_048, 65_536
+
+
+def resolve(precision: Precision, device: torch.device) -> Resolved:
+    """What a precision is on a device."""
+    if precision != "auto":
+        return precision
+    return "bf16" if use_bf16(device) else "fp32"
+
+
+def place(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
+    """Brings the ranker to a device, and settles what it computes in there."""
+    ranker.to(device)
+    ranker.precision = resolve(precision, device)
+    return ranker
 
 
 def to_bf16(ranker: Ranker) -> None:
@@ -103,7 +118,7 @@ def _in_batches(
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     parts: list[Tensor] = []
     done = 0
-    bf16 = use_bf16(ranker.device) and not _is_bf16(ranker)
+    bf16 = resolve(ranker.precision, ranker.device) == "bf16" and not _is_bf16(ranker)
     suits = _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
     budget = batch_tokens or suits
     with torch.inference_mode(), torch.autocast(ranker.device.type, torch.bfloat16, enabled=bf16):

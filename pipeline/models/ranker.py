@@ -29,6 +29,7 @@ from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.models.polyencoder import PolyEncoder
+from pipeline.models.precision import Precision
 from pipeline.models.settings import (
     SETTINGS,
     BiConfig,
@@ -56,6 +57,8 @@ class Ranker(nn.Module):
         self.config = config
         self.tokenizer = tokenizer
         self.network = network
+        self.precision: Precision = "auto"
+        """What inference computes in; heads are always float32."""
 
     @property
     def dual(self) -> VectorNetwork:

@@ -12,6 +12,7 @@ from torch import nn
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import BadInput, require
 from pipeline.evaluation.questions import validation_questions
+from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
@@ -115,6 +116,8 @@ class Finetuning:
     ranker: RankerConfig
     finetune: FinetuneConfig
     seed: int
+    precision: Precision = "auto"
+    """What validations and mining compute in: as training does."""
 
     def held_out(self) -> list[str]:
         """The files of train that are not read. Raises BadInput where a fold has none."""
@@ -137,6 +140,7 @@ class Finetuning:
                 f"a multiple of the {world} workers")  # fmt: skip
         self._check_teacher()
         ranker = new_ranker(self.ranker, self.encoder.local(), self.seed)
+        ranker.precision = self.precision
         network = ranker.network
         for part in list(network.modules()):
             if isinstance(part, Encoder):

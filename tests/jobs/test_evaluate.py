@@ -232,6 +232,20 @@ def test_blocks_as_polyai_has_them(evaluate, convai2_corpus):
     )
 
 
+def test_the_precision_is_chosen_and_said(evaluate, monkeypatch):
+    monkeypatch.setattr(inference, "use_bf16", lambda device: True)
+    options = (*QUICK, "--max-examples", 20)
+    for chosen, resolved in (("auto", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")):
+        done = evaluate(*options, "--precision", chosen)
+        assert done.summary["precision"] == resolved
+        assert f"models compute in {resolved}\n" in done.stdout
+    runs = mlflow.search_runs(
+        experiment_names=["polyrank"], filter_string="tags.job = 'evaluate'", max_results=3,
+        output_format="list",
+    )  # fmt: skip
+    assert [run.data.params["precision"] for run in runs] == ["fp32", "bf16", "bf16"]
+
+
 def test_a_small_split_is_asked_among_all_that_it_has(evaluate, local_ray, tmp_path):
     """88 pairs of somebody's own, by the protocol that the page recommends for them."""
     lines = ["1 your persona: i am .", *(f"{n} hi{n}\tyes{n}\t\tyes{n}|no" for n in range(2, 90))]

@@ -17,6 +17,7 @@ from pipeline import storage
 from pipeline.artifact import MANIFEST, Draft, sum_counts
 from pipeline.config import BadInput, from_dict, require, to_dict
 from pipeline.corpora import raw
+from pipeline.models.precision import Precision, Resolved
 from pipeline.models.sources import Source
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
@@ -45,6 +46,9 @@ class EmbedConfig:
     """Rows in a shard at most; small pools are cut in 16. A killed job loses one shard per actor."""
     dtype: Dtype = "float32"
     """What is kept of a vector's numbers: float32, bfloat16, float16, or int8 with a scale for each."""
+    precision: Precision = "auto"
+    """What the encoder computes in; auto: bf16 where the actors' hardware multiplies it. Vectors of
+    another precision are not copied from the version before."""
     neighbours: bool = False
     """Whether an index for approximate searches is made; needs faiss-cpu, and a byte for six numbers."""
     batch_tokens: int = 0
@@ -71,10 +75,12 @@ def prepare(
     reading: raw.Reading,
     previous: Pool | None,
     copies: bool,
+    precision: Resolved,
 ) -> Record:
     """Reads all candidates and plans the pool; `plan_of` the record says what comes of it.
 
     `previous`: the version before. `copies`: whether its vectors are those that the model would make.
+    `precision`: what it would compute them in; a job that is resumed elsewhere keeps to it.
     Raises BadInput where nothing is left to embed, or too much is malformed.
     """
     found = draft.records().get(_PLAN)
@@ -99,6 +105,7 @@ def prepare(
         "plan": to_dict(plan),
         "previous": previous.artifact.uri if previous else "",
         "copies": copies,
+        "precision": precision,
         "canaries": {"file": gate.canaries, "contexts": contexts, "before": before},
         "counts": sum_counts(staged, "counts"),
         "malformed": sum_counts(staged, "malformed"),
@@ -136,6 +143,7 @@ def embed(
         top_k=gate.top_k,
         sample=gate.sample,
         dtype=config.dtype,
+        precision=prepared["precision"],
     )
     tasks = plan_of(prepared).shards
     rows = {name: sum(end - start for _, start, end in tasks[name]) for name in tasks}

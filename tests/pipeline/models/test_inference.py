@@ -189,6 +189,21 @@ def test_weights_in_bf16_give_nearly_the_same_vectors_in_float32(tiny, config, m
     assert torch.cosine_similarity(contexts[mask], expected[mask]).min() > 0.999
 
 
+@pytest.mark.parametrize("hardware", [False, True])
+def test_the_precision_is_the_rankers_whatever_the_hardware(tiny, monkeypatch, hardware):
+    monkeypatch.setattr(inference, "use_bf16", lambda device: hardware)
+    cpu = torch.device("cpu")
+    assert inference.resolve("auto", cpu) == ("bf16" if hardware else "fp32")
+    found = {}
+    for precision in ("auto", "bf16", "fp32"):
+        ranker = inference.place(dual(tiny), cpu, precision)
+        assert ranker.precision == inference.resolve(precision, cpu)
+        found[precision] = inference.candidate_vectors(ranker, TEXTS)
+    assert torch.equal(found["auto"], found["bf16" if hardware else "fp32"])
+    assert not torch.equal(found["bf16"], found["fp32"])
+    torch.testing.assert_close(found["bf16"], found["fp32"], rtol=0, atol=0.05)
+
+
 def test_one_text_that_does_not_fit_is_an_error(tiny, small_memory):
     ranker = dual(tiny)
     small_memory(ranker, 0)
