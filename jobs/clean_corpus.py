@@ -7,10 +7,11 @@ from typing import Any
 
 from jobs import cluster, program
 from pipeline import tracking
-from pipeline.artifact import Artifact, draft, open_artifact, sum_counts
-from pipeline.config import BadInput
+from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate, options
+from pipeline.records import sum_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Config:
 
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the cleaned corpus."""
     evaluation: tuple[str, ...] = ()
     """What train must not share words with: corpora (their valid and test), or files or folders of
@@ -45,10 +46,11 @@ def run(config: Config) -> program.Summary:
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("clean_corpus", out) as tracked:
         records = dedup.clean(out, corpus, sets, config.dedup, config.decontaminate)
-        counts, dropped = sum_counts(records, "counts"), sum_counts(records, "dropped")
+        counts = sum_counts(record.counts for record in records)
+        dropped = sum_counts(record.dropped for record in records)
         if counts.get("records.train") and not counts["examples.train"]:
             raise BadInput(f"--corpus {config.corpus}: no example of train is left ({dropped})")
-        files = [file for record in records for file in record.get("files", ())]
+        files = [file for record in records for file in record.files]
         cleaned = out.publish(files, counts, dropped, tracked.run_id)
         tracking.finish(tracked, cleaned)
     return program.published(cleaned, already_there=False)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from jobs import program
 from pipeline import storage, tracking
 from pipeline.artifact import MANIFEST, Artifact, draft, folder_entries, open_artifact
-from pipeline.config import BadInput, require
+from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.models.exchange import (
     from_parlai,
     from_sentence_transformers,
@@ -32,7 +32,7 @@ class Config:
 
     model: str
     """The model to read."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the new one."""
     to: Literal["polyrank", "sentence-transformers"] = "polyrank"
     """polyrank: a ranker. sentence-transformers: of a bi-encoder one folder a side, context/ and

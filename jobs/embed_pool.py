@@ -16,12 +16,12 @@ from pipeline.artifact import (
     draft,
     open_artifact,
     request_of,
-    sum_counts,
 )
-from pipeline.config import require
+from pipeline.config import NOT_IDENTITY, require
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
 from pipeline.models.settings import SETTINGS, parse_settings
+from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import build, embed, gate, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
@@ -45,25 +45,25 @@ class Config:
     """A ranker (of jobs.finetune): bi or poly."""
     candidates: tuple[str, ...]
     """Files or folders with an id and a text column."""
-    pools: str
+    pools: str = field(metadata=NOT_IDENTITY)
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str
     """The pool's name."""
-    dry_run: bool = False
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Only say what would be done."""
-    keep: int = 3
+    keep: int = field(default=3, metadata=NOT_IDENTITY)
     """Versions that stay; CURRENT, and what a service has open, stay too. 0: all."""
-    keep_days: float = 0.0
+    keep_days: float = field(default=0.0, metadata=NOT_IDENTITY)
     """Versions younger than this stay too."""
-    lock_expires_s: float = 120.0
+    lock_expires_s: float = field(default=120.0, metadata=NOT_IDENTITY)
     """A job that has given no sign of life for so long loses the pool to the next one."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     """The texts."""
-    gate: GateConfig = field(default_factory=GateConfig)
+    gate: GateConfig = field(default_factory=GateConfig, metadata=NOT_IDENTITY)
     """What a version has to pass."""
-    reading: Reading = field(default_factory=Reading)
+    reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """Damaged input."""
-    resources: Actors = field(default_factory=Actors)
+    resources: Actors = field(default_factory=Actors, metadata=NOT_IDENTITY)
     """What it runs on."""
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     return pool, False
 
 
-def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.Record, Pool | None]:
+def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
     previous = versions.open_current(config.pools, config.name)
     precision = resources.precision_of_tasks(config.embed.precision, config.resources.gpu)
@@ -153,8 +153,8 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.Record, Pool | N
     prepared = embed.prepare(
         out, job.files, config.embed, config.gate, config.reading, previous, copies, precision
     )
-    plan = embed.plan_of(prepared)
-    rows = plan.rows - plan.known if prepared["copies"] else plan.rows
+    plan = prepared.plan
+    rows = plan.rows - plan.known if prepared.copies else plan.rows
     estimate = "not known yet how long that takes"
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
@@ -172,12 +172,12 @@ def _rate(previous: Pool | None) -> float:
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, prepared: embed.Record, previous: Pool) -> bool:
+def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Pool) -> bool:
     """Whether the version before has the same rows, and they would be made the same way."""
     theirs = {**job.inputs, "candidates": previous.artifact.manifest["inputs"]["candidates"]}
     request = request_of(KIND, config, theirs)
-    same_numbers = prepared["precision"] == previous.precision
-    same_rows = embed.plan_of(prepared).changes.none
+    same_numbers = prepared.precision == previous.precision
+    same_rows = prepared.plan.changes.none
     return same_numbers and same_rows and request == previous.artifact.manifest["request"]
 
 
@@ -185,7 +185,7 @@ def _embed(
     config: Config,
     job: _Job,
     out: Draft,
-    prepared: embed.Record,
+    prepared: embed.PlanRecord,
     previous: Pool | None,
     lock: Lock,
     run_id: str,
@@ -194,42 +194,48 @@ def _embed(
     records = embed.embed(
         out, prepared, job.model, config.embed, config.gate, config.reading, config.resources
     )
-    checks = [record["check"] for record in records if record["check"]]
-    canaries, plan = prepared["canaries"], embed.plan_of(prepared)
-    kind = f"{job.architecture}, {checks[0]['dimensions']} dimensions"
-    if not canaries["file"]:  # near texts are not the same ones to two models
+    checks = [record.check for record in records if record.check]
+    dimensions = checks[0].dimensions
+    plan = prepared.plan
+    kind = f"{job.architecture}, {dimensions} dimensions"
+    if not prepared.canary_file:  # near texts are not the same ones to two models
         kind += f", {job.model.fingerprint}"
     passed, answered = gate.check(
-        config.gate, checks, kind, canaries["contexts"], canaries["before"], plan.present
+        config.gate, checks, kind, prepared.canaries, prepared.canaries_before, plan.present
     )
     print(f"pool {config.name}: the gate is passed: {passed}", flush=True)
     began = time.perf_counter()
-    names = [n for n, r in zip(plan.shards, records, strict=True) if r["counts"]["shards"]]
-    entries, statistics = build.index(out, names, checks[0]["dimensions"], config.embed.neighbours)
+    names = [n for n, r in zip(plan.shards, records, strict=True) if r.counts["shards"]]
+    entries, statistics = build.index(out, names, dimensions, config.embed.neighbours)
     indexing = time.perf_counter() - began
-    embedded = sum_counts(records, "embedded")
+    rows = sum(record.rows_embedded for record in records)
+    actor_seconds = sum(record.actor_seconds for record in records)
     rate = _rate(previous)
-    if embedded["rows"] >= _MEASURED_ROWS or not rate:
-        rate = embedded["rows"] / max(embedded["actor_seconds"], 1e-3)
-    begins, ends = zip(*(record["clock"] for record in records), strict=True)
-    seconds = {
-        "plan_seconds": prepared["seconds"],
-        "seconds": round(max(ends) - min(begins) + indexing, 3),
+    if rows >= _MEASURED_ROWS or not rate:
+        rate = rows / max(actor_seconds, 1e-3)
+    started, ended = min(r.started for r in records), max(r.ended for r in records)
+    embedded = {
+        "rows": rows,
+        "actor_seconds": actor_seconds,
+        "rate": round(rate, 1),
+        "plan_seconds": prepared.seconds,
+        "seconds": round(ended - started + indexing, 3),
     }
+    everything: list[TaskRecord] = [prepared, *records]
     lock.check()
     return out.publish(
-        [*(entry for record in records for entry in record["files"]), *entries],
-        sum_counts([prepared, *records], "counts"),
-        sum_counts([prepared, *records], "dropped"),
+        [*(entry for record in records for entry in record.files), *entries],
+        sum_counts(record.counts for record in everything),
+        sum_counts(record.dropped for record in everything),
         run_id,
-        dimensions=checks[0]["dimensions"],
+        dimensions=dimensions,
         dtype=config.embed.dtype,
-        precision=prepared["precision"],
+        precision=prepared.precision,
         statistics=statistics,
         plan=asdict(plan.changes),
-        embedded={**embedded, "rate": round(rate, 1), **seconds},
+        embedded=embedded,
         gate=passed,
-        canaries={**answered, "file": canaries["file"]},
+        canaries={**answered, "file": prepared.canary_file},
     )
 
 
@@ -243,14 +249,14 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
             prepared, previous = _plan(config, job, out)
     finally:
         storage.delete(out.staging)
-    plan = embed.plan_of(prepared)
+    plan = prepared.plan
     same = previous is not None and _is_same(config, job, prepared, previous)
     return {
         "pool": storage.join(config.pools, config.name),
         "version": previous.version if previous and same else job.version,
         "already_done": same,
         "plan": asdict(plan.changes),
-        "dropped": prepared["dropped"],
+        "dropped": dict(prepared.dropped),
     }
 
 

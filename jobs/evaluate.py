@@ -7,21 +7,20 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from jobs import cluster, program
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, require, to_dict
+from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.evaluation import errors, none, protocols, report
 from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import Source, questions
 from pipeline.evaluation.ranking import Scorer, load_scorer, load_together
 from pipeline.evaluation.results import HERE, Measurement, Result, compare_all
-from pipeline.models import inference
-from pipeline.models.precision import Precision, Resolved
+from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.resources import best_device, precision_of_tasks
@@ -77,7 +76,7 @@ class Config:
     """Write each model's 100 worst-ranked examples to this file (JSON lines), and print three."""
     precision: Precision = "auto"
     """What encoders compute in; auto: bf16 where the hardware multiplies it. Scores differ a little."""
-    resources: Actors = HERE
+    resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
     """What models run on; by default in this process, without a cluster."""
     seed: int = 0
     """Of the draws and of the candidates' order."""
@@ -202,7 +201,7 @@ def measurement(config: Config, corpus: Artifact) -> Measurement:
 def _precision(config: Config) -> Resolved:
     """What the models compute in, on whichever hardware they run."""
     if config.resources == HERE:
-        return inference.resolve(config.precision, best_device())
+        return resolve_precision(config.precision, best_device())
     return precision_of_tasks(config.precision, config.resources.gpu)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
-from pipeline.config import require
+from pipeline.config import NOT_IDENTITY, require
 from pipeline.models.settings import PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training import launch
-from pipeline.training.finetuning import FinetuneConfig, FinetuneTask, Finetuning
-from pipeline.training.launch import Workers
-from pipeline.training.loop import LoopConfig, validation_steps
+from pipeline.training.finetuning import FinetuneConfig, Finetuning
+from pipeline.training.loop import Task, validation_steps
+from pipeline.training.settings import LoopConfig, Workers
 from pipeline.training.validation import Validation
 
 
@@ -25,7 +25,7 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     encoder: str
     """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the ranker."""
     ranker: RankerConfig = field(default_factory=PolyConfig)
     """The model."""
@@ -33,9 +33,9 @@ class Config:
     """The task."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """The optimisation."""
-    resources: Workers = field(default_factory=Workers)
+    resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
     """What it runs on."""
-    register_as: str = ""
+    register_as: str = field(default="", metadata=NOT_IDENTITY)
     """Name in MLflow's registry; the new version gets the alias `candidate`."""
 
     def __post_init__(self) -> None:
@@ -48,21 +48,20 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
     """`watch` hears of the steps that are done, of how many."""
     corpus = open_artifact(config.corpus, "corpus")
     source, encoder = open_encoder(config.encoder)
-    loop = config.loop
-    recipe = Finetuning(corpus, source, config.ranker, config.finetune, loop.seed, loop.precision)
+    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
         return program.published(out, already_there=True)
-    steps = recipe.steps(task)
     asked, left_out = _validated(task)
     with cluster.session(), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
-        metrics = launch.fit(
-            recipe, config.loop, steps, config.resources, out, tracked, label, watch
+        trained = launch.fit(
+            recipe, config.loop, task.steps, config.resources, out, tracked, label, watch
         )
+        metrics = trained.metrics
         parameters = sum(value.numel() for value in task.ranker.parameters())
         counts = {"steps": int(metrics["step"]), "parameters": parameters}
         files = launch.collect_model(out)
@@ -75,7 +74,7 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
     return program.published(ranker, already_there=False, metrics=metrics, validation=validation)
 
 
-def _validated(task: FinetuneTask) -> tuple[int, dict[str, int]]:
+def _validated(task: Task) -> tuple[int, dict[str, int]]:
     """How many examples of valid/ a validation asks, and, by reason, how many it leaves out."""
     if not isinstance(task.validation, Validation):
         return 0, {}

@@ -6,14 +6,14 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jobs import cluster, program
 from pipeline import storage, tracking
-from pipeline.artifact import Artifact, Draft, draft, sum_counts
-from pipeline.config import BadInput
+from pipeline.artifact import Artifact, Draft, draft
+from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, reddit
 from pipeline.corpora.formats import (
     amazonqa,
@@ -28,6 +28,7 @@ from pipeline.corpora.formats import (
 )
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
+from pipeline.records import TaskRecord, sum_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +48,15 @@ class Config:
     """The format of the input."""
     input: tuple[str, ...]
     """Files or folders: local, s3://, gs://, …; .zst, .bz2, .gz, .xz or plain."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the corpus: train/, valid/, test/ and manifest.json."""
     redact: Literal["on", "off"] = "on"
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
     authors: Literal["hash", "plain"] = "hash"
     """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT."""
-    expect: published_counts.Expect = "report"
+    expect: published_counts.Expect = field(default="report", metadata=NOT_IDENTITY)
     """Published numbers of examples: say where others are found, or refuse them (`published`)."""
-    reading: Reading = field(default_factory=Reading)
+    reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """Damaged input."""
     reddit: reddit.Options = field(default_factory=reddit.Options)
     """Rules for reddit."""
@@ -77,7 +78,7 @@ class Config:
     """Columns and splits of pairs."""
 
 
-FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], list[dict[str, Any]]]] = {
+FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], Sequence[TaskRecord]]] = {
     "reddit": reddit.prepare,
     "convai2": convai2.prepare,
     "dstc7": dstc7.prepare,
@@ -113,17 +114,17 @@ def run(config: Config) -> program.Summary:
         privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
         options = getattr(config, config.corpus, None)
         records = FORMATS[config.corpus](out, files, options, config.reading, privacy)
-        counts = sum_counts(records, "counts")
+        counts = sum_counts(record.counts for record in records)
         if not counts.get("examples"):
-            dropped = sum_counts(records, "dropped")
+            dropped = sum_counts(record.dropped for record in records)
             raise BadInput(f"--input: {counts['records']:,} records gave no example ({dropped})")
         sizes = published_counts.compare(config.corpus, files, records)
         published_counts.check(sizes, config.expect)
-        notes = [note for record in records for note in record.get("notes", ())]
+        notes = [note for record in records for note in record.notes]
         corpus = out.publish(
-            [file for record in records for file in record.get("files", ())],
+            [file for record in records for file in record.files],
             counts,
-            sum_counts(records, "dropped"),
+            sum_counts(record.dropped for record in records),
             tracked.run_id,
             notes=notes,
             published=sizes,

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.config import NOT_IDENTITY
 from pipeline.models.transformer import Shape
 from pipeline.training import launch
-from pipeline.training.launch import Workers
-from pipeline.training.loop import LoopConfig, validation_steps
+from pipeline.training.loop import validation_steps
 from pipeline.training.pretraining import PretrainConfig, Pretraining
+from pipeline.training.settings import LoopConfig, Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     tokenizer: str
     """A tokenizer (of jobs.train_tokenizer)."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the encoder: a plain `transformers` directory and manifest.json."""
     encoder: Shape = field(default_factory=Shape)
     """The model."""
@@ -34,24 +35,26 @@ class Config:
         )
     )
     """The optimisation; the paper's by default."""
-    resources: Workers = field(default_factory=Workers)
+    resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
     """What it runs on."""
 
 
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     tokenizer = open_artifact(config.tokenizer, "tokenizer")
-    recipe = Pretraining(corpus, tokenizer, config.encoder, config.pretrain, config.loop.seed)
+    recipe = Pretraining(corpus, tokenizer, config.encoder, config.pretrain, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     out = draft(config.output, "encoder", config, {"corpus": corpus, "tokenizer": tokenizer})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
-    steps = recipe.steps(task)
     with cluster.session(), tracking.start("pretrain", out) as tracked:
-        metrics = launch.fit(recipe, config.loop, steps, config.resources, out, tracked, "pretrain")
-        parameters = sum(value.numel() for value in task.module.model.encoder.parameters())
-        counts = {"steps": steps, "parameters": parameters}
+        trained = launch.fit(
+            recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain"
+        )
+        metrics = trained.metrics
+        parameters = sum(value.numel() for value in task.module.parameters())
+        counts = {"steps": task.steps, "parameters": parameters}
         files = launch.collect_model(out)
         encoder = out.publish(files, counts, run_id=tracked.run_id, metrics=metrics)
         tracking.finish(tracked, encoder)

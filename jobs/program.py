@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped, parse
+from pipeline.failures import cause_of
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
@@ -28,8 +29,10 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     except Stopped as error:
         _refuse(program, error, 1)
     except Exception as error:
-        if inner := bad_input_in(error):
-            _refuse(program, inner)
+        if refusal := cause_of(error, BadInput):
+            _refuse(program, refusal)
+        if stopped := cause_of(error, Stopped):
+            _refuse(program, stopped, 1)
         raise
     print(json.dumps({"job": name, **summary}, ensure_ascii=False), flush=True)
 
@@ -50,21 +53,3 @@ def published(artifact: Artifact, already_there: bool, **more: Any) -> Summary:
 def _refuse(program: str, error: BadInput | Stopped, code: int = 2) -> None:
     print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def bad_input_in(error: BaseException) -> BadInput | None:
-    """The BadInput that a task on another machine raised, out of Ray's wrappers."""
-    waiting, seen = [error], set[int]()
-    while waiting:
-        at = waiting.pop()
-        if id(at) in seen:
-            continue
-        seen.add(id(at))
-        cause = getattr(at, "cause", None)
-        if isinstance(at, BadInput) and not isinstance(cause, BadInput):
-            return at
-        causes = [cause, at.__cause__, at.__context__]
-        failures = getattr(at, "worker_failures", None)
-        causes += list(failures.values()) if isinstance(failures, dict) else []
-        waiting += [found for found in causes if isinstance(found, BaseException)]
-    return None

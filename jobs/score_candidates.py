@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from jobs import cluster, program
 from pipeline import tracking
-from pipeline.artifact import Artifact, draft, open_artifact, sum_counts
-from pipeline.config import BadInput, require
+from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.records import sum_counts
 from pipeline.shards import Actors
 from pipeline.training import teaching
 from pipeline.training.teaching import TeachingConfig
@@ -25,11 +26,11 @@ class Config:
     teacher: tuple[str, ...]
     """Rankers (of jobs.finetune): a cross-encoder for bi- and poly-encoders, and those for a cross-encoder
     that has too few examples to learn from alone. Several: the mean of their scores."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the corpus with scores."""
     teaching: TeachingConfig = field(default_factory=TeachingConfig)
     """What is scored."""
-    resources: Actors = field(default_factory=Actors)
+    resources: Actors = field(default_factory=Actors, metadata=NOT_IDENTITY)
     """What it runs on."""
 
 
@@ -47,11 +48,12 @@ def run(config: Config) -> program.Summary:
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("score_candidates", out) as tracked:
         records = teaching.score(out, corpus, teachers, config.teaching, config.resources)
-        counts = sum_counts(records, "counts")
+        files = [file for record in records for file in record.files]
+        counts = sum_counts(record.counts for record in records)
         if not counts.get("scored"):
             raise BadInput(f"--corpus {config.corpus}: no example of train has candidates; "
                            "--teaching.random-candidates draws some")  # fmt: skip
-        scored = out.publish([record["file"] for record in records], counts, run_id=tracked.run_id)
+        scored = out.publish(files, counts, run_id=tracked.run_id)
         tracking.finish(tracked, scored)
     return program.published(scored, already_there=False)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from jobs import program
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
+from pipeline.config import NOT_IDENTITY
 from pipeline.training import tokenizer
 from pipeline.training.tokenizer import TokenizerConfig
 
@@ -19,7 +20,7 @@ class Config:
 
     corpus: tuple[str, ...]
     """Corpora (of jobs.prepare_corpus)."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the tokenizer: tokenizer.json and manifest.json."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """What is learnt."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import subprocess
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,19 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import storage
-from pipeline.config import BadInput, digest, flatten, to_dict
+from pipeline.config import BadInput, digest, flatten, identity, to_dict
+from pipeline.records import FileEntry, RecordT, TaskRecord, from_json, to_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _TASKS = "_tasks"
 _REQUEST = "_request.json"
-# Where and on what a job runs, what damage and which size of its input it puts up with, how often it
-# reports, what the result has to pass, which older ones stay beside it and what it is called in the
-# registry never decide what comes out.
-_NOT_IDENTITY = re.compile(
-    r"(output|pools|expect|resources\..*|reading\..*|register_as|loop\.(checkpoint|log)_every_.*"
-    r"|gate\..*|keep|keep_days|dry_run|lock_expires_s)"
-)
 
 
 @dataclass(frozen=True)
@@ -156,6 +148,33 @@ def _unlike(uri: str, manifest: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
+class Marks:
+    """The finished tasks of a draft."""
+
+    staging: str
+    records: Mapping[str, bytes]
+    """JSON, by task."""
+
+    def __contains__(self, task: str) -> bool:
+        return task in self.records
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.records)
+
+    def record(self, task: str, kind: type[RecordT]) -> RecordT:
+        """The record of a finished task.
+
+        Raises BadInput where it is of another kind: an earlier version of polyrank wrote it.
+        """
+        try:
+            return from_json(kind, self.records[task])
+        except (TypeError, ValueError):
+            raise BadInput(
+                f"{self.staging}: holds an unfinished job of another version of polyrank; remove it"
+            ) from None
+
+
+@dataclass(frozen=True)
 class Draft:
     """An output on its way. Plain data, so that tasks on other machines write into it too."""
 
@@ -171,40 +190,38 @@ class Draft:
         """The URI of a file of the draft."""
         return storage.join(self.staging, *parts)
 
-    def write_table(self, name: str, table: pa.Table, rows_per_group: int = 2048) -> dict[str, Any]:
+    def write_table(self, name: str, table: pa.Table, rows_per_group: int = 2048) -> FileEntry:
         """Writes a Parquet file and returns its entry for the manifest."""
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd", row_group_size=rows_per_group)
         return self.write_file(name, buffer.getvalue(), table.num_rows)
 
-    def write_file(self, name: str, data: bytes | pa.Buffer, rows: int = 0) -> dict[str, Any]:
+    def write_file(self, name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
         storage.write_bytes(self.path(name), data)
         return file_entry(name, data, rows)
 
-    def mark(self, task: str, record: dict[str, Any]) -> None:
-        """Notes that a task's files are complete; `record` is what `records` returns later."""
-        storage.write_bytes(self.path(_TASKS, f"{task}.json"), json.dumps(record).encode())
+    def mark(self, task: str, record: TaskRecord) -> None:
+        """Notes that a task's files are complete, and keeps its record."""
+        storage.write_bytes(self.path(_TASKS, f"{task}.json"), to_json(record).encode())
 
-    def records(self) -> dict[str, dict[str, Any]]:
-        """The records of all finished tasks, of this run and of those before it, by task."""
+    def marks(self) -> Marks:
+        """The marks of all finished tasks, of this run and of those before it."""
         uris = list(storage.walk_json(self.path(_TASKS)))
         with ThreadPoolExecutor(16) as pool:  # there may be 20,000, 20 ms each from an object store
-            found = pool.map(storage.read_bytes, uris)
-            return {
-                storage.name_of(uri).removesuffix(".json"): json.loads(data)
-                for uri, data in zip(uris, found, strict=True)
-            }
+            names = (storage.name_of(uri).removesuffix(".json") for uri in uris)
+            records = pool.map(storage.read_bytes, uris)
+            return Marks(self.staging, dict(zip(names, records, strict=True)))
 
     def publish(
         self,
-        files: Iterable[dict[str, Any]],
+        files: Iterable[FileEntry],
         counts: Mapping[str, int],
         dropped: Mapping[str, int] | None = None,
         run_id: str | None = None,
         **more: Any,
     ) -> Artifact:
         """Writes the manifest and makes the artifact visible, in one atomic step."""
-        entries = sorted(files, key=lambda entry: str(entry["path"]))
+        entries = sorted(files, key=lambda entry: entry["path"])
         named = [(entry["path"], entry["sha256"]) for entry in entries]
         manifest = {
             "kind": self.kind,
@@ -256,7 +273,7 @@ def draft(
 
     If the same job (kind, settings, contents of the inputs) has published it already, returns the
     artifact. `config` is the job's dataclass: its fields named like an input stand for that input's
-    contents; what `_NOT_IDENTITY` names does not count, nor do the fields `unused`, which this job does
+    contents. Fields that are `NOT_IDENTITY` do not count, nor do the fields `unused`, which this job does
     not read.
 
     Raises BadInput where another job's output, finished or not, is in the way.
@@ -292,23 +309,15 @@ def draft(
     return Draft(uri, staging, kind, settings, references, request)
 
 
-def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> dict[str, Any]:
+def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
     size = data.size if isinstance(data, pa.Buffer) else len(data)
     return {"path": name, "rows": rows, "bytes": size, "sha256": storage.file_digest(data)}
 
 
-def folder_entries(folder: Path) -> list[dict[str, Any]]:
+def folder_entries(folder: Path) -> list[FileEntry]:
     """Manifest entries of all files in a local folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return [file_entry(file.relative_to(folder).as_posix(), file.read_bytes()) for file in files]
-
-
-def sum_counts(records: Iterable[Mapping[str, Any]], name: str) -> dict[str, int]:
-    """Adds up the dictionaries of counts that the tasks' records hold under `name`."""
-    total: Counter[str] = Counter()
-    for record in records:
-        total.update(record.get(name, {}))
-    return dict(total)
 
 
 def git_revision() -> str | None:
@@ -356,8 +365,8 @@ def _describe(
         "inputs": {name: reference["fingerprint"] for name, reference in references.items()},
         "config": {
             name: value
-            for name, value in flatten(settings).items()
-            if not _NOT_IDENTITY.fullmatch(name) and name not in references
+            for name, value in flatten(identity(config)).items()
+            if name not in references and name.partition(".")[0] not in unused
         },
     }
     return references, settings, wanted

@@ -16,12 +16,17 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jsonargparse
 import yaml
 
 ConfigT = TypeVar("ConfigT")
+
+NOT_IDENTITY: Mapping[str, Any] = MappingProxyType({"identity": False})
+"""The `metadata` of a field that does not change a job's output: two jobs that differ in such fields
+alone are the same job. On a field that is a dataclass it holds for the whole group."""
 
 
 class BadInput(Exception):
@@ -147,6 +152,11 @@ def to_dict(config: Any) -> dict[str, Any]:
     return values
 
 
+def identity(config: Any) -> dict[str, Any]:
+    """As `to_dict`, without the fields that are `NOT_IDENTITY`."""
+    return _without_excluded(config, to_dict(config))
+
+
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} → {"a.b": 1}, the names as on the command line."""
     flat: dict[str, Any] = {}
@@ -162,6 +172,16 @@ def digest(values: Any) -> str:
     """A short name for JSON-ready values that is the same wherever the values are."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_excluded(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for field in dataclasses.fields(config):
+        if field.metadata.get("identity", True):
+            name, value = field.name, getattr(config, field.name)
+            group = dataclasses.is_dataclass(value)
+            kept[name] = _without_excluded(value, values[name]) if group else values[name]
+    return kept
 
 
 def _option_types(config_class: type, prefix: str = "") -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 import torch
 
-from pipeline.models.precision import Precision, Resolved
+from pipeline.models.precision import Precision, Resolved, resolve_precision
 
 
 def cpus_each(processes: int) -> int:
@@ -38,6 +38,4 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
 
 
 def _precision_here(precision: Precision) -> Resolved:
-    from pipeline.models import inference  # transformers takes seconds, and not every job needs it
-
-    return inference.resolve(precision, best_device())
+    return resolve_precision(precision, best_device())

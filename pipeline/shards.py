@@ -11,9 +11,10 @@ from tqdm import tqdm
 
 from pipeline.artifact import Draft
 from pipeline.config import BadInput, require
+from pipeline.records import RecordT
 from pipeline.resources import cpus_each
 
-Work = Callable[[Draft, str, Any], dict[str, Any]]
+Work = Callable[[Draft, str, Any], RecordT]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,30 +44,35 @@ class Actors:
 
 
 def run_tasks(
-    draft: Draft, tasks: Mapping[str, Any], work: Work, label: str
-) -> list[dict[str, Any]]:
+    draft: Draft,
+    tasks: Mapping[str, Any],
+    work: Work[RecordT],
+    label: str,
+    kind: type[RecordT],
+) -> list[RecordT]:
     """Runs `work(draft, name, argument)` for every task that is not marked yet.
 
-    `work` writes files of its own into the draft and returns a record (JSON-ready), with which the
+    `work` writes files of its own into the draft and returns a record of this `kind`, with which the
     task is marked. Returns the records of all `tasks`, in their order.
 
-    Raises BadInput where a task does.
+    Raises BadInput where a task does, and where an earlier version of polyrank marked one of `tasks`.
     """
 
     def run(row: dict[str, Any]) -> dict[str, Any]:
         return _do(draft, work, row)
 
-    return _run(draft, tasks, label, lambda dataset: dataset.map(run))
+    return _run(draft, tasks, label, kind, lambda dataset: dataset.map(run))
 
 
 def run_tasks_on_actors(
     draft: Draft,
     tasks: Mapping[str, Any],
-    make: Callable[[], Work],
+    make: Callable[[], Work[RecordT]],
     label: str,
+    kind: type[RecordT],
     actors: Actors,
     rows: Mapping[str, int] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[RecordT]:
     """As `run_tasks`, on actors that each call `make()` once for the `work` they do.
 
     `rows`: how many each task has, where that tells better how long it takes.
@@ -90,10 +96,10 @@ def run_tasks_on_actors(
             num_gpus=1 if actors.gpu else None,
         )
 
-    return _run(draft, tasks, label, run, rows)
+    return _run(draft, tasks, label, kind, run, rows)
 
 
-def _do(draft: Draft, work: Work, row: dict[str, Any]) -> dict[str, Any]:
+def _do(draft: Draft, work: Work[RecordT], row: dict[str, Any]) -> dict[str, Any]:
     """Does a task and marks it. A refusal is returned: Ray Data keeps only the text of errors."""
     try:
         draft.mark(row["task"], work(draft, row["task"], row["argument"]))
@@ -106,10 +112,11 @@ def _run(
     draft: Draft,
     tasks: Mapping[str, Any],
     label: str,
+    kind: type[RecordT],
     run: Callable[[Any], Any],
     rows: Mapping[str, int] | None = None,
-) -> list[dict[str, Any]]:
-    done = draft.records()
+) -> list[RecordT]:
+    done = draft.marks()
     missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in done]
     size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
     started = sum(size[name] for name in tasks if name in done)
@@ -121,5 +128,5 @@ def _run(
                 if row["refusal"]:
                     raise BadInput(row["refusal"])
                 progress.update(size[row["task"]])
-            done = draft.records()
-    return [done[name] for name in tasks]
+            done = draft.marks()
+    return [done.record(name, kind) for name in tasks]

@@ -42,7 +42,7 @@ from jobs import cluster, finetune, prepare_corpus  # `jobs` sets Ray's defaults
 from pipeline import resources, storage
 from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
 from pipeline.corpora.made_up import sample
-from pipeline.models import inference
+from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.tokens import Tokenizer
@@ -182,18 +182,18 @@ def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Embeds in this process, without Ray, whose actors take seconds to start; returns what they did."""
     done: list[str] = []
 
-    def run(draft, tasks, work, label):
-        for name in [name for name in tasks if name not in draft.records()]:
+    def run(draft, tasks, work, label, kind):
+        for name in [name for name in tasks if name not in draft.marks()]:
             draft.mark(name, work(draft, name, tasks[name]))
-        return [draft.records()[name] for name in tasks]
+        return [draft.marks().record(name, kind) for name in tasks]
 
-    def run_on_actors(draft, tasks, make, label, actors, rows):
-        done.extend(name for name in tasks if name not in draft.records())
-        return run(draft, tasks, make(), label)
+    def run_on_actors(draft, tasks, make, label, kind, actors, rows):
+        done.extend(name for name in tasks if name not in draft.marks())
+        return run(draft, tasks, make(), label, kind)
 
     monkeypatch.setattr(candidates.shards, "run_tasks", run)
     monkeypatch.setattr(embed, "run_tasks_on_actors", run_on_actors)
-    here = functools.partial(inference.resolve, device=torch.device("cpu"))
+    here = functools.partial(resolve_precision, device=torch.device("cpu"))
     monkeypatch.setattr(resources, "precision_of_tasks", lambda precision, gpu: here(precision))
     return done
 
@@ -228,7 +228,7 @@ def publish_pool() -> Callable[..., Artifact]:
             entries += build.write_shard(out, name, rows, encode(vectors_ND, dtype))
         width = parts[0][1].shape[1] if parts else 4
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build.shards, "run_tasks", lambda draft, tasks, work, label: [
+            patch.setattr(build.shards, "run_tasks", lambda draft, tasks, work, label, kind: [
                 work(draft, name, tasks[name]) for name in tasks
             ])  # fmt: skip
             more, statistics = build.index(out, names, width, neighbours)

@@ -36,6 +36,7 @@ from pipeline.evaluation.ranking import load_scorer
 from pipeline.evaluation.results import Result, compare_all
 from pipeline.models.transformer import set_dropout
 from pipeline.resources import best_device
+from pipeline.training.optimization import warmup_of
 
 Precision = Literal["bf16", "fp32"]
 _STEPS = {"small": 30, "full": 0}
@@ -191,7 +192,7 @@ def _fit(
         model.old_fit(
             [(loader, _Autocast(loss, best_device(), bf16))],
             steps_per_epoch=steps,
-            warmup_steps=round(config.loop.warmup_share * steps),
+            warmup_steps=warmup_of(config.loop, steps),
             optimizer_params={"lr": config.loop.learning_rate, "fused": True},
             weight_decay=config.loop.weight_decay,
             max_grad_norm=config.loop.max_gradient_norm,

@@ -28,6 +28,7 @@ from pipeline.config import BadInput, digest, require
 from pipeline.corpora.schema import example_files
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.records import FileEntry
 from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.pool import Pool
@@ -245,7 +246,7 @@ def _pool(
     out = draft(str(folder), "pool", config, {"model": model})
     if isinstance(out, Draft):
         rng = np.random.default_rng(0)
-        entries: list[dict[str, Any]] = []
+        entries: list[FileEntry] = []
         names: list[str] = []
         for start in range(0, count, _SHARD_ROWS):
             rows = np.arange(start, min(count, start + _SHARD_ROWS))

@@ -6,6 +6,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import SPLITS
+from pipeline.records import FileEntry, TaskRecord
 
 ROWS_PER_SHARD = 250_000
 
@@ -39,16 +41,24 @@ class Account:
         self.notes: list[str] = []
         """What a person should know of the file."""
 
-    def close(self, draft: Draft, task: str, privacy: Privacy) -> dict[str, Any]:
-        """Keeps samples of what makes no example; returns the account as part of a task's record."""
+    def close(self, draft: Draft, task: str, privacy: Privacy) -> TaskRecord:
+        """Keeps samples of what makes no example; returns the account as a record without files."""
         rejects = raw.Rejects.joined(self.malformed, self.dropped)
         rejects.save(draft, task, privacy)
-        return {
-            "counts": {"records": self.records, **self.counts},
-            "malformed": dict(self.malformed.counts),
-            "dropped": dict(rejects.counts),
-            "notes": self.notes,
-        }
+        return TaskRecord(
+            counts={"records": self.records, **self.counts},
+            malformed=dict(self.malformed.counts),
+            dropped=dict(rejects.counts),
+            notes=self.notes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord(TaskRecord):
+    """The task of one input file."""
+
+    input: str
+    """The file's URI."""
 
 
 Parser = Callable[[str, raw.Reading, Account], Iterator[Row]]
@@ -63,8 +73,8 @@ def prepare(
     privacy: Privacy,
     label: str,
     rows_per_shard: int = ROWS_PER_SHARD,
-) -> list[dict[str, Any]]:
-    """Fills the draft and returns the records of its tasks (`input`, `files`, `counts`, `dropped`).
+) -> list[FileRecord]:
+    """Fills the draft and returns the records of its tasks.
 
     A task holds up to `rows_per_shard` rows of each split in memory.
     `parse(uri, reading, account)` yields a file's rows; each names its `split`. Their texts are
@@ -80,7 +90,7 @@ def prepare(
         rows_per_shard=rows_per_shard,
     )
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
-    records = shards.run_tasks(draft, tasks, work, label)
+    records = shards.run_tasks(draft, tasks, work, label, FileRecord)
     raw.check_share(draft, records, reading)
     return records
 
@@ -107,10 +117,10 @@ def _convert(
     reading: raw.Reading,
     privacy: Privacy,
     rows_per_shard: int,
-) -> dict[str, Any]:
+) -> FileRecord:
     account = Account()
     waiting: dict[str, list[Row]] = {split: [] for split in SPLITS}
-    files: list[dict[str, Any]] = []
+    files: list[FileEntry] = []
     counts: Counter[str] = Counter()
 
     def write(split: str) -> None:
@@ -131,8 +141,15 @@ def _convert(
             write(row["split"])
     for split in SPLITS:
         write(split)
-    record = account.close(draft, task, privacy)
-    return {**record, "input": uri, "files": files, "counts": {**counts, **record["counts"]}}
+    closed = account.close(draft, task, privacy)
+    return FileRecord(
+        input=uri,
+        files=files,
+        counts={**counts, **closed.counts},
+        dropped=closed.dropped,
+        malformed=closed.malformed,
+        notes=closed.notes,
+    )
 
 
 def private(rows: pa.Table, privacy: Privacy) -> pa.Table:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ from pipeline import shards, storage
 from pipeline.artifact import Draft
 from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.privacy import Privacy
+from pipeline.records import TaskRecord
 
 SCHEMA = pa.schema(
     [pa.field("id", pa.string(), nullable=False), pa.field("text", pa.string(), nullable=False)]
@@ -40,7 +42,7 @@ def choose(
     wanted: int,
     privacy: Privacy,
     held_out: Sequence[str] = (),
-) -> list[dict[str, Any]]:
+) -> list[TaskRecord]:
     """Writes the others; the record's counts hold `others` and, where they are too few, `others.missing`.
 
     One task reads all articles and holds `wanted` of them: some 3 minutes for 5 million. `held_out`:
@@ -49,12 +51,12 @@ def choose(
     work = functools.partial(
         _choose, articles=articles, wanted=wanted, privacy=privacy, held_out=held_out
     )
-    return shards.run_tasks(draft, {"others": 0}, work, "articles to others")
+    return shards.run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
 
 
-def shards_of(records: Sequence[Mapping[str, Any]], *splits: str) -> list[str]:
+def shards_of(records: Sequence[TaskRecord], *splits: str) -> list[str]:
     """The files of some splits that the records of tasks name."""
-    paths = [str(file["path"]) for record in records for file in record["files"]]
+    paths = [file["path"] for record in records for file in record.files]
     return sorted(path for path in paths if path.split("/")[0] in splits)
 
 
@@ -75,7 +77,7 @@ def _choose(
     wanted: int,
     privacy: Privacy,
     held_out: Sequence[str],
-) -> dict[str, Any]:
+) -> TaskRecord:
     account = Account()
     excluded = {name for (name,) in _rows(draft, held_out, "group_id")}
     chosen: dict[str, str] = {}
@@ -100,7 +102,7 @@ def _choose(
     counts = {"others": len(names)}
     if len(names) < wanted:
         counts["others.missing"] = wanted - len(names)
-    return {**account.close(draft, task, privacy), "files": files, "counts": counts}
+    return replace(account.close(draft, task, privacy), files=files, counts=counts)
 
 
 def _rows(draft: Draft, files: Sequence[str], *columns: str) -> Iterator[Any]:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.artifact import sum_counts
 from pipeline.config import BadInput
 from pipeline.corpora import raw
+from pipeline.corpora.file_tasks import FileRecord
+from pipeline.records import TaskRecord, sum_counts
 
 Expect = Literal["report", "published"]
 
@@ -59,21 +60,23 @@ _SIZES = (
 )  # fmt: skip
 
 
-def compare(corpus: str, uris: list[str], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare(corpus: str, uris: list[str], records: Sequence[TaskRecord]) -> list[dict[str, Any]]:
     """{files, count, found, published, source} for each published count of the files given.
 
-    `records` are those of the tasks; one with `input` is of that file alone.
+    `records` are those of the tasks; a `FileRecord` is of its file alone.
     """
     compared = []
     for size in (size for size in _SIZES if size.corpus == corpus):
         named = [uri for uri in uris if re.fullmatch(size.name, raw.plain_name(uri))]
         if size.files == 1:
-            of_file = {record["input"]: [record] for record in records if "input" in record}
-            parts = [(raw.plain_name(uri), of_file[uri]) for uri in named]
+            of_file = {r.input: [r] for r in records if isinstance(r, FileRecord)}
+            parts: list[tuple[str, Sequence[TaskRecord]]] = [
+                (raw.plain_name(uri), of_file[uri]) for uri in named
+            ]
         else:
             parts = [(f"{size.files:,} files", records)] if len(named) == size.files else []
         for name, part in parts:
-            found = sum_counts(part, "counts")
+            found = sum_counts(record.counts for record in part)
             compared += [
                 {"files": name, "count": count, "found": found.get(count, 0), "published": number,
                  "source": size.source}

@@ -13,7 +13,7 @@ import lzma
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
@@ -21,9 +21,10 @@ import pyarrow as pa
 import zstandard
 
 from pipeline import storage
-from pipeline.artifact import Draft, sum_counts
+from pipeline.artifact import Draft
 from pipeline.config import BadInput, require
 from pipeline.corpora.privacy import Privacy
+from pipeline.records import TaskRecord, sum_counts
 
 _READ_BYTES = 1 << 18
 MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
@@ -235,14 +236,14 @@ class Rejects:
         storage.write_bytes(draft.path("rejected", f"{task}.jsonl"), "".join(lines).encode())
 
 
-def check_share(draft: Draft, records: Iterable[Mapping[str, Any]], reading: Reading) -> None:
+def check_share(draft: Draft, records: Iterable[TaskRecord], reading: Reading) -> None:
     """Raises BadInput where the tasks read nothing, or too much that is malformed."""
     records = list(records)
-    total = sum_counts(records, "counts").get("records", 0)
-    malformed = sum_counts(records, "malformed")
+    total = sum(record.counts.get("records", 0) for record in records)
+    malformed = sum_counts(record.malformed for record in records)
     bad = sum(malformed.values())
     if total == 0:
-        notes = [note for record in records for note in record.get("notes", ())]
+        notes = [note for record in records for note in record.notes]
         raise BadInput("; ".join(["--input: the files hold no records", *notes[:3]]))
     if bad > total * reading.max_malformed_share:
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(malformed.items()))

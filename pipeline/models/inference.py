@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pipeline.models import cpu
-from pipeline.models.precision import Precision, Resolved
+from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, use_bf16
+from pipeline.models.transformer import Encoder
 
 BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
@@ -25,17 +25,10 @@ BATCH_TOKENS = 0
 _SUITS_A_CORE, _SUITS_A_GPU = 2_048, 65_536
 
 
-def resolve(precision: Precision, device: torch.device) -> Resolved:
-    """What a precision is on a device."""
-    if precision != "auto":
-        return precision
-    return "bf16" if use_bf16(device) else "fp32"
-
-
 def place(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
     """Brings the ranker to a device, and settles what it computes in there."""
     ranker.to(device)
-    ranker.precision = resolve(precision, device)
+    ranker.precision = resolve_precision(precision, device)
     return ranker
 
 
@@ -118,7 +111,7 @@ def _in_batches(
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     parts: list[Tensor] = []
     done = 0
-    bf16 = resolve(ranker.precision, ranker.device) == "bf16" and not _is_bf16(ranker)
+    bf16 = resolve_precision(ranker.precision, ranker.device) == "bf16" and not _is_bf16(ranker)
     suits = _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
     budget = batch_tokens or suits
     with torch.inference_mode(), torch.autocast(ranker.device.type, torch.bfloat16, enabled=bf16):

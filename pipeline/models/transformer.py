@@ -14,8 +14,6 @@ from transformers import AutoModel, BertConfig, BertModel, ModernBertConfig, Mod
 from transformers.utils import logging as hf_logging
 
 from pipeline.config import BadInput, require
-from pipeline.models import cpu
-from pipeline.models.packing import Packing, using
 from pipeline.models.tokens import Tokens
 
 TrainLayers = Literal["all", "top", "top4", "all_but_embeddings"]
@@ -40,6 +38,12 @@ class Shape:
     """Of embeddings, residuals and attention."""
     init_std: float = 0.02
     """New weights are normal with this standard deviation; small encoders need 0.05."""
+    intermediate: int = 0
+    """Width of a block's feed-forward layer; 0: 4 × the width, or 2 × for modernbert, which is gated.
+    ModernBERT-base has 1,152 at a width of 768."""
+    global_attention_every: int = 1
+    """modernbert: every n-th block sees the whole text, the others 64 tokens to either side; 1: all see
+    it, because windows save nothing on dialogues. ModernBERT has 3."""
 
     def __post_init__(self) -> None:
         require(self.layers >= 1, "encoder.layers", self.layers, ">= 1")
@@ -47,33 +51,46 @@ class Shape:
                 f"a multiple of encoder.heads {self.heads}")  # fmt: skip
         require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "0 to below 1")
         require(self.init_std > 0, "encoder.init_std", self.init_std, "above 0")
+        require(self.intermediate >= 0, "encoder.intermediate", self.intermediate, ">= 0")
+        require(self.global_attention_every >= 1, "encoder.global_attention_every",
+                self.global_attention_every, ">= 1")  # fmt: skip
+        require(self.architecture == "modernbert" or self.global_attention_every == 1,
+                "encoder.global_attention_every", self.global_attention_every,
+                "1, as encoder.architecture is 'bert'")  # fmt: skip
 
 
-def _new_bert(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Any:
-    config = BertConfig(
+def new_config(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Any:
+    """The `transformers` config of a new encoder; `special`: ids of the tokens "pad", "cls", "sep"."""
+    return _CONFIGS[shape.architecture](shape, vocabulary, special)
+
+
+def _bert_config(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> BertConfig:
+    return BertConfig(
         vocab_size=vocabulary,
         hidden_size=shape.width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        intermediate_size=4 * shape.width,
+        intermediate_size=shape.intermediate or 4 * shape.width,
         max_position_embeddings=shape.positions,
         hidden_dropout_prob=shape.dropout,
         attention_probs_dropout_prob=shape.dropout,
         initializer_range=shape.init_std,
         pad_token_id=special["pad"],
     )
-    return BertModel(config, add_pooling_layer=False)
 
 
-def _new_modernbert(shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Any:
-    config = ModernBertConfig(
+def _modernbert_config(
+    shape: Shape, vocabulary: int, special: Mapping[str, int]
+) -> ModernBertConfig:
+    return ModernBertConfig(
         vocab_size=vocabulary,
         hidden_size=shape.width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        intermediate_size=2 * shape.width,  # gated, so it holds as much as 4 × without
+        # Gated: 2 × the width holds as many weights as 4 × without a gate.
+        intermediate_size=shape.intermediate or 2 * shape.width,
         max_position_embeddings=shape.positions,
-        global_attn_every_n_layers=1,  # windows of 128 save nothing on dialogues
+        global_attn_every_n_layers=shape.global_attention_every,
         embedding_dropout=shape.dropout,
         mlp_dropout=shape.dropout,
         attention_dropout=shape.dropout,
@@ -85,13 +102,9 @@ def _new_modernbert(shape: Shape, vocabulary: int, special: Mapping[str, int]) -
         bos_token_id=None,
         eos_token_id=None,
     )
-    return ModernBertModel(config)
 
 
-# Models known to take positions for a token from `position_ids` alone.
-_PACKED = ("bert", "roberta", "xlm-roberta", "electra", "modernbert")
-
-_NEW = {"bert": _new_bert, "modernbert": _new_modernbert}
+_CONFIGS = {"bert": _bert_config, "modernbert": _modernbert_config}
 
 
 class Encoder(nn.Module):
@@ -102,16 +115,15 @@ class Encoder(nn.Module):
         self.hf = hf
         if getattr(hf, "pooler", None) is not None:
             hf.pooler = None  # never used here; DDP would wait for its gradients
-        cpu.speed_up(hf)
         self.segments = getattr(hf.config, "type_vocab_size", 0) > 1
 
     @classmethod
     def new(cls, shape: Shape, vocabulary: int, special: Mapping[str, int]) -> Encoder:
-        """An encoder with random weights.
-
-        `special`: ids of the tokens "pad", "cls" and "sep".
-        """
-        return cls(_NEW[shape.architecture](shape, vocabulary, special))
+        """An encoder with random weights; `special` as in `new_config`."""
+        config = new_config(shape, vocabulary, special)
+        if shape.architecture == "bert":
+            return cls(BertModel(config, add_pooling_layer=False))
+        return cls(ModernBertModel(config))
 
     @classmethod
     def load(cls, folder: Path) -> Encoder:
@@ -119,27 +131,8 @@ class Encoder(nn.Module):
 
         Raises BadInput where there is no such model.
         """
-        if not (folder / "config.json").exists():
-            raise BadInput(f"{folder}: not a model directory (config.json is missing)")
-        if not list(folder.glob("*.safetensors")):
-            raise BadInput(f"{folder}: the model has no weights (*.safetensors is missing; pickles such "
-                           "as pytorch_model.bin are never loaded)")  # fmt: skip
-        _quiet()  # what is missing is said here, not in a table on the terminal
-        try:
-            hf, report = AutoModel.from_pretrained(
-                str(folder),
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                dtype=torch.float32,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise BadInput(f"{folder}: no model to load ({str(error).splitlines()[0]})") from None
-        if hf.config.is_encoder_decoder:
-            raise BadInput(f"{folder}: {type(hf).__name__} is no encoder; allowed: models with "
-                           "encoder layers only, such as BERT")  # fmt: skip
-        if missing := sorted(name for name in report["missing_keys"] if "pooler" not in name):
+        hf, missing = load_pretrained(AutoModel, folder)
+        if missing := [name for name in missing if "pooler" not in name]:
             raise BadInput(f"{folder}: the weights lack {len(missing)} of the model's tensors, "
                            f"among them {missing[0]}")  # fmt: skip
         return cls(hf)
@@ -154,50 +147,63 @@ class Encoder(nn.Module):
 
     @property
     def positions(self) -> int:
-        """Tokens in a sequence at most. RoBERTa's first one stands behind the pad's position."""
-        return int(self.hf.config.max_position_embeddings) - self._first_position
+        """Tokens in a sequence at most."""
+        return int(self.hf.config.max_position_embeddings) - first_position(self.hf)
 
-    @property
-    def _first_position(self) -> int:
-        table = getattr(getattr(self.hf, "embeddings", None), "position_embeddings", None)
-        padding = getattr(table, "padding_idx", None)
-        return 0 if padding is None else padding + 1
+    def recompute_layers(self) -> None:
+        """Gradient checkpointing: keeps a layer's input only, and computes the layer again on the way
+        back. A step takes a third longer.
 
-    @property
-    def _packs(self) -> bool:
-        """Whether nothing but attention, by our own function, looks beyond a token."""
-        config = self.hf.config
-        return (
-            config.model_type in _PACKED
-            and cpu.has_sped_up(self.hf)
-            and set(getattr(config, "layer_types", None) or ["full_attention"])
-            == {"full_attention"}
-            and not torch.compiler.is_compiling()  # it would compile every batch's lengths anew
-        )
+        Raises BadInput for an architecture that cannot.
+        """
+        try:
+            self.hf.activation_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise BadInput(f"gradient checkpointing: {error}") from None
 
     def forward(self, tokens: Tokens) -> Tensor:
-        """[B, T, D]; what stands at pads is undefined, so every use of it is masked."""
-        segments_BT = tokens.segments_BT if self.segments else None
-        if self.training and self._packs and len(set(tokens.lengths)) > 1:
-            return self._packed(tokens, segments_BT)
+        """[B, T, D]; the values at padding are undefined, so every use of them is masked."""
         inputs = {"input_ids": tokens.ids_BT, "attention_mask": tokens.mask_BT.long()}
-        if segments_BT is not None:
-            inputs["token_type_ids"] = segments_BT
-        hidden: Tensor = self.hf(**inputs).last_hidden_state
-        return hidden
+        if self.segments and tokens.segments_BT is not None:
+            inputs["token_type_ids"] = tokens.segments_BT
+        hidden_BTD: Tensor = self.hf(**inputs).last_hidden_state
+        return hidden_BTD
 
-    def _packed(self, tokens: Tokens, segments_BT: Tensor | None) -> Tensor:
-        """The same without padding: batches that are searched or embedded come sorted, those of
-        training do not."""
-        rows, width = tokens.ids_BT.shape
-        packing = Packing.of(tokens.lengths, width, tokens.ids_BT.device)
-        positions = packing.position_R[None] + self._first_position
-        inputs = {"input_ids": packing.pack(tokens.ids_BT), "position_ids": positions}
-        if segments_BT is not None:
-            inputs["token_type_ids"] = packing.pack(segments_BT)
-        with using(packing):
-            hidden = self.hf(**inputs).last_hidden_state
-        return packing.unpack(hidden, rows, width)
+
+def first_position(hf: Any) -> int:
+    """The position of a text's first token: RoBERTa's stands behind the padding's."""
+    table = getattr(getattr(hf, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return 0 if padding is None else padding + 1
+
+
+def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
+    """A model that `kind`, such as AutoModel, loads from a local directory (safetensors only), in
+    float32, and the names of the weights that the directory lacks.
+
+    Raises BadInput where there is no such model.
+    """
+    if not (folder / "config.json").exists():
+        raise BadInput(f"{folder}: not a model directory (config.json is missing)")
+    if not list(folder.glob("*.safetensors")):
+        raise BadInput(f"{folder}: the model has no weights (*.safetensors is missing; pickles such "
+                       "as pytorch_model.bin are never loaded)")  # fmt: skip
+    _quiet()  # the caller reports what is missing, in one line
+    try:
+        hf, report = kind.from_pretrained(
+            str(folder),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise BadInput(f"{folder}: no model to load ({str(error).splitlines()[0]})") from None
+    if hf.config.is_encoder_decoder:
+        raise BadInput(f"{folder}: {type(hf).__name__} is no encoder; allowed: models with "
+                       "encoder layers only, such as BERT")  # fmt: skip
+    return hf, sorted(report["missing_keys"])
 
 
 def freeze(encoder: Encoder, train: TrainLayers) -> None:
@@ -242,15 +248,3 @@ def set_dropout(module: nn.Module, share: float) -> None:
 def _quiet() -> None:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-
-
-def use_bf16(device: torch.device) -> bool:
-    """Whether the hardware multiplies in bf16.
-
-    CPUs with AMX or AVX512_BF16 do (Intel's since Sapphire Rapids, AMD's since Zen 4): a Zen 5 makes 740
-    GFLOPS, 170 in float32. Others emulate it at a quarter of float32's speed.
-    """
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    found = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return bool(found.get("amx_bf16") or found.get("avx512_bf16"))

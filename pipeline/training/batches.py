@@ -32,6 +32,8 @@ from pipeline.config import BadInput
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 Row = dict[str, Any]
+PLACE = "place_in_split"
+"""A column that no file has: the row's number in the split, with the files in the order of `Rows.files`."""
 
 
 class Cursor(NamedTuple):
@@ -96,13 +98,29 @@ class Rows:
     def epoch(self, number: int) -> Epoch:
         """The order of an epoch."""
         rng = np.random.default_rng([self.seed, number])
-        groups, sizes = list[tuple[str, int]](), list[int]()
-        for file in rng.permutation(len(self.files)):
-            uri, rows = self.files[file]
-            for group in rng.permutation(len(rows)).tolist():
-                groups.append((uri, group))
-                sizes.append(rows[group])
-        return Epoch(groups, np.cumsum(sizes).tolist(), self.columns, self.rank * len(self))
+        groups = [
+            (file, group)
+            for file in rng.permutation(len(self.files)).tolist()
+            for group in rng.permutation(len(self.files[file][1])).tolist()
+        ]
+        return self._epoch(groups)
+
+    def in_order(self) -> Epoch:
+        """Not shuffled: for rank 0 of 1, a row's number is its `PLACE`."""
+        sizes = [rows for _, rows in self.files]
+        return self._epoch([(file, g) for file, rows in enumerate(sizes) for g in range(len(rows))])
+
+    def _epoch(self, groups: Sequence[tuple[int, int]]) -> Epoch:
+        """In this order of (number of the file, row group)."""
+        first = itertools.accumulate((n for _, rows in self.files for n in rows), initial=0)
+        places = [[next(first) for _ in rows] for _, rows in self.files]
+        return Epoch(
+            [(self.files[file][0], group) for file, group in groups],
+            list(itertools.accumulate(self.files[file][1][group] for file, group in groups)),
+            [places[file][group] for file, group in groups],
+            self.columns,
+            self.rank * len(self),
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +131,8 @@ class Epoch:
     """(file, row group) of all ranks' shares."""
     ends: list[int]
     """Rows up to the end of each."""
+    places: list[int]
+    """The `PLACE` of each one's first row."""
     columns: tuple[str, ...]
     first: int
     """The place of this rank's first row."""
@@ -122,14 +142,19 @@ class Epoch:
         start, stop = self.first + start, self.first + stop
         place, end = bisect_right(self.ends, start), bisect_left(self.ends, stop) + 1
         # Neighbours in the order lie in the same file: one read for all of them.
-        tables = [
+        columns = [name for name in self.columns if name != PLACE]
+        table = pa.concat_tables(
             _open(uri, threading.get_ident()).read_row_groups(
-                [group for _, group in groups], columns=list(self.columns)
+                [group for _, group in groups], columns=columns
             )
             for uri, groups in itertools.groupby(self.groups[place:end], itemgetter(0))
-        ]
-        before = self.ends[place - 1] if place else 0
-        return pa.concat_tables(tables).slice(start - before, stop - start)
+        )
+        ends = [self.ends[place - 1] if place else 0, *self.ends[place:end]]
+        if PLACE in self.columns:
+            sizes = zip(self.places[place:end], itertools.pairwise(ends), strict=True)
+            numbers = [np.arange(first, first + to - begin) for first, (begin, to) in sizes]
+            table = table.append_column(PLACE, pa.array(np.concatenate(numbers)))
+        return table.slice(start - ends[0], stop - start)
 
 
 def _rows_of_groups(uri: str) -> tuple[int, ...]:
@@ -172,16 +197,19 @@ class Batches(Generic[BatchT]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of fixed size in an epoch: the same on every rank."""
+        """Batches in an epoch: the same on every rank."""
         return len(self.rows) // self.examples
 
-    def start(self, cursor: Cursor) -> Generator[tuple[BatchT, Cursor]]:
-        """Batches from a cursor on, prepared in a thread of their own."""
-        return _ahead(self._walk(self._here(cursor)), depth=4)
+    def start(self, cursors: Sequence[Sequence[int]] = ()) -> Generator[tuple[BatchT, Cursor]]:
+        """Batches from the saved cursors of all ranks on, prepared in a thread of their own."""
+        own = Cursor()
+        if cursors:  # of more ranks than there were, a new one starts where rank 0 stands
+            own = Cursor(*cursors[self.rows.rank if self.rows.rank < len(cursors) else 0])
+        return ahead(self._walk(self._here(own)), depth=4)
 
     def _here(self, cursor: Cursor) -> Cursor:
-        """A cursor of another number of ranks: as many rows of the epoch are done. They are others, so of
-        that epoch's rows some come twice and some not at all."""
+        """A cursor of another number of ranks. It skips as many rows of the epoch as the earlier run had
+        read, but not the same rows: some rows of this epoch are read twice, some never."""
         if cursor.world in (0, self.rows.world):
             return cursor
         if self.examples:  # a step has as many rows in all, so as many batches are done
@@ -242,7 +270,7 @@ class Batches(Generic[BatchT]):
         return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint32)[0]))
 
 
-def _ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
+def ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
     """Takes from `source` in a thread, up to `depth` items ahead."""
     waiting: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()

@@ -11,21 +11,17 @@ encoding without a graph, about a third more time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.training.loop import Autocast, Backward, Shown
 from pipeline.training.objectives import Objective
 
-Autocast = AbstractContextManager[Any]
-Backward = Callable[[nn.Module, Any, Autocast], tuple[Tensor, dict[str, Tensor]]]
-"""(model, batch, autocast) → the loss, whose gradients are added up, and numbers to show."""
 
-
-def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, dict[str, Tensor]]:
+def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, Shown]:
     """The whole batch at once."""
     with autocast:
         loss, shown = model(batch)
@@ -39,7 +35,7 @@ def cached_backward(objective: Objective, chunk_examples: int) -> Backward:
     Both encodings of a chunk draw the same dropout, which follows from torch's generator.
     """
 
-    def run(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, Shown]:
         parts = [
             batch.part(start, start + chunk_examples)
             for start in range(0, len(batch), chunk_examples)

@@ -52,5 +52,14 @@ def gather(rows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def gather_texts(texts: list[str]) -> list[str]:
+    """Every rank's texts, of which there may be any number, in the order of ranks, on all of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return texts
+    parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, texts)
+    return [text for part in parts for text in part]
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0

@@ -15,7 +15,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
-from pipeline.training.batches import Row
+from pipeline.training.batches import PLACE, Row
 
 TEACHER = "teacher_scores"
 """Column of a corpus: a score for each of `candidates`, of a model to learn from."""
@@ -68,6 +68,9 @@ class PairBatch:
 
     pairs: Tokens
     label_B: Tensor
+    """The right candidate's column."""
+    key_BC: Tensor
+    """int64; equal where the candidates' tokens are."""
     teacher_BC: Tensor
     """The teacher's scores; NaN where it gave none."""
 
@@ -75,7 +78,12 @@ class PairBatch:
         return len(self.label_B)
 
     def to(self, device: torch.device) -> PairBatch:
-        return PairBatch(self.pairs.to(device), self.label_B.to(device), self.teacher_BC.to(device))
+        return PairBatch(
+            self.pairs.to(device),
+            self.label_B.to(device),
+            self.key_BC.to(device),
+            self.teacher_BC.to(device),
+        )
 
     def part(self, start: int, stop: int) -> PairBatch:
         """Examples start to stop."""
@@ -83,6 +91,7 @@ class PairBatch:
         return PairBatch(
             self.pairs.rows(start * each, stop * each),
             self.label_B[start:stop],
+            self.key_BC[start:stop],
             self.teacher_BC[start:stop],
         )
 
@@ -152,10 +161,18 @@ def _candidate_rows(ranker: Ranker, items: Sequence[_Item]) -> list[list[list[in
     return [[next(tokens) for _ in item.candidates] for item in items]
 
 
+def _keys(candidates: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    """[B, C] int64 for the tokens of each item's candidates: equal where the tokens are.
+
+    They are hashes of integers, which are the same in every process.
+    """
+    return torch.tensor([[hash(tuple(ids)) for ids in own] for own in candidates])
+
+
 class DualCollator:
     """For bi- and poly-encoders: responses, and `negatives` wrong candidates for each context.
 
-    Those are of the row's own candidates, or of what `mined` returns for its example_id.
+    Those are of the row's own candidates, or of what `mined` returns for its place in the split.
     """
 
     def __init__(
@@ -163,25 +180,24 @@ class DualCollator:
         ranker: Ranker,
         negatives: int = 0,
         teacher: bool = False,
-        mined: Callable[[str], list[str]] | None = None,
+        mined: Callable[[int], list[str]] | None = None,
     ) -> None:
         self._ranker = ranker
         self._negatives = negatives
         self._mined = mined
-        source = "example_id" if mined else "candidates"
+        source = PLACE if mined else "candidates"
         self.columns = ("context", "response", *([source] if negatives else []),
                         *([TEACHER] if teacher else []))  # fmt: skip
 
     def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Item]:
         if self._mined is not None:
-            rows = [{**row, "candidates": self._mined(row["example_id"])} for row in rows]
+            rows = [{**row, "candidates": self._mined(row[PLACE])} for row in rows]
         return _chosen(rows, self._negatives, generator)
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> DualBatch:
         tokenizer = self._ranker.tokenizer
         candidates = _candidate_rows(self._ranker, items)
-        # Hashes of integers: the same everywhere.
-        keys = torch.tensor([[hash(tuple(ids)) for ids in some] for some in candidates])
+        keys = _keys(candidates)
         wrong = [ids for _, *others in candidates for ids in others]
         empty = Tokens(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool), ())
         return DualBatch(
@@ -212,4 +228,5 @@ class PairCollator:
             [context for context, some in zip(contexts, candidates, strict=True) for _ in some],
             [ids for some in candidates for ids in some],
         )
-        return PairBatch(pairs, torch.zeros(len(items), dtype=torch.long), _teacher(items))
+        labels = torch.zeros(len(items), dtype=torch.long)
+        return PairBatch(pairs, labels, _keys(candidates), _teacher(items))

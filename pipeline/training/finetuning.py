@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import BadInput, require
 from pipeline.evaluation.questions import validation_questions
-from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
 from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout, shorten
 from pipeline.training.batches import Batches, Rows
-from pipeline.training.caching import Backward, backward, cached_backward
+from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import TEACHER, DualCollator, PairCollator, has_candidates
-from pipeline.training.loop import Refresh
+from pipeline.training.loop import Task
 from pipeline.training.mining import COLUMNS, Miner, Mining
 from pipeline.training.objectives import (
     Distillation,
@@ -29,7 +25,9 @@ from pipeline.training.objectives import (
     Objective,
     PairModule,
 )
-from pipeline.training.validation import Measured, Validation
+from pipeline.training.optimization import Optimization, optimization
+from pipeline.training.settings import LoopConfig
+from pipeline.training.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +46,9 @@ class FinetuneConfig:
     negatives: int = 15
     """cross, given, both and mined: wrong candidates per example, of those given or mined; where they
     are too few, other examples' responses."""
+    share_negatives: bool = False
+    """given, both and mined: wrong candidates count for every context of the global batch, not only for
+    their own."""
     mine: Mining = field(default_factory=Mining)
     """mined: how they are found."""
     distill: Distillation = field(default_factory=Distillation)
@@ -78,6 +79,9 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")
         require(self.negatives >= 1, "finetune.negatives", self.negatives, ">= 1")
+        require(not self.share_negatives or self.negatives_from != "batch",
+                "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
+                "shares all that there are")  # fmt: skip
         require(self.folds >= 1, "finetune.folds", self.folds, ">= 1")
         require(0 <= self.held_out < self.folds, "finetune.held_out", self.held_out,
                 f"0 to {self.folds - 1}, with finetune.folds {self.folds}")  # fmt: skip
@@ -91,20 +95,11 @@ class FinetuneConfig:
             require(getattr(self, name) >= 2, f"finetune.{name}", getattr(self, name), ">= 2")
 
 
-@dataclass
-class FinetuneTask:
+@dataclass(kw_only=True)
+class FinetuneTask(Task):
     """One rank's part of fine-tuning a ranker."""
 
     ranker: Ranker
-    module: nn.Module
-    batches: Batches[Any]
-    new_weights: Iterable[nn.Parameter] = field(default=())
-    backward: Backward = field(default=backward)
-    validation: Callable[[], Measured] | None = None
-    refresh: Refresh | None = None
-
-    def save(self, folder: Path) -> None:
-        self.ranker.save(folder)
 
 
 @dataclass(frozen=True)
@@ -115,9 +110,7 @@ class Finetuning:
     encoder: Source
     ranker: RankerConfig
     finetune: FinetuneConfig
-    seed: int
-    precision: Precision = "auto"
-    """What validations and mining compute in: as training does."""
+    loop: LoopConfig
 
     def held_out(self) -> list[str]:
         """The files of train that are not read. Raises BadInput where a fold has none."""
@@ -139,8 +132,8 @@ class Finetuning:
         require(rest == 0, "finetune.batch_examples", self.finetune.batch_examples,
                 f"a multiple of the {world} workers")  # fmt: skip
         self._check_teacher()
-        ranker = new_ranker(self.ranker, self.encoder.local(), self.seed)
-        ranker.precision = self.precision
+        ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
+        ranker.precision = self.loop.precision  # of validation and mining, as of training
         network = ranker.network
         for part in list(network.modules()):
             if isinstance(part, Encoder):
@@ -151,21 +144,29 @@ class Finetuning:
             set_dropout(network, self.finetune.dropout)
         miner = self._miner(ranker, rank, world)
         module, collator = self._objective(ranker, miner)
-        rows = self._rows(collator.columns, rank, world)
-        head = [value for name, value in network.named_parameters() if "encoder." not in name]
+        batches = Batches(self._rows(collator.columns, rank, world), collator, examples=own)
+        steps = self._steps(batches.steps_per_epoch, miner)
         chunk = self.finetune.chunk_examples
+
+        def optimize() -> Optimization:
+            head = [value for name, value in network.named_parameters() if "encoder." not in name]
+            return optimization(self.loop, module, steps, head)
+
         return FinetuneTask(
             ranker=ranker,
             module=module,
-            batches=Batches(rows, collator, examples=own),
-            new_weights=head,
+            batches=batches,
+            steps=steps,
+            optimize=optimize,
+            save=ranker.save,
             backward=cached_backward(module, chunk) if 0 < chunk < own else backward,
             validation=self._validation(ranker, rank, world),
             refresh=miner,
+            work=lambda batch: {"samples": float(len(batch))},
         )
 
     def _rows(self, columns: Sequence[str], rank: int, world: int) -> Rows:
-        return Rows.of(self.corpus, "train", columns, rank, world, self.seed, self.held_out())
+        return Rows.of(self.corpus, "train", columns, rank, world, self.loop.seed, self.held_out())
 
     def _miner(self, ranker: Ranker, rank: int, world: int) -> Miner | None:
         config = self.finetune
@@ -183,6 +184,9 @@ class Finetuning:
         config = self.finetune
         taught = config.distill.loss != "none"
         if not ranker.config.has_vectors:
+            require(not config.share_negatives, "finetune.share_negatives", True,
+                    f"false with ranker.architecture {ranker.config.architecture!r}, which would score "
+                    "every pair")  # fmt: skip
             return (PairModule(ranker.cross, config.distill),
                     PairCollator(ranker, config.negatives, teacher=taught))  # fmt: skip
         given = 0 if config.negatives_from == "batch" else config.negatives
@@ -190,7 +194,9 @@ class Finetuning:
             raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
                            f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
                            "train/")  # fmt: skip
-        module = DualModule(ranker.dual, config.negatives_from, config.distill)
+        module = DualModule(
+            ranker.dual, config.negatives_from, config.distill, config.share_negatives
+        )
         return module, DualCollator(
             ranker, given, teacher=taught, mined=miner.of if miner else None
         )
@@ -212,16 +218,16 @@ class Finetuning:
         if not self.corpus.rows("valid/"):
             return None
         asked = validation_questions(
-            self.corpus, "valid", config.valid_candidates, config.valid_examples, self.seed
+            self.corpus, "valid", config.valid_candidates, config.valid_examples, self.loop.seed
         )
         return Validation(ranker, asked, rank, world) if len(asked) else None
 
-    def steps(self, task: FinetuneTask) -> int:
+    def _steps(self, per_epoch: int, miner: Miner | None) -> int:
         """Steps of the whole run. Raises BadInput for a run that ends before it mines."""
-        steps = round(self.finetune.epochs * task.batches.steps_per_epoch)
+        steps = round(self.finetune.epochs * per_epoch)
         steps = min(steps, self.finetune.max_steps or steps)
-        if isinstance(task.refresh, Miner):
+        if miner is not None:
             every = self.finetune.mine.every_epochs
-            require(task.refresh.every_steps < steps, "finetune.mine.every_epochs", every,
-                    f"less: it is {task.refresh.every_steps} steps, and the run has {steps}")  # fmt: skip
+            require(miner.every_steps < steps, "finetune.mine.every_epochs", every,
+                    f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
         return steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,46 +15,35 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from ray.train import CheckpointUploadMode, UserCallback
 from ray.util.queue import Queue
 from tqdm import tqdm
 
 from pipeline import storage
 from pipeline.artifact import Draft, folder_entries
-from pipeline.config import require
+from pipeline.config import BadInput, Stopped
+from pipeline.failures import DETERMINISTIC, cause_of
 from pipeline.models import cpu
+from pipeline.models.placement import prepare_for_training
+from pipeline.records import FileEntry
 from pipeline.resources import best_device, cpus_each
 from pipeline.task_messages import listening
-from pipeline.training.batches import Cursor
-from pipeline.training.loop import LoopConfig, Progress, train
+from pipeline.training.checkpoints import (
+    is_sharded,
+    read_state,
+    tensors_in,
+    weights_of,
+    write_state,
+)
+from pipeline.training.data_parallel import distribute
+from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, train
 from pipeline.training.pace import Pace
+from pipeline.training.settings import LoopConfig, Workers
 
 if TYPE_CHECKING:
     from pipeline.tracking import Run
 
-_STATE = "state.pt"
 _STEPS_TO_TIDY = 50  # memory on CPUs: all-MiniLM grows from 2.9 GB at step 10 to 4.0 at step 68
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workers:
-    """What a training runs on. It never changes which settings make a model."""
-
-    workers: int = 1
-    """Training processes; on GPUs one each. On CPUs one per core: all-MiniLM, 64 contexts of 160 tokens,
-    takes 1.7 s a step by two of one thread, 1.9 s by one of two."""
-    cpus_per_worker: int = 0
-    """Cores, and threads, of a worker; 0: the cluster's cores shared out among the workers."""
-    gpu: bool = False
-    """One GPU per worker, NCCL between them; else CPU and gloo."""
-    max_restarts: int = 3
-    """Times that dead workers are replaced and go on from the last checkpoint."""
-
-    def __post_init__(self) -> None:
-        require(self.workers >= 1, "resources.workers", self.workers, ">= 1")
-        require(self.cpus_per_worker >= 0, "resources.cpus_per_worker", self.cpus_per_worker,
-                ">= 0")  # fmt: skip
-        require(self.max_restarts >= 0, "resources.max_restarts", self.max_restarts, ">= 0")
-
 
 Watch = Callable[[int, int], None]
 
@@ -62,8 +51,8 @@ Watch = Callable[[int, int], None]
 class Recipe(Protocol):
     """Builds a rank's task; it travels to the workers."""
 
-    def build(self, rank: int, world: int) -> Any:
-        """A `Task`."""
+    def build(self, rank: int, world: int) -> Task:
+        """Raises BadInput for settings that do not fit each other or the inputs."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +61,22 @@ class _Assignment:
 
     recipe: Recipe
     loop: LoopConfig
-    steps: int
+    workers: Workers
     threads: int
-    model: str
-    progress: Queue
+    draft: Draft
+    messages: Queue
+    start: str
+    """A published model whose training state is where the run begins; "": none."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What `fit` returns."""
+
+    metrics: dict[str, float]
+    """The last ones."""
+    checkpoint: str
+    """URI of the last checkpoint, in the draft; "": there was no step to train."""
 
 
 def fit(
@@ -87,31 +88,52 @@ def fit(
     run: Run,
     label: str,
     watch: Watch | None = None,
-) -> dict[str, float]:
-    """Trains on the cluster, leaves the model in the draft, and returns the last metrics.
+    start: str = "",
+) -> Trained:
+    """Trains on the cluster and leaves the model in the draft.
 
-    `watch` hears of the steps that are done, of how many.
+    `watch` hears of the steps that are done, of how many. `start` is a published model that was saved with
+    its training state (`TRAINING_STATE`): the run goes on from there.
 
     Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
     """
     threads = workers.cpus_per_worker or cpus_each(workers.workers)
     per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
-    with _progress(label, steps, run, watch) as progress:
-        assignment = _Assignment(recipe, loop, steps, threads, draft.path("_model"), progress)
+    number = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
+    with _progress(label, steps, run, watch) as messages:
+        assignment = _Assignment(recipe, loop, workers, threads, draft, messages, start)
         trainer = ray.train.torch.TorchTrainer(
             functools.partial(_work, assignment),
             scaling_config=ray.train.ScalingConfig(
-                num_workers=workers.workers, use_gpu=workers.gpu, resources_per_worker=per_worker
+                num_workers=number, use_gpu=workers.gpu, resources_per_worker=per_worker
             ),
             run_config=ray.train.RunConfig(
                 name="training",
                 storage_path=draft.path("_checkpoints"),
                 failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
-                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=loop.keep_checkpoints),
+                callbacks=[_RetryMachinesOnly()],
             ),
         )
-        metrics = trainer.fit().metrics or {}
-    return {"step": 0.0, **{name: float(value) for name, value in metrics.items()}}
+        try:
+            result = trainer.fit()
+        except Exception as error:
+            if known := cause_of(error, BadInput, Stopped):
+                raise known from None
+            raise
+    metrics = {name: float(value) for name, value in (result.metrics or {}).items()}
+    last = result.checkpoint  # None: there was no step to train
+    where = draft.path("_checkpoints", "training", Path(last.path).name) if last else ""
+    return Trained({"step": 0.0, **metrics}, where)
+
+
+class _RetryMachinesOnly(UserCallback):  # type: ignore[misc]
+    """Ends the run at an error that the same code would make again, instead of restarting workers."""
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        for error in worker_exceptions.values():
+            if found := cause_of(error, *DETERMINISTIC):
+                raise found  # Ray Train retries no error of a callback
 
 
 @contextmanager
@@ -123,7 +145,7 @@ def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator
     with tqdm(desc=label, total=steps, unit="step") as bar:
 
         def show(step: int, metrics: dict[str, float]) -> None:
-            bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
+            bar.set_postfix_str(progress_line(metrics), refresh=False)
             bar.update(step - bar.n)  # a restarted worker goes back to its checkpoint
             run.log(metrics, step)
             if watch:
@@ -133,10 +155,41 @@ def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator
             yield queue
 
 
-def collect_model(draft: Draft) -> list[dict[str, Any]]:
-    """Moves the trained model into place and returns its files' manifest entries."""
+_SHOWN = {
+    "loss": ("loss", "{:.3f}"),
+    "mlm_loss": ("mlm", "{:.3f}"),
+    "next_loss": ("next", "{:.3f}"),
+    "gradient_norm": ("|g|", "{:.2f}"),
+    "tokens_per_s": ("tok/s", "{:,.0f}"),
+    "mfu": ("mfu", "{:.0%}"),
+    "data_wait_share": ("wait", "{:.1%}"),
+    "skipped_steps": ("skipped", "{:.0f}"),
+}
+
+
+def progress_line(metrics: Mapping[str, float]) -> str:
+    """One line for a person; the bar before it shows the steps and the time left."""
+    parts = [
+        f"{label} {form.format(metrics[name])}"
+        for name, (label, form) in _SHOWN.items()
+        if name in metrics and (name != "skipped_steps" or metrics[name])
+    ]
+    return ", ".join(parts)
+
+
+TRAINING_STATE = "training_state"
+"""Folder of a published model that holds what a longer run starts from."""
+
+
+def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
+    """Moves the trained model into place and returns its files' manifest entries.
+
+    With the URI of a checkpoint it is kept with the model, so that a longer run can start from it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         storage.download(draft.path("_model"), Path(folder))
+        if checkpoint:
+            storage.download(checkpoint, Path(folder) / TRAINING_STATE)
         storage.upload(Path(folder), draft.staging)
         return folder_entries(Path(folder))
 
@@ -152,58 +205,86 @@ def _work(assignment: _Assignment) -> None:
     else:
         cpu.keep_memory()
     task = assignment.recipe.build(rank, world)
-    state, cursor = _restore(rank, device)
-    model = ray.train.torch.prepare_model(task.module, move_to_device=device)
+    prepare_for_training(task.module, device, assignment.loop.precision)
+    model = distribute(task.module, device, assignment.workers.shard_weights)
     if assignment.loop.compile:
-        model = torch.compile(model)
-    last: dict[str, float] = {"step": state["step"] if state else 0}
-    pace = Pace(device, last["step"])
-    tidied = last["step"]
-
-    def on_progress(progress: Progress) -> None:
-        nonlocal tidied
-        if device.type == "cpu" and progress.step >= tidied + _STEPS_TO_TIDY:
-            cpu.return_memory()
-            tidied = progress.step
-        metrics = {**progress.metrics, **pace.of(progress)}
-        if rank == 0:
-            assignment.progress.put((progress.step, metrics))
-        last.update(metrics, step=progress.step)
-
-    def on_checkpoint(state: dict[str, Any], cursor: Cursor) -> None:
-        _checkpoint(state, cursor, rank, last)
-
-    train(
-        task, model, assignment.loop, assignment.steps, device, rank, on_progress, on_checkpoint,
-        state, cursor,
-    )  # fmt: skip
+        model = torch.compile(model)  # type: ignore[assignment]
+    reports = _Reports(assignment, rank, device)
+    listener = Listener(reports.progress, reports.checkpoint, reports.bad_batch)
+    train(task, model, assignment.loop, device, rank, listener, reports.resume)
+    sharded = is_sharded(task.module)
+    weights = weights_of(task.module) if sharded else {}  # a collective call
     if rank == 0:
+        if sharded:
+            task = assignment.recipe.build(rank, world)
+            task.module.load_state_dict(weights)
         with tempfile.TemporaryDirectory() as folder:
             task.save(Path(folder))
-            storage.delete(assignment.model)
-            storage.upload(Path(folder), assignment.model)
+            storage.delete(assignment.draft.path("_model"))
+            storage.upload(Path(folder), assignment.draft.path("_model"))
 
 
-def _checkpoint(
-    state: dict[str, Any], cursor: Cursor, rank: int, metrics: dict[str, float]
-) -> None:
-    """Every rank saves its cursor; rank 0 what is the same on all."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / f"cursor-{rank}.json").write_text(json.dumps(cursor))
-        if rank == 0:
-            torch.save(state, Path(folder) / _STATE)
-        checkpoint = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report(dict(metrics), checkpoint=checkpoint)
+class _Reports:
+    """What a rank tells Ray Train and the driver."""
+
+    def __init__(self, assignment: _Assignment, rank: int, device: torch.device) -> None:
+        self._assignment, self._rank, self._device = assignment, rank, device
+        self._metrics: dict[str, float] = {}
+        self._pace = Pace(device, 0)
+        self._tidied = 0
+
+    def resume(self) -> Saved | None:
+        """The last checkpoint of this run, or the state that it starts from."""
+        saved = _saved(self._assignment.start)
+        first = saved.state["step"] if saved else 0
+        self._metrics["step"] = self._tidied = first
+        self._pace = Pace(self._device, first)
+        return saved
+
+    def progress(self, progress: Progress) -> None:
+        if self._device.type == "cpu" and progress.step >= self._tidied + _STEPS_TO_TIDY:
+            cpu.return_memory()
+            self._tidied = progress.step
+        metrics = {**progress.metrics, **self._pace.of(progress)}
+        if self._rank == 0:
+            self._assignment.messages.put((progress.step, metrics))
+        self._metrics.update(metrics, step=progress.step)
+
+    def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
+        """Every rank saves its cursor; rank 0 what is the same on all. It is written to the node's disk
+        at once, and travels from there while training goes on."""
+        folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+        (folder / f"cursor-{self._rank:05d}.json").write_text(json.dumps(cursor))
+        if self._rank == 0:
+            write_state(state, folder)
+        ray.train.report(
+            dict(self._metrics),
+            checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    def bad_batch(self, step: int, batch: Any) -> str:
+        where = self._assignment.draft.path("_bad_batch", f"step-{step}-rank-{self._rank}")
+        with tempfile.TemporaryDirectory() as folder:
+            write_state(tensors_in(batch), Path(folder))
+            storage.upload(Path(folder), where)
+        return where
 
 
-def _restore(rank: int, device: torch.device) -> tuple[dict[str, Any] | None, Cursor | None]:
+def _saved(start: str) -> Saved | None:
     checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return None, None
-    with checkpoint.as_directory() as folder:
-        own = Path(folder) / f"cursor-{rank}.json"
-        # With more workers than before, a new one starts where rank 0 stands (Batches.start).
-        path = own if own.exists() else Path(folder) / "cursor-0.json"
-        cursor = Cursor(*json.loads(path.read_text()))
-        state = torch.load(Path(folder) / _STATE, map_location=device, weights_only=True)
-    return state, cursor
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            return read_saved(Path(folder))
+    if start:
+        with tempfile.TemporaryDirectory() as local:
+            storage.download(storage.join(start, TRAINING_STATE), Path(local))
+            return read_saved(Path(local))
+    return None
+
+
+def read_saved(folder: Path) -> Saved:
+    """A checkpoint's folder. Raises BadInput for one that is not whole."""
+    cursors = [json.loads(path.read_text()) for path in sorted(folder.glob("cursor-*.json"))]
+    return Saved(read_state(folder), cursors)

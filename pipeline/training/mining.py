@@ -1,31 +1,57 @@
 """Hard negatives: wrong responses that the model in training takes for right ones, found again and again.
 
-A pool of train responses is embedded with the weights of now, and every train context looks for its
-nearest ones in it. Those that score nearly as high as the right response, or higher, are left out:
-among them are right ones that nobody marked (limits relative to the right one's score: Moreira et al.,
-NV-Retriever, 2024). Ranks share the work, and all know all that was found.
+In each round some rows of train are drawn. Their responses are the pool, which is embedded with the
+weights of now, and every train context looks for its nearest responses in it. Those that score nearly as
+high as the right response, or higher, are left out: among them are right ones that nobody marked (limits
+relative to the right one's score: Moreira et al., NV-Retriever, 2024).
+
+    1. draw P rows             each rank reads its share of their responses, row group by row group
+    2. embed the pool          each rank its share; all ranks get all P texts and vectors
+    3. search                  each rank reads its share of the contexts, row group by row group
+    4. exchange what is found  all ranks get the places in the pool of all N rows
+
+Memory of one rank, with N rows, P responses, K = `top_k` and vectors of D dimensions:
+
+    P · (text + 4 · D bytes)   pool, and its vectors on the device
+    128 MB                     scores of a few contexts
+    one row group              texts that are read
+    4 · N · K bytes            places found, in an unlinked file in the directory for temporary files;
+                               its pages are the kernel's to drop
+
+Of five million articles with P = 20,000, K = 30, D = 768 and texts of 1 KB that is 81 MB + 128 MB + 2 MB in
+memory and 600 MB on disk, twice that while a round replaces the one before. Drawing the rows takes 40 MB
+(8 · N bytes) for a moment where P is above N / 50. A checkpoint holds the pool's texts and the places. It
+is written from the mapped file: 5,000,000 · 30 places added 573 MiB of file pages to a process that saved
+them, and no other memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
-from typing import Any
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.config import require
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker
-from pipeline.training.batches import Rows
-from pipeline.training.distributed import gather
+from pipeline.training.batches import Epoch, Rows
+from pipeline.training.distributed import gather, gather_texts
 
-COLUMNS = ("example_id", "context", "response")
+COLUMNS = ("context", "response")
 _CONTEXTS_AT_ONCE = 64
 _LOGITS_AT_ONCE = 1 << 23  # of float32; scoring holds some four arrays of them: 128 MB
+_ROWS_AT_ONCE = 1 << 16  # exchanged; 8 MB a rank with 30 places each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +61,7 @@ class Mining:
     every_epochs: float = 1.0
     """Found again so often; before the first time wrong candidates are any."""
     responses: int = 20_000
-    """Train responses that are searched, others each time."""
+    """Train rows whose responses are searched, others each time; equal responses are searched once."""
     top_k: int = 30
     """Nearest that an example keeps; `finetune.negatives` of them are drawn for a batch."""
     margin: float = 0.0
@@ -57,63 +83,91 @@ class Mining:
         return torch.minimum(right_B - self.margin, by_share_B)
 
 
+class _Round(NamedTuple):
+    """What one round found."""
+
+    number: int
+    """From 1; 0: nothing has been mined."""
+    pool: list[str]
+    places_NK: NDArray[np.int32]
+    """Places in the pool of each row's negatives, nearest first; -1 where there are no more."""
+
+
+_NO_ROUND = _Round(0, [], np.empty((0, 0), np.int32))
+
+
 class Miner:
-    """Finds them, and knows those of each example."""
+    """Finds hard negatives, and knows those of each row of the train split."""
 
     def __init__(
         self, ranker: Ranker, rows: Rows, config: Mining, every_steps: int, rank: int, world: int
     ) -> None:
-        """`rows`: the whole train split, `COLUMNS`."""
+        """`rows`: the whole train split, the same files in the same order as batches are made of.
+        Nothing of it is read before the first round."""
         self.every_steps = every_steps
         self._ranker, self._config, self._seed = ranker, config, rows.seed
         self._rank, self._world = rank, world
-        self._table = rows.epoch(0).read(0, len(rows))
-        ids = self._table["example_id"].to_pylist()
-        self._place = {example_id: place for place, example_id in enumerate(ids)}
-        self._round = 0
-        self._pool: list[str] = []
-        self._found_NK = torch.empty(len(ids), 0, dtype=torch.int32)
+        self._contexts = replace(rows, columns=COLUMNS).in_order()
+        self._responses = replace(rows, columns=("response",)).in_order()
+        self._count = len(rows)
+        # Batches that are prepared meanwhile read it in another thread: it is replaced as a whole.
+        self._round = _NO_ROUND
 
-    def of(self, example_id: str) -> list[str]:
-        """An example's hard negatives, nearest first; none before the first time."""
-        places = self._found_NK[self._place[example_id]].tolist()
-        return [self._pool[place] for place in places if place >= 0]
+    def of(self, place: int) -> list[str]:
+        """The hard negatives of the row at this `batches.PLACE`, nearest first; none before the first
+        round."""
+        last = self._round
+        if not last.number:
+            return []
+        return [last.pool[number] for number in last.places_NK[place].tolist() if number >= 0]
 
     def state(self) -> dict[str, Any]:
-        return {"round": self._round, "found": self._found_NK}
+        """What a checkpoint keeps. `found` is the mapped file, not a copy of it."""
+        number, pool, places_NK = self._round
+        return {"round": number, "pool": pool, "found": torch.from_numpy(places_NK)}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._round, self._found_NK = state["round"], state["found"].cpu()
-        self._pool = self._draw() if self._round else []
+        self._round = _NO_ROUND
+        if state["round"]:
+            places_NK = _mapped(*state["found"].shape)
+            for start in range(0, self._count, _ROWS_AT_ONCE):
+                part_BK = state["found"][start : start + _ROWS_AT_ONCE]
+                places_NK[start : start + _ROWS_AT_ONCE] = part_BK.cpu().numpy()
+            self._round = _Round(state["round"], state["pool"], places_NK)
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        """Finds them with the weights of now. A collective call; leaves the ranker in evaluation mode."""
+        """Finds them with the weights of now. A collective call; leaves the ranker in evaluation mode.
+
+        Raises OSError where the file of what is found does not fit on the disk.
+        """
         self._ranker.eval()
-        self._round += 1
-        pool = self._draw()
-        own = self._share(len(pool))
-        vectors_PD = self._gathered(self._embedded(pool[own]), len(pool))
-        own = self._share(len(self._table))
-        place = {text: number for number, text in enumerate(pool)}
-        found = [
-            self._nearest(slice(start, min(start + _CONTEXTS_AT_ONCE, own.stop)), place, vectors_PD)
-            for start in range(own.start, own.stop, _CONTEXTS_AT_ONCE)
-        ]
-        nothing = torch.empty(0, min(self._config.top_k, len(pool)), dtype=torch.int32)
-        found_NK = self._gathered(torch.cat([nothing, *found]), len(self._table))
-        self._pool, self._found_NK = pool, found_NK.clone()
+        number = self._round.number + 1
+        pool = self._draw(number)
+        vectors_PD = self._gathered(self._embedded(pool[slice(*self._share(len(pool)))]), len(pool))
+        places_NK = _mapped(self._count, min(self._config.top_k, len(pool)))
+        self._search(places_NK, pool, vectors_PD.to(self._ranker.device))
+        self._exchange(places_NK)
+        self._round = _Round(number, pool, places_NK)
 
-    def _draw(self) -> list[str]:
-        """The pool of this round: different texts, in random order."""
-        texts = self._table["response"].unique().to_pylist()
-        order = np.random.default_rng([self._seed, self._round]).permutation(len(texts))
-        return [texts[place] for place in order[: self._config.responses].tolist()]
+    def _draw(self, number: int) -> list[str]:
+        """The pool of a round: different responses of rows drawn at random, in the split's order."""
+        rng = np.random.default_rng([self._seed, number])
+        count = min(self._config.responses, self._count)
+        drawn = np.sort(rng.choice(self._count, count, replace=False))
+        drawn = drawn[slice(*self._share(count))]
+        texts = list[str]()
+        for start, stop in _row_groups(self._responses, 0, self._count):
+            inside = drawn[np.searchsorted(drawn, start) : np.searchsorted(drawn, stop)]
+            if len(inside):
+                table = self._responses.read(start, stop)
+                texts += table["response"].take(pa.array(inside - start)).to_pylist()
+        return list(dict.fromkeys(gather_texts(texts)))
 
-    def _share(self, count: int) -> slice:
-        """This rank's part of so many."""
-        size = -(-count // self._world)
-        return slice(min(count, self._rank * size), min(count, (self._rank + 1) * size))
+    def _share(self, count: int, rank: int | None = None) -> tuple[int, int]:
+        """A rank's part of so many, by default this rank's: from where to where."""
+        size, rank = -(-count // self._world), self._rank if rank is None else rank
+        return min(count, rank * size), min(count, (rank + 1) * size)
 
     def _gathered(self, rows: Tensor, count: int) -> Tensor:
         """All ranks' shares of `count` rows, put together, on the CPU."""
@@ -128,21 +182,40 @@ class Miner:
             return torch.empty(0, self._ranker.dual.dimensions)
         return inference.candidate_vectors(self._ranker, texts)
 
-    def _nearest(self, rows: slice, place: dict[str, int], vectors_PD: Tensor) -> Tensor:
+    def _search(self, places_NK: NDArray[np.int32], pool: list[str], vectors_PD: Tensor) -> None:
+        """Fills in this rank's share of the rows."""
+        place = {text: number for number, text in enumerate(pool)}
+        for start, stop in _row_groups(self._contexts, *self._share(self._count)):
+            table = self._contexts.read(start, stop)
+            for first in range(0, len(table), _CONTEXTS_AT_ONCE):
+                nearest_BK = self._nearest(table.slice(first, _CONTEXTS_AT_ONCE), place, vectors_PD)
+                first += start
+                places_NK[first : first + len(nearest_BK)] = nearest_BK.numpy()
+
+    def _exchange(self, places_NK: NDArray[np.int32]) -> None:
+        """Fills in the other ranks' shares."""
+        if self._world == 1:
+            return
+        shares = [self._share(self._count, rank) for rank in range(self._world)]
+        for begin in range(0, self._share(self._count, 0)[1], _ROWS_AT_ONCE):
+            parts = [places_NK[start + begin : stop][:_ROWS_AT_ONCE] for start, stop in shares]
+            rows = len(parts[0])  # the first rank's part is never the shorter one
+            own_BK = torch.from_numpy(parts[self._rank])
+            gathered = self._gathered(own_BK, rows * self._world).numpy()
+            for number, part_BK in enumerate(parts):
+                part_BK[:] = gathered[number * rows :][: len(part_BK)]
+
+    def _nearest(self, table: pa.Table, place: dict[str, int], vectors_PD: Tensor) -> Tensor:
         """Places in the pool, [B, K] int32, nearest first, -1 where there are no more."""
-        dual, table = self._ranker.dual, self._table.slice(rows.start, rows.stop - rows.start)
+        dual, device = self._ranker.dual, self._ranker.device
         responses = table["response"].to_pylist()
-        device = self._ranker.device
         vectors_BMD, mask_BM = inference.context_vectors(self._ranker, table["context"].to_pylist())
         vectors_BMD, mask_BM = vectors_BMD.to(device), mask_BM.to(device)
         right_BD = inference.candidate_vectors(self._ranker, responses).to(device)
         right_B = dual.scores(vectors_BMD, mask_BM, right_BD[:, None])[:, 0]
         columns = max(1, _LOGITS_AT_ONCE // (vectors_BMD.shape[0] * vectors_BMD.shape[1]))
         scores_BP = torch.cat(
-            [
-                dual.scores(vectors_BMD, mask_BM, part.to(device))
-                for part in torch.split(vectors_PD, columns)
-            ],
+            [dual.scores(vectors_BMD, mask_BM, part) for part in torch.split(vectors_PD, columns)],
             dim=1,
         ).cpu()
         scores_BP[scores_BP > self._config.limit(right_B.cpu())[:, None]] = -torch.inf
@@ -151,3 +224,20 @@ class Miner:
                 scores_BP[number, place[text]] = -torch.inf
         best = scores_BP.topk(min(self._config.top_k, len(place)), dim=1)
         return best.indices.masked_fill(best.values == -torch.inf, -1).int()
+
+
+def _row_groups(order: Epoch, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The rows from start to stop, cut where row groups end, as (from, to)."""
+    for first, end in itertools.pairwise([0, *order.ends]):
+        if max(first, start) < min(end, stop):
+            yield max(first, start), min(end, stop)
+
+
+def _mapped(rows: int, columns: int) -> NDArray[np.int32]:
+    """[rows, columns] int32 in a file that goes with the array.
+
+    Its bytes are reserved first: a disk that fills up later would kill the process by a signal.
+    """
+    with tempfile.TemporaryFile() as file:
+        os.posix_fallocate(file.fileno(), 0, rows * columns * np.dtype(np.int32).itemsize)
+        return np.memmap(file, np.int32, "r+", shape=(rows, columns))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,17 +73,24 @@ _NO_TEACHER = Distillation()
 
 
 class DualModule(Objective):
-    """Softmax over candidates: every response of the global batch, or each context's own, or both."""
+    """Softmax over candidates: every response of the global batch, or each context's own, or both.
+
+    With `share_negatives`, a context's wrong candidates count for every context of the global batch, as
+    sentence-transformers' MultipleNegativesRankingLoss has it, but not for contexts whose response has the
+    same tokens.
+    """
 
     def __init__(
         self,
         network: VectorNetwork,
         negatives_from: NegativesFrom = "batch",
         distill: Distillation = _NO_TEACHER,
+        share_negatives: bool = False,
     ) -> None:
         super().__init__()
         self.network = network
         self._from_batch = negatives_from != "given"
+        self._share_negatives = share_negatives
         self._distill = distill
 
     def encode(self, batch: DualBatch) -> tuple[Tensor, ...]:
@@ -106,22 +114,29 @@ class DualModule(Objective):
             right = own_BD[:, None]  # [B, 1, D]
             label_B = torch.zeros(count, dtype=torch.long, device=device)
             excluded_BC = torch.zeros(count, 1, dtype=torch.bool, device=device)
-        same_BK = batch.wrong_key_BK == batch.key_B[:, None]
-        excluded_BC = torch.cat([excluded_BC, same_BK], dim=1)
+        each = wrong_BKD.shape[1]
+        wrong, wrong_key = wrong_BKD, batch.wrong_key_BK  # [B, K, D] and [B, K]
+        own_BC = torch.arange(each, device=device).expand(count, each) + excluded_BC.shape[1]
+        if self._share_negatives:
+            wrong = gather_with_gradient(wrong_BKD.flatten(0, 1))  # [N, D], N = ranks · B · K
+            wrong_key = gather(batch.wrong_key_BK.flatten())  # [N]
+            first_B = (torch.arange(count, device=device) + rank() * count) * each
+            own_BC = own_BC + first_B[:, None]
+        own_BC = torch.cat([label_B[:, None], own_BC], dim=1)  # columns that the teacher scored
+        excluded_BC = torch.cat([excluded_BC, wrong_key == batch.key_B[:, None]], dim=1)
+        teacher_BC = batch.teacher_BC.masked_fill(excluded_BC.gather(1, own_BC), math.nan)
         losses, distilled = [], []
         for width in self.network.widths:  # the last one is all that the vectors have
             cut_BMD = self.network.cut(vectors_BMD, width)
             columns = [
                 self.network.scores(cut_BMD, mask_BM, self.network.cut(part, width))
-                for part in (right, wrong_BKD)
+                for part in (right, wrong)
                 if part.shape[-2]
             ]
             scores_BC = torch.cat(columns, dim=1)
             losses.append(ranking_loss(scores_BC, label_B, excluded_BC))
             if self._distill.loss != "none":
-                each = same_BK.shape[1]
-                own_BC = [scores_BC.gather(1, label_B[:, None]), scores_BC[:, -each:]]
-                distilled.append(self._distill(torch.cat(own_BC, dim=1), batch.teacher_BC))
+                distilled.append(self._distill(scores_BC.gather(1, own_BC), teacher_BC))
         with torch.no_grad():
             best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
         loss = torch.stack(losses).mean()
@@ -133,7 +148,7 @@ class DualModule(Objective):
 
 
 class PairModule(Objective):
-    """Softmax over each context's own candidates."""
+    """Softmax over each context's own candidates, but those whose tokens are the right one's."""
 
     def __init__(self, network: PairNetwork, distill: Distillation = _NO_TEACHER) -> None:
         super().__init__()
@@ -146,10 +161,14 @@ class PairModule(Objective):
 
     def loss(self, encoded: Sequence[Tensor], batch: PairBatch) -> tuple[Tensor, Shown]:
         (scores_BC,) = encoded
+        excluded_BC = batch.key_BC == batch.key_BC.gather(1, batch.label_B[:, None])
+        excluded_BC = excluded_BC.scatter(1, batch.label_B[:, None], False)
         with torch.no_grad():
-            hit_B = scores_BC.argmax(dim=1) == batch.label_B
-        loss, shown = ranking_loss(scores_BC, batch.label_B), {"accuracy": hit_B.float().mean()}
+            best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
+        loss = ranking_loss(scores_BC, batch.label_B, excluded_BC)
+        shown = {"accuracy": (best_B == batch.label_B).float().mean()}
         if self._distill.loss != "none":
-            teaching = self._distill(scores_BC, batch.teacher_BC)
+            teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)
+            teaching = self._distill(scores_BC, teacher_BC)
             loss, shown["distill_loss"] = loss + teaching, teaching.detach()
         return loss, shown

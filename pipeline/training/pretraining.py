@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from pipeline.artifact import Artifact
 from pipeline.config import require
-from pipeline.models.pretraining import PretrainingModel, hide_tokens
+from pipeline.models.pretraining_heads import IGNORED, PretrainingModel, hide_tokens
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer, Tokens
-from pipeline.models.transformer import Encoder, Shape
+from pipeline.models.transformer import Shape
 from pipeline.training.batches import Batches, Row, Rows
-from pipeline.training.caching import Backward, backward
-from pipeline.training.loop import Refresh
-from pipeline.training.validation import Measured
+from pipeline.training.caching import backward
+from pipeline.training.loop import Task
+from pipeline.training.optimization import optimization
+from pipeline.training.settings import LoopConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,16 @@ class PretrainBatch:
     """Pairs, what is hidden in them, and whether the second text is the true one."""
 
     pairs: Tokens
-    labels_BT: Tensor
+    predicted_N: Tensor
+    labels_N: Tensor
     is_next_B: Tensor
 
     def to(self, device: torch.device) -> PretrainBatch:
         return PretrainBatch(
-            self.pairs.to(device), self.labels_BT.to(device), self.is_next_B.to(device)
+            self.pairs.to(device),
+            self.predicted_N.to(device),
+            self.labels_N.to(device),
+            self.is_next_B.to(device),
         )
 
 
@@ -117,7 +122,8 @@ class PairMaker:
             generator,
         )
         is_next_B = torch.tensor([item.is_next for item in items])
-        return PretrainBatch(hidden, labels_BT, is_next_B)
+        predicted_N = (labels_BT.flatten() != IGNORED).nonzero()[:, 0]
+        return PretrainBatch(hidden, predicted_N, labels_BT.flatten()[predicted_N], is_next_B)
 
 
 class PretrainModule(nn.Module):
@@ -128,25 +134,9 @@ class PretrainModule(nn.Module):
         self.model = model
 
     def forward(self, batch: PretrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        mlm, nup = self.model.losses(batch.pairs, batch.labels_BT, batch.is_next_B)
+        sums = self.model.losses(batch.pairs, batch.predicted_N, batch.labels_N, batch.is_next_B)
+        mlm, nup = sums.mlm_sum / sums.mlm_count, sums.next_sum / sums.pairs
         return mlm + nup, {"mlm_loss": mlm.detach(), "nup_loss": nup.detach()}
-
-
-@dataclass
-class PretrainTask:
-    """One rank's part of pre-training an encoder."""
-
-    tokenizer: Tokenizer
-    module: PretrainModule
-    batches: Batches[PretrainBatch]
-    new_weights: Iterable[nn.Parameter] = field(default=())  # all are; one rate for all
-    backward: Backward = field(default=backward)
-    validation: Callable[[], Measured] | None = None  # the loss is of pairs not seen before
-    refresh: Refresh | None = None
-
-    def save(self, folder: Path) -> None:
-        self.module.model.encoder.save(folder)
-        self.tokenizer.save(folder)
 
 
 @dataclass(frozen=True)
@@ -157,9 +147,9 @@ class Pretraining:
     tokenizer: Source
     encoder: Shape
     pretrain: PretrainConfig
-    seed: int
+    loop: LoopConfig
 
-    def build(self, rank: int, world: int) -> PretrainTask:
+    def build(self, rank: int, world: int) -> Task:
         """Raises BadInput for settings that do not fit each other or the corpus."""
         config = self.pretrain
         longest = config.max_context_tokens + config.max_response_tokens - 1
@@ -167,15 +157,25 @@ class Pretraining:
                 config.max_context_tokens,
                 f"with max_response_tokens at most encoder.positions {self.encoder.positions}")  # fmt: skip
         tokenizer = Tokenizer.load(self.tokenizer.local())
-        torch.manual_seed(self.seed)
+        torch.manual_seed(self.loop.seed)
         special = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
-        encoder = Encoder.new(self.encoder, len(tokenizer), special)
+        model = PretrainingModel.new(self.encoder, len(tokenizer), special)
         pairs = PairMaker(tokenizer, config)
-        rows = Rows.of(self.corpus, "train", pairs.columns, rank, world, self.seed)
+        rows = Rows.of(self.corpus, "train", pairs.columns, rank, world, self.loop.seed)
         batches: Batches[PretrainBatch] = Batches(
             rows, pairs, tokens=config.batch_tokens // world, length=pairs.length
         )
-        return PretrainTask(tokenizer, PretrainModule(PretrainingModel(encoder)), batches)
+        module = PretrainModule(model)
 
-    def steps(self, task: PretrainTask) -> int:
-        return self.pretrain.steps
+        def save(folder: Path) -> None:
+            model.save(folder)
+            tokenizer.save(folder)
+
+        return Task(
+            module=module,
+            batches=batches,
+            steps=config.steps,
+            optimize=lambda: optimization(self.loop, module, config.steps),
+            backward=backward,
+            save=save,
+        )

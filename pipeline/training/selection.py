@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.training.validation import Measured
+
+@dataclass(frozen=True)
+class Measured:
+    """What a validation finds."""
+
+    metrics: Mapping[str, float]
+    """By name; "loss" is among them, in nats."""
+    selection: str
+    """The metric that decides which weights are best; where it is equal, the lower loss."""
+    higher_is_better: bool = True
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        """Greater is better."""
+        value = self.metrics[self.selection]
+        return (value if self.higher_is_better else -value, -self.metrics["loss"])
 
 
 @dataclass
@@ -18,13 +34,13 @@ class Selection:
     decay: float
     """Factor on the rate after a validation whose loss is not below the lowest (ParlAI: 0.4)."""
     patience: int
-    """Stop after so many validations without a better one; 0: never."""
+    """Stop after this many validations without a better one; 0: never."""
     share: float = 1.0
     """The rate's factor now."""
     lowest_loss: float = math.inf
-    best_r1: float = -1.0
-    best_loss: float = math.inf
-    """Of the best validation: R@1 decides, then the loss."""
+    best_merit: tuple[float, float] = (-math.inf, -math.inf)
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the best validation."""
     best_step: int = 0
     without_better: int = 0
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -34,30 +50,31 @@ class Selection:
     def stop(self) -> bool:
         return 0 < self.patience <= self.without_better
 
-    def judge(self, measured: Measured, step: int, module: nn.Module) -> dict[str, float]:
-        """Takes a validation in and returns what is to be shown of it."""
-        if measured.loss < self.lowest_loss:
-            self.lowest_loss = measured.loss
+    def judge(
+        self, measured: Measured, step: int, weights: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        """Takes a validation in, and the weights that it measured; returns what is to be shown."""
+        if measured.metrics["loss"] < self.lowest_loss:
+            self.lowest_loss = measured.metrics["loss"]
         else:
             self.share *= self.decay
         self.without_better += 1
-        if (measured.r1, -measured.loss) > (self.best_r1, -self.best_loss):
-            self.best_r1, self.best_loss = measured
+        if measured.merit > self.best_merit:
+            self.best_merit, self.best_metrics = measured.merit, dict(measured.metrics)
             self.best_step, self.without_better = step, 0
             self.weights = {
-                name: value.detach().to("cpu", copy=True)
-                for name, value in module.state_dict().items()
+                name: value.detach().to("cpu", copy=True) for name, value in weights.items()
             }
-        return {
-            "valid_r1": measured.r1,
-            "valid_loss": measured.loss,
-            "best_valid_r1": self.best_r1,
-            "best_step": float(self.best_step),
-        }
+        shown = {f"valid_{name}": value for name, value in measured.metrics.items()}
+        best = {f"best_valid_{name}": value for name, value in self.best_metrics.items()}
+        return {**shown, **best, "best_step": float(self.best_step)}
 
     def state(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("decay", "patience")}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("decay", "patience")
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
+        self.best_merit = (self.best_merit[0], self.best_merit[1])  # a list in checkpoints
         self.weights = {name: value.cpu() for name, value in self.weights.items()}

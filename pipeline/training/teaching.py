@@ -26,6 +26,7 @@ from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
+from pipeline.records import TaskRecord
 from pipeline.resources import best_device
 from pipeline.shards import Actors, Work, run_tasks_on_actors
 from pipeline.training.batches import Row
@@ -69,8 +70,8 @@ def score(
     teachers: Sequence[Artifact],
     config: TeachingConfig,
     actors: Actors,
-) -> list[dict[str, Any]]:
-    """Makes the shards; returns their records: `file` and `counts`."""
+) -> list[TaskRecord]:
+    """Makes the shards; returns their records."""
     by_shard = teachers_of(corpus, teachers, config)
     tasks = {
         path.replace("/", "-"): {"uri": storage.join(corpus.uri, path), "path": path,
@@ -79,16 +80,16 @@ def score(
         for path in corpus.paths(f"{split}/", ".parquet")
     }  # fmt: skip
 
-    def make() -> Work:
+    def make() -> Work[TaskRecord]:
         device = best_device()
         rankers = [load_ranker(teacher.local()).to(device) for teacher in teachers]
 
-        def work(draft: Draft, name: str, shard: dict[str, Any]) -> dict[str, Any]:
+        def work(draft: Draft, name: str, shard: dict[str, Any]) -> TaskRecord:
             return _score_shard(draft, shard, [rankers[at] for at in shard["teachers"]], config)
 
         return work
 
-    return run_tasks_on_actors(draft, tasks, make, "score candidates", actors)
+    return run_tasks_on_actors(draft, tasks, make, "score candidates", TaskRecord, actors)
 
 
 def teachers_of(
@@ -120,7 +121,7 @@ def _settings(teacher: Artifact) -> RankerConfig:
 
 def _score_shard(
     draft: Draft, shard: dict[str, Any], rankers: Sequence[Ranker], config: TeachingConfig
-) -> dict[str, Any]:
+) -> TaskRecord:
     with storage.open_input(shard["uri"]) as stream:
         table = pq.read_table(stream)
     split = shard["path"].split("/")[0]
@@ -141,7 +142,7 @@ def _score_shard(
         counts["without_candidates"] = len(rows) - len(asked)
     schema = table.schema.append(_ADDED) if TEACHER not in table.schema.names else table.schema
     scored = pa.Table.from_pylist([{TEACHER: None, **row} for row in rows], schema=schema)
-    return {"file": draft.write_table(shard["path"], scored), "counts": dict(counts)}
+    return TaskRecord(files=[draft.write_table(shard["path"], scored)], counts=dict(counts))
 
 
 def _add_candidates(

@@ -6,8 +6,6 @@ and the ranks share them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -15,15 +13,7 @@ import torch.distributed as dist
 from pipeline.evaluation.questions import Questions
 from pipeline.evaluation.ranking import RankerScorer, rank
 from pipeline.models.ranker import Ranker
-
-
-class Measured(NamedTuple):
-    """What a validation finds."""
-
-    r1: float
-    """Share of the contexts whose right candidate scores above all others; a tie is none."""
-    loss: float
-    """Mean cross-entropy of the right candidate, in nats."""
+from pipeline.training.selection import Measured
 
 
 class Validation:
@@ -36,7 +26,11 @@ class Validation:
         self._own = asked.part(np.arange(rank, len(asked), world))
 
     def __call__(self) -> Measured:
-        """A collective call. Leaves the ranker in evaluation mode."""
+        """R@1 and the loss; a collective call. Leaves the ranker in evaluation mode.
+
+        r1: share of the contexts whose right candidate scores above all others; a tie is none. loss: mean
+        cross-entropy of the right candidate, in nats.
+        """
         self._ranker.eval()
         sums = [0.0, 0.0, float(len(self._own))]
         if len(self._own):
@@ -46,4 +40,4 @@ class Validation:
         if dist.is_initialized():
             dist.all_reduce(total)
         hits, loss_sum, count = total.tolist()
-        return Measured(hits / count, loss_sum / count)
+        return Measured({"r1": hits / count, "loss": loss_sum / count}, "r1")

@@ -233,7 +233,7 @@ def test_blocks_as_polyai_has_them(evaluate, convai2_corpus):
 
 
 def test_the_precision_is_chosen_and_said(evaluate, monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: True)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: True)
     options = (*QUICK, "--max-examples", 20)
     for chosen, resolved in (("auto", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")):
         done = evaluate(*options, "--precision", chosen)

@@ -16,7 +16,7 @@ from pipeline.training.teaching import TeachingConfig
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def in_process(monkeypatch):
     """Scores in this process, whose actors would take seconds to start; returns what it did."""
     done = []
 
-    def run(draft, tasks, make, label, actors):
+    def run(draft, tasks, make, label, kind, actors):
         work = make()
-        for name in [name for name in tasks if name not in draft.records()]:
+        for name in [name for name in tasks if name not in draft.marks()]:
             draft.mark(name, work(draft, name, tasks[name]))
             done.append(name)
-        return [draft.records()[name] for name in tasks]
+        return [draft.marks().record(name, kind) for name in tasks]
 
     monkeypatch.setattr(teaching, "run_tasks_on_actors", run)
     return done

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.models import inference
+from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool
 
@@ -59,7 +60,7 @@ def test_the_best_candidates_of_the_pool_are_shown_best_first(search, pool, tiny
         shares = weights[place] / weights[place].sum()
         assert result["vectors"][str(heaviest)] == pytest.approx(shares[heaviest], abs=1e-3)
     *table, certificate = found.stdout.splitlines()[:-1]
-    precision = inference.resolve("auto", torch.device("cpu"))
+    precision = resolve_precision("auto", torch.device("cpu"))
     assert found.summary["precision"] == found.summary["pool"]["precision"] == precision
     both = f"computed in {precision}, the context in {precision}"
     assert certificate.startswith(f"certified: yes; 6 candidates, {both}; milliseconds: encode ")

@@ -220,7 +220,7 @@ def test_a_training_that_is_killed_resumes_to_the_weights_of_one_that_was_not(
 
     process = start_job("finetune", *argv)
     partial = tmp_path / "poly.partial"
-    while len(list(partial.glob("_checkpoints/training/checkpoint_*/state.pt"))) < 2:
+    while len(list(partial.glob("_checkpoints/training/checkpoint_*/state.json"))) < 2:
         try:  # waits a little
             process.wait(timeout=0.02)
         except subprocess.TimeoutExpired:

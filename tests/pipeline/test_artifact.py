@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import shards, storage
-from pipeline.artifact import Artifact, Draft, draft, open_artifact, read_artifact, sum_counts
-from pipeline.config import BadInput
+from pipeline.artifact import Artifact, Draft, draft, open_artifact, read_artifact
+from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora.raw import Reading
+from pipeline.records import TaskRecord
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,15 @@ class Workers:
 
 @dataclass(frozen=True)
 class Config:
-    output: str = ""
+    output: str = field(default="", metadata=NOT_IDENTITY)
     max_steps: int = 3
     names: tuple[str, ...] = ("a", "b")
-    resources: Workers = field(default_factory=Workers)
+    resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
 
 
 @dataclass(frozen=True)
 class ReadingConfig:
-    reading: Reading = field(default_factory=Reading)
+    reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
 
 
 SOURCE = {"uri": "raw", "kind": "raw", "fingerprint": "f00d"}
@@ -104,7 +105,7 @@ def test_an_unpublished_draft_is_refused_as_unfinished(tmp_path):
 
 def test_publishing_leaves_no_draft_and_nothing_that_only_a_resumed_run_needs(tmp_path):
     out = begin(tmp_path / "a")
-    out.mark("task", {"counts": {}})
+    out.mark("task", TaskRecord())
     out.write_file("_scratch/1", b"x")
     out.publish([out.write_file("x/1", b"one")], {})
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -127,7 +128,7 @@ def test_a_job_killed_right_before_the_last_step_leaves_nothing_and_can_be_run_a
 
 def test_in_an_object_store_the_manifest_is_the_last_step(memory_store):
     out = begin("memory://bucket/a")
-    out.mark("task", {})
+    out.mark("task", TaskRecord())
     entry = out.write_file("x/1", b"one")
     assert "unfinished" in read_refusal("memory://bucket/a")
     made = begin("memory://bucket/a").publish([entry], {})
@@ -171,7 +172,7 @@ def test_where_and_on_what_a_job_runs_does_not_make_it_another(tmp_path):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_settings_are_refused_naming_the_setting(tmp_path, finished):
-    publish(tmp_path / "a") if finished else begin(tmp_path / "a").mark("task", {})
+    publish(tmp_path / "a") if finished else begin(tmp_path / "a").mark("task", TaskRecord())
     message = refusal(tmp_path / "a", Config(max_steps=4))
     assert "max_steps: 3 there, 4 here" in message
     assert "names" not in message
@@ -179,7 +180,7 @@ def test_other_settings_are_refused_naming_the_setting(tmp_path, finished):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_input_is_refused_naming_it(tmp_path, finished):
-    publish(tmp_path / "a") if finished else begin(tmp_path / "a").mark("task", {})
+    publish(tmp_path / "a") if finished else begin(tmp_path / "a").mark("task", TaskRecord())
     message = refusal(tmp_path / "a", input={**SOURCE, "fingerprint": "beef"})
     assert "input: 'f00d' there, 'beef' here" in message
 
@@ -191,9 +192,10 @@ def test_a_job_that_was_refused_before_it_did_anything_is_in_nobodys_way(tmp_pat
 
 
 def test_a_job_that_stopped_at_damaged_input_resumes_with_more_tolerance(tmp_path):
-    begin(tmp_path / "a", ReadingConfig()).mark("task", {"n": 1})
+    begin(tmp_path / "a", ReadingConfig()).mark("task", TaskRecord(counts={"n": 1}))
     tolerant = ReadingConfig(Reading(truncated="keep", max_malformed_share=0.5))
-    assert begin(tmp_path / "a", tolerant).records() == {"task": {"n": 1}}
+    record = begin(tmp_path / "a", tolerant).marks().record("task", TaskRecord)
+    assert record == TaskRecord(counts={"n": 1})
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "deep/notes.txt"])
@@ -293,50 +295,55 @@ def test_a_second_run_does_only_what_the_first_left_undone(local_ray, tmp_path):
         (calls / f"{task} {len(list(calls.glob(f'{task} *')))}").touch()
         if number == 4 and fail.exists():
             raise RuntimeError("killed")
-        return {"files": [out.write_file(f"x/{task}", b"%d" % number)], "counts": {"n": number}}
+        return TaskRecord(files=[out.write_file(f"x/{task}", b"%d" % number)], counts={"n": number})
 
     with pytest.raises(Exception, match="killed"):
-        shards.run_tasks(begin(tmp_path / "a"), tasks, work, "first")
-    done = set(begin(tmp_path / "a").records())
+        shards.run_tasks(begin(tmp_path / "a"), tasks, work, "first", TaskRecord)
+    done = set(begin(tmp_path / "a").marks())
     assert "task-4" not in done
     begun = {path.name.split()[0] for path in calls.iterdir()}
     fail.unlink()
 
     out = begin(tmp_path / "a")
-    records = shards.run_tasks(out, tasks, work, "second")
-    assert [record["counts"]["n"] for record in records] == list(range(6))
+    records = shards.run_tasks(out, tasks, work, "second", TaskRecord)
+    assert [record.counts["n"] for record in records] == list(range(6))
     called = [path.name.split()[0] for path in calls.iterdir()]
     assert {task for task in tasks if called.count(task) > 1} == begun - done
-    resumed = out.publish([file for record in records for file in record["files"]], {})
+    resumed = out.publish([file for record in records for file in record.files], {})
 
     whole = begin(tmp_path / "b")
-    records = shards.run_tasks(whole, tasks, work, "uninterrupted")
-    other = whole.publish([file for record in records for file in record["files"]], {})
+    records = shards.run_tasks(whole, tasks, work, "uninterrupted", TaskRecord)
+    other = whole.publish([file for record in records for file in record.files], {})
     assert resumed.fingerprint == other.fingerprint
 
 
 def test_a_finished_job_starts_no_task(tmp_path):
     out = begin(tmp_path / "a")
-    out.mark("one", {"n": 1})
-    out.mark("two", {"n": 2})
+    one, two = TaskRecord(counts={"n": 1}), TaskRecord(counts={"n": 2})
+    out.mark("one", one)
+    out.mark("two", two)
 
-    def work(*_: object) -> dict[str, object]:
+    def work(*_: object) -> TaskRecord:
         raise AssertionError
 
-    assert shards.run_tasks(out, {"two": 0, "one": 0}, work, "nothing") == [{"n": 2}, {"n": 1}]
+    assert shards.run_tasks(out, {"two": 0, "one": 0}, work, "nothing", TaskRecord) == [two, one]
+
+
+def test_the_mark_of_another_version_is_refused_in_one_line(tmp_path):
+    out = begin(tmp_path / "a")
+    out.mark("task", TaskRecord())
+    storage.write_bytes(out.path("_tasks", "task.json"), b'{"embedded": {"rows": 1}}')
+    with pytest.raises(BadInput, match=r"a\.partial: holds an unfinished job of another version"):
+        out.marks().record("task", TaskRecord)
 
 
 def test_what_a_task_refuses_is_refused_by_the_job(local_ray, tmp_path):
-    def work(_: Draft, task: str, number: int) -> dict[str, object]:
+    def work(_: Draft, task: str, number: int) -> TaskRecord:
         if number:
             raise BadInput(f"{task} is bad")
-        return {}
+        return TaskRecord()
 
+    tasks = {"task-0": 0, "task-1": 1}
     with pytest.raises(BadInput, match=r"^task-1 is bad$"):
-        shards.run_tasks(begin(tmp_path / "a"), {"task-0": 0, "task-1": 1}, work, "refused")
-    assert set(begin(tmp_path / "a").records()) == {"task-0"}
-
-
-def test_counts_of_tasks_add_up_by_name():
-    records = [{"counts": {"a": 1, "b": 2}}, {"counts": {"b": 3}}, {}]
-    assert sum_counts(records, "counts") == {"a": 1, "b": 5}
+        shards.run_tasks(begin(tmp_path / "a"), tasks, work, "refused", TaskRecord)
+    assert set(begin(tmp_path / "a").marks()) == {"task-0"}

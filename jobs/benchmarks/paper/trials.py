@@ -25,14 +25,15 @@ from ray.exceptions import OutOfMemoryError
 from ray.util.queue import Queue
 from tqdm import tqdm
 
-from jobs import cluster, evaluate, finetune, program
+from jobs import cluster, evaluate, finetune
 from jobs.benchmarks.paper.tables import Trial
 from pipeline import storage, tracking
 from pipeline.arrays import Ints
 from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_of
-from pipeline.config import BadInput, parse, to_dict
+from pipeline.config import BadInput, Stopped, parse, to_dict
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
+from pipeline.failures import cause_of
 from pipeline.models.precision import Precision
 from pipeline.models.sources import Source, open_encoder
 from pipeline.resources import cpus_each
@@ -283,7 +284,7 @@ def _at_once(jobs: Sequence[Job]) -> int:
 
 def _reason(error: Exception) -> str:
     """One line: what was refused, or the last line of what went wrong."""
-    if inner := program.bad_input_in(error):
+    if inner := cause_of(error, BadInput, Stopped):
         return str(inner)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Ray says first that memory ran out, and then for a page what could be done about it.

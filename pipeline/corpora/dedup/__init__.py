@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,7 @@ from pipeline.corpora.dedup import decontaminate, exact, near
 from pipeline.corpora.dedup.decontaminate import EvaluationSet
 from pipeline.corpora.dedup.examples import COMPARED, Plan, kept, read_drops, shards_of
 from pipeline.corpora.dedup.options import Options
+from pipeline.records import FileEntry, TaskRecord
 
 _BUCKET_BYTES = 128 << 20  # of keys; some 1 GB while they are sorted
 _SAMPLE_CHARACTERS = 2000
@@ -40,8 +41,8 @@ def clean(
     sets: list[EvaluationSet],
     options: Options,
     sharing: decontaminate.Options,
-) -> list[dict[str, Any]]:
-    """Fills the draft; returns the records of its tasks (`files`, `counts`, `dropped`)."""
+) -> Sequence[TaskRecord]:
+    """Fills the draft; returns the records of its tasks."""
     index = decontaminate.build_index(draft, sets, sharing)
     files = shards_of(corpus)
     examples = sum(shard.rows for shard in files)
@@ -58,11 +59,11 @@ def clean(
     records += exact.drop(draft, plan) if plan.exact_buckets else []
     records += near.drop(draft, plan) if plan.near_buckets else []
     write = functools.partial(_write, plan=plan)
-    records += shards.run_tasks(draft, plan.tasks("write"), write, "write")
-    return [*records, {"files": _copy_others(draft, corpus)}]
+    records += shards.run_tasks(draft, plan.tasks("write"), write, "write", TaskRecord)
+    return [*records, TaskRecord(files=_copy_others(draft, corpus))]
 
 
-def _copy_others(draft: Draft, corpus: Artifact) -> list[dict[str, Any]]:
+def _copy_others(draft: Draft, corpus: Artifact) -> list[FileEntry]:
     """What the corpus holds besides examples: the fixed other articles of an article search."""
     return [
         draft.write_file(entry["path"], storage.read_bytes(storage.join(corpus.uri, entry["path"])),
@@ -71,7 +72,7 @@ def _copy_others(draft: Draft, corpus: Artifact) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _write(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
+def _write(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
     shard = plan.shards[number]
     drops = read_drops(draft, plan, number, "contaminated", "exact", "near").sort_by("row")
     with storage.open_input(shard.uri) as stream:
@@ -79,16 +80,16 @@ def _write(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
     stays = rows.filter(pa.array(kept(drops, rows.num_rows)))
     dropped = _samples(rows, drops, shard.name)
     dropped.save(draft, task)
-    return {
-        "files": [draft.write_table(shard.name, stays)] if stays.num_rows else [],
-        "counts": {
+    return TaskRecord(
+        files=[draft.write_table(shard.name, stays)] if stays.num_rows else [],
+        counts={
             "records": rows.num_rows,
             f"records.{shard.split}": rows.num_rows,
             "examples": stays.num_rows,
             f"examples.{shard.split}": stays.num_rows,
         },
-        "dropped": dict(dropped.counts),
-    }
+        dropped=dict(dropped.counts),
+    )
 
 
 def _samples(rows: pa.Table, drops: pa.Table, file: str) -> raw.Rejects:

@@ -23,8 +23,8 @@ from pipeline import shards, storage
 from pipeline.arrays import Bools, Ints
 from pipeline.artifact import MANIFEST, Artifact, Draft, open_artifact
 from pipeline.config import BadInput, require
-from pipeline.corpora import raw
-from pipeline.corpora.dedup import buckets, hashing
+from pipeline.corpora import buckets, raw
+from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
     COMPARED,
     DROPS,
@@ -35,6 +35,7 @@ from pipeline.corpora.dedup.examples import (
 )
 from pipeline.corpora.dedup.hashing import Hashes, Tokens
 from pipeline.corpora.schema import Split
+from pipeline.records import TaskRecord
 
 _HELD_OUT: tuple[Split, ...] = ("valid", "test")
 _LINES = 10_000
@@ -70,6 +71,14 @@ class Options:
                 "1 to decontaminate.ngram_words")  # fmt: skip
         require(self.boilerplate_groups >= 0, "decontaminate.boilerplate_groups",
                 self.boilerplate_groups, ">= 0")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramsRecord(TaskRecord):
+    """A file of an evaluation set, or all of them."""
+
+    ngrams: int
+    """How many it has, each once."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +156,17 @@ class Index:
         return texts, pa.array(reasons, pa.string()), self.ids.take(pa.array(place))
 
 
-def drop(draft: Draft, plan: Plan, index: Index, options: Options) -> list[dict[str, Any]]:
+def drop(draft: Draft, plan: Plan, index: Index, options: Options) -> list[TaskRecord]:
     """Files the drops of the tasks "contaminated-…"; returns their records."""
     work = functools.partial(_look_up, plan=plan, index=ray.put(index), options=options)
-    return shards.run_tasks(draft, plan.tasks("contaminated", "train"), work, "contaminated")
+    return shards.run_tasks(
+        draft, plan.tasks("contaminated", "train"), work, "contaminated", TaskRecord
+    )
 
 
 def _look_up(
     draft: Draft, task: str, number: int, plan: Plan, index: Any, options: Options
-) -> dict[str, Any]:
+) -> TaskRecord:
     """`index` lies in Ray's object store: all processes of a node read one copy of it."""
     found: Index = ray.get(index)
     tables = [DROPS.empty_table()]
@@ -163,7 +174,7 @@ def _look_up(
         texts, reasons, match = found.contaminated(looked_at(rows, options), options)
         tables.append(pa.table([numbers[texts], reasons, match], schema=DROPS))
     file_drops(draft, task, pa.concat_tables(tables))
-    return {}
+    return TaskRecord()
 
 
 def build_index(draft: Draft, sets: list[EvaluationSet], options: Options) -> Index | None:
@@ -174,15 +185,16 @@ def build_index(draft: Draft, sets: list[EvaluationSet], options: Options) -> In
     files = [(uri, number) for number, one in enumerate(sets) for uri in one.files]
     tasks = {f"evaluation-{number:05d}": number for number in range(len(files))}
     collect = functools.partial(_collect, files=files, options=options)
-    records = shards.run_tasks(draft, tasks, collect, "evaluation sets: n-grams")
+    records = shards.run_tasks(draft, tasks, collect, "evaluation sets: n-grams", NgramsRecord)
     for number, one in enumerate(sets):
-        of_set = [r["ngrams"] for r, (_, its) in zip(records, files, strict=True) if its == number]
+        of_set = [r.ngrams for r, (_, its) in zip(records, files, strict=True) if its == number]
         if one.uri and not sum(of_set):
             raise BadInput(
                 f"--evaluation {one.uri}: no text of decontaminate.min_words {options.min_words} or more"
             )
     merge = functools.partial(_merge, parts=list(tasks), options=options)
-    shards.run_tasks(draft, {"evaluation-index": 0}, merge, "evaluation sets: index")
+    label = "evaluation sets: index"
+    shards.run_tasks(draft, {"evaluation-index": 0}, merge, label, NgramsRecord)
     rows = buckets.read(draft, ["evaluation-index"], 0, _GRAMS)
     if not rows.num_rows:
         return None
@@ -199,7 +211,7 @@ def looked_at(rows: pa.Table, options: Options) -> Tokens:
 
 def _collect(
     draft: Draft, task: str, number: int, files: list[tuple[str, int]], options: Options
-) -> dict[str, Any]:
+) -> NgramsRecord:
     uri, which = files[number]
     tables = [_GRAMS.empty_table()]
     for ids, groups, words in _read(uri, options):
@@ -213,13 +225,13 @@ def _collect(
         ]
         tables.append(pa.table(columns, schema=_GRAMS))
     rows = _each_once(pa.concat_tables(tables).combine_chunks())
-    buckets.write(draft, task, rows, np.zeros(rows.num_rows, np.int64), 1)
-    return {"ngrams": rows.num_rows}
+    buckets.write(draft, task, rows)
+    return NgramsRecord(ngrams=rows.num_rows)
 
 
 def _merge(
     draft: Draft, task: str, _number: int, parts: list[str], options: Options
-) -> dict[str, Any]:
+) -> NgramsRecord:
     rows = _each_once(buckets.read(draft, parts, 0, _GRAMS))
     grams = rows["gram"].to_numpy()
     _, starts, groups = np.unique(grams, return_index=True, return_counts=True)
@@ -227,8 +239,8 @@ def _merge(
     if options.boilerplate_groups:
         first = first[groups <= options.boilerplate_groups]
     rows = rows.take(pa.array(first))
-    buckets.write(draft, task, rows, np.zeros(rows.num_rows, np.int64), 1)
-    return {"ngrams": rows.num_rows}
+    buckets.write(draft, task, rows)
+    return NgramsRecord(ngrams=rows.num_rows)
 
 
 def _slots(hashes: Hashes, table: Bools) -> Ints:

@@ -7,14 +7,14 @@ first   bucket   of those with one hash, the first stays
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline import shards
 from pipeline.artifact import Draft
-from pipeline.corpora.dedup import buckets, hashing
+from pipeline.corpora import buckets
+from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
     CLUSTERS,
     COMPARED,
@@ -27,20 +27,22 @@ from pipeline.corpora.dedup.examples import (
     read_pieces,
     sides,
 )
+from pipeline.records import TaskRecord
 
 KEY_BYTES = 48  # of one example: hash, place, split, id
 
 
-def drop(draft: Draft, plan: Plan) -> list[dict[str, Any]]:
+def drop(draft: Draft, plan: Plan) -> list[TaskRecord]:
     """Files the drops of tasks "exact-…"; returns the records of all tasks."""
     hash_ = functools.partial(_hash, plan=plan)
-    hashed = shards.run_tasks(draft, plan.tasks("hash"), hash_, "exact duplicates: hashes")
+    label = "exact duplicates: hashes"
+    hashed = shards.run_tasks(draft, plan.tasks("hash"), hash_, label, TaskRecord)
     first = functools.partial(_first, plan=plan)
     tasks = bucket_tasks("exact", plan.exact_buckets)
-    return hashed + shards.run_tasks(draft, tasks, first, "exact duplicates")
+    return hashed + shards.run_tasks(draft, tasks, first, "exact duplicates", TaskRecord)
 
 
-def _hash(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
+def _hash(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
     shard = plan.shards[number]
     tables = [CLUSTERS.empty_table()]
     stays = kept(read_drops(draft, plan, number, "contaminated"), shard.rows)
@@ -56,14 +58,14 @@ def _hash(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
     entries = pa.concat_tables(tables).combine_chunks()
     bucket = hashing.remainder(entries["cluster"].to_numpy(), plan.exact_buckets)
     buckets.write(draft, task, entries, bucket, plan.exact_buckets)
-    return {}
+    return TaskRecord()
 
 
-def _first(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
+def _first(draft: Draft, task: str, bucket: int, plan: Plan) -> TaskRecord:
     rows = buckets.read(draft, plan.tasks("hash"), bucket, CLUSTERS)
     _, places, sizes = np.unique(
         rows["cluster"].to_numpy(), return_inverse=True, return_counts=True
     )
     rows = rows.filter(pa.array(sizes[places] > 1))  # most are alone, and need no sorting
     file_duplicates(draft, task, plan, rows, "duplicate")
-    return {}
+    return TaskRecord()

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.arrays import Bools, Ints
 from pipeline.artifact import Artifact, Draft
-from pipeline.corpora.dedup import buckets
+from pipeline.corpora import buckets
 from pipeline.corpora.dedup.hashing import Tokens
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
@@ -142,7 +142,7 @@ def sides(rows: pa.Table, text: str, split: Callable[[pa.Array], Tokens]) -> lis
 
 def file_drops(draft: Draft, task: str, drops: pa.Table) -> None:
     """What the task of a shard drops of it."""
-    buckets.write(draft, f"{task}-drops", drops, np.zeros(drops.num_rows, np.int64), 1)
+    buckets.write(draft, f"{task}-drops", drops)
 
 
 def file_duplicates(draft: Draft, task: str, plan: Plan, rows: pa.Table, reason: str) -> None:

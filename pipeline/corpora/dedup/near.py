@@ -13,7 +13,6 @@ that have a near duplicate.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,8 @@ import pyarrow as pa
 from pipeline import shards
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
-from pipeline.corpora.dedup import buckets, hashing, minhash
+from pipeline.corpora import buckets
+from pipeline.corpora.dedup import hashing, minhash
 from pipeline.corpora.dedup.examples import (
     CLUSTERS,
     COMPARED,
@@ -36,6 +36,7 @@ from pipeline.corpora.dedup.examples import (
     sides,
 )
 from pipeline.corpora.dedup.hashing import Tokens
+from pipeline.records import TaskRecord
 
 KEY_BYTES = 24  # of one band of one example
 
@@ -54,7 +55,7 @@ _SETS = pa.schema(
 )
 
 
-def drop(draft: Draft, plan: Plan) -> list[dict[str, Any]]:
+def drop(draft: Draft, plan: Plan) -> list[TaskRecord]:
     """Files the drops of the task "near-join"; returns the records of all tasks."""
     stages = (
         (plan.tasks("near-sign"), _sign, "near duplicates: signatures"),
@@ -63,11 +64,11 @@ def drop(draft: Draft, plan: Plan) -> list[dict[str, Any]]:
         (bucket_tasks("near-check", plan.near_buckets), _check, "near duplicates: check"),
         ({"near-join": 0}, _join, "near duplicates: clusters"),
     )
-    return [
-        record
-        for tasks, work, label in stages
-        for record in shards.run_tasks(draft, tasks, functools.partial(work, plan=plan), label)
-    ]
+    records = list[TaskRecord]()
+    for tasks, work, label in stages:
+        run = functools.partial(work, plan=plan)
+        records += shards.run_tasks(draft, tasks, run, label, TaskRecord)
+    return records
 
 
 def shingles(rows: pa.Table, plan: Plan) -> list[Tokens]:
@@ -88,7 +89,7 @@ def tagged(parts: list[Tokens]) -> Tokens:
     return functools.reduce(hashing.beside, marked)
 
 
-def _sign(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
+def _sign(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
     bands, hashes = plan.options.bands, plan.options.bands * plan.options.rows_per_band
     shard = plan.shards[number]
     tables = [_KEYS.empty_table()]
@@ -105,10 +106,10 @@ def _sign(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
     entries = pa.concat_tables(tables).combine_chunks()
     bucket = hashing.remainder(entries["key"].to_numpy(), plan.near_buckets)
     buckets.write(draft, task, entries, bucket, plan.near_buckets)
-    return {}
+    return TaskRecord()
 
 
-def _pair(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
+def _pair(draft: Draft, task: str, bucket: int, plan: Plan) -> TaskRecord:
     entries = buckets.read(draft, plan.tasks("near-sign"), bucket, _KEYS)
     nodes = entries["node"].to_numpy()
     found = minhash.candidate_pairs(entries["key"].to_numpy(), entries["tie"].to_numpy())
@@ -121,10 +122,10 @@ def _pair(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
     shard, row = shard_and_row(wanted)
     rows = pa.table([row, place], schema=_WANTED)
     buckets.write(draft, f"{task}-wanted", rows, shard, len(plan.shards))
-    return {}
+    return TaskRecord()
 
 
-def _fetch(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
+def _fetch(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
     names = [f"{pair}-wanted" for pair in bucket_tasks("near-pair", plan.near_buckets)]
     found = buckets.read(draft, names, number, _WANTED)
     wanted, place = _each_once(found["row"].to_numpy(), found["bucket"].to_numpy())
@@ -147,10 +148,10 @@ def _fetch(draft: Draft, task: str, number: int, plan: Plan) -> dict[str, Any]:
     at = np.searchsorted(np.flatnonzero(mask), wanted)
     rows = pa.concat_tables(tables).take(pa.array(at))
     buckets.write(draft, task, rows, place, plan.near_buckets)
-    return {}
+    return TaskRecord()
 
 
-def _check(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
+def _check(draft: Draft, task: str, bucket: int, plan: Plan) -> TaskRecord:
     names = [f"{pair}-pairs" for pair in bucket_tasks("near-pair", plan.near_buckets)]
     found = buckets.read(draft, names, bucket, _PAIRS)
     pairs = _each_once(found["first"].to_numpy(), found["second"].to_numpy())
@@ -165,19 +166,19 @@ def _check(draft: Draft, task: str, bucket: int, plan: Plan) -> dict[str, Any]:
     clusters = nodes[members[np.unique(labels, return_index=True)[1]]]
     rows = sets.select(["node", "rank", "id"]).take(pa.array(members))
     rows = rows.add_column(0, "cluster", pa.array(clusters[labels], pa.uint64()))
-    buckets.write(draft, task, rows, np.zeros(len(members), np.int64), 1)
+    buckets.write(draft, task, rows)
     counts = {"near_pairs.found": len(alike), "near_pairs.alike": int(alike.sum())}
-    return {"counts": counts}
+    return TaskRecord(counts=counts)
 
 
-def _join(draft: Draft, task: str, _task: int, plan: Plan) -> dict[str, Any]:
+def _join(draft: Draft, task: str, _task: int, plan: Plan) -> TaskRecord:
     rows = buckets.read(draft, bucket_tasks("near-check", plan.near_buckets), 0, CLUSTERS)
     places = np.unique(rows["node"].to_numpy(), return_index=True)[1]
     edges = rows["cluster"].to_numpy().astype(np.int64), rows["node"].to_numpy()
     _, labels = minhash.components(*edges)
     rows = rows.take(pa.array(places)).set_column(0, "cluster", pa.array(labels, pa.uint64()))
     file_duplicates(draft, task, plan, rows, "near duplicate")
-    return {}
+    return TaskRecord()
 
 
 def _each_once(first: Ints, second: Ints) -> tuple[Ints, Ints]:

@@ -18,9 +18,9 @@ import ast
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,12 +29,12 @@ import pyarrow.compute as pc
 from pipeline import shards, storage
 from pipeline.artifact import Draft
 from pipeline.config import require
-from pipeline.corpora import file_tasks, raw
-from pipeline.corpora.dedup import buckets
+from pipeline.corpora import buckets, file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
 from pipeline.corpora.schema import schema_with
+from pipeline.records import FileEntry, TaskRecord
 
 _SCHEMA = schema_with(("product_id", pa.string()))
 _PAIRS = pa.schema([(name, pa.string()) for name in ("key", "product", "question", "answer")])
@@ -72,21 +72,30 @@ class Malformed(Exception):
     """The line is not what the format says; the message is the reason."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairsRecord(file_tasks.FileRecord):
+    """The first phase on one file."""
+
+    parts: list[str]
+    """Names of the files of pairs, in buckets."""
+
+
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
     number = -(-sum(map(storage.size_of, uris)) // _BUCKET_BYTES) or 1
     tasks = {f"file-{i:05d}": uri for i, uri in enumerate(sorted(uris, key=storage.name_of))}
     read = functools.partial(
         _read_file, number=number, options=options, reading=reading, privacy=privacy
     )
-    records = shards.run_tasks(draft, tasks, read, "amazonqa: files to pairs")
+    records = shards.run_tasks(draft, tasks, read, "amazonqa: files to pairs", PairsRecord)
     raw.check_share(draft, records, reading)
-    parts = [part for record in records for part in record["parts"]]
+    parts = [part for record in records for part in record.parts]
     build = functools.partial(_build_bucket, parts=parts, options=options, privacy=privacy)
     bucket_tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(number)}
-    return records + shards.run_tasks(draft, bucket_tasks, build, "amazonqa: pairs to examples")
+    label = "amazonqa: pairs to examples"
+    return [*records, *shards.run_tasks(draft, bucket_tasks, build, label, TaskRecord)]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -101,7 +110,7 @@ def _read_file(
     options: Options,
     reading: raw.Reading,
     privacy: Privacy,
-) -> dict[str, Any]:
+) -> PairsRecord:
     account = file_tasks.Account()
     found = parse(uri, reading, account, options)
     parts = list[str]()
@@ -111,7 +120,15 @@ def _read_file(
         columns = [keys, *map(list, zip(*some, strict=True))]
         parts.append(f"{task}-{len(parts):03d}")
         buckets.write(draft, parts[-1], pa.table(columns, schema=_PAIRS), bucket, number)
-    return {**account.close(draft, task, privacy), "input": uri, "parts": parts}
+    closed = account.close(draft, task, privacy)
+    return PairsRecord(
+        input=uri,
+        parts=parts,
+        counts=closed.counts,
+        dropped=closed.dropped,
+        malformed=closed.malformed,
+        notes=closed.notes,
+    )
 
 
 def _key(pair: Pair) -> str:
@@ -201,7 +218,7 @@ def _build_bucket(
     parts: list[str],
     options: Options,
     privacy: Privacy,
-) -> dict[str, Any]:
+) -> TaskRecord:
     """Writes a bucket's shards; rows in random order."""
     pairs = buckets.read(draft, parts, bucket, _PAIRS)
     unique = pairs.group_by(["key", "question", "answer"], use_threads=False)
@@ -210,13 +227,13 @@ def _build_bucket(
     duplicates.save(draft, task, privacy)
     order = np.random.default_rng(bucket).permutation(unique.num_rows)
     rows = file_tasks.private(_examples(unique.take(pa.array(order)), options), privacy)
-    written, counts = list[dict[str, Any]](), {"examples": rows.num_rows}
+    written, counts = list[FileEntry](), {"examples": rows.num_rows}
     for split in ("train", "test"):
         some = rows.filter(pc.equal(rows["split"], split))
         counts[f"examples.{split}"] = some.num_rows
         if some.num_rows:
             written.append(draft.write_table(f"{split}/part-{bucket:05d}.parquet", some))
-    return {"files": written, "counts": counts, "dropped": dict(duplicates.counts)}
+    return TaskRecord(files=written, counts=counts, dropped=dict(duplicates.counts))
 
 
 def _duplicates(unique: pa.Table, pairs: int) -> raw.Rejects:

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Literal, NamedTuple, TypeGuard
 
 from pipeline.artifact import Draft
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_of
+from pipeline.records import TaskRecord
 
 CANDIDATES = 20
 _SELF = "your persona: "
@@ -50,7 +51,7 @@ class _Turn(NamedTuple):
 
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
     file_tasks.require_distinct(map(raw.plain_name, uris))
     parse_file = functools.partial(parse, options=options)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, named_split, split_of
+from pipeline.records import TaskRecord
 
 CANDIDATES = 100
 NONE = "NONE"
@@ -59,7 +60,7 @@ class _Malformed(Exception):
 
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
     answers = [uri for uri in uris if raw.plain_name(uri).endswith(".tsv")]
     dialogues = [uri for uri in uris if uri not in answers]

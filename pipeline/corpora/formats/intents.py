@@ -18,9 +18,9 @@ import itertools
 import json
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import pyarrow as pa
 
@@ -31,6 +31,7 @@ from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import Split, named_split, schema_with, split_of
+from pipeline.records import TaskRecord
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
 CORPORA: tuple[Corpus, ...] = ("banking77", "clinc150", "hwu64", "snips")
@@ -61,7 +62,7 @@ def prepare(
     reading: raw.Reading,
     privacy: Privacy,
     corpus: Corpus,
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks. Other files in the folders are set aside."""
     pattern, used_with_it, layout = _LAYOUTS[corpus]
     found = [uri for uri in uris if fnmatch(raw.plain_name(uri), pattern)]
@@ -78,7 +79,8 @@ def prepare(
     parse_file = functools.partial(parse, corpus=corpus, layout=layout)
     label = f"{corpus}: files to examples"
     records = file_tasks.prepare(draft, found, parse_file, _SCHEMA, reading, privacy, label)
-    return [*records, {"notes": [f"{uri}: set aside, not a file of {corpus}" for uri in others]}]
+    notes = [f"{uri}: set aside, not a file of {corpus}" for uri in others]
+    return [*records, TaskRecord(notes=notes)]
 
 
 def parse(

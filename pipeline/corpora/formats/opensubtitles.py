@@ -19,9 +19,8 @@ import functools
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 
@@ -32,6 +31,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.records import TaskRecord
 
 # One word and a colon, where the line or a sentence of it begins; that sentence's end goes with it.
 _SPEAKER = re.compile(r"(?:^|[.!?]\s)\w+:")
@@ -64,7 +64,7 @@ class Options:
 
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
     file_tasks.require_distinct(map(raw.plain_name, uris))
     parse_file = functools.partial(parse, options=options)

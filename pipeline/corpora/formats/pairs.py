@@ -20,7 +20,7 @@ import os.path
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
+from pipeline.records import TaskRecord
 
 _WHOLE = re.compile(r"-?[0-9]{1,9}(\.0*)?")
 
@@ -97,7 +98,7 @@ class Malformed(Exception):
 
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks.
 
     Raises BadInput where two rows have one id, or a group is in two splits: both are the user's.
@@ -109,7 +110,7 @@ def prepare(
     label = "pairs: files to examples"
     records = file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
     named = Counter(split for uri in uris if (split := _split_of_file(uri, options)))
-    shards = [draft.path(file["path"]) for record in records for file in record["files"]]
+    shards = [draft.path(file["path"]) for record in records for file in record.files]
     if options.id_column and shards:
         _check_ids(shards, options)
     if options.group_column and shards and (options.split_column or named):
@@ -118,7 +119,7 @@ def prepare(
         f"pairs: {number:,} of {len(uris):,} files are {split} by their names (pairs.split_by)"
         for split, number in sorted(named.items())
     ]
-    return [*records, {"notes": notes}]
+    return [*records, TaskRecord(notes=notes)]
 
 
 def parse(

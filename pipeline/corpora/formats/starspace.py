@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipeline import storage
 from pipeline.artifact import Draft
@@ -26,6 +25,7 @@ from pipeline.corpora import file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_of
+from pipeline.records import TaskRecord
 
 _PREFIX = re.compile(r"^wikipedia_(shuf_)?", re.IGNORECASE)
 _BASE = "basedocs"
@@ -42,7 +42,7 @@ class Options(articles.Search):
 
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
     base = sorted(uri for uri in uris if _BASE in storage.name_of(uri).lower())
     parse_file = functools.partial(parse, options=options)
@@ -55,7 +55,8 @@ def prepare(
         published = functools.partial(_base_articles, uris=base, reading=reading, options=options)
         held_out = fixed_candidates.shards_of(records, "valid", "test")
         source = published if base else train
-        records += fixed_candidates.choose(draft, source, options.others, privacy, held_out)
+        others = fixed_candidates.choose(draft, source, options.others, privacy, held_out)
+        return [*records, *others]
     return records
 
 

@@ -20,15 +20,16 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pipeline.artifact import Draft
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_of
+from pipeline.records import TaskRecord
 
 _TRAIN = ["Context", "Utterance", "Label"]
 _RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]
@@ -55,7 +56,7 @@ class _Question(NamedTuple):
 
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
     file_tasks.require_distinct(map(raw.plain_name, uris))
     parse_file = functools.partial(parse, options=options)

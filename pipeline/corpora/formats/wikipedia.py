@@ -11,9 +11,9 @@ ids, always in the same split.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 
@@ -23,6 +23,7 @@ from pipeline.corpora import file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles, wikipedia_extracted, wikipedia_xml
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import hash_split, schema_with
+from pipeline.records import TaskRecord
 
 _SPLIT = (900, 50, 50)
 _SCHEMA = schema_with(("title", pa.string()))
@@ -44,7 +45,7 @@ class Options(articles.Search):
 
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
+) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
     parts = [part for uri in uris for part in wikipedia_xml.parts(uri)]
     parse_part = functools.partial(parse, options=options)
@@ -54,7 +55,8 @@ def prepare(
     )
     if options.task == "search" and options.others:
         train = fixed_candidates.of_shards(fixed_candidates.shards_of(records, "train"))
-        records += fixed_candidates.choose(draft, train, options.others, privacy)
+        others = fixed_candidates.choose(draft, train, options.others, privacy)
+        return [*records, *others]
     return records
 
 

@@ -15,7 +15,7 @@ split by the MD5 of their id. `Options` has what else is asked for.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 from pipeline import shards, storage
 from pipeline.artifact import Draft
@@ -25,6 +25,7 @@ from pipeline.corpora.reddit import languages
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import read_dumps
 from pipeline.corpora.reddit.threads import build_bucket
+from pipeline.records import TaskRecord
 
 __all__ = ["Options", "prepare"]
 
@@ -39,8 +40,8 @@ _RATIO = 10  # of a dump to its .zst
 
 def prepare(
     draft: Draft, files: list[str], options: Options, reading: raw.Reading, privacy: Privacy
-) -> list[dict[str, Any]]:
-    """Fills the draft and returns the records of its tasks (`files`, `counts`, `dropped`, `notes`)."""
+) -> Sequence[TaskRecord]:
+    """Fills the draft and returns the records of its tasks."""
     languages.check(options.languages)
     files = sorted(files, key=storage.name_of)
     size = sum(map(storage.size_of, files))
@@ -50,8 +51,8 @@ def prepare(
 
     blocks = read_dumps(draft, files, buckets, block_bytes, options, reading, privacy)
     raw.check_share(draft, blocks.values(), reading)
-    parts = [draft.path("_threads", name) for name in blocks if name.startswith("block")]
+    parts = [name for name in blocks if name.startswith("block")]
     build = functools.partial(build_bucket, parts=parts, options=options)
     tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(buckets)}
-    built = shards.run_tasks(draft, tasks, build, "reddit: threads to examples")
+    built = shards.run_tasks(draft, tasks, build, "reddit: threads to examples", TaskRecord)
     return [*blocks.values(), *built]

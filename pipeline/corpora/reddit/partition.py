@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,56 +15,69 @@ import ray
 import ray.data
 from tqdm import tqdm
 
-from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
-from pipeline.corpora import raw
+from pipeline.corpora import buckets, raw
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.reddit.comments import COLUMNS, normalise
+from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
+from pipeline.records import TaskRecord, from_json, to_json
 
 _WAITING_BYTES = 256 << 20  # of decompressed lines, per core
 
-Records = dict[str, dict[str, Any]]
+Records = dict[str, TaskRecord]
+"""By task: "file-00003" for a dump file, "block-00003-000017" for a block of its lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpRecord(TaskRecord):
+    """A dump file that was read to its end."""
+
+    blocks: int
+    lines: int
+    cut_off: str
+    """Why its compressed stream ends early; "": it does not."""
 
 
 def read_dumps(
     draft: Draft,
     files: list[str],
-    buckets: int,
+    bucket_count: int,
     block_bytes: int,
     options: Options,
     reading: raw.Reading,
     privacy: Privacy,
 ) -> Records:
-    """Returns the records of all files and of all their blocks, by task."""
-    done = draft.records()
+    """Returns the records of all files and of all their blocks."""
+    done = draft.marks()
     todo = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in done]
     progress = tqdm(desc="reddit: dump files to threads", unit=" comments", unit_scale=True)
-    progress.update(sum(done[task]["counts"]["records"] for task in done if task[:5] == "block"))
+    known = {task for task in done if task.startswith("block")}
+    progress.update(sum(done.record(task, TaskRecord).counts["records"] for task in known))
     if todo:
-        known = {task for task in done if task.startswith("block")}
         parsed = Counter(_file_of(task) for task in known)
-        ends: Records = {}
-        rows = _blocks(draft, todo, known, buckets, block_bytes, options, privacy)
+        ends: dict[str, DumpRecord] = {}
+        rows = _blocks(draft, todo, known, bucket_count, block_bytes, options, privacy)
         for row in rows:
             file = _file_of(row["task"])
             if row["file_record"]:
-                ends[file] = json.loads(row["file_record"])
+                ends[file] = from_json(DumpRecord, row["file_record"])
             else:
                 parsed[file] += 1
                 progress.update(row["lines"])
             # A file is done when all its blocks are; only then is its own mark true.
-            if file in ends and parsed[file] == ends[file]["blocks"]:
+            if file in ends and parsed[file] == ends[file].blocks:
                 draft.mark(file, ends[file])
-        done = draft.records()
+        done = draft.marks()
     progress.close()
-    for index in range(len(files)):
-        record = done[f"file-{index:05d}"]
-        if record["cut_off"] and reading.truncated == "stop":
-            raise raw.cut_off_input(raw.CutOff(record["cut_off"]), record["lines"])
-    return {task: done[task] for task in sorted(done) if task[:5] in ("block", "file-")}
+    dumps = [f"file-{index:05d}" for index in range(len(files))]
+    of_dumps = {task: done.record(task, DumpRecord) for task in dumps}
+    for dump in of_dumps.values():
+        if dump.cut_off and reading.truncated == "stop":
+            raise raw.cut_off_input(raw.CutOff(dump.cut_off), dump.lines)
+    blocks = sorted(task for task in done if task.startswith("block"))
+    return {**{task: done.record(task, TaskRecord) for task in blocks}, **of_dumps}
 
 
 def _file_of(task: str) -> str:
@@ -76,7 +89,7 @@ def _blocks(
     draft: Draft,
     files: list[tuple[int, str]],
     known: set[str],
-    buckets: int,
+    bucket_count: int,
     block_bytes: int,
     options: Options,
     privacy: Privacy,
@@ -105,7 +118,7 @@ def _blocks(
             # One block of lines, one task: without this barrier Ray Data joins blocks to 128 MiB.
             .repartition(target_num_rows_per_block=1)
             .map_batches(
-                functools.partial(_parse_block, draft, buckets, options, privacy),
+                functools.partial(_parse_block, draft, bucket_count, options, privacy),
                 batch_size=1,
                 batch_format="pyarrow",
             )
@@ -130,7 +143,7 @@ def _read_file(
 ) -> Iterator[pa.Table]:
     """Streams one dump file: a row per block that is not parsed yet, then one with its record."""
     index, uri = batch["index"][0].as_py(), batch["uri"][0].as_py()
-    blocks, line, cut_off, kind, notes = 0, 1, None, None, list[str]()
+    blocks, line, cut_off, kind, notes = 0, 1, "", None, list[str]()
     try:
         for block in raw.line_blocks(uri, block_bytes):
             kind = kind or kind_of(block)
@@ -152,20 +165,14 @@ def _read_file(
         cut_off = str(error)
         notes.append(raw.cut_off_note(error, line - 1))
     counts = {"files": 1, "files.set_aside": int(blocks == 0)}
-    record = {
-        "counts": counts,
-        "blocks": blocks,
-        "lines": line - 1,
-        "cut_off": cut_off,
-        "notes": notes,
-    }
+    record = DumpRecord(counts=counts, blocks=blocks, lines=line - 1, cut_off=cut_off, notes=notes)
     yield pa.table(
-        [[f"file-{index:05d}"], [uri], [kind], [line], [None], [json.dumps(record)]], schema=_READ
+        [[f"file-{index:05d}"], [uri], [kind], [line], [None], [to_json(record)]], schema=_READ
     )
 
 
 def _parse_block(
-    draft: Draft, buckets: int, options: Options, privacy: Privacy, batch: pa.Table
+    draft: Draft, bucket_count: int, options: Options, privacy: Privacy, batch: pa.Table
 ) -> pa.Table:
     """Parses one block of lines into its file of comments, filed by bucket."""
     row = batch.to_pylist()[0]
@@ -176,14 +183,17 @@ def _parse_block(
         comments = parse(row["lines"], row["uri"], row["first_line"], malformed)
         lines = comments.num_rows + malformed.counts.total()
         comments, elsewhere = normalise(comments, options, privacy)
-        storage.write_bytes(draft.path("_threads", row["task"]), file_by_bucket(comments, buckets))
+        hashes = thread_hashes(comments["thread"].combine_chunks())
+        buckets.write(draft, row["task"], comments, (hashes >> 12) % bucket_count, bucket_count)
         malformed.save(draft, row["task"], privacy)
         dropped = {
             **malformed.counts,
             **({"subreddit not asked for": elsewhere} if elsewhere else {}),
         }
-        record = {"counts": {"records": lines}, "malformed": dict(malformed.counts)}
-        draft.mark(row["task"], {**record, "dropped": dropped})
+        record = TaskRecord(
+            counts={"records": lines}, malformed=dict(malformed.counts), dropped=dropped
+        )
+        draft.mark(row["task"], record)
     return pa.table(
         {
             "task": [row["task"]],
@@ -204,37 +214,3 @@ def thread_hashes(threads: pa.Array) -> Ints:
     indices = encoded.indices.to_numpy(zero_copy_only=False)
     found: Ints = np.array(hashes, np.int64)[indices]
     return found
-
-
-def file_by_bucket(comments: pa.Table, buckets: int) -> bytes:
-    """`buckets` + 1 offsets (int64), then each bucket's rows as a stream of Arrow's IPC format.
-
-    A reader of one bucket needs two short reads, however many buckets there are.
-    """
-    bucket = (thread_hashes(comments["thread"].combine_chunks()) >> 12) % buckets
-    order = np.argsort(bucket, kind="stable")
-    ends = np.searchsorted(bucket[order], np.arange(buckets), side="right")
-    comments = comments.take(pa.array(order)).combine_chunks()
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    offsets = np.full(buckets + 1, 8 * (buckets + 1), np.int64)
-    pieces, start = list[pa.Buffer](), 0
-    for number, end in enumerate(ends.tolist()):
-        size = 0
-        if end > start:
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, comments.schema, options=options) as writer:
-                writer.write_table(comments.slice(start, end - start))
-            pieces.append(sink.getvalue())
-            size = pieces[-1].size
-        offsets[number + 1] = offsets[number] + size
-        start = end
-    return b"".join([offsets.astype("<i8").tobytes(), *pieces])
-
-
-def read_bucket(uri: str, bucket: int) -> pa.Table:
-    """One bucket's rows of a block's file."""
-    with storage.open_input(uri) as stream:
-        start, end = np.frombuffer(stream.read_at(16, 8 * bucket), "<i8").tolist()
-        if start == end:
-            return COLUMNS.empty_table()
-        return pa.ipc.open_stream(stream.read_at(end - start, start)).read_all()

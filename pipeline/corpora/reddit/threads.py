@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.arrays import Bools, Ints
 from pipeline.artifact import Draft
-from pipeline.corpora import raw
+from pipeline.corpora import buckets, raw
 from pipeline.corpora.reddit import languages
-from pipeline.corpora.reddit.comments import RULED_OUT, SCORED_TOO_LOW
+from pipeline.corpora.reddit.comments import COLUMNS, RULED_OUT, SCORED_TOO_LOW
 from pipeline.corpora.reddit.options import Options
-from pipeline.corpora.reddit.partition import read_bucket, thread_hashes
+from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.schema import schema_with
+from pipeline.records import TaskRecord
 
 _SCHEMA = schema_with(
     ("subreddit", pa.string()), ("context_author", pa.string()), ("response_author", pa.string())
@@ -31,19 +29,16 @@ _REASONS = (
     "response in another language",
 )
 _CODE = {reason: code for code, reason in enumerate(_REASONS)}
-_READERS = 16  # object stores answer in some 20 ms, whatever the size
 _SAMPLED_BUCKETS = 50  # threads fall into buckets by chance, so the first ones stand for all
 
 
 def build_bucket(
     draft: Draft, task: str, bucket: int, parts: list[str], options: Options
-) -> dict[str, Any]:
+) -> TaskRecord:
     """Writes a bucket's shards; rows in random order."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        tables = list(pool.map(lambda part: read_bucket(part, bucket), parts))
-    comments = pa.concat_tables(tables).combine_chunks() if tables else None
-    if comments is None or not comments.num_rows:
-        return {"files": [], "counts": {}, "dropped": {}}
+    comments = buckets.read(draft, parts, bucket, COLUMNS)
+    if not comments.num_rows:
+        return TaskRecord()
     examples, rejects = build_examples(comments, options, task)
     if bucket < _SAMPLED_BUCKETS:
         rejects.save(draft, task)
@@ -56,7 +51,7 @@ def build_bucket(
         for number, start in enumerate(range(0, rows.num_rows, options.rows_per_shard)):
             name = f"{split}/part-{bucket:05d}-{number:03d}.parquet"
             files.append(draft.write_table(name, rows.slice(start, options.rows_per_shard)))
-    return {"files": files, "counts": counts, "dropped": dict(rejects.counts)}
+    return TaskRecord(files=files, counts=counts, dropped=dict(rejects.counts))
 
 
 def build_examples(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from pipeline import shards, storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Draft
 from pipeline.config import BadInput
+from pipeline.records import FileEntry, TaskRecord
 from pipeline.retrieval.pools.candidates import arrow_file, npy_file
 from pipeline.retrieval.pools.pool import ROTATION
 from pipeline.retrieval.pools.sketch import MISSED, fit_rotation, sketch
@@ -30,7 +32,23 @@ _SAMPLE_SHARDS, _SAMPLE_ROWS = 64, 1024
 _PART_SHARDS, _LEAST_LEARNT, _LEARNT = 16, 1024, 8192
 _BITS, _ROUNDS = 4, 10
 
-Entry = dict[str, Any]
+
+class ShardStatistics(TypedDict):
+    """What a pool's manifest says of a shard."""
+
+    shard: str
+    rows: int
+    lengths: list[float]
+    """Of its vectors: the least, the mean, the greatest."""
+    missed_by_sketch: float
+    """The mean share of a vector's length that the sketch does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SketchRecord(TaskRecord):
+    """The sketch of one shard."""
+
+    statistics: ShardStatistics
 
 
 def require_faiss() -> None:
@@ -39,7 +57,7 @@ def require_faiss() -> None:
         raise BadInput("embed.neighbours: needs the package faiss-cpu; pip install polyrank[faiss]")
 
 
-def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list[Entry]:
+def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list[FileEntry]:
     """Writes a shard's rows and vectors; returns the files' entries for the manifest."""
     return [
         draft.write_file(f"rows/{name}.arrow", arrow_file(rows), len(rows)),
@@ -50,23 +68,27 @@ def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list
 
 def index(
     draft: Draft, names: Sequence[str], dimensions: int, neighbours: bool = False
-) -> tuple[list[Entry], list[Entry]]:
+) -> tuple[list[FileEntry], list[ShardStatistics]]:
     """Sketches the finished shards; returns (entries of the files, statistics of the shards).
 
     `neighbours`: for approximate searches, too.
     """
-    rotation = draft.records().get("rotation")
-    if rotation is None:
-        rotation = draft.write_file(ROTATION, npy_file(_fit(draft, names, dimensions)))
+    done = draft.marks()
+    if "rotation" in done:
+        rotation = done.record("rotation", TaskRecord)
+    else:
+        entry = draft.write_file(ROTATION, npy_file(_fit(draft, names, dimensions)))
+        rotation = TaskRecord(files=[entry])
         draft.mark("rotation", rotation)
     tasks = {f"sketch-{name}": name for name in names}
-    records = shards.run_tasks(draft, tasks, _sketch, "sketch") if tasks else []
-    entries = [entry for record in records for entry in record["files"]]
+    sketches = shards.run_tasks(draft, tasks, _sketch, "sketch", SketchRecord) if tasks else []
+    records: list[TaskRecord] = [rotation, *sketches]
     if neighbours:
         starts = range(0, len(names), _PART_SHARDS)
         parts = {f"neighbours-{n:05d}": names[s : s + _PART_SHARDS] for n, s in enumerate(starts)}
-        entries += shards.run_tasks(draft, parts, _neighbours, "neighbours")
-    return [rotation, *entries], [record["statistics"] for record in records]
+        records += shards.run_tasks(draft, parts, _neighbours, "neighbours", TaskRecord)
+    entries = [entry for record in records for entry in record.files]
+    return entries, [record.statistics for record in sketches]
 
 
 def _fit(draft: Draft, names: Sequence[str], dimensions: int) -> Floats:
@@ -77,28 +99,28 @@ def _fit(draft: Draft, names: Sequence[str], dimensions: int) -> Floats:
     return fit_rotation(np.concatenate(sample))
 
 
-def _sketch(draft: Draft, task: str, name: str) -> Entry:
+def _sketch(draft: Draft, task: str, name: str) -> SketchRecord:
     rotation = np.load(io.BytesIO(storage.read_bytes(draft.path(ROTATION))), allow_pickle=False)
     layer = _read_vectors(draft, name)
     found = sketch(decode(layer, np.float64), rotation)
     rows = len(found.matrix)
     lengths = layer.norms[LENGTH].astype(np.float64)
     missed = found.norms[MISSED].astype(np.float64) / np.maximum(lengths, 1e-300)
-    return {
-        "files": [
+    return SketchRecord(
+        files=[
             draft.write_file(f"sketch/{name}.npy", npy_file(found.matrix), rows),
             draft.write_file(f"sketch_norms/{name}.npy", npy_file(found.norms), rows),
         ],
-        "statistics": {
+        statistics={
             "shard": name,
             "rows": rows,
             "lengths": [float(lengths.min()), float(lengths.mean()), float(lengths.max())],
             "missed_by_sketch": float(missed.mean()),
         },
-    }
+    )
 
 
-def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> Entry:
+def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> TaskRecord:
     import faiss
 
     faiss.omp_set_num_threads(1)  # the other cores have tasks of their own
@@ -111,7 +133,8 @@ def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> Entry:
     index.train(np.resize(sample, (max(len(sample), _LEAST_LEARNT), width)))
     index.add(vectors_ND)
     name = task.replace("neighbours-", "neighbours/part-") + ".faiss"
-    return draft.write_file(name, faiss.serialize_index(index).tobytes(), len(vectors_ND))
+    data = faiss.serialize_index(index).tobytes()
+    return TaskRecord(files=[draft.write_file(name, data, len(vectors_ND))])
 
 
 def _read_vectors(draft: Draft, name: str) -> Layer:

@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.formats import tables
+from pipeline.records import TaskRecord
 
 ROWS = pa.schema(
     [
@@ -44,23 +46,30 @@ Row = tuple[Any, ...]
 """id, text, content hash, values of the columns kept"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartsRecord(TaskRecord):
+    """The candidates of one input file."""
+
+    parts: list[tuple[str, int]]
+    """(name, rows) each"""
+
+
 def stage(
     draft: Draft,
     files: list[str],
     columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
-) -> list[dict[str, Any]]:
+) -> list[PartsRecord]:
     """Reads every file's `columns` (the id's, the text's, those to filter by) and writes its candidates.
 
-    Without an id column, "", the text's content hash is the id. Returns the tasks' records: `parts`
-    ([name, rows] each), `counts`, `dropped`, and what of it is `malformed`.
+    Without an id column, "", the text's content hash is the id.
     """
     work = functools.partial(
         _stage, columns=columns, max_text_bytes=max_text_bytes, reading=reading
     )
     tasks = {f"file-{number:05d}": uri for number, uri in enumerate(files)}
-    return shards.run_tasks(draft, tasks, work, "read candidates")
+    return shards.run_tasks(draft, tasks, work, "read candidates", PartsRecord)
 
 
 def read_rows(draft: Draft, part: str) -> pa.Table:
@@ -95,25 +104,25 @@ def _stage(
     columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
-) -> dict[str, Any]:
+) -> PartsRecord:
     account = Account()
     schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in columns[2:])])
-    parts = []
+    parts = list[tuple[str, int]]()
     for number, rows in enumerate(_parts(_rows(uri, columns, max_text_bytes, reading, account))):
         part = f"{task}-{number:03d}"
         table = pa.table([pa.array(c, pa.string()) for c in zip(*rows, strict=True)], schema=schema)
         keys = [(text_key(row[2]), id_key(row[0]), len(row[1].encode())) for row in rows]
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))
         draft.write_file(f"{_FOLDER}/{part}.npy", npy_file(np.array(keys, np.uint64)))
-        parts.append([part, len(rows)])
+        parts.append((part, len(rows)))
     rejects = raw.Rejects.joined(account.malformed, account.dropped)
     rejects.save(draft, task)
-    return {
-        "parts": parts,
-        "counts": {"records": account.records},
-        "dropped": dict(rejects.counts),
-        "malformed": dict(account.malformed.counts),
-    }
+    return PartsRecord(
+        parts=parts,
+        counts={"records": account.records},
+        dropped=dict(rejects.counts),
+        malformed=dict(account.malformed.counts),
+    )
 
 
 def _rows(

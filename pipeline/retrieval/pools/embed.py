@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import storage
-from pipeline.artifact import MANIFEST, Draft, sum_counts
-from pipeline.config import BadInput, from_dict, require, to_dict
+from pipeline.artifact import MANIFEST, Draft
+from pipeline.config import BadInput, require
 from pipeline.corpora import raw
 from pipeline.models.precision import Precision, Resolved
 from pipeline.models.sources import Source
+from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
-from pipeline.retrieval.pools.gate import GateConfig, read_canaries
+from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read_canaries
 from pipeline.retrieval.pools.plan import Plan, make
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.shards import Actors, Work, run_tasks_on_actors
 
-Record = dict[str, Any]
 _PLAN = "plan"
 _CANARY_CHARACTERS = 300
 
@@ -67,6 +67,41 @@ class EmbedConfig:
             require(getattr(self, name) >= 1, f"embed.{name}", getattr(self, name), ">= 1")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord(TaskRecord):
+    """What is known of a pool before the first text is embedded."""
+
+    plan: Plan
+    previous: str
+    """URI of the version before; "": there is none."""
+    copies: bool
+    """Whether its vectors are those that the model would make."""
+    precision: Resolved
+    """What the model computes in."""
+    canary_file: str
+    """"": the canaries are texts of the pool's own."""
+    canaries: list[list[str]]
+    """Their contexts."""
+    canaries_before: Canaries | None
+    """Those of the version before."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedRecord(TaskRecord):
+    """A shard of the pool."""
+
+    check: ShardCheck | None
+    """None: all rows of the shard were dropped."""
+    rows_embedded: int
+    """The other rows were copied."""
+    actor_seconds: float
+    """In the model."""
+    started: float
+    ended: float
+    """Seconds since 1970."""
+
+
 def prepare(
     draft: Draft,
     files: list[str],
@@ -76,61 +111,60 @@ def prepare(
     previous: Pool | None,
     copies: bool,
     precision: Resolved,
-) -> Record:
-    """Reads all candidates and plans the pool; `plan_of` the record says what comes of it.
+) -> PlanRecord:
+    """Reads all candidates and plans the pool.
 
     `previous`: the version before. `copies`: whether its vectors are those that the model would make.
     `precision`: what it would compute them in; a job that is resumed elsewhere keeps to it.
     Raises BadInput where nothing is left to embed, or too much is malformed.
     """
-    found = draft.records().get(_PLAN)
-    if found and (not found["copies"] or storage.exists(storage.join(found["previous"], MANIFEST))):
-        return found
+    done = draft.marks()
+    if _PLAN in done:
+        record = done.record(_PLAN, PlanRecord)
+        if not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
+            return record
     began = time.perf_counter()
     columns = (config.id_column, config.text_column, *config.filter_columns)
     staged = candidates.stage(draft, files, columns, config.max_text_bytes, reading)
-    dropped = sum_counts(staged, "dropped")
-    parts = [(name, rows) for record in staged for name, rows in record["parts"]]
+    dropped = sum_counts(record.dropped for record in staged)
+    parts = [part for record in staged for part in record.parts]
     if not parts:
         raise BadInput(f"--candidates: no text to embed ({dropped or 'no rows'})")
     raw.check_share(draft, staged, reading)
-    before = previous.artifact.manifest.get("canaries") if previous else None
+    before: Canaries | None = previous.artifact.manifest.get("canaries") if previous else None
     contexts = _canaries(gate, before)
-    known = sorted({key for answers in (before or {}).get("answers", ()) for key in answers})
+    known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
     texts = gate.canary_texts if contexts is None else 0
     plan = make(draft, parts, previous, config.rows_per_shard, texts, known)
     if contexts is None:
         contexts = [[text[:_CANARY_CHARACTERS]] for text in plan.first]
-    record = {
-        "plan": to_dict(plan),
-        "previous": previous.artifact.uri if previous else "",
-        "copies": copies,
-        "precision": precision,
-        "canaries": {"file": gate.canaries, "contexts": contexts, "before": before},
-        "counts": sum_counts(staged, "counts"),
-        "malformed": sum_counts(staged, "malformed"),
-        "dropped": sum_counts([{"dropped": dropped}, {"dropped": plan.dropped}], "dropped"),
-        "seconds": round(time.perf_counter() - began, 3),
-    }
+    record = PlanRecord(
+        plan=plan,
+        previous=previous.artifact.uri if previous else "",
+        copies=copies,
+        precision=precision,
+        canary_file=gate.canaries,
+        canaries=contexts,
+        canaries_before=before,
+        counts=sum_counts(record.counts for record in staged),
+        malformed=sum_counts(record.malformed for record in staged),
+        dropped=sum_counts([dropped, plan.dropped]),
+        seconds=round(time.perf_counter() - began, 3),
+    )
     draft.mark(_PLAN, record)
     return record
 
 
-def plan_of(record: Record) -> Plan:
-    """The plan in the record of `prepare`."""
-    return from_dict(Plan, record["plan"])
-
-
 def embed(
     draft: Draft,
-    prepared: Record,
+    prepared: PlanRecord,
     model: Source,
     config: EmbedConfig,
     gate: GateConfig,
     reading: raw.Reading,
     actors: Actors,
-) -> list[Record]:
-    """Makes the shards; returns their records: `files`, `counts`, `dropped`, `embedded`, `check`.
+) -> list[EmbedRecord]:
+    """Makes the shards; returns their records.
 
     Raises BadInput where nothing could be embedded, or too little.
     """
@@ -138,33 +172,34 @@ def embed(
         _embedder,
         model=model,
         batch_tokens=config.batch_tokens,
-        previous=prepared["previous"] if prepared["copies"] else "",
-        canaries=prepared["canaries"]["contexts"],
+        previous=prepared.previous if prepared.copies else "",
+        canaries=prepared.canaries,
         top_k=gate.top_k,
         sample=gate.sample,
         dtype=config.dtype,
-        precision=prepared["precision"],
+        precision=prepared.precision,
     )
-    tasks = plan_of(prepared).shards
+    tasks = prepared.plan.shards
     rows = {name: sum(end - start for _, start, end in tasks[name]) for name in tasks}
     label = "embed candidates"
-    records = run_tasks_on_actors(draft, tasks, make_work, label, actors, rows)
+    records = run_tasks_on_actors(draft, tasks, make_work, label, EmbedRecord, actors, rows)
     raw.check_share(draft, [prepared, *records], reading)
-    if not sum_counts(records, "counts").get("candidates"):
-        raise BadInput(f"--candidates: no text to embed ({sum_counts(records, 'dropped')})")
+    if not sum_counts(record.counts for record in records).get("candidates"):
+        dropped = sum_counts(record.dropped for record in records)
+        raise BadInput(f"--candidates: no text to embed ({dropped})")
     return records
 
 
-def _canaries(gate: GateConfig, before: Record | None) -> list[list[str]] | None:
+def _canaries(gate: GateConfig, before: Canaries | None) -> list[list[str]] | None:
     """The contexts that this version is asked; None: texts that the plan has to choose."""
     if gate.canaries:
         return read_canaries(gate.canaries)
-    if before and not before["file"] and before["contexts"]:
+    if before and not before.get("file") and before["contexts"]:
         return list(before["contexts"]) if gate.canary_texts else []
     return None
 
 
-def _embedder(model: Source, **settings: Any) -> Work:
+def _embedder(model: Source, **settings: Any) -> Work[EmbedRecord]:
     # Not loaded by who drives this: torch and transformers take seconds, and memory.
     from pipeline.retrieval.pools.embedder import Embedder
 

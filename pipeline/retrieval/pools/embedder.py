@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -26,7 +25,8 @@ from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.resources import best_device
 from pipeline.retrieval.pools import build, candidates, plan
-from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers
+from pipeline.retrieval.pools.embed import EmbedRecord
+from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers, ShardCheck
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 
@@ -65,8 +65,8 @@ class Embedder:
         self._previous = Pool.open(previous) if previous else None
         self._contexts = inference.context_vectors(self._ranker, canaries) if canaries else None
 
-    def __call__(self, draft: Draft, name: str, slices: plan.Slices) -> dict[str, Any]:
-        """Writes a shard's rows and vectors; `check` in the record is for the gate."""
+    def __call__(self, draft: Draft, name: str, slices: plan.Slices) -> EmbedRecord:
+        """Writes a shard's rows and vectors."""
         started = time.time()
         rows, places_N = _read(draft, slices)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
@@ -74,7 +74,7 @@ class Embedder:
         todo = np.flatnonzero(~copied_N)
         began = time.perf_counter()
         vectors_ND[todo], tokens_N = self._embed(rows["text"].take(todo).to_pylist())
-        embedded = {"rows": len(todo), "actor_seconds": round(time.perf_counter() - began, 3)}
+        actor_seconds = round(time.perf_counter() - began, 3)
         poisoned = {"text has no tokens": todo[tokens_N == 0]}
         infinite = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
         if len(infinite) and not np.isfinite(self._embed([_ORDINARY])[0]).all():
@@ -85,15 +85,17 @@ class Embedder:
         rows, known_N = rows.take(good), places_N[good] >= 0
         layer = encode(vectors_ND[good], self._dtype)
         vectors_ND = decode(layer)  # the gate looks at what searches will
-        return {
-            "files": build.write_shard(draft, name, rows, layer) if len(rows) else [],
-            "counts": {"candidates": len(rows), "shards": int(len(rows) > 0)},
-            "dropped": rejects,
-            "malformed": rejects,
-            "check": self._check(name, rows, vectors_ND, known_N) if len(rows) else None,
-            "embedded": embedded,
-            "clock": [started, time.time()],
-        }
+        return EmbedRecord(
+            files=build.write_shard(draft, name, rows, layer) if len(rows) else [],
+            counts={"candidates": len(rows), "shards": int(len(rows) > 0)},
+            dropped=rejects,
+            malformed=rejects,
+            check=self._check(name, rows, vectors_ND, known_N) if len(rows) else None,
+            rows_embedded=len(todo),
+            actor_seconds=actor_seconds,
+            started=started,
+            ended=time.time(),
+        )
 
     def _copy(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:
         """Fills in the vectors of texts that the version before has; returns which rows'."""
@@ -124,9 +126,7 @@ class Embedder:
                 tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
         return np.concatenate(vectors), np.array(tokens, np.int64)
 
-    def _check(
-        self, name: str, rows: pa.Table, vectors_ND: Floats, known_N: Bools
-    ) -> dict[str, Any]:
+    def _check(self, name: str, rows: pa.Table, vectors_ND: Floats, known_N: Bools) -> ShardCheck:
         norms_N = np.linalg.norm(vectors_ND, axis=1)
         rng = np.random.default_rng(crc32(name.encode()))
         cosines = []
@@ -136,13 +136,13 @@ class Embedder:
             cosines.append(float(vectors_ND[at] @ again_D) / length)
         keys = [value[:KEY_DIGITS] for value in rows["content_hash"].to_pylist()]
         known = np.flatnonzero(known_N)
-        return {
-            "dimensions": vectors_ND.shape[1],
-            "norms": [float(norms_N.min()), float(norms_N.mean()), float(norms_N.max())],
-            "cosine": min(cosines, default=None),
-            "answers": self._answers(vectors_ND, keys),
-            "known_answers": self._answers(vectors_ND[known], [keys[at] for at in known.tolist()]),
-        }
+        return ShardCheck(
+            dimensions=vectors_ND.shape[1],
+            norms=(float(norms_N.min()), float(norms_N.mean()), float(norms_N.max())),
+            cosine=min(cosines, default=None),
+            answers=self._answers(vectors_ND, keys),
+            known_answers=self._answers(vectors_ND[known], [keys[at] for at in known.tolist()]),
+        )
 
     def _answers(self, vectors_ND: Floats, keys: Sequence[str]) -> Answers:
         """The shard's best rows for each canary."""

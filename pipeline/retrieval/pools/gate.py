@@ -1,21 +1,15 @@
 """What a version of a pool has to pass before anybody can open it.
 
-Every shard's record brings along what the gate looks at, so that nothing is read again:
-
-    {"dimensions": 384, "norms": [least, mean, most], "cosine": 0.9997,
-     "answers": [[[score, key], …], …], "known_answers": …}
-
-`cosine` is the least one of some rows to the same texts embedded once more. The answers are the shard's
-best for each canary, a query that every version is asked; `known_answers` those among the texts that
-the version before had too. A key is the first 16 digits of a text's content hash.
+Every shard's record brings along what the gate looks at (`ShardCheck`), so that nothing is read again.
+A canary is a query that every version is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from pipeline.config import Stopped, require
 from pipeline.corpora import raw
@@ -24,9 +18,45 @@ KEY_DIGITS = 16
 # Norms so many times the mean, or the mean so many times a norm, are no norms of texts.
 _NORM_RANGE = 100
 
-Record = dict[str, Any]
 Answers = list[list[tuple[float, str]]]
-"""(score, key) of the best candidates for each canary, best first"""
+"""(score, key) of the best candidates for each canary, best first. A key is the first 16 digits of a
+text's content hash."""
+
+
+@dataclass(frozen=True)
+class ShardCheck:
+    """What the gate looks at of a shard."""
+
+    dimensions: int
+    norms: tuple[float, float, float]
+    """The least, the mean, the greatest."""
+    cosine: float | None
+    """The least one of some rows to the same texts embedded once more; None: no row was."""
+    answers: Answers
+    """The best of the shard."""
+    known_answers: Answers
+    """The best of those texts of the shard that the version before has too."""
+
+
+class Canaries(TypedDict):
+    """What a version's manifest says of its canaries."""
+
+    kind: str
+    """Of the model."""
+    contexts: list[list[str]]
+    answers: list[list[str]]
+    """The keys of the best candidates for each, best first."""
+    file: NotRequired[str]
+    """Where they come from; "": texts of the pool's own."""
+
+
+class Passed(TypedDict):
+    """What a version's manifest says of the gate."""
+
+    norms: list[float]
+    min_cosine: float | None
+    recall: float | str
+    """Or why it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +97,12 @@ def read_canaries(uri: str) -> list[list[str]]:
 
 def check(
     config: GateConfig,
-    records: Sequence[Record],
+    shards: Sequence[ShardCheck],
     kind: str,
     contexts: Sequence[Sequence[str]],
-    before: Record | None,
+    before: Canaries | None,
     present: Collection[str],
-) -> tuple[Record, Record]:
+) -> tuple[Passed, Canaries]:
     """(what was found, the canaries for the next version) of a pool's shards.
 
     `kind` of model: answers of others are not compared. `contexts`: the canaries. `before`: those of
@@ -81,42 +111,42 @@ def check(
     Raises Stopped, naming all that does not pass.
     """
     faults = []
-    dimensions = sorted({record["dimensions"] for record in records})
+    dimensions = sorted({shard.dimensions for shard in shards})
     if len(dimensions) != 1:
         faults.append(f"shards of different dimensions: {dimensions}")
     least, mean, most = (
-        min(record["norms"][0] for record in records),
-        sum(record["norms"][1] for record in records) / len(records),
-        max(record["norms"][2] for record in records),
+        min(shard.norms[0] for shard in shards),
+        sum(shard.norms[1] for shard in shards) / len(shards),
+        max(shard.norms[2] for shard in shards),
     )
     if not mean / _NORM_RANGE <= least <= most <= mean * _NORM_RANGE or not mean > 0:
         faults.append(f"norms from {least:g} to {most:g}; allowed: 1/{_NORM_RANGE} to {_NORM_RANGE} "
                       f"times their mean, {mean:g}")  # fmt: skip
-    cosines = [record["cosine"] for record in records if record["cosine"] is not None]
+    cosines = [shard.cosine for shard in shards if shard.cosine is not None]
     if apart := [cosine for cosine in cosines if not cosine >= config.min_cosine]:
         faults.append(f"a row's cosine to itself, embedded once more, is {min(apart):.4f}; allowed: "
                       f"gate.min_cosine {config.min_cosine:g} at least")  # fmt: skip
-    share, why_not = _recall(config, records, kind, contexts, before, set(present))
+    share, why_not = _recall(config, shards, kind, contexts, before, set(present))
     if share is not None and share < config.min_recall:
         faults.append(f"the canaries' answers found again are {share:.3f} of those of the version "
                       f"before; allowed: gate.min_recall {config.min_recall:g} at least")  # fmt: skip
     if faults:
         raise Stopped(f"the gate: {'; '.join(faults)}. Nothing is published")
-    found = {
+    passed: Passed = {
         "norms": [least, mean, most],
         "min_cosine": min(cosines, default=None),
         "recall": share if share is not None else f"skipped: {why_not}",
     }
-    answers = _best(records, "answers", config.top_k)
-    return found, {"kind": kind, "contexts": list(map(list, contexts)), "answers": answers}
+    answers = _best((shard.answers for shard in shards), config.top_k)
+    return passed, {"kind": kind, "contexts": list(map(list, contexts)), "answers": answers}
 
 
 def _recall(
     config: GateConfig,
-    records: Sequence[Record],
+    shards: Sequence[ShardCheck],
     kind: str,
     contexts: Sequence[Sequence[str]],
-    before: Record | None,
+    before: Canaries | None,
     present: set[str],
 ) -> tuple[float | None, str]:
     """(mean over the canaries of the share of their answers that are found again, or why there is none)"""
@@ -129,7 +159,8 @@ def _recall(
         )
     old = dict(zip(map(tuple, before["contexts"]), before["answers"], strict=True))
     shares = []
-    for context, new in zip(contexts, _best(records, "known_answers", config.top_k), strict=True):
+    answers = _best((shard.known_answers for shard in shards), config.top_k)
+    for context, new in zip(contexts, answers, strict=True):
         if wanted := present.intersection(old.get(tuple(context), ())[: config.top_k]):
             shares.append(len(wanted.intersection(new)) / len(wanted))
     if not shares:
@@ -137,10 +168,14 @@ def _recall(
     return sum(shares) / len(shares), ""
 
 
-def _best(records: Sequence[Record], name: str, top_k: int) -> list[list[str]]:
+def _best(of_shards: Iterable[Answers], top_k: int) -> list[list[str]]:
     """The keys of the pool's best answers to each canary; ties by key."""
-    of_shards: list[Answers] = [record[name] for record in records]
     return [
-        [key for _, key in sorted(chain(*answers), key=lambda one: (-one[0], one[1]))[:top_k]]
+        [
+            key
+            for _, key in sorted(chain(*answers), key=lambda answer: (-answer[0], answer[1]))[
+                :top_k
+            ]
+        ]
         for answers in zip(*of_shards, strict=True)
     ]

@@ -35,7 +35,7 @@ from scipy.spatial.distance import pdist
 from torch import Tensor
 
 from pipeline.arrays import Floats, Ints
-from pipeline.models.transformer import use_bf16
+from pipeline.models.precision import use_bf16
 from pipeline.retrieval.pools.sketch import ORTHONORMAL
 from pipeline.retrieval.pools.vector_format import LENGTH, SCALE, Dtype, Layer, to_int8
 

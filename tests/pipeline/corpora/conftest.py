@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import shards, storage
-from pipeline.artifact import Draft, sum_counts
+from pipeline.artifact import Draft
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.records import TaskRecord, from_json, sum_counts, to_json
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def prepare_here() -> Callable[..., Prepared]:
     """`prepare_here(prepare, files, options)`; checks what holds for every corpus."""
 
     def run(
-        prepare: Callable[..., list[dict[str, Any]]],
+        prepare: Callable[..., Sequence[TaskRecord]],
         files: list[Path],
         options: Any = None,
         reading: Reading | None = None,
@@ -43,8 +43,8 @@ def prepare_here() -> Callable[..., Prepared]:
         reading = reading or Reading(max_malformed_share=1)
         privacy = privacy or Privacy(redact="off", authors="plain", salt="")
 
-        def run_tasks(draft, tasks, work, label):
-            return [json.loads(json.dumps(work(draft, task, tasks[task]))) for task in tasks]
+        def run_tasks(draft, tasks, work, label, kind):
+            return [from_json(kind, to_json(work(draft, task, tasks[task]))) for task in tasks]
 
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             patch.setattr(shards, "run_tasks", run_tasks)
@@ -52,18 +52,19 @@ def prepare_here() -> Callable[..., Prepared]:
             uris = [str(file) for file in files]
             records = prepare(draft, uris, options, reading, privacy)
             rows = []
-            for file in (file for record in records for file in record.get("files", ())):
+            for file in (file for record in records for file in record.files):
                 table = pq.read_table(storage.join(folder, file["path"]), partitioning=None)
                 assert table.schema.names[: len(EXAMPLE)] == EXAMPLE.names
                 found = table.to_pylist()
                 assert {row["split"] for row in found} == {file["path"].partition("/")[0]}
                 rows += found
-        counts, dropped = sum_counts(records, "counts"), sum_counts(records, "dropped")
+        counts = sum_counts(record.counts for record in records)
+        dropped = sum_counts(record.dropped for record in records)
         assert len({row["example_id"] for row in rows}) == len(rows) == counts.get("examples", 0)
         assert counts["records"] == len(rows) + sum(dropped.values())
         groups = {(row["group_id"], row["split"]) for row in rows}
         assert len(groups) == len({group for group, _ in groups})
-        notes = [note for record in records for note in record.get("notes", ())]
+        notes = [note for record in records for note in record.notes]
         return Prepared(rows, counts, dropped, notes)
 
     return run

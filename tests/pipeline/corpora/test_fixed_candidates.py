@@ -28,7 +28,7 @@ class Config:
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draft:
     """A draft whose tasks run in this process."""
 
-    def run_tasks(draft, tasks, work, label):
+    def run_tasks(draft, tasks, work, label, kind):
         return [work(draft, name, argument) for name, argument in tasks.items()]
 
     monkeypatch.setattr(fixed_candidates.shards, "run_tasks", run_tasks)
@@ -49,9 +49,7 @@ def choose(out: Draft, files: list[str], wanted: int, privacy: Privacy = PLAIN, 
         out, fixed_candidates.of_shards(files), wanted, privacy, **more
     )
     rows = [
-        row
-        for entry in record["files"]
-        for row in pq.read_table(out.path(entry["path"])).to_pylist()
+        row for entry in record.files for row in pq.read_table(out.path(entry["path"])).to_pylist()
     ]
     return rows, record
 
@@ -69,8 +67,8 @@ def test_the_others_are_the_articles_with_the_smallest_hashes(out):
     rows, record = choose(out, files, 40)
     assert [row["id"] for row in rows] == smallest({name for name, _ in ARTICLES}, 40)
     assert all(row["text"] == f"text of {row['id']}" for row in rows)
-    assert record["counts"] == {"others": 40}
-    (entry,) = record["files"]
+    assert record.counts == {"others": 40}
+    (entry,) = record.files
     assert (entry["path"], entry["rows"]) == ("others/part-00000.parquet", 40)
     assert choose(out, files[::-1], 40)[0] == rows
 
@@ -95,7 +93,7 @@ def test_each_article_is_chosen_once_and_none_that_is_held_out(ids, held, wanted
             "Fake", (), {"write_table": lambda self, name, table: written.append(table) or {}}
         )
         patch.setattr(
-            fixed_candidates.shards, "run_tasks", lambda d, tasks, work, label: [work(d, "t", 0)]
+            fixed_candidates.shards, "run_tasks", lambda d, tasks, work, *_: [work(d, "t", 0)]
         )
         (record,) = fixed_candidates.choose(
             fake(), fixed_candidates.of_shards(["train"]), wanted, PLAIN, ["held"]
@@ -105,7 +103,7 @@ def test_each_article_is_chosen_once_and_none_that_is_held_out(ids, held, wanted
     assert [row["id"] for row in found] == expected
     assert [row["text"] for row in found] == [f"{n} at {ids.index(n)}" for n in expected]
     missing = wanted - len(expected)
-    assert record["counts"] == {
+    assert record.counts == {
         "others": len(expected),
         **({"others.missing": missing} if missing else {}),
     }
@@ -115,9 +113,9 @@ def test_where_there_are_too_few_the_counts_say_so(out):
     file = write(out, "train/0.parquet", ARTICLES[:7])
     rows, record = choose(out, [file], 10_000)
     assert len(rows) == 7
-    assert record["counts"] == {"others": 7, "others.missing": 9993}
+    assert record.counts == {"others": 7, "others.missing": 9993}
     rows, record = choose(out, [], 10)
-    assert (rows, record["files"], record["counts"]) == (
+    assert (rows, record.files, record.counts) == (
         [],
         [],
         {"others": 0, "others.missing": 10},

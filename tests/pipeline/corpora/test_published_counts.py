@@ -9,14 +9,16 @@ import pytest
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import published_counts
+from pipeline.corpora.file_tasks import FileRecord
+from pipeline.records import TaskRecord
 
 CONVAI2 = "valid_self_original.txt"
 
 
-def records_of(counts: dict[str, dict[str, int]]) -> tuple[list[str], list[dict]]:
+def records_of(counts: dict[str, dict[str, int]]) -> tuple[list[str], list[FileRecord]]:
     """URIs, and the tasks' records, of files with these counts."""
     uris = [f"s3://lake/{name}" for name in counts]
-    return uris, [{"input": u, "counts": c} for u, c in zip(uris, counts.values(), strict=True)]
+    return uris, [FileRecord(input=u, counts=c) for u, c in zip(uris, counts.values(), strict=True)]
 
 
 def compare(corpus: str, counts: dict[str, dict[str, int]]) -> list[tuple]:
@@ -81,8 +83,8 @@ MONTHS = [f"RC_{year}-{month:02d}" for year in range(2015, 2019) for month in ra
 
 def test_a_corpus_of_many_files_is_compared_when_all_are_given():
     uris = [f"s3://lake/{month}.zst" for month in MONTHS]
-    records = [{"counts": {"examples.train": 300_000_000}}, {"counts": {"examples.train": 354_396_778}},
-               {"counts": {"examples.test": 72_616_937}}]  # fmt: skip
+    counts = ("train", 300_000_000), ("train", 354_396_778), ("test", 72_616_937)
+    records = [TaskRecord(counts={f"examples.{split}": number}) for split, number in counts]
     compared = published_counts.compare("reddit", uris, records)
     assert [(row["found"], row["published"]) for row in compared] == [
         (654_396_778, 654_396_778),

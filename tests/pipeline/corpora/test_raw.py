@@ -16,6 +16,7 @@ from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.raw import CutOff, Reading, Rejects, line_blocks, read_lines
+from pipeline.records import TaskRecord
 
 
 def zstd_of_dumps(data: bytes) -> bytes:
@@ -184,8 +185,9 @@ def test_where_nothing_is_rejected_no_file_is_written(out):
     assert not Path(out.path("rejected")).exists()
 
 
-def records(total: int, **malformed: int) -> list[dict[str, object]]:
-    return [{"counts": {"records": total - 1}, "malformed": malformed}, {"counts": {"records": 1}}]
+def records(total: int, **malformed: int) -> list[TaskRecord]:
+    first = TaskRecord(counts={"records": total - 1}, malformed=malformed)
+    return [first, TaskRecord(counts={"records": 1})]
 
 
 def test_malformed_records_up_to_the_bound_are_put_up_with(out):
@@ -203,7 +205,7 @@ def test_malformed_records_above_the_bound_are_refused_by_reason(out):
 
 def test_input_without_records_is_refused(out):
     with pytest.raises(BadInput, match="no records"):
-        raw.check_share(out, [{"counts": {}}], Reading(max_malformed_share=1))
+        raw.check_share(out, [TaskRecord()], Reading(max_malformed_share=1))
 
 
 @pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])

@@ -14,7 +14,6 @@ from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Question, Questions
 from pipeline.evaluation.ranking import RankerScorer, joined, latency, own_scores, rank
 from pipeline.evaluation.results import Measurement
-from pipeline.models import inference
 from pipeline.shards import Actors
 
 ASKED = [
@@ -29,7 +28,7 @@ ARCHITECTURES = ["bi", "poly", "cross"]
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
     """float32, and small bounds, so that there are several blocks and parts of everything."""
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
     monkeypatch.setattr(ranking, "_TEXTS_AT_ONCE", 2)
     monkeypatch.setattr(ranking, "_LOGITS_AT_ONCE", 16)
     monkeypatch.setattr(ranking, "_PAIRS_AT_ONCE", 9)

@@ -5,10 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import (
+    AutoModelForMaskedLM,
+    BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    ModernBertConfig,
+    RobertaConfig,
+)
 
-from pipeline.models.pretraining import IGNORED, PretrainingModel, hide_tokens
+from pipeline.config import BadInput
+from pipeline.models import pretraining_heads
+from pipeline.models.pretraining_heads import IGNORED, NEXT_HEAD, PretrainingModel, hide_tokens
 from pipeline.models.tokens import Tokens
+from pipeline.models.transformer import Encoder, Shape, set_dropout
 
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
 SPECIAL = torch.tensor([0, 1, 2, 3, 4])
@@ -83,43 +96,261 @@ def test_one_token_at_least_is_predicted_so_that_the_loss_is_a_number(seed):
     assert labels.tolist() == [[IGNORED, 7, IGNORED, IGNORED]]
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    model = PretrainingModel(tiny.encoder()).eval()
-    nn.init.normal_(model.bias_V)
-    return model
+@pytest.fixture(params=["bert", "modernbert"])
+def model(tiny, request):
+    """Its embeddings and biases are not what they are at the start."""
+    return model_of(tiny, architecture=request.param)
+
+
+def model_of(tiny, **shape):
+    torch.manual_seed(0)
+    special = {"pad": 0, "cls": 2, "sep": 3}
+    model = PretrainingModel.new(Shape(**{**tiny.shape, **shape}), tiny.vocabulary, special)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    return model.eval()
+
+
+PLACES = [(0, 1, 20), (0, 4, 21), (1, 5, 22)]  # row, place and true id
+
+
+@pytest.fixture
+def batch(tiny):
+    tokens = tiny.tokenizer().pairs([[2, 7, 8, 3], [2, 9, 3]], [[2, 10, 3], [2, 11, 12, 13, 3]])
+    width = tokens.ids_BT.shape[1]
+    predicted = torch.tensor([row * width + place for row, place, _ in PLACES])
+    labels = torch.tensor([label for *_, label in PLACES])
+    return tokens, predicted, labels, torch.tensor([True, False])
 
 
 def log_softmax(logits):
     return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
 
-def test_losses_are_means_over_predicted_tokens_and_over_pairs(tiny, model):
-    tokens = tiny.tokenizer().pairs([[2, 7, 8, 3], [2, 9, 3]], [[2, 10, 3], [2, 11, 12, 13, 3]])
-    labels = torch.full_like(tokens.ids_BT, IGNORED)
-    labels[0, 1], labels[0, 4], labels[1, 5] = 20, 21, 22
-    is_next = np.array([1.0, 0.0])
+def plain(model, folder):
+    """The same model as `transformers` loads it, without polyrank."""
+    model.save(folder)
+    return AutoModelForMaskedLM.from_pretrained(folder).eval()
+
+
+def inputs(tokens, hf):
+    given = {"input_ids": tokens.ids_BT, "attention_mask": tokens.mask_BT.long()}
+    if getattr(hf.config, "type_vocab_size", 0) > 1:
+        given["token_type_ids"] = tokens.segments_BT
+    return given
+
+
+def test_losses_are_sums_over_predicted_tokens_and_over_pairs(model, batch, tmp_path):
+    tokens, *_, is_next = batch
+    hf = plain(model, tmp_path)
     with torch.no_grad():
-        mlm, nup = model.losses(tokens, labels, torch.tensor(is_next) > 0)
-        hidden = model.encoder(tokens)
-        transformed = model.transform(hidden).double().numpy()
-        logits = model.next(hidden[:, 0])[:, 0].double().numpy()
-    embedding = model.encoder.hf.get_input_embeddings().weight.detach().double().numpy()
-    bias = model.bias_V.detach().double().numpy()
-    expected = [
-        -log_softmax(embedding @ transformed[row, place] + bias)[label]
-        for row, place, label in ((0, 1, 20), (0, 4, 21), (1, 5, 22))
-    ]
-    assert mlm.item() == pytest.approx(np.mean(expected), rel=1e-4)
-    probability = 1 / (1 + np.exp(-logits))
-    binary = -(is_next * np.log(probability) + (1 - is_next) * np.log(1 - probability))
-    assert nup.item() == pytest.approx(binary.mean(), rel=1e-4)
+        sums = model.losses(*batch)
+        logits = hf(**inputs(tokens, hf)).logits.double().numpy()
+        first = hf.base_model(**inputs(tokens, hf)).last_hidden_state[:, 0]
+        next_logits = (first @ model.next.weight.T + model.next.bias)[:, 0].double().numpy()
+    expected = [-log_softmax(logits[row, place])[label] for row, place, label in PLACES]
+    assert sums.mlm_sum.item() == pytest.approx(sum(expected), rel=1e-4)
+    assert sums.mlm_count.item() == 3
+    right = sum(logits[row, place].argmax() == label for row, place, label in PLACES)
+    assert sums.mlm_hits.item() == right
+    probability, y = 1 / (1 + np.exp(-next_logits)), is_next.double().numpy()
+    binary = -(y * np.log(probability) + (1 - y) * np.log(1 - probability))
+    assert sums.next_sum.item() == pytest.approx(binary.sum(), rel=1e-4)
+    assert sums.next_hits.item() == ((probability > 0.5) == (y > 0)).sum()
+    assert sums.pairs.item() == 2
 
 
-def test_every_weight_of_encoder_and_heads_learns(tiny, model):
+def test_right_predictions_are_counted(model, batch):
+    tokens, predicted, _, _ = batch
+    with torch.no_grad():
+        hidden = model.encoder(tokens).flatten(0, 1)[predicted]
+        best = model.mlm_logits(hidden).argmax(1)
+        next_best = model.next(model.encoder(tokens)[:, 0])[:, 0] > 0
+        sums = model.losses(tokens, predicted, best, next_best)
+        wrong = model.losses(tokens, predicted, best + 1, ~next_best)
+    assert (sums.mlm_hits.item(), sums.next_hits.item()) == (3, 2)
+    assert (wrong.mlm_hits.item(), wrong.next_hits.item()) == (0, 0)
+
+
+def gradients(model, *given):
+    model.zero_grad(set_to_none=True)
+    sums = model.losses(*given)
+    (sums.mlm_sum + sums.next_sum).backward()
+    return sums, {name: value.grad for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("left_out", ["mlm", "next"])
+def test_an_objective_that_is_left_out_has_gradients_of_zeros(model, batch, left_out):
     """A weight without gradient would make DistributedDataParallel wait for ever."""
-    tokens = tiny.tokenizer().pairs([[2, 7, 8, 3]], [[2, 10, 3]])
-    labels = torch.where(tokens.ids_BT == 7, 7, IGNORED)
-    sum(model.losses(tokens, labels, torch.tensor([True]))).backward()
-    assert [name for name, value in model.named_parameters() if value.grad is None] == []
-    model.zero_grad()
+    tokens, predicted, labels, is_next = batch
+    both, _ = gradients(model, *batch)
+    part = (tokens, None, None, is_next) if left_out == "mlm" else (tokens, predicted, labels)
+    sums, found = gradients(model, *part)
+    assert [name for name, gradient in found.items() if gradient is None] == []
+    of_encoder = {id(value) for value in model.encoder.parameters()}
+    absent = model.mlm if left_out == "mlm" else model.next
+    own = [value for value in absent.parameters() if id(value) not in of_encoder]
+    assert own
+    assert all((value.grad == 0).all() for value in own)
+    assert found["encoder.hf." + next(iter(model.encoder.hf.state_dict()))].any()
+    for name, value in sums._asdict().items():
+        kept = name.startswith("mlm") == (left_out == "next")
+        assert value.item() == (getattr(both, name).item() if kept else 0.0)
+
+
+def test_a_batch_without_predicted_tokens_has_gradients_too(model, batch):
+    tokens, _, _, is_next = batch
+    none = torch.empty(0, dtype=torch.long)
+    sums, found = gradients(model, tokens, none, none, is_next)
+    assert (sums.mlm_sum.item(), sums.mlm_count.item()) == (0, 0)
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in found.values())
+
+
+def test_chunks_of_predicted_tokens_have_the_losses_and_gradients_of_one(model, batch, monkeypatch):
+    whole, wanted = gradients(model, *batch)
+    monkeypatch.setattr(pretraining_heads, "_POSITIONS_AT_ONCE", 2)
+    sums, found = gradients(model, *batch)
+    torch.testing.assert_close(tuple(sums), tuple(whole))
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_recomputed_layers_have_the_same_gradients(model, batch):
+    found = []
+    for recompute in (False, True):
+        if recompute:
+            model.encoder.recompute_layers()
+        torch.manual_seed(0)  # of dropout
+        found.append(gradients(model.train(), *batch)[1])
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+class Losses(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch):
+        sums = self.model.losses(*batch)
+        return sums.mlm_sum + sums.next_sum
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_under_ddp_objectives_alternate_and_layers_are_recomputed(model, batch, one_rank):
+    tokens, predicted, labels, is_next = batch
+    parts = [(tokens, predicted, labels), (tokens, None, None, is_next)]
+    wanted = [gradients(model, *part)[1] for part in parts]
+    model.train().encoder.recompute_layers()
+    set_dropout(model, 0.0)
+    wrapped = nn.parallel.DistributedDataParallel(Losses(model))
+    for part, expected in zip(parts, wanted, strict=True):
+        model.zero_grad(set_to_none=True)
+        wrapped(*part).backward()
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(value.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+SIZES = {
+    "vocab_size": 205, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 40, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+PUBLISHED = {
+    "bert": BertConfig(**SIZES),
+    "modernbert": ModernBertConfig(**SIZES, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3),
+    "roberta": RobertaConfig(**SIZES),
+    "electra": ElectraConfig(**SIZES, embedding_size=8),  # narrower than the hidden vectors
+    "distilbert": DistilBertConfig(
+        vocab_size=205, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=40
+    ),
+    "untied": BertConfig(**SIZES, tie_word_embeddings=False),
+}  # fmt: skip
+
+
+@pytest.fixture(params=PUBLISHED)
+def published(request, tmp_path):
+    """A masked language model whose every weight differs from a new one's."""
+    torch.manual_seed(0)
+    hf = AutoModelForMaskedLM.from_config(PUBLISHED[request.param]).eval()
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    hf.save_pretrained(tmp_path / "published")
+    return hf, tmp_path / "published"
+
+
+def test_a_published_model_goes_on_with_its_head_and_is_saved_with_it(published, batch, tmp_path):
+    hf, folder = published
+    tokens = batch[0]
+    model, text = PretrainingModel.from_encoder(folder)
+    assert text == "MLM head loaded, next head new"
+    model.eval().save(tmp_path / "again")
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "again").eval()
+    kept = tokens.mask_BT
+    with torch.no_grad():
+        wanted = hf(**inputs(tokens, hf)).logits[kept]
+        ours = model.mlm_logits(model.encoder(tokens)[kept])
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+        found = again(**inputs(tokens, again)).logits[kept]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        encoder = Encoder.load(tmp_path / "again").eval()
+        torch.testing.assert_close(encoder(tokens)[kept], model.encoder(tokens)[kept])
+
+
+def test_training_goes_on_after_saving(model, batch, tmp_path):
+    before, _ = gradients(model, *batch)
+    model.save(tmp_path)
+    after, _ = gradients(model, *batch)
+    torch.testing.assert_close(tuple(after), tuple(before))
+
+
+def test_an_encoder_without_heads_gets_new_ones(tiny, model, tmp_path):
+    model.encoder.save(tmp_path)
+    torch.manual_seed(0)
+    found, text = PretrainingModel.from_encoder(tmp_path)
+    assert text.startswith("MLM head new (")
+    assert text.endswith("), next head new")
+    for name, value in model.encoder.state_dict().items():
+        assert torch.equal(found.encoder.state_dict()[name], value), name
+    shared = found.mlm.get_output_embeddings().weight
+    assert shared is found.encoder.hf.get_input_embeddings().weight
+
+
+def test_what_was_saved_goes_on_with_both_heads(model, batch, tmp_path):
+    model.save(tmp_path)
+    found, text = PretrainingModel.from_encoder(tmp_path)
+    assert text == "MLM head loaded, next head loaded"
+    with torch.no_grad():
+        torch.testing.assert_close(
+            tuple(found.eval().losses(*batch)), tuple(model.losses(*batch)), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_a_next_head_of_another_width_is_refused(tiny, model, tmp_path):
+    model.save(tmp_path)
+    save_file({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / NEXT_HEAD)
+    with pytest.raises(BadInput, match=r"next_head\.safetensors: holds .*\[1, 16\]"):
+        PretrainingModel.from_encoder(tmp_path)
+    (tmp_path / NEXT_HEAD).write_bytes(b"no")
+    with pytest.raises(BadInput, match=r"next_head\.safetensors: not to be read"):
+        PretrainingModel.from_encoder(tmp_path)
+
+
+def test_an_encoder_with_missing_weights_is_refused(model, tmp_path):
+    model.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = next(name for name in weights if "layers.1." in name or "layer.1." in name)
+    save_file(
+        {name: value for name, value in weights.items() if name != lost},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(BadInput, match="the weights lack 1 of the encoder's tensors"):
+        PretrainingModel.from_encoder(tmp_path)

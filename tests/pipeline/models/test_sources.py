@@ -18,6 +18,7 @@ from pipeline.models.sources import open_encoder, open_external
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
 from pipeline.training.pretraining import PretrainConfig, Pretraining
+from pipeline.training.settings import LoopConfig
 
 
 def published(folder: Path, kind: str, store: Path) -> Artifact:
@@ -110,7 +111,7 @@ def test_recipes_build_on_other_nodes_than_the_drivers(tiny, tmp_path, node):
     rows = [{"context": [f"w{n}"], "response": f"w{n + 50}"} for n in range(40)]
     corpus, encoder = tiny.corpus(rows), published(tiny.encoder_folder(), "encoder", tmp_path)
     settings = BiConfig(max_context_tokens=24, max_candidate_tokens=12)
-    recipe = Finetuning(corpus, encoder, settings, FinetuneConfig(batch_examples=8), seed=0)
+    recipe = Finetuning(corpus, encoder, settings, FinetuneConfig(batch_examples=8), LoopConfig())
     recipe.build(0, 1).ranker.save(tmp_path / "here")
     moved(recipe, node).build(0, 1).ranker.save(tmp_path / "there")
     here, there = (load_ranker(tmp_path / name).network for name in ("here", "there"))
@@ -118,6 +119,6 @@ def test_recipes_build_on_other_nodes_than_the_drivers(tiny, tmp_path, node):
         assert one.equal(other), name
 
     config = PretrainConfig(batch_tokens=100, max_context_tokens=24, max_response_tokens=12)
-    pretraining = Pretraining(corpus, encoder, Shape(**tiny.shape), config, seed=0)
+    pretraining = Pretraining(corpus, encoder, Shape(**tiny.shape), config, LoopConfig())
     pretraining.build(0, 1)
     assert moved(pretraining, node).build(0, 1).batches.rows == pretraining.build(0, 1).batches.rows

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.training.batches import Batches, Cursor, Rows
+from pipeline.training.batches import PLACE, Batches, Cursor, Rows
 
 WORLDS = (1, 2, 3)
 
@@ -58,7 +58,7 @@ def batches_of(corpus, rank=0, world=1, seed=0, **settings):
 
 
 def take(batches, count, cursor=None):
-    walk = batches.start(cursor or Cursor())
+    walk = batches.start([cursor] * batches.rows.world if cursor else ())
     try:
         return list(islice(walk, count))
     finally:
@@ -68,7 +68,7 @@ def take(batches, count, cursor=None):
 def epoch_of(batches, epoch=0):
     """The items of an epoch's batches; the first batch of the next one ends it."""
     found = []
-    walk = batches.start(Cursor(epoch))
+    walk = batches.start([Cursor(epoch)] * batches.rows.world)
     for (items, _), cursor in walk:
         if cursor.epoch != epoch:
             break
@@ -91,6 +91,21 @@ def test_ranks_share_the_split_without_overlap(corpora, world, epoch):
     assert {len(share) for share in shares} == {50 // world}
     together = [name for share in shares for name in share]
     assert len(set(together)) == len(together) == 50 // world * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_rows_place_is_its_number_in_the_split(corpora, world, epoch):
+    """Whatever the order of the epoch: 50 rows in files of 20, row groups of 7."""
+    columns = (*Lengths.columns, PLACE)
+    for rank in range(world):
+        rows = Rows.of(corpora(50), "train", columns, rank, world, seed=0)
+        for start in range(0, len(rows), 9):
+            table = rows.epoch(epoch).read(start, min(start + 9, len(rows)))
+            assert table.column_names == [*columns]
+            assert table["example_id"].to_pylist() == [f"e{n}" for n in table[PLACE].to_pylist()]
+    whole = Rows.of(corpora(50), "train", columns, 0, 1, seed=0)
+    assert whole.in_order().read(3, 50)[PLACE].to_pylist() == list(range(3, 50))
 
 
 def test_all_columns_that_are_asked_for_come_and_no_others(corpora):
@@ -135,13 +150,13 @@ def test_with_other_workers_as_many_rows_are_left_to_batches_of_so_many_tokens(
 ):
     """To a window of 5 rows."""
     first = batches_of(corpora(61), 0, before, tokens=40, window_rows=5)
-    at = next(cursor for _, cursor in first.start(Cursor()) if cursor.window == 2)
+    at = next(cursor for _, cursor in first.start() if cursor.window == 2)
     second = [
         batches_of(corpora(61), rank, after, tokens=40, window_rows=5) for rank in range(after)
     ]
     left = 0
     for batches in second:
-        for (items, _), cursor in batches.start(at):
+        for (items, _), cursor in batches.start([at]):
             if cursor.epoch:
                 break
             left += len(items)
@@ -270,12 +285,12 @@ class Broken(Lengths):
 def test_an_error_in_the_thread_reaches_the_loop(corpora):
     batches = Batches(rows_of(corpora(50)), Broken(), examples=5)
     with pytest.raises(RuntimeError, match="cannot collate"):
-        next(batches.start(Cursor()))
+        next(batches.start())
 
 
 def test_the_thread_ends_with_its_iterator(corpora):
     before = set(threading.enumerate())
-    walk = batches_of(corpora(50), examples=5).start(Cursor())
+    walk = batches_of(corpora(50), examples=5).start()
     next(walk)
     (thread,) = set(threading.enumerate()) - before
     walk.close()

@@ -25,6 +25,10 @@ KINDS = {
     "poly": ({"architecture": "poly"}, {}),
     "poly, both": ({"architecture": "poly"}, {"negatives_from": "both"}),
     "poly, given": ({"architecture": "poly"}, {"negatives_from": "given"}),
+    "poly, shared": (
+        {"architecture": "poly"},
+        {"negatives_from": "both", "share_negatives": True},
+    ),
     "matryoshka": ({"matryoshka": (4,), "projection": 8, "share_towers": True}, {}),
     "heads": ({"candidate_attention": "multi_head"}, {}),
     "cross": ({"architecture": "cross"}, {}),

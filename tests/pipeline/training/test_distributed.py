@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifact import Artifact
 from pipeline.models.ranker import load_ranker
-from pipeline.training.batches import Rows
+from pipeline.training import mining
+from pipeline.training.batches import Epoch, Rows
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualCollator
 from pipeline.training.mining import COLUMNS, Miner, Mining
-from pipeline.training.objectives import DualModule
+from pipeline.training.objectives import Distillation, DualModule
 
 KINDS = {
     "bi": {"architecture": "bi"},
@@ -29,6 +31,11 @@ KINDS = {
     "poly": {"architecture": "poly"},
     # Its last attention is used by the loss alone.
     "poly_heads": {"architecture": "poly", "candidate_attention": "multi_head"},
+}
+# Of these, each context's wrong candidates count for the contexts of both ranks.
+SHARED = {
+    "bi": {"negatives_from": "given"},
+    "poly": {"negatives_from": "both", "distill": Distillation(loss="kl")},
 }
 WORLD = 2
 CHUNKS = (0, 1, 2)  # three rows on each rank
@@ -43,15 +50,33 @@ ROWS = [
 ]
 
 
-def losses_and_gradients(folder, kind, own_rank, world, chunk=0):
+# "w22" and "w4" are responses on the other rank: neither is a negative there.
+WRONG = [
+    ["w22", "w30"],
+    ["w31", "w32"],
+    ["w33", "w34 w35"],
+    ["w4", "w36"],
+    ["w37", "w38"],
+    ["w39", "w40"],
+]
+GIVEN = [
+    {**row, "candidates": [*wrong, row["response"]], "teacher_scores": [n / 3, 1.0, 2.0]}
+    for n, (row, wrong) in enumerate(zip(ROWS, WRONG, strict=True))
+]
+
+
+def losses_and_gradients(folder, kind, own_rank, world, chunk=0, shared=False):
     """One step's mean loss over all ranks, and the gradients after it."""
     ranker = load_ranker(folder / kind)
-    model = module = DualModule(ranker.network)
-    if world > 1:
-        model = DistributedDataParallel(module)
-    collator, generator = DualCollator(ranker), torch.Generator()
+    if shared:
+        module = DualModule(ranker.network, **SHARED[kind], share_negatives=True)
+        collator, given = DualCollator(ranker, 2, teacher=True), GIVEN
+    else:
+        module, collator, given = DualModule(ranker.network), DualCollator(ranker), ROWS
+    model = DistributedDataParallel(module) if world > 1 else module
+    generator = torch.Generator()
     share = len(ROWS) // world
-    rows = ROWS[own_rank * share : (own_rank + 1) * share]
+    rows = given[own_rank * share : (own_rank + 1) * share]
     batch = collator.collate(collator.prepare(rows, generator), generator)
     run = cached_backward(module, chunk) if chunk else backward
     loss, shown = run(model, batch, nullcontext())
@@ -62,15 +87,33 @@ def losses_and_gradients(folder, kind, own_rank, world, chunk=0):
     return {"means": means / world, "gradients": gradients}
 
 
-def mined(folder, own_rank, world):
-    """What a miner finds, twice; neither its 11 responses nor its 15 contexts are shared out evenly."""
+def mined(folder, own_rank, world, state=None):
+    """What a miner finds in its second round, what it keeps of the first, and the contexts it reads.
+
+    Neither its 11 responses nor its 15 contexts are shared out evenly. With the `state` of a first round
+    it goes on from there.
+    """
     corpus = Artifact(**json.loads((folder / "corpus.json").read_text()))
     rows = Rows.of(corpus, "train", COLUMNS, 0, 1, seed=0)
     config = Mining(responses=9, top_k=5, max_share=1.0)
     miner = Miner(load_ranker(folder / "poly"), rows, config, 1, own_rank, world)
-    miner()
-    miner()
-    return miner.state()["found"]
+    contexts, read = [], Epoch.read
+
+    def recorded(epoch, start, stop):
+        if "context" in epoch.columns:
+            contexts.append((start, stop))
+        return read(epoch, start, stop)
+
+    with patch.object(Epoch, "read", recorded), patch.object(mining, "_ROWS_AT_ONCE", 3):
+        if state:
+            miner.load(state)
+        else:
+            miner()
+            state = miner.state()
+        first = [miner.of(place) for place in range(len(rows))]
+        miner()
+    second = [miner.of(place) for place in range(len(rows))]
+    return {"first": first, "second": second, "state": state, "contexts": contexts}
 
 
 def work(folder, own_rank):
@@ -84,6 +127,11 @@ def work(folder, own_rank):
             folder, kind, own_rank, WORLD, chunk
         )
         for kind in KINDS
+        for chunk in CHUNKS
+    }
+    found |= {
+        f"shared {kind}/{chunk}": losses_and_gradients(folder, kind, own_rank, WORLD, chunk, True)
+        for kind in SHARED
         for chunk in CHUNKS
     }
     rows = torch.full((2, 3), float(own_rank), requires_grad=True)
@@ -106,7 +154,7 @@ def folder(tiny, tmp_path_factory):
     for kind, config in KINDS.items():
         tiny.ranker(**config).save(folder / kind)
     rows = [{"context": [f"w{n}"], "response": f"w{50 + n % 11} w3"} for n in range(15)]
-    corpus = tiny.corpus(rows)
+    corpus = tiny.corpus(rows, rows_per_file=10, rows_per_group=4)
     text = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
     (folder / "corpus.json").write_text(text)
     return folder
@@ -138,13 +186,25 @@ def ranks(folder):
 def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind, chunk):
     """At once or in chunks."""
     alone = losses_and_gradients(folder, kind, 0, 1)
-    assert alone["means"][0] > 0.1
     kind = kind if not chunk else f"{kind}/{chunk}"
+    assert_same(alone, [found[kind] for found in ranks])
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("kind", SHARED)
+def test_negatives_are_shared_over_the_ranks(folder, ranks, kind, chunk):
+    """One process has all of them in its batch."""
+    alone = losses_and_gradients(folder, kind, 0, 1, shared=True)
+    assert_same(alone, [found[f"shared {kind}/{chunk}"] for found in ranks])
+
+
+def assert_same(alone, ranks):
+    assert alone["means"][0] > 0.1
     for found in ranks:
-        torch.testing.assert_close(found[kind]["means"], alone["means"])
-        assert found[kind]["gradients"].keys() == alone["gradients"].keys()
+        torch.testing.assert_close(found["means"], alone["means"])
+        assert found["gradients"].keys() == alone["gradients"].keys()
         for name, gradient in alone["gradients"].items():
-            ours = found[kind]["gradients"][name]
+            ours = found["gradients"][name]
             torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -165,9 +225,23 @@ def test_gradient_of_gathered_rows_is_the_sum_over_ranks(ranks):
 
 def test_ranks_mine_together_what_one_process_mines(folder, ranks):
     alone = mined(folder, 0, 1)
-    assert alone.shape == (15, 5) and (alone >= 0).any()
+    for name in ("first", "second"):
+        assert len(alone[name]) == 15 and max(map(len, alone[name])) == 5
+        assert [found["mined"][name] for found in ranks] == [alone[name]] * WORLD
+    assert alone["first"] != alone["second"]
+
+
+def test_each_rank_reads_its_share_of_the_contexts(ranks):
+    """Row groups of four: the first rank's share are eight rows, the other's seven."""
+    assert ranks[0]["mined"]["contexts"] == [(0, 4), (4, 8)] * 2
+    assert ranks[1]["mined"]["contexts"] == [(8, 10), (10, 14), (14, 15)] * 2
+
+
+def test_what_two_ranks_mined_one_process_takes_over(folder, ranks):
     for found in ranks:
-        assert torch.equal(found["mined"], alone)
+        alone = mined(folder, 0, 1, found["mined"]["state"])
+        assert alone["first"] == found["mined"]["first"]
+        assert alone["second"] == found["mined"]["second"]
 
 
 def test_without_a_process_group_nothing_is_gathered():

@@ -17,12 +17,12 @@ from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External, Tower
 from pipeline.training import finetuning
-from pipeline.training.batches import Cursor
 from pipeline.training.examples import DualCollator, PairCollator, has_candidates
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
-from pipeline.training.loop import LoopConfig, train
+from pipeline.training.loop import Listener, train
 from pipeline.training.mining import Mining
 from pipeline.training.objectives import Distillation, DualModule, PairModule
+from pipeline.training.settings import LoopConfig
 
 
 def generator(seed=0):
@@ -159,6 +159,73 @@ def test_dual_loss_over_given_candidates(tiny, architecture, negatives_from):
     assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
 
 
+@pytest.mark.parametrize("negatives_from", ["given", "both", "mined"])
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_shared_negatives_count_for_every_context(tiny, architecture, negatives_from):
+    """Two wrong candidates of each of four contexts: all eight, but those that are the response."""
+    ranker = tiny.ranker(architecture=architecture)
+    batch = collated(DualCollator(ranker, 2), OWN)
+    wrong = [texts_of(batch.wrong, place) for place in range(8)]
+    assert "w4" in wrong
+    scores, excluded = [], []
+    with torch.no_grad():
+        module = DualModule(ranker.network, negatives_from, share_negatives=True)
+        loss, shown = module(batch)
+        for place, row in enumerate(OWN):
+            others = [] if negatives_from == "given" else [other["response"] for other in OWN]
+            texts = [row["response"], *(others[:place] + others[place + 1 :]), *wrong]
+            vectors = inference.context_vectors(ranker, [row["context"]])
+            candidates = inference.candidate_vectors(ranker, texts)
+            scores.append(ranker.dual.scores(*vectors, candidates)[0].double().numpy())
+            excluded.append([n > 0 and text == row["response"] for n, text in enumerate(texts)])
+    assert np.any(excluded)
+    assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-4)
+    kept = [np.where(out, -np.inf, row) for row, out in zip(scores, excluded, strict=True)]
+    assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
+
+
+@pytest.mark.parametrize("negatives", [1, 3])
+def test_shared_negatives_have_the_loss_of_sentence_transformers(tiny, negatives):
+    """MultipleNegativesRankingLoss of (anchor, positive, negatives), and its gradients."""
+    losses = pytest.importorskip("sentence_transformers.losses")
+    from sentence_transformers.util import dot_score
+
+    ranker = tiny.ranker(architecture="bi")
+    rows = [
+        {"context": [f"w{n} w{n + 1}"], "response": f"w{20 + n}",
+         "candidates": [f"w{30 + n} w{other}" for other in range(negatives)]}
+        for n in range(6)
+    ]  # fmt: skip
+    batch = collated(DualCollator(ranker, negatives), rows)
+    module = DualModule(ranker.dual, "both", share_negatives=True)
+    with torch.no_grad():
+        encoded = module.encode(batch)
+    floats = [tensor for tensor in encoded if tensor.is_floating_point()]
+    for tensor in floats:
+        tensor.requires_grad_()
+    vectors_BMD, _, own_BD, wrong_BKD = encoded
+    ours, _ = module.loss(encoded, batch)
+    gradients = torch.autograd.grad(ours, floats)
+    reference = losses.MultipleNegativesRankingLoss(None, scale=1.0, similarity_fct=dot_score)
+    columns = [vectors_BMD[:, 0], own_BD, *wrong_BKD.unbind(1)]
+    theirs = reference.compute_loss_from_embeddings(columns, torch.arange(6))
+    torch.testing.assert_close(ours, theirs)
+    for own, other in zip(gradients, torch.autograd.grad(theirs, floats), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+    alone, _ = DualModule(ranker.dual, "both").loss(encoded, batch)
+    assert alone < ours
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"negatives_from": "batch"}, "'batch', which shares all that there are"),
+    ({"negatives_from": "given", "architecture": "cross"}, "'cross', which would score every pair"),
+])  # fmt: skip
+def test_sharing_negatives_that_are_not_there_is_refused(tiny, settings, reason):
+    message = refused(tiny, share_negatives=True, **settings)
+    assert message.startswith("finetune.share_negatives: True is not allowed; allowed: false with ")
+    assert message.endswith(reason)
+
+
 def test_wrong_candidates_that_read_as_the_response_do_not_count(tiny):
     """Cut to their first tokens they are the same text to the model."""
     ranker = tiny.ranker(architecture="bi")
@@ -254,7 +321,7 @@ def test_without_a_teacher_no_file_is_opened_for_its_scores(tiny, monkeypatch, a
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
 
 
 PAIR_ROWS = [
@@ -313,6 +380,51 @@ def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny, kind):
     assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
 
 
+# Truncated to 12 tokens, the first candidate is the response.
+SAME_TOKENS = {
+    "context": ["w9"],
+    "response": "w1 " * 12 + "w2",
+    "candidates": ["w1 " * 12 + "w3", "w1 " * 12 + "w2", "w5", "w6"],
+    "teacher_scores": [9.0, 2.0, 1.0, -1.0],
+}
+
+
+def test_a_pair_whose_candidate_reads_as_the_response_does_not_count(tiny):
+    """Neither in the loss nor in the accuracy: the model cannot tell the two apart."""
+    ranker = tiny.ranker(architecture="cross")
+    batch = collated(PairCollator(ranker, 3), [SAME_TOKENS, SAME_TOKENS])
+    texts = candidates_of(batch, 1)
+    assert texts.count(texts[0]) == 2 and texts[0].startswith("w1 w1")
+    excluded_BC = np.array([[n > 0 and text == own[0] for n, text in enumerate(own)]
+                            for own in (candidates_of(batch, place) for place in range(2))])  # fmt: skip
+    scores_BC = torch.where(torch.tensor(excluded_BC), 5.0, torch.tensor([1.0, -0.5, 0.5, 0.25]))
+    loss, shown = PairModule(ranker.cross).loss([scores_BC], batch)
+    assert loss.item() == pytest.approx(softmax_loss(scores_BC.numpy(), [0, 0], excluded_BC))
+    assert shown["accuracy"].item() == 1.0
+    second = batch.part(1, 2)
+    assert torch.equal(second.key_BC, batch.key_BC[1:])
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
+def test_a_candidate_that_reads_as_the_response_teaches_nothing(tiny, architecture, kind):
+    """Whatever its teacher's score, the loss is that of the candidates beside it."""
+    ranker = tiny.ranker(architecture=architecture)
+    losses = []
+    for score in (9.0, -4.0, np.nan):
+        row = {**SAME_TOKENS, "teacher_scores": [score, *SAME_TOKENS["teacher_scores"][1:]]}
+        distill = Distillation(loss=kind)
+        if architecture == "cross":
+            module, collator = PairModule(ranker.cross, distill), PairCollator(ranker, 3, True)
+        else:
+            module = DualModule(ranker.dual, "given", distill)
+            collator = DualCollator(ranker, 3, True)
+        with torch.no_grad():
+            losses.append(module(collated(collator, [row]))[1]["distill_loss"].item())
+    assert losses[0] > 0
+    assert losses == pytest.approx([losses[2]] * 3)
+
+
 @pytest.mark.parametrize("negatives", [1, 2, 3, 6])
 def test_negatives_are_the_given_ones_then_other_responses(tiny, negatives):
     batch = collated(PairCollator(tiny.ranker(architecture="cross"), negatives), PAIR_ROWS)
@@ -352,10 +464,13 @@ def test_moving_batches_takes_all_of_their_parts_along(tiny):
     pair = collated(PairCollator(tiny.ranker(architecture="cross"), 1), PAIR_ROWS).to(meta)
     assert pair.pairs.segments_BT.is_meta
     assert pair.label_B.is_meta
+    assert pair.key_BC.is_meta
     assert pair.teacher_BC.is_meta
 
 
-def recipe(tiny, count=40, architecture="poly", encoder=None, rows_per_file=1000, **finetune):
+def recipe(
+    tiny, count=40, architecture="poly", encoder=None, rows_per_file=1000, loop=None, **finetune
+):
     rows = [{"context": [f"w{number}"], "response": f"w{number + 50}"} for number in range(count)]
     ranker = ranker_config({
         "architecture": architecture, "m": 3, "max_context_tokens": 24, "max_candidate_tokens": 12,
@@ -363,7 +478,7 @@ def recipe(tiny, count=40, architecture="poly", encoder=None, rows_per_file=1000
     settings = {"batch_examples": 8, **finetune}
     source = External(str(tiny.encoder_folder(**encoder or {})), "")
     corpus = tiny.corpus(rows, rows_per_file=rows_per_file)
-    return Finetuning(corpus, source, ranker, FinetuneConfig(**settings), seed=0)
+    return Finetuning(corpus, source, ranker, FinetuneConfig(**settings), loop or LoopConfig())
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
@@ -373,7 +488,7 @@ def test_ranks_start_from_the_same_weights_and_share_the_batch(tiny, architectur
     states = [task.module.state_dict() for task in tasks]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert [task.batches.examples for task in tasks] == [4, 4]
-    assert [made.steps(task) for task in tasks] == [15, 15]
+    assert [task.steps for task in tasks] == [15, 15]
 
 
 @pytest.mark.parametrize(("architecture", "shapes"), [
@@ -381,7 +496,9 @@ def test_ranks_start_from_the_same_weights_and_share_the_batch(tiny, architectur
 ])  # fmt: skip
 def test_only_codes_and_heads_are_new_weights(tiny, architecture, shapes):
     task = recipe(tiny, architecture=architecture).build(0, 1)
-    assert [tuple(value.shape) for value in task.new_weights] == shapes
+    groups = task.optimize().optimizer.param_groups
+    new = [value for group in groups if group["factor"] != 1 for value in group["params"]]
+    assert sorted(tuple(value.shape) for value in new) == sorted(shapes)
 
 
 @pytest.mark.parametrize(("settings", "steps"), [
@@ -390,7 +507,7 @@ def test_only_codes_and_heads_are_new_weights(tiny, architecture, shapes):
 ])  # fmt: skip
 def test_steps_are_epochs_up_to_a_limit(tiny, settings, steps):
     made = recipe(tiny, **settings)
-    assert made.steps(made.build(0, 1)) == steps
+    assert made.build(0, 1).steps == steps
 
 
 @pytest.mark.parametrize("more", [{}, {"architecture": "cross"}, {"negatives_from": "mined"}])
@@ -436,7 +553,7 @@ def test_the_responses_that_are_mined_are_not_those_held_out(tiny):
                   negatives=3, batch_examples=4)  # fmt: skip
     task = made.build(0, 1)
     task.refresh()
-    mined = {text for n in (*range(10), *range(20, 30)) for text in task.refresh.of(f"e{n}")}
+    mined = {text for place in range(20) for text in task.refresh.of(place)}
     assert mined and mined <= {f"w{50 + n}" for n in (*range(10), *range(20, 30))}
 
 
@@ -444,9 +561,9 @@ def test_a_run_that_ends_before_it_mines_is_refused(tiny):
     """The small recipes have one epoch, and mining is once an epoch: its negatives would be any."""
     made = recipe(tiny, negatives_from="mined", epochs=1)
     with pytest.raises(BadInput, match=r"finetune.mine.every_epochs: 1.0 .* less: it is 5 steps, "):
-        made.steps(made.build(0, 1))
+        made.build(0, 1)
     made = recipe(tiny, negatives_from="mined", epochs=1, mine=Mining(every_epochs=0.5))
-    assert made.steps(made.build(0, 1)) == 5
+    assert made.build(0, 1).steps == 5
 
 
 def test_more_folds_than_files_are_refused(tiny):
@@ -459,7 +576,7 @@ def test_more_folds_than_files_are_refused(tiny):
 def test_dropout_can_be_switched_off(tiny, architecture):
     for dropout, same in ((0.0, True), (0.3, False), (None, False)):
         task = recipe(tiny, architecture=architecture, dropout=dropout).build(0, 1)
-        batch = next(task.batches.start(Cursor()))[0]
+        batch = next(task.batches.start())[0]
         task.module.train()
         losses = {task.module(batch)[0].item() for _ in range(3)}
         assert (len(losses) == 1) is same
@@ -479,17 +596,25 @@ FROZEN = {
 def test_layers_that_do_not_train_stay_as_they_are(tiny, encoder, architecture, layers):
     """Five layers: those below and the embeddings get no gradient and no optimizer state."""
     shape = {"layers": 5, "architecture": encoder, "dropout": 0.0}
-    task = recipe(tiny, architecture=architecture, encoder=shape, train_layers=layers).build(0, 1)
+    config = LoopConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.1)
+    made = recipe(
+        tiny,
+        architecture=architecture,
+        encoder=shape,
+        loop=config,
+        train_layers=layers,
+        max_steps=1,
+    )
+    task = made.build(0, 1)
     names = dict(task.module.named_parameters())
     frozen = {name for name in names if any(f".{part}" in name for part in FROZEN[layers])}
     assert bool(frozen) is (layers != "all")
     before = {name: value.detach().clone() for name, value in names.items()}
-    config = LoopConfig(learning_rate=0.1, warmup_share=0.0, weight_decay=0.1, seed=0)
     states = []
-    train(
-        task, task.module, config, 1, torch.device("cpu"), 0, lambda progress: None,
-        lambda state, cursor: states.append(state["optimizer"]),
-    )  # fmt: skip
+    listener = Listener(
+        lambda progress: None, lambda state, cursor: states.append(state["optimizer"])
+    )
+    train(task, task.module, config, torch.device("cpu"), 0, listener)
     moved = {name for name in names if not torch.equal(names[name], before[name])}
     trained = set(names) - frozen
     # Added to all scores of a softmax, it has no gradient but for rounding.
@@ -525,7 +650,10 @@ def test_gradients_reach_every_weight_of_the_head(tiny, settings):
 def test_a_ranker_of_the_first_layers(tiny, encoder, architecture, tmp_path):
     """Its towers end where the whole one's hidden states do, are saved so, and are trained all."""
     shape = {"layers": 5, "architecture": encoder, "dropout": 0.0}
-    made = recipe(tiny, architecture=architecture, encoder=shape, keep_layers=2)
+    config = LoopConfig(learning_rate=1e-6, warmup_steps=0)
+    made = recipe(
+        tiny, architecture=architecture, encoder=shape, loop=config, keep_layers=2, max_steps=1
+    )
     task = made.build(0, 1)
     whole = AutoModel.from_pretrained(made.encoder.local()).eval()
     ids_BT = torch.tensor([[1, 5, 9, 7, 2]])
@@ -533,11 +661,8 @@ def test_a_ranker_of_the_first_layers(tiny, encoder, architecture, tmp_path):
         expected_BTD = whole(ids_BT, output_hidden_states=True).hidden_states[2]
         if encoder == "modernbert":
             expected_BTD = whole.final_norm(expected_BTD)
-    config = LoopConfig(learning_rate=1e-6, warmup_share=0.0, seed=0)
-    train(
-        task, task.module, config, 1, torch.device("cpu"), 0, lambda progress: None,
-        lambda state, cursor: None,
-    )  # fmt: skip
+    listener = Listener(lambda progress: None, lambda state, cursor: None)
+    train(task, task.module, config, torch.device("cpu"), 0, listener)
     task.save(tmp_path)
     folders = [path.parent for path in tmp_path.glob("*/config.json")]
     assert len(folders) == (1 if architecture == "cross" else 2)
@@ -561,7 +686,7 @@ def test_more_layers_than_there_are_are_refused(tiny):
 @pytest.mark.parametrize("layers", ["top", "all_but_embeddings"])
 def test_frozen_layers_get_no_gradients(tiny, layers):
     task = recipe(tiny, train_layers=layers).build(0, 1)
-    task.module(next(task.batches.start(Cursor()))[0])[0].backward()
+    task.module(next(task.batches.start())[0])[0].backward()
     for name, value in task.module.named_parameters():
         frozen = "embeddings." in name or (layers == "top" and "layer.0." in name)
         assert (value.grad is None) is frozen, name

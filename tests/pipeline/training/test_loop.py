@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import io
+import json
 import math
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,18 +14,21 @@ import torch
 from torch import nn
 
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
 from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External
 from pipeline.models.transformer import Shape
 from pipeline.training import loop
-from pipeline.training.batches import Cursor
 from pipeline.training.caching import backward
+from pipeline.training.checkpoints import read_state, write_state
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
-from pipeline.training.loop import LoopConfig, rate_share, train
+from pipeline.training.launch import read_saved
+from pipeline.training.loop import Listener, Task, train
 from pipeline.training.mining import Mining
+from pipeline.training.optimization import optimization, rate_share
 from pipeline.training.pretraining import PretrainConfig, Pretraining
-from pipeline.training.validation import Measured
+from pipeline.training.selection import Measured
+from pipeline.training.settings import LoopConfig
 
 CPU = torch.device("cpu")
 
@@ -35,24 +40,37 @@ class Killed(Exception):
 class Run:
     """A training, what it reported, and its checkpoints as bytes, as a disk keeps them."""
 
-    def __init__(self, task, steps, *, kill_at=0, checkpoint=None, disk=None, **config):
-        self.task = task
+    def __init__(self, make, steps, *, kill_at=0, checkpoint=None, disk=None, **config):
+        """`make(config, steps)` builds the task."""
         self.progress, self.checkpoints = [], {} if disk is None else disk
-        state, cursor = None, None
-        if checkpoint:
-            saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
-            state, cursor = saved["state"], Cursor(*saved["cursor"])
+        self.bad_batches = []
         settings = {"checkpoint_every_steps": 5, "log_every_steps": 1, "precision": "fp32"}
+        loop_config = LoopConfig(**{**settings, **config})
+        self.task = make(loop_config, steps)
+
+        def resume():
+            if not checkpoint:
+                return None
+            with tempfile.TemporaryDirectory() as folder:
+                for name, data in checkpoint.items():
+                    (Path(folder) / name).write_bytes(data)
+                return read_saved(Path(folder))
 
         def on_checkpoint(state, cursor):
-            buffer = io.BytesIO()
-            torch.save({"state": state, "cursor": list(cursor)}, buffer)
-            self.checkpoints[state["step"]] = buffer.getvalue()
+            with tempfile.TemporaryDirectory() as folder:
+                write_state(state, Path(folder))
+                (Path(folder) / "cursor-00000.json").write_text(json.dumps(cursor))
+                files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+            self.checkpoints[state["step"]] = files
             if state["step"] == kill_at:
                 raise Killed
 
-        train(task, task.module, LoopConfig(**{**settings, **config}), steps, CPU, 0,
-              self.progress.append, on_checkpoint, state, cursor)  # fmt: skip
+        def on_bad_batch(step, batch):
+            self.bad_batches.append((step, batch))
+            return "there"
+
+        listener = Listener(self.progress.append, on_checkpoint, on_bad_batch)
+        train(self.task, self.task.module, loop_config, CPU, 0, listener, resume)
 
     @property
     def weights(self):
@@ -60,6 +78,17 @@ class Run:
 
     def shown(self, name):
         return [progress.metrics[name] for progress in self.progress]
+
+
+def cursor_in(checkpoint):
+    return json.loads(checkpoint["cursor-00000.json"])
+
+
+def state_in(checkpoint):
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in checkpoint.items():
+            (Path(folder) / name).write_bytes(data)
+        return read_state(Path(folder))
 
 
 def echoes(tiny, count=40):
@@ -81,21 +110,32 @@ def marked(tiny):
     return tiny.corpus(rows)
 
 
-def finetuning(tiny, corpus, seed=0, finetune=None, **ranker):
+def finetuning(tiny, corpus, data_seed=None, finetune=None, **ranker):
     settings = {"architecture": "poly", "m": 4, **ranker}
     settings |= {"max_context_tokens": 24, "max_candidate_tokens": 12}
-    common = {"batch_examples": 8, "negatives": 3, "dropout": 0.2}
-    config = FinetuneConfig(**{**common, **(finetune or {})})
+    common = {"batch_examples": 8, "negatives": 3, "dropout": 0.2, "epochs": 100.0}
     source = External(str(tiny.encoder_folder()), "")
-    recipe = Finetuning(corpus, source, ranker_config(settings), config, seed)
-    return recipe.build(0, 1)
+
+    def make(loop_config, steps):
+        if data_seed is not None:
+            loop_config = replace(loop_config, seed=data_seed)
+        config = FinetuneConfig(**{**common, "max_steps": steps, **(finetune or {})})
+        recipe = Finetuning(corpus, source, ranker_config(settings), config, loop_config)
+        return recipe.build(0, 1)
+
+    return make
 
 
-def pretraining(tiny, corpus, seed=0):
-    config = PretrainConfig(batch_tokens=100, max_context_tokens=24, max_response_tokens=12)
+def pretraining(tiny, corpus):
     source = External(str(tiny.encoder_folder()), "")
-    recipe = Pretraining(corpus, source, Shape(**tiny.shape), config, seed)
-    return recipe.build(0, 1)
+
+    def make(loop_config, steps):
+        config = PretrainConfig(
+            batch_tokens=100, max_context_tokens=24, max_response_tokens=12, steps=steps
+        )
+        return Pretraining(corpus, source, Shape(**tiny.shape), config, loop_config).build(0, 1)
+
+    return make
 
 
 TASKS = {
@@ -120,7 +160,7 @@ def test_killed_in_mid_epoch_and_resumed_ends_with_the_same_weights(tiny, kind):
 
     whole = run()
     assert list(whole.checkpoints) == [5, 10, 13]
-    cursors = [torch.load(io.BytesIO(saved))["cursor"] for saved in whole.checkpoints.values()]
+    cursors = [cursor_in(saved) for saved in whole.checkpoints.values()]
     assert any(batch for _, _, batch, _ in cursors[:2])  # in mid-epoch indeed
     for step in (5, 10):
         resumed = run(checkpoint=whole.checkpoints[step])
@@ -145,7 +185,7 @@ def test_weights_depend_on_the_seeds_of_data_and_dropout(tiny):
     """Else the tests above would pass whatever was restored."""
     corpus = echoes(tiny)
     runs = [
-        Run(finetuning(tiny, corpus, seed=data, architecture="bi"), 5, seed=dropout).weights
+        Run(finetuning(tiny, corpus, data_seed=data, architecture="bi"), 5, seed=dropout).weights
         for data, dropout in ((0, 0), (0, 0), (1, 0), (0, 1))
     ]
     assert same(runs[0], runs[1])
@@ -179,7 +219,7 @@ def validated(tiny):
 
 
 # A rate that is too high: the loss stops falling after two or three validations.
-VALIDATED = {"schedule": "plateau", "learning_rate": 0.03, "warmup_share": 0.0}
+VALIDATED = {"schedule": "plateau", "learning_rate": 0.03, "warmup_steps": 0}
 
 
 @pytest.mark.parametrize("kind", ["poly", "cross"])
@@ -203,13 +243,12 @@ def test_validations_survive_a_kill(tiny, kind, step):
 
 
 def test_the_result_is_the_best_validation_measured_again(tiny):
-    task = TASKS["poly"](tiny, validated(tiny))
-    run = Run(task, 18, **VALIDATED)
+    run = Run(TASKS["poly"](tiny, validated(tiny)), 18, **VALIDATED)
     last = run.progress[-1].metrics
     found = {p.step: p.metrics["valid_r1"] for p in run.progress if "valid_r1" in p.metrics}
     assert last["best_valid_r1"] == max(found.values()) == found[last["best_step"]]
     assert len(set(found.values())) > 1
-    assert task.validation().r1 == last["best_valid_r1"]
+    assert run.task.validation().metrics["r1"] == last["best_valid_r1"]
 
 
 def test_no_validation_where_it_is_switched_off_or_there_is_no_split(tiny):
@@ -243,24 +282,33 @@ def test_masked_words_are_learnt(tiny):
 class Numbers:
     """Batches that are the numbers 0, 1, 2, …"""
 
-    def start(self, cursor):
-        return ((torch.tensor(float(n)), Cursor(0, 0, n + 1)) for n in range(cursor.batch, 1000))
+    steps_per_epoch = 1
+
+    def start(self, cursors):
+        first = cursors[0] if cursors else 0
+        return ((torch.tensor(float(n)), n + 1) for n in range(first, 1000))
 
 
-class ToyTask:
+def toy(loss, **more):
     """A module of one matrix, one bias and one new matrix, and the loss that it is given."""
 
-    def __init__(self, loss):
-        self.batches = Numbers()
-        self.module = nn.Module()
-        self.module.matrix = nn.Parameter(torch.ones(2, 2))
-        self.module.new = nn.Parameter(torch.ones(2, 2))
-        self.module.bias = nn.Parameter(torch.ones(2))
-        self.module.forward = lambda batch: (loss(self.module, batch), {"number": batch})
-        self.new_weights = [self.module.new]
-        self.validation = None
-        self.backward = backward
-        self.refresh = None
+    def make(config, steps):
+        module = nn.Module()
+        module.matrix = nn.Parameter(torch.ones(2, 2))
+        module.new = nn.Parameter(torch.ones(2, 2))
+        module.bias = nn.Parameter(torch.ones(2))
+        module.forward = lambda batch: (loss(module, batch), {"number": batch})
+        return Task(
+            module=module,
+            batches=Numbers(),
+            steps=steps,
+            optimize=lambda: optimization(config, module, steps, [module.new]),
+            backward=backward,
+            save=lambda folder: None,
+            **more,
+        )
+
+    return make
 
 
 def zero(module, batch):
@@ -274,46 +322,51 @@ def test_what_was_mined_survives_a_kill(tiny, step):
 
     def run(**more):
         finetune = {"negatives_from": "mined", "mine": Mining(top_k=6, max_share=1.0)}
-        task = finetuning(tiny, corpus, architecture="poly", finetune=finetune)
-        assert task.refresh.every_steps == 5
-        return Run(task, 12, checkpoint_every_steps=3, learning_rate=1e-3, **more)
+        make = finetuning(tiny, corpus, architecture="poly", finetune=finetune)
+        found = Run(make, 12, checkpoint_every_steps=3, learning_rate=1e-3, **more)
+        assert found.task.refresh.every_steps == 5
+        return found
 
     whole = run()
     resumed = run(checkpoint=whole.checkpoints[step])
     assert same(resumed.weights, whole.weights)
     assert resumed.shown("loss") == whole.shown("loss")[step:]
-    assert same(resumed.task.refresh.state(), whole.task.refresh.state())
+    states = [run.task.refresh.state() for run in (resumed, whole)]
+    pools = [state.pop("pool") for state in states]
+    assert pools[0] == pools[1]
+    assert same(*states)
     never = finetuning(tiny, corpus, architecture="poly", finetune={
-        "negatives_from": "mined", "mine": Mining(every_epochs=9.0)})  # fmt: skip
+        "negatives_from": "mined", "mine": Mining(every_epochs=2.2)})  # fmt: skip
     losses = Run(never, 12, checkpoint_every_steps=3, learning_rate=1e-3).shown("loss")
     assert losses[:5] == whole.shown("loss")[:5]
     assert losses[5:] != whole.shown("loss")[5:]
 
 
-class Told(ToyTask):
-    """Validations find what they are told to, one after the other; one each step."""
+def told(*measured):
+    """Validations find what they are told to, (R@1, loss), one after the other; one each step."""
+    answers = iter(measured)
 
-    def __init__(self, *measured):
-        def count(module, batch):
-            return zero(module, batch) + module.bias.sum()
+    def count(module, batch):
+        return zero(module, batch) + module.bias.sum()
 
-        super().__init__(count)
-        self.batches.steps_per_epoch = 1
-        told = iter(measured)
-        self.validation = lambda: Measured(*next(told))
+    def validation():
+        r1, loss = next(answers)
+        return Measured({"r1": r1, "loss": loss}, "r1")
+
+    return toy(count, validation=validation)
 
 
 def test_rates_fall_whenever_the_loss_is_not_lower_than_ever():
     losses = [3.0, 2.0, 2.5, 2.0, 1.0, 4.0]
-    run = Run(Told(*((0.5, loss) for loss in losses)), 6, schedule="plateau", warmup_share=0.0,
+    run = Run(told(*((0.5, loss) for loss in losses)), 6, schedule="plateau", warmup_steps=0,
               learning_rate=1.0, plateau_decay=0.4, validate_every_epochs=1)  # fmt: skip
-    rates = [rate / rate_share(step, 6, LoopConfig(schedule="plateau", warmup_share=0.0))
+    rates = [rate / rate_share(step, 6, LoopConfig(schedule="plateau", warmup_steps=0))
              for step, rate in enumerate(run.shown("learning_rate"))]  # fmt: skip
     assert rates == pytest.approx([1, 1, 1, 0.4, 0.16, 0.16])
 
 
 def test_other_schedules_do_not_wait_for_plateaus():
-    run = Run(Told(*[(0.5, 1.0)] * 6), 6, schedule="constant", validate_every_epochs=1)
+    run = Run(told(*[(0.5, 1.0)] * 6), 6, schedule="constant", validate_every_epochs=1)
     assert len(set(run.shown("learning_rate")[1:])) == 1
 
 
@@ -325,20 +378,20 @@ def test_other_schedules_do_not_wait_for_plateaus():
 ])  # fmt: skip
 def test_stops_after_so_many_validations_without_a_better_one(found, patience, stops, best):
     """Better is a higher R@1 or, where it is equal, a lower loss."""
-    plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_share": 0.0, "weight_decay": 0.0}
+    plain = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
     config = {**plain, "stop_after_validations": patience, "validate_every_epochs": 1}
     disk = {}
-    run = Run(Told(*found), 6, disk=disk, **config)
+    run = Run(told(*found), 6, disk=disk, **config)
     assert run.progress[-1].step == stops == max(disk)
     assert run.progress[-1].metrics["best_step"] == best
-    assert same(run.weights, Run(Told(), best, **plain, validate_every_epochs=0).weights)
-    again = Run(Told(), 6, checkpoint=disk[stops], **config)
+    assert same(run.weights, Run(told(), best, **plain, validate_every_epochs=0).weights)
+    again = Run(told(), 6, checkpoint=disk[stops], **config)
     assert again.progress == []
     assert same(again.weights, run.weights)
 
 
 def test_checkpoints_and_reports_come_when_they_are_due():
-    run = Run(ToyTask(zero), 10, checkpoint_every_steps=4, log_every_steps=3)
+    run = Run(toy(zero), 10, checkpoint_every_steps=4, log_every_steps=3)
     assert list(run.checkpoints) == [4, 8, 10]
     assert [progress.step for progress in run.progress] == [3, 4, 6, 8, 9, 10]
     # Means over the steps since the last report, of the numbers 0 to 9.
@@ -358,39 +411,59 @@ def test_slow_steps_are_saved_by_the_clock(monkeypatch, minutes, saved):
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     each = {"checkpoint_every_steps": 6, "log_every_steps": 2}
-    run = Run(ToyTask(slow), 10, checkpoint_every_minutes=minutes, **each)
+    run = Run(toy(slow), 10, checkpoint_every_minutes=minutes, **each)
     assert list(run.checkpoints) == saved
     assert all("minutes_unsaved" not in progress.metrics for progress in run.progress)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("bad_step", [1, 3, 5])
-def test_a_loss_that_is_no_number_stops_the_run_before_its_checkpoint(value, bad_step):
+def test_a_step_whose_loss_is_not_finite_changes_nothing_and_is_counted(value):
     def loss(module, batch):
-        return zero(module, batch) + torch.where(batch == bad_step - 1, value, 1.0)
+        return zero(module, batch) + module.bias.sum() * torch.where(batch == 1, value, 1.0)
 
-    disk = {}
-    with pytest.raises(FloatingPointError, match="step 5: the loss is"):
-        Run(ToyTask(loss), 9, checkpoint_every_steps=5, log_every_steps=5, disk=disk)
-    assert disk == {}
+    plain = {"schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "learning_rate": 0.5}
+    run = Run(toy(loss), 3, log_every_steps=3, **plain)
+    assert run.progress[-1].metrics["skipped_steps"] == 1
+    assert same(run.weights, Run(toy(lambda m, b: zero(m, b) + m.bias.sum()), 2, **plain).weights)
 
 
-def test_a_gradient_that_is_no_number_stops_the_run_before_its_checkpoint():
-    """The loss itself may be finite; the weights would not be any more."""
+@pytest.mark.parametrize("spoilt", ["loss", "gradient"])
+def test_several_such_steps_in_a_row_end_the_run_and_keep_the_batch(spoilt):
+    """The weights of the last checkpoint are sound; a loss may be finite where its gradient is not."""
 
     def loss(module, batch):
-        return zero(module, batch) + torch.sqrt((module.bias * 0).sum())
+        if spoilt == "loss":
+            return zero(module, batch) + torch.where(batch >= 3, math.nan, 1.0)
+        bad = (batch >= 3).float()
+        return zero(module, batch) + torch.sqrt((module.bias * 0).sum() + 1 - bad)
 
-    disk = {}
-    with pytest.raises(FloatingPointError, match="step 1: the gradient_norm is"):
-        Run(ToyTask(loss), 1, disk=disk)
-    assert disk == {}
+    disk, make, seen = {}, toy(loss), []
+
+    def keep(config, steps):
+        seen.append(make(config, steps))
+        return seen[-1]
+
+    with pytest.raises(Stopped, match=r"step 6: .* not finite 3 times in a row .*: there"):
+        Run(keep, 9, checkpoint_every_steps=2, max_skipped_steps=3, disk=disk)
+    for saved in disk.values():
+        weights = state_in(saved)["module"]
+        assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def test_the_run_goes_on_after_fewer_such_steps():
+    def loss(module, batch):
+        return zero(module, batch) + torch.where((batch >= 2) & (batch <= 3), math.nan, 1.0)
+
+    run = Run(toy(loss), 8, max_skipped_steps=3)
+    assert run.progress[-1].step == 8
+    assert sum(run.shown("skipped_steps")) == 2
+    assert run.bad_batches == []
 
 
 def test_decay_spares_biases_and_new_weights_learn_faster():
     """Without gradients only weight decay moves anything: by 1 - rate · decay a step."""
-    run = Run(ToyTask(zero), 1, learning_rate=0.2, weight_decay=0.1, new_weights_factor=5.0,
-              warmup_share=0.0, schedule="constant")  # fmt: skip
+    run = Run(toy(zero), 1, learning_rate=0.2, weight_decay=0.1, new_weights_factor=5.0,
+              warmup_steps=0, schedule="constant")  # fmt: skip
     rate = run.progress[0].metrics["learning_rate"]
     assert run.weights["matrix"][0, 0].item() == pytest.approx(1 - rate * 0.1)
     assert run.weights["new"][0, 0].item() == pytest.approx(1 - 5 * rate * 0.1)
@@ -403,7 +476,7 @@ def test_gradients_are_clipped_and_their_norm_is_shown():
     def loss(module, batch):
         return zero(module, batch) + (module.matrix.sum() * torch.where(batch == 0, 1e3, 1e-2))
 
-    run = Run(ToyTask(loss), 2, optimizer="adamax", betas=(0.0, 0.5), weight_decay=0.0,
+    run = Run(toy(loss), 2, optimizer="adamax", betas=(0.0, 0.5), weight_decay=0.0,
               max_gradient_norm=1e-3, learning_rate=0.1)  # fmt: skip
     assert run.shown("gradient_norm") == pytest.approx([2e3, 2e-2], rel=1e-4)
     # Both clipped to the same size, so both steps are full ones.
@@ -417,42 +490,42 @@ def shares(steps, **config):
 
 @pytest.mark.parametrize("schedule", ["linear", "inverse_sqrt", "constant"])
 @pytest.mark.parametrize("steps", [1, 2, 10, 1000])
-@pytest.mark.parametrize("warmup_share", [0.0, 0.1, 0.5])
-def test_rates_rise_then_fall_and_stay_between_0_and_the_peak(schedule, steps, warmup_share):
-    rates = shares(steps, schedule=schedule, warmup_share=warmup_share)
+@pytest.mark.parametrize("warmup_steps", [0.0, 0.1, 0.5])
+def test_rates_rise_then_fall_and_stay_between_0_and_the_peak(schedule, steps, warmup_steps):
+    rates = shares(steps, schedule=schedule, warmup_steps=warmup_steps)
     assert all(0 < rate <= 1 for rate in rates)
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1])
     assert rates[top:] == sorted(rates[top:], reverse=True)
-    assert top <= warmup_share * steps + 1
-    assert max(rates) > 0.9 or warmup_share * steps < 10
+    assert top <= warmup_steps * steps + 1
+    assert max(rates) > 0.9 or warmup_steps * steps < 10
 
 
 def test_warmup_is_linear():
-    rates = shares(1000, warmup_share=0.2)
+    rates = shares(1000, warmup_steps=0.2)
     assert rates[99] == pytest.approx(0.5, abs=0.01)
     assert {round(rates[step + 1] - rates[step], 12) for step in range(199)} == {round(1 / 201, 12)}
 
 
 def test_linear_falls_by_equal_steps_to_nothing():
-    rates = shares(1000, warmup_share=0.2, schedule="linear")
+    rates = shares(1000, warmup_steps=0.2, schedule="linear")
     assert rates[600] == pytest.approx(0.5, abs=0.01)
     assert rates[-1] < 0.002
     assert {round(rates[s] - rates[s + 1], 9) for s in range(200, 999)} == {round(1 / 801, 9)}
 
 
 def test_inverse_sqrt_halves_at_four_times_the_warmup():
-    rates = shares(1000, warmup_share=0.1, schedule="inverse_sqrt")
+    rates = shares(1000, warmup_steps=0.1, schedule="inverse_sqrt")
     assert rates[399] == pytest.approx(0.5)
     assert rates[899] == pytest.approx(1 / 3)
 
 
 def test_constant_stays_at_the_peak():
-    assert set(shares(1000, warmup_share=0.1, schedule="constant")[100:]) == {1.0}
+    assert set(shares(1000, warmup_steps=0.1, schedule="constant")[100:]) == {1.0}
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("learning_rate", 0.0), ("warmup_share", 1.0), ("warmup_share", -0.1),
+    ("learning_rate", 0.0), ("warmup_steps", 1.5), ("warmup_steps", -0.1),
     ("new_weights_factor", 0.0), ("max_gradient_norm", 0.0), ("checkpoint_every_steps", 0),
     ("log_every_steps", 0), ("checkpoint_every_minutes", -1.0), ("plateau_decay", 0.0),
     ("plateau_decay", 1.0), ("validate_every_epochs", -0.5), ("stop_after_validations", -1),

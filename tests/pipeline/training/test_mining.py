@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.training import mining
-from pipeline.training.batches import Rows
+from pipeline.training.batches import PLACE, Epoch, Rows
 from pipeline.training.examples import DualCollator
 from pipeline.training.mining import COLUMNS, Miner, Mining
 
@@ -21,7 +26,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
     monkeypatch.setattr(mining, "_CONTEXTS_AT_ONCE", 16)
     monkeypatch.setattr(mining, "_LOGITS_AT_ONCE", 16 * 4 * 10)  # ten columns at once
 
@@ -60,13 +65,73 @@ def test_the_nearest_below_the_limit_are_found(tiny, corpus, architecture, limit
         if right > 0:
             most = min(most, right * limits["max_share"])
         wanted = sorted((text for text in scores if scores[text] <= most), key=lambda t: -scores[t])
-        mined = found.of(f"e{number}")
+        mined = found.of(number)
         assert [scores[text] for text in mined] == pytest.approx(
             [scores[text] for text in wanted[:4]], abs=1e-4
         )
         assert row["response"] not in mined
         sizes.add(len(mined))
     assert max(sizes) == 4
+
+
+LAYOUTS = ((90, 90), (90, 7), (20, 20), (13, 4))  # rows of a file, of a row group
+
+
+@pytest.fixture(scope="module")
+def layouts(tiny):
+    return {
+        layout: tiny.corpus(ROWS, rows_per_file=layout[0], rows_per_group=layout[1])
+        for layout in LAYOUTS
+    }
+
+
+@pytest.mark.parametrize("responses", [2, 9, 30, 90])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_found_is_what_a_search_with_everything_in_memory_finds(
+    tiny, layouts, layout, responses
+):
+    """In numpy, with all vectors of contexts and responses at once."""
+    ranker = tiny.ranker(architecture="bi")
+    found = miner(layouts[layout], ranker, responses=responses, top_k=5, max_share=0.9)
+    found()
+    found()
+    drawn = np.random.default_rng([3, 2]).choice(90, responses, replace=False)
+    pool = sorted({ROWS[place]["response"] for place in drawn})
+    vectors, _ = inference.context_vectors(ranker, [row["context"] for row in ROWS])
+    contexts_ND = vectors[:, 0].numpy()
+    rights_ND = inference.candidate_vectors(ranker, [row["response"] for row in ROWS]).numpy()
+    pool_PD = inference.candidate_vectors(ranker, pool).numpy()
+    right_N1 = (contexts_ND * rights_ND).sum(axis=1, keepdims=True)
+    most_N1 = np.where(right_N1 > 0, np.minimum(right_N1, right_N1 * np.float32(0.9)), right_N1)
+    scores_NP = contexts_ND @ pool_PD.T
+    same_NP = np.array([[text == row["response"] for text in pool] for row in ROWS])
+    allowed_NP = (scores_NP <= most_N1) & ~same_NP
+    order_NP = np.argsort(np.where(allowed_NP, -scores_NP, np.inf), axis=1)[:, :5]
+    expected = [[pool[place] for place in order if allowed[place]]
+                for order, allowed in zip(order_NP, allowed_NP, strict=True)]  # fmt: skip
+    assert [found.of(place) for place in range(90)] == expected
+    assert any(expected)
+
+
+def test_texts_are_read_by_row_groups_and_only_when_they_are_needed(tiny, layouts, monkeypatch):
+    """Every rank, and the driver, used to hold all of train's texts from the start."""
+    reads = []
+    read = Epoch.read
+    monkeypatch.setattr(
+        Epoch,
+        "read",
+        lambda epoch, *rows: reads.append((epoch.columns, *rows)) or read(epoch, *rows),
+    )
+    found = miner(layouts[13, 4], tiny.ranker(architecture="bi"), responses=4)
+    assert not reads
+    found()
+    assert max(stop - start for _, start, stop in reads) == 4
+    whole = [rows for columns, *rows in reads if "context" in columns]
+    assert [start for start, _ in whole] == [0, *(stop for _, stop in whole[:-1])]
+    assert whole[-1][1] == 90
+    drawn = [rows for columns, *rows in reads if columns == ("response",)]
+    assert len(reads) == len(whole) + len(drawn)
+    assert len(drawn) <= 4  # row groups, for four responses
 
 
 def test_a_pool_is_part_of_the_responses_another_each_time(tiny, corpus):
@@ -76,8 +141,8 @@ def test_a_pool_is_part_of_the_responses_another_each_time(tiny, corpus):
     for _ in range(2):
         one()
         two()
-        mined = [one.of(f"e{n}") for n in range(90)]
-        assert mined == [two.of(f"e{n}") for n in range(90)]
+        mined = [one.of(n) for n in range(90)]
+        assert mined == [two.of(n) for n in range(90)]
         seen.append({text for texts in mined for text in texts})
         assert len(seen[-1]) <= 9
     assert seen[0] != seen[1]
@@ -87,25 +152,28 @@ def test_before_the_first_time_there_are_none_and_a_state_brings_all_back(tiny, 
     ranker = tiny.ranker(architecture="bi")
     first, again = (miner(corpus, ranker, responses=20) for _ in range(2))
     again.load(first.state())
-    assert first.of("e0") == again.of("e0") == []
+    assert first.of(0) == again.of(0) == []
     first()
     again.load(first.state())
-    mined = [first.of(f"e{n}") for n in range(90)]
+    mined = [first.of(n) for n in range(90)]
     assert any(mined)
-    assert [again.of(f"e{n}") for n in range(90)] == mined
+    assert [again.of(n) for n in range(90)] == mined
+    first()
+    again()
+    assert [again.of(n) for n in range(90)] == [first.of(n) for n in range(90)] != mined
 
 
 def test_batches_take_what_is_mined_and_fill_up(tiny, corpus):
     ranker = tiny.ranker(architecture="bi")
-    mined = {f"e{n}": [f"w{100 + n}", f"w{120 + n}"][: n % 3] for n in range(4)}
-    rows = [{**row, "example_id": f"e{n}", "candidates": ["w9"]} for n, row in enumerate(ROWS[:4])]
+    mined = {70 + n: [f"w{100 + n}", f"w{120 + n}"][: n % 3] for n in range(4)}
+    rows = [{**row, PLACE: 70 + n, "candidates": ["w9"]} for n, row in enumerate(ROWS[:4])]
     collator = DualCollator(ranker, 2, mined=mined.__getitem__)
-    assert "candidates" not in collator.columns and "example_id" in collator.columns
+    assert "candidates" not in collator.columns and PLACE in collator.columns
     generator = torch.Generator().manual_seed(0)
     items = collator.prepare(rows, generator)
     for item, row in zip(items, rows, strict=True):
         wrong = [one.text for one in item.candidates[1:]]
-        assert len(wrong) == 2 and set(mined[row["example_id"]]) <= set(wrong)
+        assert len(wrong) == 2 and set(mined[row[PLACE]]) <= set(wrong)
 
 
 @pytest.mark.parametrize(("name", "value"), [
@@ -117,3 +185,58 @@ def test_settings_out_of_range_are_refused_by_name(name, value):
         BadInput, match=rf"finetune\.mine\.{name}: {value} is not allowed; allowed: "
     ):
         Mining(**{name: value})
+
+
+MEASURE = """
+import json, sys
+from unittest.mock import patch
+import torch
+from pipeline.artifact import Artifact
+from pipeline.models import inference
+from pipeline.training.batches import Rows
+from pipeline.training.mining import COLUMNS, Miner, Mining
+
+class Ranker:
+    device = torch.device("cpu")
+    dimensions = 2
+    dual = property(lambda self: self)
+    def eval(self):
+        pass
+    def scores(self, vectors_BMD, mask_BM, candidates):
+        return torch.arange(candidates.shape[-2]).float().expand(len(vectors_BMD), -1)
+
+def candidates(ranker, texts):
+    return torch.zeros(len(texts), 2)
+def contexts(ranker, texts):
+    return torch.zeros(len(texts), 1, 2), torch.ones(len(texts), 1, dtype=torch.bool)
+def kib(name):
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return int(line.split()[1])
+def mine(path):
+    rows = Rows.of(Artifact(**json.load(open(path))), "train", COLUMNS, 0, 1, 0)
+    miner = Miner(Ranker(), rows, Mining(responses=50), 1, 0, 1)
+    miner()
+    assert len(miner.state()["found"]) == len(rows)
+
+with patch.object(inference, "candidate_vectors", candidates), \\
+        patch.object(inference, "context_vectors", contexts):
+    mine(sys.argv[1])  # imports and buffers
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts again
+    before = kib("VmRSS")
+    mine(sys.argv[2])
+    print(kib("VmHWM") - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_split(tiny, tmp_path):
+    """5,000 rows with 80 MB of texts, in row groups of 4 MB; MiB above what 250 rows need, 13 measured."""
+    text = "a" * 8_000
+    for count in (250, 5_000):
+        rows = [{"context": [f"{n} {text}"], "response": f"{n} {text}"} for n in range(count)]
+        corpus = tiny.corpus(rows, rows_per_group=250)
+        saved = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
+        (tmp_path / f"{count}.json").write_text(saved)
+    paths = [str(tmp_path / f"{count}.json") for count in (250, 5_000)]
+    command = [sys.executable, "-c", MEASURE, *paths]
+    peak = int(subprocess.run(command, check=True, capture_output=True).stdout) / 1024
+    assert peak < 40

@@ -13,7 +13,7 @@ from pipeline.training.validation import Validation
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
 
 
 def asked_with(counts) -> list[Question]:
@@ -42,12 +42,12 @@ def test_r1_and_loss_are_those_of_the_scores(tiny, architecture):
         losses.append(np.log(np.exp(row - row[question.label]).sum()))
     asked = Questions.of(listed)
     found = Validation(ranker.train(), asked, 0, 1)()
-    assert found.r1 == pytest.approx(np.mean(hits))
-    assert found.loss == pytest.approx(np.mean(losses), rel=1e-4)
+    assert found.metrics["r1"] == pytest.approx(np.mean(hits))
+    assert found.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     parts = [Validation(ranker, asked, rank, 2)() for rank in (0, 1)]
-    whole = sum(part.r1 * size for part, size in zip(parts, (6, 5), strict=True)) / 11
-    assert whole == pytest.approx(found.r1)
-    assert 0 < found.r1 < 1 or architecture != "poly"
+    whole = sum(part.metrics["r1"] * size for part, size in zip(parts, (6, 5), strict=True)) / 11
+    assert whole == pytest.approx(found.metrics["r1"])
+    assert 0 < found.metrics["r1"] < 1 or architecture != "poly"
 
 
 def test_a_ranker_that_scores_all_alike_earns_nothing(tiny):
@@ -55,7 +55,7 @@ def test_a_ranker_that_scores_all_alike_earns_nothing(tiny):
     with torch.no_grad():
         ranker.cross.score.weight.zero_()
     asked = Questions.of([Question("e", ["w1"], ["w2", "w3"], 0)])
-    assert Validation(ranker, asked, 0, 1)().r1 == 0
+    assert Validation(ranker, asked, 0, 1)().metrics["r1"] == 0
 
 
 def test_each_candidate_text_is_encoded_once_for_all_questions(tiny, monkeypatch):

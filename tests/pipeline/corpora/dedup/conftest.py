@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import shards
-from pipeline.artifact import Artifact, draft, sum_counts
+from pipeline.artifact import Artifact, draft
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.records import sum_counts
 
 Row = dict[str, Any]
 
@@ -52,11 +53,11 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     """
     names = itertools.count()
 
-    def run_tasks(draft, tasks, work, label):
-        done = draft.records()
+    def run_tasks(draft, tasks, work, label, kind):
+        done = draft.marks()
         for name in [name for name in tasks if name not in done]:
             draft.mark(name, work(draft, name, tasks[name]))
-        return [draft.records()[name] for name in tasks]
+        return [draft.marks().record(name, kind) for name in tasks]
 
     def same(value):
         return value
@@ -74,8 +75,9 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         records = dedup.clean(
             out, corpus, list(sets), options or Options(), sharing or decontaminate.Options()
         )
-        counts, dropped = sum_counts(records, "counts"), sum_counts(records, "dropped")
-        files = [file for record in records for file in record.get("files", ())]
+        counts = sum_counts(record.counts for record in records)
+        dropped = sum_counts(record.dropped for record in records)
+        files = [file for record in records for file in record.files]
         made = out.publish(files, counts, dropped)
         rows = [row for file in made.files(suffix=".parquet") for row in read(file)]
         assert counts["records"] == corpus.rows()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +14,21 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline.artifact import Artifact, draft, sum_counts
+from pipeline.artifact import Artifact, draft
 from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
+from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import External
-from pipeline.models.transformer import use_bf16
+from pipeline.records import sum_counts
 from pipeline.retrieval.pools import build, embed
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.shards import Actors
 
-PRECISION = inference.resolve("auto", torch.device("cpu"))
+PRECISION = resolve_precision("auto", torch.device("cpu"))
 RECORDS = [{"id": n, "text": f"text {n}"} for n in range(7)]
 
 
@@ -58,11 +60,12 @@ def make(actors_in_process, model, tmp_path):
         source = External(str(model), "")
         records = embed.embed(out, prepared, source, settings, gate, reading, Actors())
         records = [prepared, *records]
-        counts, dropped = (sum_counts(records, name) for name in ("counts", "dropped"))
-        entries = [entry for record in records[1:] for entry in record["files"]]
-        checks = [record["check"] for record in records[1:]]
-        shards = zip(embed.plan_of(prepared).shards, records[1:], strict=True)
-        good = [name for name, record in shards if record["files"]]
+        counts = sum_counts(record.counts for record in records)
+        dropped = sum_counts(record.dropped for record in records)
+        entries = [entry for record in records[1:] for entry in record.files]
+        checks = [asdict(record.check) for record in records[1:]]
+        shards = zip(prepared.plan.shards, records[1:], strict=True)
+        good = [name for name, record in shards if record.files]
         more, statistics = build.index(out, good, 16)
         facts = {
             "dimensions": 16,
@@ -269,9 +272,9 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
     settings = (EmbedConfig(rows_per_shard=2), GateConfig(), Reading())
     prepared = embed.prepare(out, [str(file)], *settings, None, False, PRECISION)
     actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, previous="", top_k=10, sample=8,
-                            canaries=prepared["canaries"]["contexts"])  # fmt: skip
+                            canaries=prepared.canaries)  # fmt: skip
     for task in ("part-00000", "part-00002"):  # as a killed run leaves them
-        out.mark(task, actor(out, task, embed.plan_of(prepared).shards[task]))
+        out.mark(task, actor(out, task, prepared.plan.shards[task]))
     file.write_text("read no more")  # the plan is there
 
     actors_in_process.clear()

@@ -13,11 +13,11 @@ import torch
 from pipeline.artifact import Draft, draft
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
+from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.models.transformer import use_bf16
 from pipeline.retrieval.pools import candidates, embedder, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
-from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.retrieval.pools.embed import EmbedConfig, EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
 
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
@@ -72,11 +72,11 @@ class Shard:
         file = folder / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": f"id {t}", "text": t}) + "\n" for t in texts))
         record = candidates._stage(out, "file-00000", str(file), ("id", "text"), 1000, Reading())
-        parts = [tuple(part) for part in record["parts"]]
+        parts = [tuple(part) for part in record.parts]
         (self.slices,) = plan.make(out, parts, before, 1000, 0, []).shards.values()
         self.out = out
 
-    def make(self, model: Path, **settings) -> dict:
+    def make(self, model: Path, **settings) -> EmbedRecord:
         known = {"batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0}
         return Embedder(model, **{**known, **settings})(self.out, "part-00000", self.slices)
 
@@ -113,8 +113,8 @@ def test_known_texts_are_copied_from_their_places_and_only_the_others_go_through
     known = {TEXTS[5]: 2.0, TEXTS[2]: 3.0, TEXTS[7]: 5.0}
     assert before.places == [1, 2, 4]
     assert tokenised == [text for text in TEXTS if text not in known]
-    assert record["embedded"]["rows"] == 9
-    assert record["counts"] == {"candidates": 12, "shards": 1}
+    assert record.rows_embedded == 9
+    assert record.counts == {"candidates": 12, "shards": 1}
     for text in TEXTS:
         if text in known:
             assert written[text].tolist() == [known[text]] * 16
@@ -125,7 +125,7 @@ def test_known_texts_are_copied_from_their_places_and_only_the_others_go_through
 
 def test_where_the_vectors_would_be_others_nothing_is_copied(shard, model, tokenised, written):
     before = Before(TEXTS)
-    assert shard(TEXTS, before).make(model)["embedded"]["rows"] == 12
+    assert shard(TEXTS, before).make(model).rows_embedded == 12
     assert before.places == []
     assert tokenised == TEXTS
 
@@ -135,7 +135,7 @@ def test_a_text_whose_hash_is_the_same_by_half_only_is_embedded(
 ):
     monkeypatch.setattr(candidates, "text_key", lambda value: 7)
     record = shard(TEXTS[:1], Before(["another"])).make(model, previous="there")
-    assert record["embedded"]["rows"] == 1
+    assert record.rows_embedded == 1
     assert tokenised == TEXTS[:1]
 
 
@@ -181,9 +181,9 @@ def test_poisoned_rows_are_set_aside_by_reason_and_the_others_stay(
     poisoned([TEXTS[0], TEXTS[4]], [TEXTS[9]])
     work = shard(TEXTS)
     record = work.make(model)
-    assert record["counts"] == {"candidates": 9, "shards": 1}
+    assert record.counts == {"candidates": 9, "shards": 1}
     reasons = {"text has no tokens": 2, "vector is not finite": 1}
-    assert record["dropped"] == record["malformed"] == reasons
+    assert record.dropped == record.malformed == reasons
     assert list(written) == [t for t in TEXTS if t not in (TEXTS[0], TEXTS[4], TEXTS[9])]
     lines = Path(work.out.path("rejected", "part-00000.jsonl")).read_text().splitlines()
     assert [json.loads(line)["text"] for line in lines] == [
@@ -195,24 +195,24 @@ def test_a_shard_of_nothing_but_poison_is_no_shard(shard, model, poisoned):
     poisoned(TEXTS[:2], TEXTS[2:3])
     work = shard(TEXTS[:3])
     record = work.make(model, canaries=[["hi"]], sample=2)
-    assert (record["counts"], record["files"], record["check"]) == (
+    assert (record.counts, record.files, record.check) == (
         {"candidates": 0, "shards": 0}, [], None,
     )  # fmt: skip
     assert not Path(work.out.path("vectors")).exists()
 
 
 def test_the_gate_is_told_of_rows_that_are_not_what_the_model_makes(shard, model, written):
-    good = shard(TEXTS).make(model, sample=12)["check"]
-    assert good["cosine"] > 0.999
-    assert good["dimensions"] == 16
+    good = shard(TEXTS).make(model, sample=12).check
+    assert good.cosine > 0.999
+    assert good.dimensions == 16
     norms = [np.linalg.norm(vector) for vector in written.values()]
-    np.testing.assert_allclose(good["norms"], [min(norms), np.mean(norms), max(norms)], rtol=1e-5)
+    np.testing.assert_allclose(good.norms, [min(norms), np.mean(norms), max(norms)], rtol=1e-5)
 
 
 def test_a_wrong_copy_is_noticed(shard, model, written):
     before = Before(TEXTS[:3])
-    check = shard(TEXTS, before).make(model, previous="there", sample=12)["check"]
-    assert check["cosine"] < 0.9
+    check = shard(TEXTS, before).make(model, previous="there", sample=12).check
+    assert check.cosine < 0.9
 
 
 def test_answers_to_canaries_are_the_best_of_the_shard_and_of_its_known_texts(
@@ -221,16 +221,16 @@ def test_answers_to_canaries_are_the_best_of_the_shard_and_of_its_known_texts(
     monkeypatch.setattr(embedder, "_SCORED_ROWS", 5)
     contexts = [["text 3"], ["long ago", "another turn"]]
     before = Before(TEXTS[6:])
-    check = shard(TEXTS, before).make(model, canaries=contexts, top_k=4)["check"]
+    check = shard(TEXTS, before).make(model, canaries=contexts, top_k=4).check
     vectors, mask = inference.context_vectors(ranker, contexts)
     all_vectors = torch.from_numpy(np.stack([written[text] for text in TEXTS]))
     with torch.inference_mode():
         scores = ranker.dual.scores(vectors, mask, all_vectors)
-    for name, texts, found in (
-        ("answers", TEXTS, scores),
-        ("known_answers", TEXTS[6:], scores[:, 6:]),
+    for given, texts, found in (
+        (check.answers, TEXTS, scores),
+        (check.known_answers, TEXTS[6:], scores[:, 6:]),
     ):
-        for answers, row in zip(check[name], found, strict=True):
+        for answers, row in zip(given, found, strict=True):
             best = sorted(zip(row.tolist(), texts, strict=True), reverse=True)[:4]
             assert [key for _, key in answers] == [content_hash(text)[:16] for _, text in best]
             np.testing.assert_allclose([s for s, _ in answers], [s for s, _ in best], rtol=0.02)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config import BadInput, Stopped
 from pipeline.retrieval.pools import gate
-from pipeline.retrieval.pools.gate import GateConfig
+from pipeline.retrieval.pools.gate import GateConfig, ShardCheck
 
 KIND = "poly, 8 dimensions"
 CONTEXTS = [["how are you ?"], ["hi", "hello"]]
@@ -18,8 +18,8 @@ def record(**changes):
     """A shard's, as `embedder` makes it."""
     answers = changes.pop("answers", [[(0.9, "a")], [(0.8, "b")]])
     known = changes.pop("known_answers", answers)
-    good = {"dimensions": 8, "norms": [0.5, 1.0, 2.0], "cosine": 0.9999}
-    return {**good, "answers": answers, "known_answers": known, **changes}
+    good = {"dimensions": 8, "norms": (0.5, 1.0, 2.0), "cosine": 0.9999}
+    return ShardCheck(**{**good, "answers": answers, "known_answers": known, **changes})
 
 
 def before(*answers, kind=KIND, contexts=CONTEXTS):

@@ -75,7 +75,7 @@ class Maker:
         file = folder / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in rows))
         record = candidates._stage(out, "file-00000", str(file), ("id", "text"), 1000, Reading())
-        return out, [tuple(part) for part in record["parts"]]
+        return out, [tuple(part) for part in record.parts]
 
     def __call__(
         self, rows: Rows, previous: Rows = (), rows_per_shard=1000, texts=0, hashes=()

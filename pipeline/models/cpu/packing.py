@@ -8,8 +8,6 @@ only attention sees them text by text, padded in groups of similar lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Padded tokens of a group: what suits a core's cache, and what fills a GPU.
-_CPU_TOKENS, _GPU_TOKENS = 2_048, 65_536
+from pipeline.models.transformer import first_position
+
+# Models known to take positions for a token from `position_ids` alone.
+_PACKED = ("bert", "roberta", "xlm-roberta", "electra", "modernbert")
+# Padded tokens of a group: what suits a core's cache.
+_GROUP_TOKENS = 2_048
 # Rows of any length leave holes in glibc's memory that no later row fits: they have a multiple of 64
 # tokens, or of a sixteenth of themselves, rounded down to a power of two. (All-MiniLM, 16
 # examples a step, one run each: 1,500 MiB at most and 1,406 after 40 steps; multiples of 512, a twentieth
@@ -39,6 +41,8 @@ class _Group:
 class Packing:
     """The N tokens of B texts, shortest text first, as one row of R: N and some spare ones."""
 
+    shape: tuple[int, int]
+    """B, T"""
     place_N: Tensor
     """Where each token stands in [B · T]."""
     position_R: Tensor
@@ -55,7 +59,7 @@ class Packing:
         return len(self.position_R) - len(self.place_N)
 
     @classmethod
-    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> Packing:
+    def of(cls, lengths: Sequence[int], width: int) -> Packing:
         """For a batch [B, T] of texts with so many tokens, padded at the right to T = `width`."""
         length_B = torch.tensor(lengths)
         order_B = length_B.argsort(stable=True)
@@ -63,17 +67,13 @@ class Packing:
         end_B = length_B.cumsum(0)
         position_N = torch.arange(int(end_B[-1])) - (end_B - length_B).repeat_interleave(length_B)
         place_N = (order_B * width).repeat_interleave(length_B) + position_N
-        budget = _GPU_TOKENS if device.type == "cuda" else _CPU_TOKENS
         groups, grouped, done, tokens = [], [], 0, 0
-        for texts in _cut(length_B.tolist(), budget):
+        for texts in _cut(length_B.tolist(), _GROUP_TOKENS):
             own_B = length_B[done : done + texts]
             longest = int(own_B[-1])
             mask = None if own_B[0] == longest else torch.arange(longest) < own_B[:, None]
             grouped.append(tokens + torch.arange(texts) * longest)
-            groups.append(_Group(
-                texts, longest,
-                None if mask is None else mask[:, None, None].to(device, non_blocking=True),
-            ))  # fmt: skip
+            groups.append(_Group(texts, longest, None if mask is None else mask[:, None, None]))
             done += texts
             tokens += texts * longest
         position_R = F.pad(position_N, (0, _spare(len(position_N))))
@@ -81,19 +81,16 @@ class Packing:
         grouped_R = F.pad(grouped_N, (0, len(position_R) - len(position_N)), value=tokens)
         packed_P = torch.full((tokens + 1,), len(position_N))
         packed_P[grouped_N] = torch.arange(len(position_N))
-        place_N, position_R, grouped_R, packed_P = (
-            tensor.to(device, non_blocking=True)
-            for tensor in (place_N, position_R, grouped_R, packed_P)
-        )
-        return cls(place_N, position_R, tuple(groups), grouped_R, packed_P)
+        return cls((len(lengths), width), place_N, position_R, tuple(groups), grouped_R, packed_P)
 
     def pack(self, padded_BT: Tensor) -> Tensor:
         """[B, T] → [1, R]"""
         tokens_N = padded_BT.flatten().index_select(0, self.place_N)
         return F.pad(tokens_N, (0, self.spare))[None]
 
-    def unpack(self, packed: Tensor, rows: int, width: int) -> Tensor:
+    def unpack(self, packed: Tensor) -> Tensor:
         """[1, R, D] → [B, T, D], zeros at pads."""
+        rows, width = self.shape
         tokens = packed[0, : len(self.place_N)]
         zeros = tokens.new_zeros(rows * width, tokens.shape[1])
         return zeros.index_copy(0, self.place_N, tokens).view(rows, width, -1)
@@ -143,21 +140,45 @@ class _Move(torch.autograd.Function):
         return gradients[0].index_select(0, ctx.back), None, None
 
 
-_current: ContextVar[Packing | None] = ContextVar("packing", default=None)
+def attach(hf: Any) -> None:
+    """Lets a `transformers` model whose attention takes a `packing` train without padding."""
+    layers = set(getattr(hf.config, "layer_types", None) or ["full_attention"])
+    if hf.config.model_type in _PACKED and layers == {"full_attention"}:
+        hf.register_forward_pre_hook(_pack, with_kwargs=True)
+        hf.register_forward_hook(_unpack, with_kwargs=True)
 
 
-def current() -> Packing | None:
-    """That of the row which an encoder works on; None: a padded batch."""
-    return _current.get()
+def _pack(
+    hf: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A padded batch becomes one row. In evaluation batches come sorted, and have little padding.
+
+    The packing travels as an argument that models hand on to their attention, so that layers which
+    gradient checkpointing computes again find it. A mask of four dimensions is used as it is, so none
+    is made of the row's length squared.
+    """
+    # The compiler would compile every batch's lengths anew.
+    if not hf.training or torch.compiler.is_compiling():
+        return None
+    mask_BT = kwargs["attention_mask"]
+    lengths = mask_BT.sum(dim=1).tolist()
+    if len(set(lengths)) == 1:
+        return None
+    packing = Packing.of(lengths, mask_BT.shape[1])
+    changed: dict[str, Any] = {
+        name: packing.pack(kwargs[name])
+        for name in ("input_ids", "token_type_ids")
+        if name in kwargs
+    }
+    changed["position_ids"] = packing.position_R[None] + first_position(hf)
+    changed["attention_mask"] = mask_BT.new_ones(1, 1, 1, 1)
+    return args, {**kwargs, **changed, "packing": packing}
 
 
-@contextmanager
-def using(packing: Packing) -> Iterator[None]:
-    token = _current.set(packing)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def _unpack(hf: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if "packing" in kwargs:
+        output.last_hidden_state = kwargs["packing"].unpack(output.last_hidden_state)
+    return output
 
 
 def _spare(tokens: int) -> int:

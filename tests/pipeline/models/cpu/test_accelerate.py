@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 import subprocess
 import sys
@@ -13,12 +14,23 @@ from hypothesis import given, settings
 from torch import nn
 
 from pipeline.models import cpu
+from pipeline.models.cpu import attention as cpu_attention
+from pipeline.models.cpu.dropout import Dropout, drop
+from pipeline.models.precision import use_bf16
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, Shape, set_dropout, use_bf16
+from pipeline.models.transformer import Encoder, Shape, set_dropout
+
+
+@pytest.fixture
+def encoder(plain) -> Encoder:
+    """The same weights, with the plug-in."""
+    encoder = copy.deepcopy(plain)
+    cpu.accelerate(encoder.hf)
+    return encoder
 
 
 @pytest.fixture(params=["bert", "modernbert"])
-def encoder(request) -> Encoder:
+def plain(request) -> Encoder:
     torch.manual_seed(0)
     shape = Shape(
         architecture=request.param, layers=2, width=32, heads=4, positions=32, init_std=0.2
@@ -42,19 +54,50 @@ def outputs_and_gradients(encoder, tokens):
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_attention_and_its_gradients_are_those_of_the_library(encoder, tokens, padded):
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_outputs_and_gradients_are_those_of_the_library(
+    plain, encoder, tokens, padded, implementation
+):
     if not padded:
         mask = torch.ones_like(tokens.mask_BT)
         tokens = tokens._replace(mask_BT=mask, lengths=(12, 12, 12))
-    encoder.train()
-    set_dropout(encoder, 0.0)
+    for part in (plain.train(), encoder.train()):
+        set_dropout(part, 0.0)
     assert encoder.hf.config._attn_implementation == "polyrank"
     ours, our_gradients = outputs_and_gradients(encoder, tokens)
-    encoder.hf.set_attn_implementation("eager")
-    theirs, their_gradients = outputs_and_gradients(encoder, tokens)
+    plain.hf.set_attn_implementation(implementation)
+    theirs, their_gradients = outputs_and_gradients(plain, tokens)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for name, gradient in their_gradients.items():
         torch.testing.assert_close(our_gradients[name], gradient, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_an_encoder_is_the_librarys_own_until_it_is_accelerated(plain):
+    assert plain.hf.config._attn_implementation == "sdpa"
+    assert not any(type(part).__module__.startswith("pipeline") for part in plain.hf.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in plain.modules())
+
+
+def test_to_accelerate_twice_is_to_accelerate_once(encoder, tokens):
+    encoder.train()
+    set_dropout(encoder, 0.0)
+    once = encoder(tokens)
+    cpu.accelerate(encoder.hf)
+    assert torch.equal(encoder(tokens), once)
+    assert len(encoder.hf._forward_pre_hooks) == 1
+
+
+def test_layers_that_are_computed_again_have_the_same_gradients(encoder, tokens):
+    """Those of the packed row, with the same numbers dropped."""
+    found = []
+    for recompute in (False, True):
+        if recompute:
+            encoder.recompute_layers()
+        torch.manual_seed(0)
+        found.append(outputs_and_gradients(encoder.train(), tokens))
+    assert torch.equal(found[0][0], found[1][0])
+    for name, gradient in found[0][1].items():
+        assert torch.equal(found[1][1][name], gradient), name
 
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.sampled_from([4, 8]))
@@ -83,9 +126,9 @@ def test_attention_without_dropout_is_the_formula_in_float64(size, seed, at_once
     if not masked:
         mask, added = torch.ones_like(mask), None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_WEIGHTS_AT_ONCE", at_once)
+        patch.setattr(cpu_attention, "_WEIGHTS_AT_ONCE", at_once)
         out, found = with_gradients(
-            lambda q, k, v: cpu._Attention.apply(q, k, v, added, 0.3), (q, k, v), d_out
+            lambda q, k, v: cpu_attention._Attention.apply(q, k, v, added, 0.3), (q, k, v), d_out
         )
     doubles = [tensor.double() for tensor in (q, k, v)]
     wanted_out, wanted = with_gradients(
@@ -107,7 +150,7 @@ def test_attention_in_training_is_as_exact_as_its_numbers(dtype, scale):
     module.is_causal = False
 
     def ours(q, k, v):
-        out, _ = cpu._attention(module, q, k, v, mask, scaling=scale)
+        out, _ = cpu_attention.attention(module, q, k, v, mask, scaling=scale)
         return out.transpose(1, 2)
 
     out, found = with_gradients(ours, (q, k, v), d_out)
@@ -128,7 +171,7 @@ def test_it_is_not_what_a_saved_model_says(encoder, tmp_path):
 def test_a_dropped_share_is_zero_and_the_rest_makes_up_for_it():
     values = torch.ones(1000, 333, requires_grad=True)
     torch.manual_seed(0)
-    dropped = cpu._drop(values, 0.1)
+    dropped = drop(values, 0.1)
     assert (dropped == 0).float().mean().item() == pytest.approx(0.1, abs=0.003)
     assert dropped[dropped > 0].unique().tolist() == pytest.approx([1 / 0.9], rel=1e-4)
     assert dropped.mean().item() == pytest.approx(1, abs=0.003)
@@ -155,7 +198,7 @@ def test_nothing_is_dropped_in_evaluation(encoder, tokens):
     set_dropout(encoder, 0.5)
     encoder.eval()
     assert torch.equal(encoder(tokens), encoder(tokens))
-    assert any(isinstance(part, nn.Dropout) for part in encoder.modules())
+    assert any(isinstance(part, Dropout) for part in encoder.modules())
     with torch.inference_mode():
         torch.testing.assert_close(encoder(tokens), encoder(tokens))
 

@@ -1,89 +1,30 @@
-"""What is slow on CPUs: attention and dropout in training, memory that it does not use, weights in inference.
+"""Attention of a model that trains on a CPU.
 
 The fused attention knows no dropout on CPUs, and in bf16 its way back takes half of a step; plain products
 of matrices run on the matrix units (64 texts of 160 tokens, 12 heads of 32: 52 ms, not 175; in float32
-the fused one stays: 44 ms, not 68). A Bernoulli draw costs 10 ns; here one of the generator's 64-bit
-numbers makes four of them. Of all-MiniLM's step with dropout (64 contexts of 188 tokens, a core with AMX)
-9.0 s became 5.5 s, of one without (140 tokens) 3.2 s became 2.0 s. A product lays its weights out for the
-matrix units each time; laid out once, with GELU in the product, all-MiniLM in bf16 takes a fifth less time.
+the fused one stays: 44 ms, not 68).
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
-from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.activations import GELUActivation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from pipeline.models import packing
+from pipeline.models.cpu.dropout import drop
+from pipeline.models.cpu.packing import Packing
 
-_NAME = "polyrank"
+NAME = "polyrank"
+"""Of the implementation, in `transformers`' register."""
 # Weights of attention made again at once, in bf16: what two cores' caches hold.
 _WEIGHTS_AT_ONCE = 1 << 21
-# Of mallopt: M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD (without which threads unmap heaps, of 64 MiB each).
-_KEEP = {-4: 0, -1: 2**31 - 1, -2: 1 << 26}
 
 
-def speed_up(hf: Any) -> None:
-    """Changes how a `transformers` model trains on CPUs, not what it computes."""
-    if hf.config._attn_implementation == "sdpa":
-        hf.set_attn_implementation(_NAME)
-    for part in list(hf.modules()):
-        for name, child in part.named_children():
-            if type(child) is nn.Dropout:
-                setattr(part, name, _Dropout(child.p))
-
-
-def has_sped_up(hf: Any) -> bool:
-    """Whether a model's attention is the one of this module, which knows packed rows."""
-    return bool(hf.config._attn_implementation == _NAME)
-
-
-def keep_memory() -> None:
-    """Lets a process that trains keep what it frees, for its next step; glibc only.
-
-    Otherwise each tensor above 32 MiB is mapped, zeroed page by page and unmapped again: GELU of 8,000
-    tokens in float32 takes 37 ms, not 4.
-    """
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for setting, value in _KEEP.items():
-            mallopt(setting, value)
-
-
-def return_memory() -> None:
-    """Gives free memory back to the system; glibc only.
-
-    As batches are of many lengths, some blocks fit no later tensor: a worker of all-MiniLM's kept 2.9 GB
-    after 10 steps and 4.0 after 68. To be called now and then, not after each step: touching returned
-    pages again is dear (1.5 s where memory is a virtual machine's).
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def pack(hf: Any) -> None:
-    """Lays out the linear layers of a bf16 model on a CPU for inference; it can do nothing else then."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # it takes AVX-512
-        return
-    for part in list(hf.modules()):
-        activation = getattr(part, "intermediate_act_fn", None)  # behind a layer of BERT's
-        fused = isinstance(activation, GELUActivation)
-        for name, child in part.named_children():
-            if type(child) is nn.Linear:
-                setattr(part, name, _Packed(child, "gelu" if fused else "none"))
-        if fused:
-            part.intermediate_act_fn = nn.Identity()
-
-
-def _attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -91,17 +32,17 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    packing: Packing | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """[B, heads, T, d] and a mask [B, 1, 1 or T, T], false where nothing is seen → [B, T, heads, d]."""
-    packed = packing.current()
-    if packed is None:
+    if packing is None:
         return _padded(module, query, key, value, attention_mask, scaling, dropout, **more), None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return _padded(module, q, k, v, mask, scaling, dropout, **more)
 
-    return packed.attend(attend, query, key, value), None
+    return packing.attend(attend, query, key, value), None
 
 
 def _padded(
@@ -116,7 +57,7 @@ def _padded(
 ) -> Tensor:
     # Without dropout, and not in bf16, the fused attention is as fast as it gets.
     own = module.training and (dropout or query.dtype == torch.bfloat16)
-    if query.device.type != "cpu" or not own:
+    if not own:
         fused = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
         )
@@ -133,16 +74,9 @@ def _padded(
         with torch.autocast("cpu", enabled=False):
             scores = (query * scale) @ key.transpose(2, 3)
             weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
-            found = (_drop(weights, dropout) if dropout else weights) @ value
+            found = (drop(weights, dropout) if dropout else weights) @ value
     turned: Tensor = found.transpose(1, 2).contiguous()
     return turned
-
-
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    if packing.current():
-        return None
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
 
 
 class _Attention(torch.autograd.Function):
@@ -207,53 +141,5 @@ def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return scaled.view(*left.shape[:2], *scaled.shape[1:])
 
 
-class _Packed(nn.Module):
-    """activation(x Wᵀ + b), by the operators that torch's compiler uses where weights are constants."""
-
-    def __init__(self, layer: nn.Linear, activation: Literal["none", "gelu"]) -> None:
-        super().__init__()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
-        self._bias = None if layer.bias is None else layer.bias.detach()
-        self._activation = activation
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            hidden, self._weight, self._bias, self._activation, [], "none"
-        )
-        return product
-
-
-AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, _mask)
-
-
-class _Dropout(nn.Dropout):
-    def forward(self, hidden: Tensor) -> Tensor:
-        if hidden.device.type == "cpu" and self.training and self.p:
-            return _drop(hidden, self.p)
-        whole: Tensor = super().forward(hidden)
-        return whole
-
-
-def _drop(values: Tensor, share: float) -> Tensor:
-    dropped: Tensor = _Drop.apply(values, share)  # type: ignore[no-untyped-call]
-    return dropped
-
-
-class _Drop(torch.autograd.Function):
-    """Dropout whose share is a multiple of 1/65,536."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, share: float) -> Tensor:
-        parts = round(share * 65536)
-        drawn = torch.empty(math.ceil(values.numel() / 4), dtype=torch.int64).random_(
-            -(2**63), None
-        )
-        kept = (drawn.view(torch.int16)[: values.numel()] >= parts - 32768).view(values.shape)
-        ctx.kept, ctx.factor = kept, 65536 / (65536 - parts)
-        return (values * kept).mul_(ctx.factor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        dropped: Tensor = (gradients[0] * ctx.kept).mul_(ctx.factor)
-        return dropped, None
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,47 @@
+"""A corpus to token ids, once, for pre-training to read in every epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jobs import cluster, program
+from pipeline import tracking
+from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.models.tokens import Tokenizer
+from pipeline.training import tokenized_corpus
+from pipeline.training.tokenized_corpus import KIND, TokenizeConfig, Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tokenizes the train and valid splits of a corpus."""
+
+    corpus: str
+    """A corpus (of jobs.prepare_corpus)."""
+    tokenizer: str
+    """A tokenizer (of jobs.train_tokenizer), or any `transformers` directory with a tokenizer.json."""
+    output: str
+    """Folder of the tokens: train/, valid/, tokenizer/ and manifest.json."""
+    tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
+    """What is kept of each example."""
+
+
+def run(config: Config) -> program.Summary:
+    corpus = open_artifact(config.corpus, "corpus")
+    tokenized_corpus.require_train(corpus)
+    source, reference = tokenized_corpus.open_tokenizer(config.tokenizer)
+    vocabulary = Vocabulary.of(Tokenizer.load(source.local()), config.tokenizer)
+    out = draft(config.output, KIND, config, {"corpus": corpus, "tokenizer": reference})
+    if isinstance(out, Artifact):
+        return program.published(out, already_there=True)
+    with cluster.session(), tracking.start("tokenize_corpus", out) as tracked:
+        made = tokenized_corpus.tokenize(out, corpus, source, vocabulary, config.tokenize)
+        done = out.publish(
+            made.files, made.counts, made.dropped, run_id=tracked.run_id, **made.facts
+        )
+        tracking.finish(tracked, done)
+    return program.published(done, already_there=False)
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "tokenize_corpus")

@@ -1,0 +1,37 @@
+"""Exceptions of other machines, out of Ray's wrappers; and which of them a retry cannot mend."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pipeline.config import BadInput, Stopped
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+# What the same code does again with the same input. Other errors (a lost node, a full disk, a broken
+# connection, CUDA) may be a machine's fault. NotImplementedError is a RuntimeError, as CUDA's errors are.
+DETERMINISTIC = (
+    BadInput, Stopped, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+    NameError, NotImplementedError, TypeError, ValueError,
+)  # fmt: skip
+
+_WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")
+
+
+def cause_of(error: BaseException, *kinds: type[ErrorT]) -> ErrorT | None:
+    """The innermost exception of one of the `kinds` that a task or a worker raised; None: there is
+    none."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        at = waiting.pop()
+        if id(at) in seen:
+            continue
+        seen.add(id(at))
+        inner = [getattr(at, name, None) for name in _WRAPPED]
+        failures = getattr(at, "worker_failures", None)
+        inner += list(failures.values()) if isinstance(failures, dict) else []
+        # Ray makes a class that is both its own error and the cause's: the cause itself says more.
+        if isinstance(at, kinds) and not isinstance(getattr(at, "cause", None), kinds):
+            return at
+        waiting += [found for found in inner if isinstance(found, BaseException)]
+    return None

@@ -1,0 +1,34 @@
+"""What makes `transformers` models faster on CPUs: a plug-in for training, and weights for inference.
+
+`accelerate` changes a model in place and changes nothing of what it computes: outputs and gradients are
+those of the plain model within rounding; dropout draws other numbers from the same generator. Of
+all-MiniLM's step with dropout (64 contexts of 188 tokens, a core with AMX) 9.0 s became 5.5 s, of one
+without (140 tokens) 3.2 s became 2.0 s, before padding was left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from pipeline.models.cpu import attention, packing
+from pipeline.models.cpu.dropout import Dropout
+from pipeline.models.cpu.linear import pack
+from pipeline.models.cpu.memory import keep_memory, return_memory
+
+__all__ = ["accelerate", "keep_memory", "pack", "return_memory"]
+
+
+def accelerate(hf: Any) -> None:
+    """Changes how a `transformers` encoder trains on a CPU; its batches have padding at the right only.
+
+    A second call changes nothing. Architectures that `packing` does not know get padded batches.
+    """
+    for part in list(hf.modules()):
+        for name, child in part.named_children():
+            if type(child) is nn.Dropout:
+                setattr(part, name, Dropout(child.p))
+    if hf.config._attn_implementation == "sdpa":
+        hf.set_attn_implementation(attention.NAME)
+        packing.attach(hf)

@@ -1,0 +1,149 @@
+"""What a checkpoint holds: the state of a run as safetensors and JSON, so that loading it runs no code.
+
+    state.safetensors    every tensor
+    state.json           everything else; a tensor's place holds its name
+
+Weights that are sharded over ranks (FSDP2) are saved whole: another number of ranks may go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from pipeline.config import BadInput
+
+_TENSORS, _REST = "state.safetensors", "state.json"
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(value, DTensor) for value in module.parameters())
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """The whole weights by name. A collective call where they are sharded."""
+    if not is_sharded(module):
+        return module.state_dict()
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in module.state_dict().items()
+    }
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Puts whole weights in; every rank brings the same ones."""
+    if not is_sharded(module):
+        module.load_state_dict(dict(weights))
+        return
+    set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True))
+
+
+def training_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and the optimizer's moments. A collective call where they are sharded."""
+    if is_sharded(module):
+        weights, moments = get_state_dict(module, optimizer, options=_WHOLE)
+        return {"module": weights, "optimizer": moments}
+    return {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def load_training_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Puts a `training_state` back."""
+    if is_sharded(module):
+        set_state_dict(
+            module,
+            optimizer,
+            model_state_dict=dict(state["module"]),
+            optim_state_dict=dict(state["optimizer"]),
+            options=StateDictOptions(full_state_dict=True),
+        )
+        return
+    module.load_state_dict(dict(state["module"]))
+    optimizer.load_state_dict(dict(state["optimizer"]))
+
+
+def write_state(state: Mapping[str, Any], folder: Path) -> None:
+    """Writes nested dictionaries and lists of tensors, numbers, texts and None."""
+    tensors: dict[str, Tensor] = {}
+    rest = _to_json(state, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / _TENSORS)
+    (folder / _REST).write_text(json.dumps(rest), encoding="utf-8")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `write_state` wrote, on the CPU.
+
+    Raises BadInput for files that are missing or cut off.
+    """
+    try:
+        tensors = load_file(folder / _TENSORS)
+        state = _from_json(json.loads((folder / _REST).read_text(encoding="utf-8")), tensors)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise BadInput(f"{folder}: not a training state ({error})") from None
+    assert isinstance(state, dict)
+    return state
+
+
+def tensors_in(value: Any) -> Any:
+    """A batch as `write_state` takes it: dataclasses and named tuples become dictionaries."""
+    if dataclasses.is_dataclass(value):
+        return {
+            item.name: tensors_in(getattr(value, item.name)) for item in dataclasses.fields(value)
+        }
+    if hasattr(value, "_asdict"):
+        return {name: tensors_in(item) for name, item in value._asdict().items()}
+    if isinstance(value, list | tuple):
+        return [tensors_in(item) for item in value]
+    return value
+
+
+def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """JSON has no tensors, and only texts as keys: an optimizer's keys are numbers."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        # Tied weights come under two names, and safetensors stores no memory twice.
+        same = (name for name, other in tensors.items() if _is_same(value, other))
+        name = next(same, str(len(tensors)))
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"items": [[key, _to_json(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_to_json(item, tensors) for item in value]
+    return value
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.numel() > 0
+        and one.data_ptr() == other.data_ptr()
+        and (one.shape, one.dtype) == (other.shape, other.dtype)
+    )
+
+
+def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if "tensor" in value:
+            return tensors[value["tensor"]]
+        return {key: _from_json(item, tensors) for key, item in value["items"]}
+    if isinstance(value, list):
+        return [_from_json(item, tensors) for item in value]
+    return value

@@ -1,0 +1,29 @@
+"""How a model trains on several ranks: its weights are whole on every rank, or sharded over them."""
+
+from __future__ import annotations
+
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def distribute(module: nn.Module, device: torch.device, shard: bool) -> nn.Module:
+    """Moves the module and wraps it for its ranks.
+
+    Whole: DistributedDataParallel, where there are several ranks. Sharded: FSDP2, which makes new parameters
+    of the module's own, layer by layer, so that one layer at a time is whole.
+    """
+    if not shard or not dist.is_initialized():
+        wrapped: nn.Module = ray.train.torch.prepare_model(module, move_to_device=device)
+        return wrapped
+    module.to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in list(module.modules()):
+        if isinstance(part, nn.ModuleList):  # the Transformer's layers
+            for layer in part:
+                fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module

@@ -1,0 +1,100 @@
+"""How weights move: the optimizer, the learning rate of each step, and the limit on gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.training.settings import OptimizationConfig
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What a task hands to the loop, which calls the three of them at each step."""
+
+    optimizer: torch.optim.Optimizer
+    """A group's rate is `learning_rate · rate_share(step)`, times the group's "factor" if it has one."""
+    learning_rate: float
+    """The peak."""
+    rate_share: Callable[[int], float]
+    """The learning rate of a step (from 0) as a share of the peak."""
+    clip: Callable[[], Tensor]
+    """Limits the gradients in place and returns their norm before, a scalar on their device."""
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("factor", 1.0)
+
+
+def optimization(
+    config: OptimizationConfig,
+    module: nn.Module,
+    steps: int,
+    new_weights: Iterable[nn.Parameter] = (),
+) -> Optimization:
+    """What the settings say, for the parameters of `module` that are trained.
+
+    `new_weights` start at random and learn `new_weights_factor` times as fast.
+    """
+    parameters = [value for value in module.parameters() if value.requires_grad]
+
+    def clip() -> Tensor:
+        norm = nn.utils.clip_grad_norm_(parameters, config.max_gradient_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded weights
+
+    return Optimization(
+        _optimizer(config, parameters, {id(value) for value in new_weights}),
+        config.learning_rate,
+        lambda step: rate_share(step, steps, config),
+        clip,
+    )
+
+
+def warmup_of(config: OptimizationConfig, steps: int) -> int:
+    """Steps of warm-up, at least 1."""
+    share = config.warmup_steps * steps if config.warmup_steps < 1 else config.warmup_steps
+    return max(1, round(share))
+
+
+def rate_share(step: int, steps: int, config: OptimizationConfig) -> float:
+    """The learning rate of a step (from 0) of `steps` as a share of the peak."""
+    warmup = warmup_of(config, steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    final = config.final_rate_share
+    left = (steps - step) / max(1, steps - warmup + 1)  # 1 at the peak, 0 after the last step
+    if config.schedule == "linear":
+        return final + (1 - final) * left
+    if config.schedule == "cosine":
+        return final + (1 - final) * (1 - math.cos(math.pi * min(1.0, left))) / 2
+    if config.schedule == "inverse_sqrt":
+        return math.sqrt(warmup / (step + 1))
+    if config.schedule == "wsd":
+        decay = max(1, round(config.decay_share * steps))
+        return final + (1 - final) * min(1.0, (steps - step) / (decay + 1))
+    return 1.0
+
+
+def _optimizer(
+    config: OptimizationConfig, parameters: Iterable[nn.Parameter], new: set[int]
+) -> torch.optim.Optimizer:
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        decay = config.weight_decay if parameter.dim() > 1 else 0.0
+        factor = config.new_weights_factor if id(parameter) in new else 1.0
+        groups.setdefault((decay, factor), []).append(parameter)
+    listed: list[dict[str, Any]] = [
+        {"params": members, "weight_decay": decay, "factor": factor}
+        for (decay, factor), members in groups.items()
+    ]
+    common: dict[str, Any] = {"lr": config.learning_rate, "eps": config.epsilon}
+    if config.optimizer == "adadelta":
+        return torch.optim.Adadelta(listed, rho=config.betas[0], **common)
+    if config.optimizer == "adamax":
+        return torch.optim.Adamax(listed, betas=config.betas, **common)
+    return torch.optim.AdamW(listed, betas=config.betas, fused=True, **common)

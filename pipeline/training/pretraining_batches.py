@@ -1,0 +1,317 @@
+"""The batches of pre-training: the global batch of step n follows from (seed, n), on any number of workers.
+
+A run has a fixed number of lanes, and a step is one micro-batch of each. Lane s reads the s-th contiguous
+piece of each epoch's order of files and row groups, in windows of rows; the pairs of a window are shuffled,
+sorted by length, cut into micro-batches of so many tokens, and these are shuffled again. Of W workers, worker
+r serves the lanes s with s % W == r. So the micro-batches of a step, and with them the sum of their
+gradients, are the same for 1, 2 or 32 workers, and a run may go on with another number of workers.
+
+With several corpora each lane reads each of them, with a position of its own; from which one its k-th
+micro-batch comes is drawn by weight from (seed, lane, k).
+
+B pairs of a micro-batch, T tokens of its longest, N predicted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.arrays import Floats, Ints
+from pipeline.config import BadInput, require
+from pipeline.models.tokens import Tokenizer, Tokens
+from pipeline.training import utterance_pairs
+from pipeline.training.batches import ahead
+from pipeline.training.pair_windows import (
+    WindowReader,
+    WindowStream,
+    check_kept,
+    sample_valid_pairs,
+)
+from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.token_masking import (
+    Masker,
+    derived,
+    prediction_probabilities,
+    token_shares,
+    uniform,
+    word_starts,
+)
+from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
+from pipeline.training.utterance_pairs import Pairs
+
+_STEPS_AHEAD = 2
+_MIX = 1 << 20  # what a hash decides: the corpus of a micro-batch
+
+
+class LanePosition(TypedDict):
+    """The next micro-batch of a lane; JSON-ready."""
+
+    micro_batches: int
+    """How many it has given: the number of the step."""
+    corpora: list[list[int]]
+    """(epoch, window, micro-batch in it) of the next one of each corpus."""
+
+
+Cursor = dict[str, LanePosition]
+"""The positions of a worker's lanes, by the lane's number; JSON-ready."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Pairs that are computed at once, and what is to be predicted of them."""
+
+    tokens: Tokens
+    """With masks, where tokens are predicted."""
+    predicted_N: Tensor | None
+    """Places of the predicted tokens in the flattened [B·T], int64; None: this step predicts no tokens."""
+    labels_N: Tensor | None
+    """Their true ids, int64; None as `predicted_N`."""
+    is_next_B: Tensor | None
+    """bool: whether the second text is the context's own; None: this step does not ask."""
+    unswapped: int = 0
+    """Pairs that were drawn to be random and are true, because no other response was found."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens without padding."""
+        return sum(self.tokens.lengths)
+
+    @property
+    def predicted_count(self) -> int:
+        """Tokens that are predicted."""
+        return 0 if self.labels_N is None else len(self.labels_N)
+
+    @property
+    def pair_count(self) -> int:
+        """Pairs of which the next utterance is asked."""
+        return 0 if self.is_next_B is None else len(self.is_next_B)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The batch on a device; from pinned memory the copy does not wait."""
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> MicroBatch:
+        """In memory from which a copy to a GPU does not wait."""
+        return self._with(lambda tensor: tensor.pin_memory())
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        def changed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        tokens = Tokens(
+            change(self.tokens.ids_BT),
+            change(self.tokens.mask_BT),
+            self.tokens.lengths,
+            changed(self.tokens.segments_BT),
+        )
+        return MicroBatch(
+            tokens,
+            changed(self.predicted_N),
+            changed(self.labels_N),
+            changed(self.is_next_B),
+            self.unswapped,
+        )
+
+
+@dataclass(frozen=True)
+class _Collator:
+    """Pairs to a micro-batch."""
+
+    vocabulary: Vocabulary
+    masker: Masker
+    config: PretrainConfig
+
+    @classmethod
+    def of(
+        cls,
+        corpora: Sequence[TokenizedCorpus],
+        weights: Sequence[float],
+        config: PretrainConfig,
+    ) -> _Collator:
+        vocabulary = corpora[0].vocabulary
+        shares_V = token_shares(corpora, weights) if config.rare_token_alpha else None
+        starts_V = None
+        if config.whole_words:
+            starts_V = word_starts(Tokenizer.load(corpora[0].tokenizer().local()))
+        probability_V = prediction_probabilities(vocabulary, config, shares_V)
+        return cls(vocabulary, Masker(probability_V, vocabulary.mask, starts_V), config)
+
+    def micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
+        """What a step trains: an alternating run masks tokens in even steps only."""
+        objective = self.config.objective
+        masks = objective != "alternate" or step % 2 == 0
+        asks_next = objective == "joint" or (objective == "alternate" and step % 2 == 1)
+        ids_BT, lengths_B, second_B = utterance_pairs.layout(pairs, rows_B, self.vocabulary)
+        predicted_N = labels_N = None
+        if masks:
+            ids_BT, predicted_N, labels_N = self.masker.mask_pairs(
+                ids_BT, lengths_B, second_B, pairs.keys_R[rows_B]
+            )
+        places_T = np.arange(ids_BT.shape[1])
+        mask_BT = places_T < lengths_B[:, None]
+        segments_BT = (mask_BT & (places_T >= second_B[:, None])).astype(np.int64)
+        tokens = Tokens(
+            torch.from_numpy(ids_BT),
+            torch.from_numpy(mask_BT),
+            tuple(lengths_B.tolist()),
+            torch.from_numpy(segments_BT),
+        )
+        return MicroBatch(
+            tokens,
+            None if predicted_N is None else torch.from_numpy(predicted_N),
+            None if labels_N is None else torch.from_numpy(labels_N),
+            torch.from_numpy(pairs.is_next_R[rows_B]) if asks_next else None,
+            int(pairs.unswapped_R[rows_B].sum()) if asks_next else 0,
+        )
+
+
+@dataclass(frozen=True)
+class PretrainingBatches:
+    """One worker's micro-batches of each step."""
+
+    readers: tuple[WindowReader, ...]
+    shares: Floats
+    """Cumulative weights of the corpora."""
+    collator: _Collator
+    lanes: tuple[int, ...]
+    """Those of this worker."""
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        corpora: Sequence[TokenizedCorpus],
+        weights: Sequence[float],
+        config: PretrainConfig,
+        rank: int,
+        world: int,
+        seed: int,
+    ) -> PretrainingBatches:
+        """Raises BadInput for more workers than lanes, corpora of different tokenizers, weights that are
+        not positive, one for each corpus, and a corpus that is too small or cut too short."""
+        require(world <= config.lanes, "resources.workers", world,
+                f"at most {config.lanes}, the micro-batches of a step "
+                "(pretrain.batch_tokens / pretrain.micro_batch_tokens)")  # fmt: skip
+        _check(corpora, weights)
+        readers = tuple(
+            WindowReader.of(corpus, number, config, seed) for number, corpus in enumerate(corpora)
+        )
+        shares = np.cumsum(weights) / np.sum(weights)
+        lanes = tuple(range(rank, config.lanes, world))
+        return cls(readers, shares, _Collator.of(corpora, weights, config), lanes, seed)
+
+    def start(self, cursors: Sequence[Cursor] = ()) -> Generator[tuple[list[MicroBatch], Cursor]]:
+        """(the micro-batches of a step, the cursor after it) for ever, prepared in a thread of their own.
+
+        `cursors`: those of all workers of the run that saved them, of whatever number; none: from the
+        beginning. Raises BadInput where they are not of as many lanes.
+        """
+        return ahead(self._walk(self._positions(cursors)), depth=_STEPS_AHEAD)
+
+    def _positions(self, cursors: Sequence[Cursor]) -> dict[int, LanePosition]:
+        count = self.collator.config.lanes
+        beginning = LanePosition(micro_batches=0, corpora=[[0, 0, 0] for _ in self.readers])
+        saved = {int(lane): at for cursor in cursors for lane, at in cursor.items()}
+        if not saved:
+            return dict.fromkeys(self.lanes, beginning)
+        require(sorted(saved) == list(range(count)), "pretrain.micro_batch_tokens",
+                f"{count} micro-batches in a step",
+                f"the {len(saved)} of the checkpoint, which does not fit")  # fmt: skip
+        require(len({at["micro_batches"] for at in saved.values()}) == 1, "cursors",
+                "of several steps", "those that all workers saved after one step")  # fmt: skip
+        for position in saved.values():
+            require(len(position["corpora"]) == len(self.readers), "corpora", len(self.readers),
+                    f"the {len(position['corpora'])} of the checkpoint")  # fmt: skip
+        return {lane: saved[lane] for lane in self.lanes}
+
+    def _walk(
+        self, positions: dict[int, LanePosition]
+    ) -> Iterator[tuple[list[MicroBatch], Cursor]]:
+        threads = ThreadPoolExecutor(1, thread_name_prefix="windows")
+        try:
+            streams = {
+                lane: [
+                    WindowStream(reader, lane, at, threads)
+                    for reader, at in zip(self.readers, position["corpora"], strict=True)
+                ]
+                for lane, position in positions.items()
+            }
+            step = next(iter(positions.values()))["micro_batches"]
+            while True:
+                batches = [
+                    self._micro_batch(*streams[lane][self._corpus(lane, step)].next(), step)
+                    for lane in self.lanes
+                ]
+                step += 1
+                cursor = {
+                    str(lane): LanePosition(
+                        micro_batches=step, corpora=[stream.position for stream in streams[lane]]
+                    )
+                    for lane in self.lanes
+                }
+                yield batches, cursor
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _corpus(self, lane: int, step: int) -> int:
+        """Which corpus a lane's micro-batch comes from."""
+        key = np.zeros(1, np.uint64)
+        for number in (_MIX, self.seed, lane, step):
+            key = derived(key, number)
+        place = int(np.searchsorted(self.shares, uniform(key)[0], side="right"))
+        return min(place, len(self.readers) - 1)
+
+    def _micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
+        batch = self.collator.micro_batch(pairs, rows_B, step)
+        return batch.pinned() if torch.cuda.is_available() else batch
+
+
+def _check(corpora: Sequence[TokenizedCorpus], weights: Sequence[float]) -> None:
+    require(len(corpora) >= 1, "corpora", "none", "one or more")
+    require(len(weights) == len(corpora) and min(weights) > 0, "weights", tuple(weights),
+            f"{len(corpora)} numbers above 0, one for each corpus")  # fmt: skip
+    for corpus in corpora[1:]:
+        if corpus.tokenizer_version != corpora[0].tokenizer_version:
+            raise BadInput(f"{corpus.artifact.uri}: tokenized with another tokenizer than "
+                           f"{corpora[0].artifact.uri}")  # fmt: skip
+
+
+def validation_batches(
+    corpora: Sequence[TokenizedCorpus],
+    weights: Sequence[float],
+    config: PretrainConfig,
+    rank: int,
+    world: int,
+    seed: int,
+) -> list[MicroBatch]:
+    """One worker's part of the fixed micro-batches of the valid splits.
+
+    At most `valid_examples`, shared out by weight over the corpora that have a valid split, drawn at random
+    from it. An alternating run validates each pair twice: with masks, and without for the next utterance.
+    [] where no corpus has a valid split.
+    """
+    _check(corpora, weights)
+    collator = _Collator.of(corpora, weights, config)
+    held_out = [
+        (number, corpus, weight)
+        for number, (corpus, weight) in enumerate(zip(corpora, weights, strict=True))
+        if corpus.artifact.paths("valid/", ".parquet")
+    ]
+    total = sum(weight for *_, weight in held_out)
+    batches = list[MicroBatch]()
+    for number, corpus, weight in held_out:
+        check_kept(corpus, config)
+        count = max(1, int(config.valid_examples * weight / total))
+        pairs = sample_valid_pairs(corpus, number, count, config, seed)
+        rng = np.random.default_rng([seed, number])
+        for rows_B in utterance_pairs.cut(pairs.lengths, config.lane_tokens, rng):
+            for step in (0, 1) if config.objective == "alternate" else (0,):
+                batches.append(collator.micro_batch(pairs, rows_B, step))
+    return batches[rank::world]

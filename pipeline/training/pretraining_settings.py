@@ -1,0 +1,89 @@
+"""The settings of pre-training's data: which pairs, which tokens are predicted, how many at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config import require
+
+Objective = Literal["joint", "alternate", "mlm"]
+MaskingRule = Literal["bert", "xlm"]
+
+# About 10 GB of activations in a BERT-base encoder in bfloat16, without gradient checkpointing.
+_MICRO_BATCH_TOKENS = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """Which pairs, for how long."""
+
+    batch_tokens: int = 32_000
+    """Tokens of a step over all workers at most, padding included."""
+    micro_batch_tokens: int = 0
+    """Tokens that a worker computes at once at most, padding included; 0: 16,384. A step consists of
+    batch_tokens / micro_batch_tokens micro-batches, rounded up, which the workers share out: they are the
+    same for every number of workers, so this number has to stay when a run is resumed."""
+    steps: int = 100_000
+    """Updates of the weights."""
+    objective: Objective = "joint"
+    """joint: every batch trains masked tokens and the next utterance (BERT). alternate: even steps train
+    masked tokens, odd steps the next utterance, without masks (the Poly-encoder paper). mlm: masked tokens
+    only, and all pairs are true."""
+    masking: MaskingRule = "bert"
+    """bert: special tokens are never predicted. xlm: separators are predicted like other tokens; only
+    padding and the first position never are."""
+    masked_share: float = 0.15
+    """Share of the tokens that are predicted. Of these 80 % become the mask token, 10 % a random token, and
+    10 % stay."""
+    rare_token_alpha: float = 0.0
+    """Predicts a token with a probability proportional to (its count in the corpus)^-alpha, so that rare
+    tokens are predicted more often (XLM's sample_alpha); 0: all tokens alike."""
+    whole_words: bool = False
+    """Predicts all pieces of a word, or none."""
+    max_context_tokens: int = 180
+    """First text of a pair: its newest tokens, as many as fit with [CLS] and [SEP]."""
+    max_response_tokens: int = 72
+    """Second text of a pair: its first tokens, as many as fit with [CLS] and [SEP] where it stands alone.
+    A pair shares the [CLS], so it has at most max_context_tokens + max_response_tokens - 1 tokens."""
+    random_share: float = 0.5
+    """Share of the pairs that have the response of another example (next utterance, next sentence)."""
+    window_rows: int = 16_384
+    """Examples that are shuffled together and cut into micro-batches of similar length."""
+    valid_examples: int = 4096
+    """Examples of the held-out split that validation uses at most."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "window_rows", "valid_examples"):
+            require(getattr(self, name) >= 1, f"pretrain.{name}", getattr(self, name), ">= 1")
+        for name in ("max_context_tokens", "max_response_tokens"):
+            require(getattr(self, name) >= 3, f"pretrain.{name}", getattr(self, name), ">= 3")
+        for name in ("masked_share", "random_share"):
+            value = getattr(self, name)
+            require(0 < value < 1, f"pretrain.{name}", value, "between 0 and 1")
+        require(
+            self.rare_token_alpha >= 0, "pretrain.rare_token_alpha", self.rare_token_alpha, ">= 0"
+        )
+        require(self.micro_batch_tokens >= 0, "pretrain.micro_batch_tokens",
+                self.micro_batch_tokens, ">= 0")  # fmt: skip
+        require(self.batch_tokens >= self.longest_pair, "pretrain.batch_tokens", self.batch_tokens,
+                f">= {self.longest_pair}, the longest pair")  # fmt: skip
+        require(self.lane_tokens >= self.longest_pair, "pretrain.micro_batch_tokens",
+                self.micro_batch_tokens,
+                f"0, or enough for the longest pair, {self.longest_pair}, in each of "
+                f"{self.lanes} micro-batches of pretrain.batch_tokens {self.batch_tokens}")  # fmt: skip
+
+    @property
+    def longest_pair(self) -> int:
+        """Tokens of the longest pair: [CLS] context [SEP] response [SEP]."""
+        return self.max_context_tokens + self.max_response_tokens - 1
+
+    @property
+    def lanes(self) -> int:
+        """Micro-batches of a step, whatever the number of workers."""
+        return -(-self.batch_tokens // (self.micro_batch_tokens or _MICRO_BATCH_TOKENS))
+
+    @property
+    def lane_tokens(self) -> int:
+        """Tokens of a micro-batch at most, padding included."""
+        return self.batch_tokens // self.lanes

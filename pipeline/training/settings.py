@@ -1,0 +1,129 @@
+"""Settings of the training loop; importing them loads no torch, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.config import NOT_IDENTITY, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationConfig:
+    """How weights are updated."""
+
+    learning_rate: float = 5e-5
+    """Peak learning rate."""
+    new_weights_factor: float = 10.0
+    """Learning rate of weights that were not pre-trained (codes, heads), as a multiple."""
+    warmup_steps: float = 0.1
+    """Steps in which the rate rises linearly from 0; below 1: this share of the run's steps."""
+    schedule: Literal["linear", "cosine", "inverse_sqrt", "wsd", "constant", "plateau"] = "linear"
+    """How the rate falls after the warm-up. linear, cosine: to `final_rate_share` at the last step.
+    inverse_sqrt: with 1/sqrt(step). wsd: stays at the peak, then falls linearly in the last
+    `decay_share` of the steps. constant: stays. plateau: by `plateau_decay` whenever the validation
+    loss is not lower than ever (the paper's)."""
+    final_rate_share: float = 0.0
+    """linear, cosine, wsd: the last rate as a share of the peak."""
+    decay_share: float = 0.1
+    """wsd: share of the steps in which the rate falls."""
+    plateau_decay: float = 0.4
+    """plateau: factor on the rate."""
+    optimizer: Literal["adamw", "adamax", "adadelta"] = "adamw"
+    """AdamW for BERT-like weights; the Poly-encoder paper used Adamax for its own, ConveRT AdaDelta."""
+    weight_decay: float = 0.01
+    """Not on biases and layer norms."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the optimizer's moments; the paper pre-trained with 0.9, 0.98. AdaDelta takes the
+    first as rho."""
+    epsilon: float = 1e-8
+    """Added to the optimizer's denominators."""
+    max_gradient_norm: float = 1.0
+    """Gradients are scaled down to this L2 norm."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "new_weights_factor", "max_gradient_norm", "epsilon"):
+            require(getattr(self, name) > 0, f"loop.{name}", getattr(self, name), "above 0")
+        require(
+            0 <= self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps) >= 1,
+            "loop.warmup_steps", self.warmup_steps, "a whole number of steps, or a share below 1",
+        )  # fmt: skip
+        for name in ("plateau_decay", "decay_share"):
+            value = getattr(self, name)
+            require(0 < value < 1, f"loop.{name}", value, "between 0 and 1")
+        require(0 <= self.final_rate_share < 1, "loop.final_rate_share", self.final_rate_share,
+                "0 to below 1")  # fmt: skip
+        require(self.weight_decay >= 0, "loop.weight_decay", self.weight_decay, ">= 0")
+        for beta in self.betas:
+            require(0 <= beta < 1, "loop.betas", beta, "0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(OptimizationConfig):
+    """How weights are updated, and how often the loop validates, reports and saves."""
+
+    validate_every_epochs: float = 0.5
+    """Validate so often, and after the last step; the weights of the best validation are the result.
+    0: never, the last weights are. Without a valid split nothing is validated."""
+    validate_every_steps: int = 0
+    """Validate so often, whatever the epochs; 0: `validate_every_epochs` decides."""
+    stop_after_validations: int = 10
+    """Stop after this many validations in a row without a better one; 0: never."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """bf16 autocast with float32 weights; auto: where the hardware multiplies bf16."""
+    compile: bool = False
+    """torch.compile the model: a minute at the start, faster steps on a GPU."""
+    max_skipped_steps: int = field(default=5, metadata=NOT_IDENTITY)
+    """A step whose loss or gradient is not finite changes no weights. After this many such steps in a
+    row the run ends, and keeps the last batch for a look at it."""
+    checkpoint_every_steps: int = field(default=500, metadata=NOT_IDENTITY)
+    """A killed run loses at most this many steps."""
+    checkpoint_every_minutes: float = field(default=10.0, metadata=NOT_IDENTITY)
+    """Nor this many minutes, checked every `log_every_steps`: on CPUs 500 steps take most of an hour.
+    0: the clock does not count."""
+    keep_checkpoints: int = field(default=2, metadata=NOT_IDENTITY)
+    """The last checkpoints that are kept."""
+    log_every_steps: int = field(default=20, metadata=NOT_IDENTITY)
+    """Steps between two points of the curves."""
+    seed: int = 0
+    """Of the order of examples, masks, dropout and new weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("validate_every_epochs", "validate_every_steps", "stop_after_validations",
+                     "checkpoint_every_minutes", "seed"):  # fmt: skip
+            require(getattr(self, name) >= 0, f"loop.{name}", getattr(self, name), ">= 0")
+        never = not self.validate_every_epochs and not self.validate_every_steps
+        require(self.schedule != "plateau" or not never, "loop.schedule", self.schedule,
+                "another one where loop.validate_every_epochs is 0")  # fmt: skip
+        for name in ("checkpoint_every_steps", "log_every_steps", "max_skipped_steps",
+                     "keep_checkpoints"):  # fmt: skip
+            require(getattr(self, name) >= 1, f"loop.{name}", getattr(self, name), ">= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """What a training runs on. It never changes which settings make a model."""
+
+    workers: int = 1
+    """Training processes; on GPUs one each. On CPUs one per core: all-MiniLM, 64 contexts of 160 tokens,
+    takes 1.7 s a step by two of one thread, 1.9 s by one of two."""
+    min_workers: int = 0
+    """Train on with this many workers while the cluster has no room for all of them; 0: wait for all.
+    jobs.pretrain: the global batch stays the same."""
+    cpus_per_worker: int = 0
+    """Cores, and threads, of a worker; 0: the cluster's cores shared out among the workers."""
+    gpu: bool = False
+    """One GPU per worker, NCCL between them; else CPU and gloo."""
+    shard_weights: bool = False
+    """Weights, gradients and optimizer state are sharded over the workers (FSDP2), for encoders that
+    do not fit on one GPU; else every worker holds all of them."""
+    max_restarts: int = 3
+    """Times that dead workers are replaced and go on from the last checkpoint."""
+
+    def __post_init__(self) -> None:
+        require(self.workers >= 1, "resources.workers", self.workers, ">= 1")
+        require(0 <= self.min_workers <= self.workers, "resources.min_workers", self.min_workers,
+                f"0 to resources.workers {self.workers}")  # fmt: skip
+        for name in ("cpus_per_worker", "max_restarts"):
+            require(getattr(self, name) >= 0, f"resources.{name}", getattr(self, name), ">= 0")

@@ -1,0 +1,306 @@
+"""A corpus as token ids: written once, read by pre-training in every epoch.
+
+    train/….parquet      columns `context` and `response`, list<uint16> (uint32 for a vocabulary of more
+    valid/….parquet      than 65,535 entries), ids without special tokens, in the corpus' order of rows
+    token_counts.npy     int64 [vocabulary]: how often each token occurs in train, both columns
+    tokenizer/           the tokenizer itself: the artifact is all that pre-training reads
+    manifest.json        `vocabulary` has the facts of the tokenizer that a trainer needs
+
+Each shard of the corpus is one task. A corpus without a valid split gives a share of its groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline import shards, storage
+from pipeline.arrays import Ints
+from pipeline.artifact import (
+    MANIFEST,
+    Artifact,
+    Draft,
+    file_entry,
+    folder_entries,
+    open_artifact,
+)
+from pipeline.config import BadInput, digest, require
+from pipeline.models.sources import External, Source, open_external
+from pipeline.models.tokens import Tokenizer
+from pipeline.records import FileEntry, TaskRecord, sum_counts
+
+KIND = "tokens"
+_COUNTS = "token_counts.npy"
+_TASK_COUNTS = (
+    "_token_counts"  # the draft drops folders whose names begin with "_" when it is published
+)
+_TOKENIZER = "tokenizer"
+_ROWS_PER_GROUP = 16_384
+_ROWS_AT_ONCE = 4096
+_LARGEST_UINT16_VOCABULARY = 65_535
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig:
+    """What is kept of each example."""
+
+    max_context_tokens: int = 510
+    """The newest tokens of a context that are kept, special tokens not counted."""
+    max_response_tokens: int = 510
+    """The first tokens of a response that are kept, special tokens not counted."""
+    valid_share: float = 0.01
+    """Share of the groups (threads, dialogues, articles) of train that validation gets, where the corpus
+    has no valid split."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_context_tokens", "max_response_tokens"):
+            require(getattr(self, name) >= 1, f"tokenize.{name}", getattr(self, name), ">= 1")
+        require(0 <= self.valid_share < 1, "tokenize.valid_share", self.valid_share,
+                "at least 0 and less than 1")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The facts of a tokenizer that a trainer needs."""
+
+    size: int
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+    special: tuple[int, ...]
+    """All special ids, those above and [UNK] among them."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, uri: str) -> Vocabulary:
+        """Raises BadInput where there is no mask token; `uri` names the tokenizer."""
+        mask = tokenizer.hf.mask_token_id
+        if mask is None:
+            raise BadInput(f"--tokenizer {uri}: the tokenizer has no mask_token")
+        special = tuple(sorted(tokenizer.hf.all_special_ids))
+        return cls(len(tokenizer), tokenizer.pad, tokenizer.cls, tokenizer.sep, int(mask), special)
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus:
+    """A published corpus of token ids."""
+
+    artifact: Artifact
+
+    @classmethod
+    def open(cls, uri: str) -> TokenizedCorpus:
+        """Raises BadInput where there is none."""
+        return cls(open_artifact(uri, KIND))
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        facts = dict(self.artifact.manifest["vocabulary"])
+        return Vocabulary(**{**facts, "special": tuple(facts["special"])})
+
+    @property
+    def tokenizer_version(self) -> str:
+        """The same for the same tokenizer, wherever it came from."""
+        return str(self.artifact.manifest["tokenizer_version"])
+
+    @property
+    def kept(self) -> TokenizeConfig:
+        """How much of each text is there."""
+        return TokenizeConfig(**self.artifact.manifest["config"]["tokenize"])
+
+    def tokenizer(self) -> Source:
+        """The folder of the tokenizer."""
+        uri = storage.join(self.artifact.uri, _TOKENIZER)
+        return External(uri, self.artifact.fingerprint)
+
+    def token_counts(self) -> Ints:
+        """How often each token occurs in train: int64 [vocabulary]."""
+        data = storage.read_bytes(storage.join(self.artifact.uri, _COUNTS))
+        counts: Ints = np.load(io.BytesIO(data), allow_pickle=False)
+        return counts
+
+
+def open_tokenizer(uri: str) -> tuple[Source, dict[str, Any]]:
+    """A tokenizer, and what a manifest says of it: ours, an encoder's, or any `transformers` directory.
+
+    Raises BadInput where there is none.
+    """
+    if storage.exists(storage.join(uri, MANIFEST)):
+        artifact = open_artifact(uri, "tokenizer", "encoder")
+        return artifact, artifact.reference()
+    if not storage.exists(storage.join(uri, "tokenizer.json")):
+        raise BadInput(f"--tokenizer {uri}: not a tokenizer (tokenizer.json is missing)")
+    return open_external(uri)
+
+
+def require_train(corpus: Artifact) -> None:
+    """Raises BadInput where the corpus has no train split."""
+    if not corpus.paths("train/", ".parquet"):
+        raise BadInput(f"--corpus {corpus.uri}: the corpus has no examples in train/")
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What the draft holds, ready to be published."""
+
+    files: list[FileEntry]
+    counts: dict[str, int]
+    dropped: dict[str, int]
+    facts: dict[str, Any]
+    """Further entries of the manifest."""
+
+
+def tokenize(
+    draft: Draft, corpus: Artifact, source: Source, vocabulary: Vocabulary, config: TokenizeConfig
+) -> Tokenized:
+    """Fills the draft."""
+    splits = ("train", "valid")
+    paths = [path for split in splits for path in corpus.paths(f"{split}/", ".parquet")]
+    held_out = 0.0 if corpus.paths("valid/", ".parquet") else config.valid_share
+    work = functools.partial(
+        _tokenize_shard,
+        source=source,
+        vocabulary_size=vocabulary.size,
+        config=config,
+        held_out=held_out,
+    )
+    tasks = {
+        path.replace("/", "-").removesuffix(".parquet"): {
+            "uri": storage.join(corpus.uri, path),
+            "path": path,
+        }
+        for path in paths
+    }
+    records = shards.run_tasks(draft, tasks, work, "tokenize", TaskRecord)
+    if not any(entry["path"].startswith("train/") for done in records for entry in done.files):
+        raise BadInput(f"--corpus {corpus.uri}: no example of train/ has a context and a response")
+    total_V = np.zeros(vocabulary.size, np.int64)
+    for task in tasks:
+        total_V += np.load(io.BytesIO(storage.read_bytes(draft.path(_TASK_COUNTS, f"{task}.npy"))))
+    files = [entry for done in records for entry in done.files]
+    files.append(draft.write_file(_COUNTS, _npy(total_V)))
+    tokenizer_files, version = _write_tokenizer(draft, source)
+    facts = {"vocabulary": asdict(vocabulary), "tokenizer_version": version}
+    counts = sum_counts(done.counts for done in records)
+    dropped = sum_counts(done.dropped for done in records)
+    return Tokenized([*files, *tokenizer_files], counts, dropped, facts)
+
+
+def is_held_out(group_id: str, share: float) -> bool:
+    """Whether a group of train is for validation.
+
+    The hash is another one than that of the corpus' own splits, which left a part of its values to train.
+    """
+    value = hashlib.md5(b"valid " + group_id.encode(), usedforsecurity=False).digest()[:8]
+    return int.from_bytes(value, "big") < share * 2**64
+
+
+def _tokenize_shard(
+    draft: Draft,
+    task: str,
+    shard: dict[str, str],
+    source: Source,
+    vocabulary_size: int,
+    config: TokenizeConfig,
+    held_out: float,
+) -> TaskRecord:
+    tokenizer = _load(source.local())
+    split, _, file = shard["path"].partition("/")
+    kind = pa.uint16() if vocabulary_size <= _LARGEST_UINT16_VOCABULARY else pa.uint32()
+    tables: dict[str, list[pa.Table]] = {"train": [], "valid": []}
+    dropped: Counter[str] = Counter()
+    columns = ["context", "response", "group_id"]
+    with storage.open_input(shard["uri"]) as stream:
+        for batch in pq.ParquetFile(stream).iter_batches(_ROWS_AT_ONCE, columns=columns):
+            table, groups = _tokenize_rows(batch, tokenizer, config, kind, dropped)
+            valid_N = pa.array([is_held_out(group, held_out) for group in groups], pa.bool_())
+            if split == "train" and held_out:
+                tables["valid"].append(table.filter(valid_N))
+                tables["train"].append(table.filter(pc.invert(valid_N)))
+            else:
+                tables[split].append(table)
+    counts: Counter[str] = Counter()
+    files = []
+    count_V = np.zeros(vocabulary_size, np.int64)
+    for name, parts in tables.items():
+        table = pa.concat_tables(parts) if parts else None
+        if table is None or not table.num_rows:
+            continue
+        path = f"{name}/{file}"
+        files.append(draft.write_table(path, table, rows_per_group=_ROWS_PER_GROUP))
+        counts["examples"] += table.num_rows
+        counts[f"examples.{name}"] += table.num_rows
+        for column in ("context", "response"):
+            ids_N = table[column].combine_chunks().flatten().to_numpy()
+            counts[f"tokens.{name}.{column}"] += len(ids_N)
+            if name == "train":
+                count_V += np.bincount(ids_N, minlength=vocabulary_size)
+    storage.write_bytes(draft.path(_TASK_COUNTS, f"{task}.npy"), _npy(count_V))
+    return TaskRecord(files=files, counts=dict(counts), dropped=dict(dropped))
+
+
+def _tokenize_rows(
+    batch: pa.RecordBatch,
+    tokenizer: Tokenizer,
+    config: TokenizeConfig,
+    kind: pa.DataType,
+    dropped: Counter[str],
+) -> tuple[pa.Table, list[str]]:
+    """(rows that have tokens on both sides, their groups)"""
+    # Ranking cuts a context and a response in the same two functions; their special tokens go.
+    contexts = tokenizer.contexts(batch["context"].to_pylist(), config.max_context_tokens + 2)
+    responses = tokenizer.candidates(batch["response"].to_pylist(), config.max_response_tokens + 2)
+    pairs, groups = list[tuple[list[int], list[int]]](), list[str]()
+    for context, response, group in zip(
+        contexts, responses, batch["group_id"].to_pylist(), strict=True
+    ):
+        if len(context) == 2 or len(response) == 2:
+            dropped["empty context" if len(context) == 2 else "empty response"] += 1
+            continue
+        pairs.append((context[1:-1], response[1:-1]))
+        groups.append(group)
+    table = pa.table(
+        {
+            "context": _lists([context for context, _ in pairs], kind),
+            "response": _lists([response for _, response in pairs], kind),
+        }
+    )
+    return table, groups
+
+
+def _lists(rows: Sequence[list[int]], kind: pa.DataType) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
+    flat = np.fromiter((token for row in rows for token in row), np.uint32, offsets[-1])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat).cast(kind))
+
+
+@functools.lru_cache(maxsize=2)
+def _load(folder: Path) -> Tokenizer:
+    """Once for all tasks of a process."""
+    return Tokenizer.load(folder)
+
+
+def _write_tokenizer(draft: Draft, source: Source) -> tuple[list[FileEntry], str]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / _TOKENIZER
+        Tokenizer.load(source.local()).save(folder)
+        storage.upload(folder.parent, draft.staging)
+        version = digest([file_entry("", (folder / "tokenizer.json").read_bytes())["sha256"]])
+        return folder_entries(folder.parent), version
+
+
+def _npy(values: Ints) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, values, allow_pickle=False)
+    return buffer.getvalue()

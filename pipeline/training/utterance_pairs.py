@@ -1,0 +1,157 @@
+"""Pairs (context, next utterance) of a window of examples, half of them with another one's response.
+
+R rows of a window, F flat tokens, B pairs of a micro-batch, T tokens of its longest pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.arrays import Bools, Ints, Keys
+from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.token_masking import derived, hashed, uniform
+from pipeline.training.tokenized_corpus import Vocabulary
+
+_SWAP, _OTHER = 3, 4  # what a hash decides; token_masking has 1 and 2
+_DRAWS = 16  # of another response, until it differs from the true one
+_TOKEN, _PLACE = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts as pieces of one flat array of token ids."""
+
+    ids_F: Ints
+    starts_R: Ints
+    lengths_R: Ints
+
+    @classmethod
+    def of(cls, lists: pa.ChunkedArray, keep: int, newest: bool) -> Texts:
+        """The newest or the first `keep` tokens of each list."""
+        array = lists.combine_chunks()
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        lengths_R = np.minimum(np.diff(offsets), keep)
+        starts_R = (offsets[1:] - lengths_R if newest else offsets[:-1]) - offsets[0]
+        return cls(array.flatten().to_numpy(), starts_R, lengths_R)
+
+    def fingerprints(self, rows: Ints) -> Keys:
+        """The same for the same text, uint64; different texts differ but for one in 2^64."""
+        lengths = self.lengths_R[rows]
+        ends = np.cumsum(lengths)
+        places = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+        tokens = self.ids_F[np.repeat(self.starts_R[rows], lengths) + places]
+        keys = hashed(tokens.astype(np.uint64) * _TOKEN + (places + 1).astype(np.uint64) * _PLACE)
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])
+        prints: Keys = sums[ends] - sums[ends - lengths]
+        return prints
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Contexts and second texts of a window, cut to their lengths."""
+
+    ids_F: Ints
+    context_starts_R: Ints
+    context_lengths_R: Ints
+    second_starts_R: Ints
+    second_lengths_R: Ints
+    is_next_R: Bools
+    unswapped_R: Bools
+    """Drawn to have another response, and true because none was found that differs."""
+    keys_R: Keys
+    """Of the examples in this epoch."""
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each pair, int64 [R]: [CLS] context [SEP] response [SEP]."""
+        total: Ints = self.context_lengths_R + self.second_lengths_R + 3
+        return total
+
+
+def make_pairs(
+    contexts: Texts, responses: Texts, others: Texts | None, keys_R: Keys, random_share: float
+) -> Pairs:
+    """Gives a share of the contexts a response out of `others` that is not equal to its own.
+
+    Which ones and which response follows from `keys_R`. Without `others` all pairs are true.
+    """
+    rows = len(keys_R)
+    drawn_R = uniform(derived(keys_R, _SWAP)) < random_share
+    other_R = np.full(rows, -1, np.int64)
+    if others is not None and len(others.lengths_R):
+        prints = others.fingerprints(np.arange(len(others.lengths_R)))
+        waiting = np.flatnonzero(drawn_R)
+        own = responses.fingerprints(waiting)
+        for draw in range(_DRAWS):
+            share = uniform(derived(keys_R[waiting], _OTHER + draw))
+            found = (share * len(prints)).astype(np.int64)
+            differs = prints[found] != own
+            other_R[waiting[differs]] = found[differs]
+            waiting, own = waiting[~differs], own[~differs]
+    swapped_R = other_R >= 0
+    second_starts_R = responses.starts_R + len(contexts.ids_F)
+    second_lengths_R = responses.lengths_R.copy()
+    flat = [contexts.ids_F, responses.ids_F]
+    if others is not None:
+        before = len(contexts.ids_F) + len(responses.ids_F)
+        second_starts_R[swapped_R] = others.starts_R[other_R[swapped_R]] + before
+        second_lengths_R[swapped_R] = others.lengths_R[other_R[swapped_R]]
+        flat.append(others.ids_F)
+    return Pairs(
+        np.concatenate(flat),
+        contexts.starts_R,
+        contexts.lengths_R,
+        second_starts_R,
+        second_lengths_R,
+        ~swapped_R,
+        drawn_R & ~swapped_R,
+        keys_R,
+    )
+
+
+def cut(lengths_R: Ints, tokens: int, rng: np.random.Generator) -> list[Ints]:
+    """Rows of micro-batches of similar length: `tokens` at most, padding included, in random order.
+
+    Raises ValueError where a row is longer than that.
+    """
+    order_R = rng.permutation(len(lengths_R))
+    order_R = order_R[np.argsort(lengths_R[order_R], kind="stable")]
+    sorted_R = lengths_R[order_R]
+    if len(sorted_R) and sorted_R[-1] > tokens:
+        raise ValueError(f"a pair has {sorted_R[-1]} tokens, a micro-batch {tokens}")
+    batches, start = list[Ints](), 0
+    while start < len(sorted_R):
+        # The longest is the last: no more rows than fit at the first one's length.
+        sizes = sorted_R[start : start + tokens // int(sorted_R[start])]
+        fitting = np.searchsorted(sizes * np.arange(1, len(sizes) + 1), tokens, side="right")
+        batches.append(order_R[start : start + fitting])
+        start += int(fitting)
+    return [batches[number] for number in rng.permutation(len(batches))]
+
+
+def layout(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints, Ints]:
+    """(ids_BT, lengths_B, second_B: the place of the second text) of [CLS] context [SEP] response [SEP]."""
+    context_B, second_B = pairs.context_lengths_R[rows_B], pairs.second_lengths_R[rows_B]
+    lengths_B = context_B + second_B + 3
+    places_T = np.arange(lengths_B.max())
+    ends_B = context_B + 1
+    from_context_B = pairs.context_starts_R[rows_B] - 1
+    from_second_B = pairs.second_starts_R[rows_B] - ends_B - 1
+    source_BT = places_T + np.where(
+        places_T <= context_B[:, None], from_context_B[:, None], from_second_B[:, None]
+    )
+    ids_BT: Ints = pairs.ids_F.take(source_BT, mode="clip").astype(np.int64)
+    ids_BT[places_T >= lengths_B[:, None]] = vocabulary.pad
+    number_B = np.arange(len(rows_B))
+    ids_BT[:, 0] = vocabulary.cls
+    ids_BT[number_B, ends_B] = vocabulary.sep
+    ids_BT[number_B, lengths_B - 1] = vocabulary.sep
+    return ids_BT, lengths_B, ends_B + 1
+
+
+def keep(config: PretrainConfig) -> tuple[int, int]:
+    """Tokens of a context and of a response that are kept, special tokens not counted."""
+    return config.max_context_tokens - 2, config.max_response_tokens - 2

@@ -1,0 +1,56 @@
+"""Which options of each job are part of its identity, so that a change of them makes another job."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+
+from pipeline.config import flatten, identity, to_dict
+
+ACTORS = {f"resources.{name}" for name in ("actors", "max_actors", "cpus_per_actor", "gpu")}
+WORKERS = {f"resources.{name}" for name in ("workers", "cpus_per_worker", "gpu", "max_restarts")}
+READING = {"reading.truncated", "reading.max_malformed_share"}
+GATE = {
+    f"gate.{name}"
+    for name in ("sample", "min_cosine", "canaries", "canary_texts", "top_k", "min_recall")
+}
+LOOP = {
+    f"loop.{name}"
+    for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "log_every_steps")
+}
+EXCLUDED = {
+    "clean_corpus": {"output"},
+    "convert_model": {"output"},
+    "embed_pool": {"pools", "dry_run", "keep", "keep_days", "lock_expires_s"}
+    | GATE | READING | ACTORS,
+    "evaluate": ACTORS,
+    "finetune": {"output", "register_as"} | LOOP | WORKERS,
+    "prepare_corpus": {"output", "expect"} | READING,
+    "pretrain": {"output"} | LOOP | WORKERS,
+    "score_candidates": {"output"} | ACTORS,
+    "train_tokenizer": {"output"},
+}  # fmt: skip
+
+
+def config_of(verb: str) -> Any:
+    """The job's configuration; what has no default is a text, or a list of one."""
+    config_class = importlib.import_module(f"jobs.{verb}").Config
+    required = {
+        field.name: ("text",) if str(field.type).startswith("tuple") else "text"
+        for field in fields(config_class)
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+    if verb == "prepare_corpus":
+        required["corpus"] = "convai2"
+    return config_class(**required)
+
+
+@pytest.mark.parametrize("verb", EXCLUDED)
+def test_these_options_and_no_others_leave_a_job_the_same(verb):
+    config = config_of(verb)
+    options, identifying = flatten(to_dict(config)), flatten(identity(config))
+    assert options.keys() - identifying.keys() == EXCLUDED[verb]
+    assert identifying == {name: options[name] for name in identifying}

@@ -1,0 +1,67 @@
+"""Rows filed by bucket come back whole, in order, from the bucket that they were filed in."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifact import Draft
+from pipeline.corpora import buckets
+
+SCHEMA = pa.schema([("number", pa.int64()), ("text", pa.string())])
+
+
+@pytest.fixture
+def out(tmp_path):
+    return Draft(str(tmp_path / "out"), str(tmp_path / "out"), "corpus", {}, {}, "")
+
+
+def table(numbers: list[int]) -> pa.Table:
+    return pa.table([numbers, [f"text {n}" for n in numbers]], schema=SCHEMA)
+
+
+def test_a_bucket_of_many_files_holds_its_rows_in_the_order_of_files_and_rows(out):
+    names = [f"part-{number}" for number in range(40)]  # more than there are readers
+    for number, name in enumerate(names):
+        rows = table(list(range(10 * number, 10 * number + 10)))
+        buckets.write(out, name, rows, np.arange(10) % 3, 3)
+    for bucket in range(3):
+        wanted = [n for n in range(400) if n % 10 % 3 == bucket]
+        found = buckets.read(out, names, bucket, SCHEMA)
+        assert found == table(wanted)
+        assert found["number"].num_chunks == 1
+
+
+def test_without_buckets_all_rows_are_in_the_first(out):
+    buckets.write(out, "part", table([2, 1]))
+    assert buckets.read(out, ["part"], 0, SCHEMA) == table([2, 1])
+
+
+def test_what_is_empty_has_the_schema(out):
+    buckets.write(out, "part", table([]), np.zeros(0, np.int64), 2)
+    buckets.write(out, "other", table([5]), np.array([1]), 2)
+    assert buckets.read(out, ["part", "other"], 0, SCHEMA) == SCHEMA.empty_table()
+    assert buckets.read(out, ["part", "other"], 1, SCHEMA) == table([5])
+    assert buckets.read(out, [], 0, SCHEMA) == SCHEMA.empty_table()
+
+
+@given(st.lists(st.integers(0, 4), max_size=30), st.integers(5, 8), st.integers(1, 7))
+def test_the_file_is_offsets_and_then_a_stream_for_each_bucket(places, bucket_count, chunk):
+    """Read by the format's description, without the module; the rows may come in many chunks."""
+    numbers = list(range(len(places)))
+    chunks = [table(numbers[at : at + chunk]) for at in range(0, len(numbers), chunk)]
+    rows = pa.concat_tables([SCHEMA.empty_table(), *chunks])
+    data = buckets.encode(rows, np.array(places, np.int64), bucket_count)
+    offsets = struct.unpack_from(f"<{bucket_count + 1}q", data)
+    assert (offsets[0], offsets[-1]) == (8 * (bucket_count + 1), len(data))
+    for bucket in range(bucket_count):
+        stream = data[offsets[bucket] : offsets[bucket + 1]]
+        wanted = [n for n in numbers if places[n] == bucket]
+        assert bool(stream) == bool(wanted)
+        if stream:
+            assert pa.ipc.open_stream(stream).read_all() == table(wanted)

@@ -1,0 +1,189 @@
+"""Whatever a task brings moves its weights: other optimizers, schedules, clipping rules and hooks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipeline.training.caching import backward
+from pipeline.training.loop import Listener, Saved, Task, train
+from pipeline.training.optimization import Optimization, optimization, rate_share
+from pipeline.training.settings import LoopConfig
+
+CPU = torch.device("cpu")
+SILENT = Listener(lambda progress: None, lambda state, cursor: None)
+
+
+class Ids:
+    """Batches of ids that follow from the step."""
+
+    steps_per_epoch = 10
+
+    def start(self, cursors):
+        for step in range(cursors[0] if cursors else 0, 1000):
+            yield torch.tensor([step % 7, (3 * step + 1) % 7]), step + 1
+
+
+class Embedded(nn.Module):
+    """As ConveRT's recipe: a scale that grows, and L2 on the rows that a batch looks up."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 4)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, ids):
+        rows = self.table(ids)
+        scores = self.scale * F.normalize(self.layer(rows), dim=1) @ F.normalize(rows, dim=1).T
+        regularised = 1e-2 * self.table(ids.unique()).pow(2).sum()
+        return F.cross_entropy(scores, torch.arange(len(ids))) + regularised, {}
+
+
+def convert_like(steps):
+    """AdaDelta, a warm-up and a cosine, and only the embeddings' gradient is limited."""
+    module = Embedded()
+
+    def optimize():
+        def clip():
+            return nn.utils.clip_grad_norm_([module.table.weight], 0.05)
+
+        def share(step):
+            if step < 4:
+                return 0.1 + 0.9 * step / 4
+            return (1 + math.cos(math.pi * (step - 4) / (steps - 4))) / 2
+
+        return Optimization(torch.optim.Adadelta(module.parameters(), rho=0.9), 1.0, share, clip)
+
+    def anneal(step):
+        module.scale.fill_(1 + min(1.0, step / 5))
+
+    return Task(module=module, batches=Ids(), steps=steps, optimize=optimize, backward=backward,
+                save=lambda folder: None, before_step=anneal)  # fmt: skip
+
+
+def by_hand(steps):
+    """The same in plain PyTorch, without the loop."""
+    module, batches = Embedded(), Ids().start(())
+    optimizer = torch.optim.Adadelta(module.parameters(), rho=0.9)
+    for step in range(steps):
+        rate = 0.1 + 0.9 * step / 4 if step < 4 else (
+            1 + math.cos(math.pi * (step - 4) / (steps - 4))) / 2  # fmt: skip
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        module.scale.fill_(1 + min(1.0, step / 5))
+        module(next(batches)[0])[0].backward()
+        nn.utils.clip_grad_norm_([module.table.weight], 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module
+
+
+def test_a_task_brings_its_own_optimizer_schedule_clipping_and_hook():
+    task = convert_like(12)
+    train(task, task.module, LoopConfig(precision="fp32"), CPU, 0, SILENT)
+    expected = by_hand(12).state_dict()
+    for name, value in task.module.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_run_that_is_resumed_anneals_as_if_it_had_not_been_killed():
+    whole = convert_like(12)
+    saved = {}
+
+    def keep(state, cursor):
+        saved[state["step"]] = Saved(copy.deepcopy(state), [cursor])
+
+    config = LoopConfig(precision="fp32", checkpoint_every_steps=5)
+    train(whole, whole.module, config, CPU, 0, Listener(lambda progress: None, keep))
+    for step in (5, 10):
+        again = convert_like(12)
+        train(again, again.module, config, CPU, 0, SILENT, lambda step=step: saved[step])
+        for name, value in again.module.state_dict().items():
+            assert torch.equal(value, whole.module.state_dict()[name]), name
+
+
+def test_a_resumed_run_lets_go_of_the_checkpoint():
+    """It is as large as the model and the optimizer's moments, for the whole run."""
+    held, alive = [], []
+    task = convert_like(8)
+    optimizer = task.optimize().optimizer
+
+    def resume():
+        state = {"module": {name: value.clone() for name, value in task.module.state_dict().items()},
+                 "optimizer": optimizer.state_dict(), "selection": {}, "refresh": {},
+                 "step": 2}  # fmt: skip
+        held.extend(weakref.ref(value) for value in state["module"].values())
+        return Saved(state, [2])
+
+    def look(step):
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in held))
+
+    task.before_step = look
+    train(task, task.module, LoopConfig(precision="fp32"), CPU, 0, SILENT, resume)
+    assert held
+    assert set(alive) == {0}
+
+
+def expected_share(schedule, step, steps, warmup, final=0.0, decay=0.1):
+    """Each schedule as its formula says, in float64."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    left = (steps - step) / (steps - warmup + 1)
+    return {
+        "linear": final + (1 - final) * left,
+        "cosine": final + (1 - final) * np.sin(np.pi / 2 * left) ** 2,
+        "inverse_sqrt": np.sqrt(warmup / (step + 1)),
+        "wsd": final + (1 - final) * min(1, (steps - step) / (round(decay * steps) + 1)),
+        "constant": 1.0,
+    }[schedule]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "inverse_sqrt", "wsd", "constant"])
+@pytest.mark.parametrize(("warmup", "resolved"), [(20, 20), (0.05, 10), (0, 1)])
+def test_schedules_are_their_formulas(schedule, warmup, resolved):
+    config = LoopConfig(schedule=schedule, warmup_steps=warmup, final_rate_share=0.01)
+    for step in (0, 5, 9, 10, 19, 20, 21, 100, 179, 181, 199):
+        wanted = expected_share(schedule, step, 200, resolved, final=0.01)
+        assert rate_share(step, 200, config) == pytest.approx(wanted), step
+
+
+def test_a_longer_run_has_the_same_rates_so_far_where_the_schedule_has_no_end():
+    """So that more steps continue the same run."""
+    for schedule in ("inverse_sqrt", "constant", "wsd"):
+        config = LoopConfig(schedule=schedule, warmup_steps=10)
+        short, long = ([rate_share(s, n, config) for s in range(80)] for n in (100, 1000))
+        assert short == long
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("adamw", torch.optim.AdamW), ("adamax", torch.optim.Adamax), ("adadelta", torch.optim.Adadelta),
+])  # fmt: skip
+def test_settings_reach_the_optimizer(name, kind):
+    module = Embedded()
+    config = LoopConfig(optimizer=name, learning_rate=0.3, epsilon=1e-5, betas=(0.7, 0.8),
+                        weight_decay=0.2, new_weights_factor=3.0)  # fmt: skip
+    made = optimization(config, module, 10, [module.layer.weight])
+    assert type(made.optimizer) is kind
+    made.set_rate(0.1)
+    groups = {
+        id(value): group for group in made.optimizer.param_groups for value in group["params"]
+    }
+    assert groups[id(module.layer.weight)]["lr"] == pytest.approx(0.3)
+    assert groups[id(module.table.weight)]["lr"] == 0.1
+    assert groups[id(module.table.weight)]["weight_decay"] == 0.2
+    assert groups[id(module.layer.bias)]["weight_decay"] == 0.0
+    for group in made.optimizer.param_groups:
+        assert group["eps"] == 1e-5
+        assert group.get("betas", (0.7, 0.8)) == (0.7, 0.8)
+        assert group.get("rho", 0.7) == 0.7
