@@ -1,64 +1,160 @@
-"""An encoder from scratch: masked language model and next utterance (or sentence)."""
+"""An encoder by masked language modelling and next-utterance (or next-sentence) prediction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jobs import cluster, program
-from pipeline import tracking
-from pipeline.artifact import Artifact, draft, open_artifact
-from pipeline.config import NOT_IDENTITY
+from jobs import cluster, program, tokenize_corpus
+from pipeline import storage, tracking
+from pipeline.artifact import Artifact, Draft, draft, open_artifact
+from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.models.sources import Source, open_encoder
 from pipeline.models.transformer import Shape
-from pipeline.training import launch
+from pipeline.records import FileEntry
+from pipeline.resources import best_device
+from pipeline.training import curves, launch
+from pipeline.training.estimate import estimate
 from pipeline.training.loop import validation_steps
-from pipeline.training.pretraining import PretrainConfig, Pretraining
+from pipeline.training.pretraining import Pretraining
+from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.settings import LoopConfig, Workers
+from pipeline.training.tokenized_corpus import KIND, TokenizeConfig, TokenizedCorpus
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Pre-trains an encoder on pairs of a corpus: MLM + NUP (Reddit), MLM + NSP (Wikipedia pairs)."""
+    """Pre-trains an encoder on pairs: MLM + NUP (dialogues), MLM + NSP (Wikipedia's sentence pairs)."""
 
-    corpus: str
-    """A corpus (of jobs.prepare_corpus)."""
-    tokenizer: str
-    """A tokenizer (of jobs.train_tokenizer)."""
+    corpus: tuple[str, ...]
+    """Corpora of jobs.tokenize_corpus; or corpora of jobs.prepare_corpus, which are tokenized first, into
+    `<output>.tokens`."""
+    weights: tuple[float, ...] = ()
+    """How often each corpus is read, one number each; none: by their numbers of tokens."""
+    tokenizer: str = ""
+    """For corpora that are not tokenized: a tokenizer (of jobs.train_tokenizer), or --start's own."""
+    start: str = ""
+    """A published encoder to train on: a `transformers` directory or a hub id, with its MLM head where it
+    has one. Empty: a new encoder of the shape --encoder."""
+    continue_from: str = ""
+    """An encoder of this job, whose run goes on with more --pretrain.steps."""
     output: str = field(metadata=NOT_IDENTITY)
-    """Folder of the encoder: a plain `transformers` directory and manifest.json."""
+    """Folder of the encoder: a plain `transformers` directory, curves.png and manifest.json."""
     encoder: Shape = field(default_factory=Shape)
-    """The model."""
+    """The shape of a new encoder."""
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     """The task."""
     loop: LoopConfig = field(
         default_factory=lambda: LoopConfig(
-            learning_rate=2e-4, schedule="inverse_sqrt", weight_decay=0.0, betas=(0.9, 0.98)
+            learning_rate=2e-4,
+            schedule="inverse_sqrt",
+            warmup_steps=4000,
+            weight_decay=0.0,
+            betas=(0.9, 0.98),
+            validate_every_steps=2000,
+            stop_after_validations=0,
         )
     )
     """The optimisation; the paper's by default."""
+    keep_training_state: bool = field(default=True, metadata=NOT_IDENTITY)
+    """Keep the optimizer's moments and the place in the corpora with the encoder, for --continue-from."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, steps, memory and hours, measured on this machine, and train nothing."""
     resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
     """What it runs on."""
 
 
 def run(config: Config) -> program.Summary:
-    corpus = open_artifact(config.corpus, "corpus")
-    tokenizer = open_artifact(config.tokenizer, "tokenizer")
-    recipe = Pretraining(corpus, tokenizer, config.encoder, config.pretrain, config.loop)
+    _check(config)
+    inputs: dict[str, Artifact | dict[str, object]] = {}
+    start: Shape | Source = config.encoder
+    if config.start:
+        start, inputs["start"] = open_encoder(config.start)
+    if config.continue_from:
+        inputs["continue_from"] = _with_state(config)
+    corpora = tuple(_tokens(config, number) for number in range(len(config.corpus)))
+    inputs |= {f"corpus.{number}": corpus.artifact for number, corpus in enumerate(corpora)}
+    weights = config.weights or tuple(float(corpus.train_tokens) for corpus in corpora)
+    recipe = Pretraining(corpora, weights, start, config.pretrain, config.loop)
+    if config.dry_run:
+        return estimate(recipe, config.resources, best_device())
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
-    out = draft(config.output, "encoder", config, {"corpus": corpus, "tokenizer": tokenizer})
+    out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.published(_finished(out, config), already_there=True)
     with cluster.session(), tracking.start("pretrain", out) as tracked:
         trained = launch.fit(
-            recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain"
-        )
-        metrics = trained.metrics
+            recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
+            start=config.continue_from,
+        )  # fmt: skip
         parameters = sum(value.numel() for value in task.module.parameters())
-        counts = {"steps": task.steps, "parameters": parameters}
-        files = launch.collect_model(out)
-        encoder = out.publish(files, counts, run_id=tracked.run_id, metrics=metrics)
+        counts = {"steps": int(trained.metrics["step"]), "parameters": parameters}
+        kept = trained.checkpoint if config.keep_training_state else ""
+        files = [*launch.collect_model(out, kept), _curves(out, tracked)]
+        encoder = out.publish(files, counts, run_id=tracked.run_id, metrics=trained.metrics)
         tracking.finish(tracked, encoder)
-    return program.published(encoder, already_there=False, metrics=metrics)
+    return program.published(encoder, already_there=False, metrics=trained.metrics)
+
+
+def _check(config: Config) -> None:
+    """Raises BadInput for options that do not go together."""
+    require(len(config.weights) in (0, len(config.corpus)), "weights", config.weights,
+            f"none, or {len(config.corpus)}: one for each corpus")  # fmt: skip
+    require(not (config.start and config.continue_from), "start", config.start,
+            "empty with --continue-from, which has an encoder")  # fmt: skip
+    workers, lanes = config.resources.workers, config.pretrain.lanes
+    require(not config.resources.shard_weights or lanes % workers == 0, "resources.workers", workers,
+            f"a divisor of {lanes}, the micro-batches of a step, with "
+            "resources.shard_weights")  # fmt: skip
+
+
+def _tokens(config: Config, number: int) -> TokenizedCorpus:
+    """The tokens of a corpus; those of a plain corpus are made first."""
+    uri = config.corpus[number]
+    artifact = open_artifact(uri, KIND, "corpus")
+    if artifact.kind == KIND:
+        return TokenizedCorpus(artifact)
+    tokenizer = config.tokenizer or config.start
+    if not tokenizer:
+        raise BadInput(f"--corpus {uri}: not tokenized; allowed: a corpus of jobs.tokenize_corpus, or "
+                       "--tokenizer")  # fmt: skip
+    output = storage.join(f"{config.output.rstrip('/')}.tokens", str(number))
+    kept = TokenizeConfig(
+        max_context_tokens=config.pretrain.max_context_tokens - 2,
+        max_response_tokens=config.pretrain.max_response_tokens - 2,
+    )
+    tokenize_corpus.run(
+        tokenize_corpus.Config(corpus=uri, tokenizer=tokenizer, output=output, tokenize=kept)
+    )
+    return TokenizedCorpus.open(output)
+
+
+def _with_state(config: Config) -> Artifact:
+    """The encoder whose run goes on. Raises BadInput where it has no training state, or as many steps."""
+    artifact = open_artifact(config.continue_from, "encoder")
+    if not artifact.paths(f"{launch.TRAINING_STATE}/"):
+        raise BadInput(f"--continue-from {artifact.uri}: has no {launch.TRAINING_STATE}; allowed: an "
+                       "encoder of jobs.pretrain --keep-training-state true")  # fmt: skip
+    done = artifact.counts["steps"]
+    require(config.pretrain.steps > done, "pretrain.steps", config.pretrain.steps,
+            f"above {done}, the steps of --continue-from")  # fmt: skip
+    return artifact
+
+
+def _finished(encoder: Artifact, config: Config) -> Artifact:
+    """Raises BadInput where more steps are asked for than it was trained."""
+    steps = int(encoder.manifest["config"]["pretrain"]["steps"])
+    if steps != config.pretrain.steps:
+        raise BadInput(f"{encoder.uri}: was trained for {steps} steps, not {config.pretrain.steps}; to "
+                       f"train it on: --continue-from {encoder.uri} and another --output")  # fmt: skip
+    return encoder
+
+
+def _curves(out: Draft, tracked: tracking.Run) -> FileEntry:
+    """Draws what MLflow has of the run, also of the time before it was resumed."""
+    picture = curves.draw({name: tracked.history(name) for name in curves.NAMES}, out.uri)
+    tracked.attach({"curves.png": picture})
+    return out.write_file("curves.png", picture)
 
 
 if __name__ == "__main__":

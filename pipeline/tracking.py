@@ -51,6 +51,13 @@ class Run:
                 (Path(folder) / name).write_bytes(data)
             mlflow.log_artifacts(folder, run_id=self.run_id)
 
+    def history(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric in the order of the steps, also from before the job was resumed."""
+        self.flush()
+        client = mlflow.MlflowClient(self.tracking_uri)
+        points = client.get_metric_history(self.run_id, _safe(name))
+        return sorted({point.step: point.value for point in points}.items())
+
     def flush(self) -> None:
         mlflow.flush_async_logging()
 

@@ -23,7 +23,6 @@ from pipeline.config import BadInput
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder, Shape, load_pretrained, new_config
 
-IGNORED = -100  # the label of a position that nothing is predicted for
 NEXT_HEAD = "next_head.safetensors"
 # Predicted positions whose logits are in memory at once. Each takes some 360 kB on the way back with a
 # vocabulary of 30,000: 120 kB as float32, as much for its gradient, half of both in bf16. In more chunks
@@ -104,7 +103,7 @@ class PretrainingModel(nn.Module):
         head = {name: value.detach().contiguous() for name, value in self.next.named_parameters()}
         save_file(head, folder / NEXT_HEAD)
 
-    def losses(
+    def forward(
         self,
         tokens: Tokens,
         predicted_N: Tensor | None = None,
@@ -197,31 +196,3 @@ def read_next_head(folder: Path, width: int) -> dict[str, Tensor]:
     if shapes != needed:
         raise BadInput(f"{path}: holds {shapes}; allowed: {needed}")
     return weights
-
-
-def hide_tokens(
-    tokens: Tokens,
-    special: Tensor,
-    mask_id: int,
-    vocabulary: int,
-    share: float,
-    generator: torch.Generator,
-) -> tuple[Tokens, Tensor]:
-    """BERT's masking: each token that is not special is predicted with probability `share`; of those
-    80 % become [MASK], 10 % a random token, 10 % stay.
-
-    `special` [S]: ids that are never predicted. Returns (tokens, labels_BT). At least one token of
-    the batch is always predicted, so that the loss is a number.
-    """
-    ids_BT = tokens.ids_BT
-    allowed_BT = tokens.mask_BT & ~torch.isin(ids_BT, special)
-    draw_BT = torch.rand(ids_BT.shape, generator=generator)
-    chosen_BT = (draw_BT < share) & allowed_BT
-    if not chosen_BT.any() and allowed_BT.any():
-        chosen_BT.view(-1)[int(draw_BT.masked_fill(~allowed_BT, 2.0).argmin())] = True
-    labels_BT = torch.where(chosen_BT, ids_BT, torch.full_like(ids_BT, IGNORED))
-    kind_BT = torch.rand(ids_BT.shape, generator=generator)
-    random_BT = torch.randint(vocabulary, ids_BT.shape, generator=generator)
-    hidden_BT = torch.where(chosen_BT & (kind_BT < 0.8), torch.full_like(ids_BT, mask_id), ids_BT)
-    hidden_BT = torch.where(chosen_BT & (kind_BT >= 0.9), random_BT, hidden_BT)
-    return tokens._replace(ids_BT=hidden_BT), labels_BT

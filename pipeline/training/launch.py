@@ -24,7 +24,9 @@ from pipeline.artifact import Draft, folder_entries
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import DETERMINISTIC, cause_of
 from pipeline.models import cpu
+from pipeline.models.flops import peak_flops
 from pipeline.models.placement import prepare_for_training
+from pipeline.models.precision import resolve_precision
 from pipeline.records import FileEntry
 from pipeline.resources import best_device, cpus_each
 from pipeline.task_messages import listening
@@ -209,7 +211,7 @@ def _work(assignment: _Assignment) -> None:
     model = distribute(task.module, device, assignment.workers.shard_weights)
     if assignment.loop.compile:
         model = torch.compile(model)  # type: ignore[assignment]
-    reports = _Reports(assignment, rank, device)
+    reports = _Reports(assignment, rank, world, device)
     listener = Listener(reports.progress, reports.checkpoint, reports.bad_batch)
     train(task, model, assignment.loop, device, rank, listener, reports.resume)
     sharded = is_sharded(task.module)
@@ -227,8 +229,10 @@ def _work(assignment: _Assignment) -> None:
 class _Reports:
     """What a rank tells Ray Train and the driver."""
 
-    def __init__(self, assignment: _Assignment, rank: int, device: torch.device) -> None:
-        self._assignment, self._rank, self._device = assignment, rank, device
+    def __init__(
+        self, assignment: _Assignment, rank: int, world: int, device: torch.device
+    ) -> None:
+        self._assignment, self._rank, self._world, self._device = assignment, rank, world, device
         self._metrics: dict[str, float] = {}
         self._pace = Pace(device, 0)
         self._tidied = 0
@@ -246,9 +250,18 @@ class _Reports:
             cpu.return_memory()
             self._tidied = progress.step
         metrics = {**progress.metrics, **self._pace.of(progress)}
+        if "flops_per_s" in metrics:
+            metrics["mfu"] = metrics.pop("flops_per_s") / (self._world * self._peak)
         if self._rank == 0:
             self._assignment.messages.put((progress.step, metrics))
         self._metrics.update(metrics, step=progress.step)
+
+    @functools.cached_property
+    def _peak(self) -> float:
+        """Operations a second of this rank's device; measuring them takes a second."""
+        return peak_flops(
+            self._device, resolve_precision(self._assignment.loop.precision, self._device)
+        ).flops
 
     def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
         """Every rank saves its cursor; rank 0 what is the same on all. It is written to the node's disk

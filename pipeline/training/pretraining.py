@@ -1,181 +1,253 @@
-"""What pre-training is: text pairs with hidden tokens (MLM) and a true or random second text (NUP)."""
+"""What pre-training is: an encoder that predicts masked tokens (MLM) and the next utterance or sentence.
+
+A step is one micro-batch of every lane (pretraining_batches.py). Each loss is the sum over all micro-batches
+of all workers, divided by what is predicted in them, so the number of workers does not change the objective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.artifact import Artifact
-from pipeline.config import require
-from pipeline.models.pretraining_heads import IGNORED, PretrainingModel, hide_tokens
+from pipeline.config import BadInput, require
+from pipeline.models.flops import TrainingFlops
+from pipeline.models.precision import resolve_precision
+from pipeline.models.pretraining_heads import PretrainingModel, PretrainingSums
 from pipeline.models.sources import Source
-from pipeline.models.tokens import Tokenizer, Tokens
+from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Shape
-from pipeline.training.batches import Batches, Row, Rows
-from pipeline.training.caching import backward
-from pipeline.training.loop import Task
+from pipeline.training.loop import Autocast, Shown, Task, Weighted
 from pipeline.training.optimization import optimization
+from pipeline.training.pretraining_batches import (
+    MicroBatch,
+    PretrainingBatches,
+    validation_batches,
+)
+from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.selection import Measured
 from pipeline.training.settings import LoopConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
-    """Which pairs, for how long."""
-
-    batch_tokens: int = 32_000
-    """Tokens in a batch over all workers, padding included."""
-    steps: int = 100_000
-    """Batches."""
-    max_context_tokens: int = 180
-    """First text of a pair: its newest tokens."""
-    max_response_tokens: int = 72
-    """Second text of a pair: its first tokens."""
-    hidden_share: float = 0.15
-    """Share of the tokens that are predicted."""
-    random_share: float = 0.5
-    """Share of the pairs with another example's response."""
-
-    def __post_init__(self) -> None:
-        require(self.steps >= 1, "pretrain.steps", self.steps, ">= 1")
-        longest = self.max_context_tokens + self.max_response_tokens
-        require(self.batch_tokens >= longest, "pretrain.batch_tokens", self.batch_tokens,
-                f">= {longest}, the longest pair")  # fmt: skip
-        for name in ("max_context_tokens", "max_response_tokens"):
-            require(getattr(self, name) >= 3, f"pretrain.{name}", getattr(self, name), ">= 3")
-        for name in ("hidden_share", "random_share"):
-            value = getattr(self, name)
-            require(0 < value < 1, f"pretrain.{name}", value, "between 0 and 1")
+from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 
 @dataclass(frozen=True)
-class PretrainBatch:
-    """Pairs, what is hidden in them, and whether the second text is the true one."""
+class StepBatch:
+    """One worker's micro-batches of a step, with the numbers of their lanes."""
 
-    pairs: Tokens
-    predicted_N: Tensor
-    labels_N: Tensor
-    is_next_B: Tensor
+    lanes: tuple[int, ...]
+    parts: list[MicroBatch]
 
-    def to(self, device: torch.device) -> PretrainBatch:
-        return PretrainBatch(
-            self.pairs.to(device),
-            self.predicted_N.to(device),
-            self.labels_N.to(device),
-            self.is_next_B.to(device),
-        )
+    def to(self, device: torch.device) -> StepBatch:
+        return StepBatch(self.lanes, [part.to(device) for part in self.parts])
 
 
-class _Pair(NamedTuple):
-    context: list[int]
-    response: list[int]
-    is_next: bool
+@dataclass(frozen=True)
+class _StepBatches:
+    """`PretrainingBatches` as the loop takes them."""
+
+    batches: PretrainingBatches
+    steps_per_epoch: float
+
+    def start(self, cursors: Sequence[Any]) -> Generator[tuple[StepBatch, Any]]:
+        walk = self.batches.start(cursors)
+        try:
+            for parts, cursor in walk:
+                yield StepBatch(self.batches.lanes, parts), cursor
+        finally:
+            walk.close()
 
 
-class PairMaker:
-    """Rows to pairs; a random response comes from the same window of rows."""
+class _Accumulation:
+    """The loss of a step and its gradients, micro-batch by micro-batch."""
 
-    columns: Sequence[str] = ("context", "response")
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._step = 0
 
-    def __init__(self, tokenizer: Tokenizer, config: PretrainConfig) -> None:
-        self._tokenizer = tokenizer
-        self._config = config
-        self._special = torch.tensor(tokenizer.hf.all_special_ids)
+    def before_step(self, step: int) -> None:
+        self._step = step
 
-    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Pair]:
-        config = self._config
-        contexts = self._tokenizer.contexts(
-            [row["context"] for row in rows], config.max_context_tokens
-        )
-        responses = self._tokenizer.candidates(
-            [row["response"] for row in rows], config.max_response_tokens
-        )
-        # Scattered over the window: items of one length keep their order, and a batch in which all
-        # pairs are true teaches nothing.
-        draw = torch.rand(len(rows), generator=generator)
-        swapped = (draw < config.random_share).nonzero()[:, 0].tolist()
-        second = list(responses)
-        for place, other in zip(swapped, [*swapped[1:], *swapped[:1]], strict=True):
-            second[place] = responses[other]
-        return [
-            _Pair(context, response, response == true)
-            for context, response, true in zip(contexts, second, responses, strict=True)
-        ]
-
-    def length(self, item: _Pair) -> int:
-        return len(item.context) + len(item.response) - 1
-
-    def collate(self, items: list[_Pair], generator: torch.Generator) -> PretrainBatch:
-        pairs = self._tokenizer.pairs(
-            [item.context for item in items], [item.response for item in items]
-        )
-        hidden, labels_BT = hide_tokens(
-            pairs,
-            self._special,
-            int(self._tokenizer.hf.mask_token_id),
-            len(self._tokenizer),
-            self._config.hidden_share,
-            generator,
-        )
-        is_next_B = torch.tensor([item.is_next for item in items])
-        predicted_N = (labels_BT.flatten() != IGNORED).nonzero()[:, 0]
-        return PretrainBatch(hidden, predicted_N, labels_BT.flatten()[predicted_N], is_next_B)
+    def __call__(
+        self, model: nn.Module, batch: StepBatch, autocast: Autocast
+    ) -> tuple[Tensor, Shown]:
+        predicted = sum(part.predicted_count for part in batch.parts)
+        pairs = sum(part.pair_count for part in batch.parts)
+        device = batch.parts[0].tokens.ids_BT.device
+        all_predicted, all_pairs, world = _over_ranks(predicted, pairs, device)
+        total = torch.zeros(len(PretrainingSums._fields), device=device)
+        loss = torch.zeros((), device=device)
+        for number, (lane, part) in enumerate(zip(batch.lanes, batch.parts, strict=True)):
+            torch.manual_seed(_lane_seed(self._seed, self._step, lane))
+            with _synchronised(model, last=number == len(batch.parts) - 1):
+                with autocast:
+                    sums: PretrainingSums = model(
+                        part.tokens, part.predicted_N, part.labels_N, part.is_next_B
+                    )
+                # Ranks' gradients are averaged, so each rank's share of the sum counts `world` times.
+                share = sums.mlm_sum / max(1, all_predicted) + sums.next_sum / max(1, all_pairs)
+                torch.autograd.backward(share * world)
+            loss += share.detach() * world
+            total += torch.stack([value.detach() for value in sums])
+        found = PretrainingSums(*total)
+        shown: dict[str, Weighted] = {}
+        if predicted:
+            shown["mlm_loss"] = Weighted(found.mlm_sum, predicted)
+            shown["mlm_accuracy"] = Weighted(found.mlm_hits, predicted)
+        if pairs:
+            shown["next_loss"] = Weighted(found.next_sum, pairs)
+            shown["next_accuracy"] = Weighted(found.next_hits, pairs)
+        return loss, shown
 
 
-class PretrainModule(nn.Module):
-    """The sum of both losses."""
+def _over_ranks(predicted: int, pairs: int, device: torch.device) -> tuple[float, float, int]:
+    """What is predicted and asked in a step by all ranks, and how many they are."""
+    if not dist.is_initialized():
+        return predicted, pairs, 1
+    counts = torch.tensor([predicted, pairs], dtype=torch.float64, device=device)
+    dist.all_reduce(counts)
+    all_predicted, all_pairs = counts.tolist()
+    return all_predicted, all_pairs, dist.get_world_size()
 
-    def __init__(self, model: PretrainingModel) -> None:
-        super().__init__()
-        self.model = model
 
-    def forward(self, batch: PretrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        sums = self.model.losses(batch.pairs, batch.predicted_N, batch.labels_N, batch.is_next_B)
-        mlm, nup = sums.mlm_sum / sums.mlm_count, sums.next_sum / sums.pairs
-        return mlm + nup, {"mlm_loss": mlm.detach(), "nup_loss": nup.detach()}
+def _synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Ranks exchange gradients with the last micro-batch of a step only."""
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+    apart: AbstractContextManager[Any] = (
+        nullcontext() if last else getattr(model, "no_sync", nullcontext)()
+    )
+    return apart
+
+
+def _lane_seed(seed: int, step: int, lane: int) -> int:
+    """Of dropout: the same for a micro-batch whichever worker computes it."""
+    return int(np.random.SeedSequence([seed, step, lane, 1]).generate_state(1, np.uint32)[0])
+
+
+@dataclass(frozen=True)
+class PretrainingValidation:
+    """Both losses and accuracies on micro-batches of the held-out split, the same at every validation."""
+
+    model: PretrainingModel
+    batches: list[MicroBatch]
+    """Of all ranks."""
+    rank: int
+    world: int
+    loop: LoopConfig
+
+    @torch.inference_mode()
+    def __call__(self) -> Measured:
+        """A collective call. Leaves the model in evaluation mode."""
+        self.model.eval()
+        device = next(self.model.parameters()).device
+        bf16 = resolve_precision(self.loop.precision, device) == "bf16"
+        total = torch.zeros(len(PretrainingSums._fields), dtype=torch.float64, device=device)
+        # Sharded weights are gathered in each pass: a rank that has none left computes one for nothing.
+        for start in range(0, len(self.batches), self.world):
+            mine = start + self.rank
+            batch = self.batches[min(mine, len(self.batches) - 1)].to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                sums = self.model(batch.tokens, batch.predicted_N, batch.labels_N, batch.is_next_B)
+            if mine < len(self.batches):
+                total += torch.stack([value.double() for value in sums])
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return Measured(_metrics(PretrainingSums(*total)), "loss", higher_is_better=False)
+
+
+def _metrics(sums: PretrainingSums) -> dict[str, float]:
+    found = {"loss": 0.0}
+    if sums.mlm_count:
+        mlm = float(sums.mlm_sum / sums.mlm_count)
+        found |= {"mlm_loss": mlm, "perplexity": float(np.exp(mlm)),
+                  "mlm_accuracy": float(sums.mlm_hits / sums.mlm_count)}  # fmt: skip
+        found["loss"] += mlm
+    if sums.pairs:
+        following = float(sums.next_sum / sums.pairs)
+        found |= {"next_loss": following, "next_accuracy": float(sums.next_hits / sums.pairs)}
+        found["loss"] += following
+    return found
 
 
 @dataclass(frozen=True)
 class Pretraining:
     """All that a worker needs to build its task."""
 
-    corpus: Artifact
-    tokenizer: Source
-    encoder: Shape
+    corpora: tuple[TokenizedCorpus, ...]
+    weights: tuple[float, ...]
+    start: Shape | Source
+    """The shape of a new encoder, or a `transformers` directory that is trained on."""
     pretrain: PretrainConfig
     loop: LoopConfig
 
-    def build(self, rank: int, world: int) -> Task:
-        """Raises BadInput for settings that do not fit each other or the corpus."""
-        config = self.pretrain
-        longest = config.max_context_tokens + config.max_response_tokens - 1
-        require(longest <= self.encoder.positions, "pretrain.max_context_tokens",
-                config.max_context_tokens,
-                f"with max_response_tokens at most encoder.positions {self.encoder.positions}")  # fmt: skip
-        tokenizer = Tokenizer.load(self.tokenizer.local())
+    def model(self) -> tuple[PretrainingModel, str]:
+        """The model at the start, and what is new in it. Raises BadInput for settings that do not fit
+        the corpora's tokenizer."""
+        config, vocabulary = self.pretrain, self.corpora[0].vocabulary
         torch.manual_seed(self.loop.seed)
-        special = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
-        model = PretrainingModel.new(self.encoder, len(tokenizer), special)
-        pairs = PairMaker(tokenizer, config)
-        rows = Rows.of(self.corpus, "train", pairs.columns, rank, world, self.loop.seed)
-        batches: Batches[PretrainBatch] = Batches(
-            rows, pairs, tokens=config.batch_tokens // world, length=pairs.length
-        )
-        module = PretrainModule(model)
+        if isinstance(self.start, Shape):
+            special = {"pad": vocabulary.pad, "cls": vocabulary.cls, "sep": vocabulary.sep}
+            model = PretrainingModel.new(self.start, vocabulary.size, special)
+            news = "a new encoder"
+        else:
+            model, news = PretrainingModel.from_encoder(self.start.local())
+            size = int(model.encoder.hf.config.vocab_size)
+            if size < vocabulary.size:
+                raise BadInput(f"--start: the encoder has {size:,} tokens, the tokenizer of "
+                               f"{self.corpora[0].artifact.uri} {vocabulary.size:,}; allowed: corpora "
+                               "that were tokenized with the encoder's own tokenizer")  # fmt: skip
+        positions = model.encoder.positions
+        require(config.longest_pair <= positions, "pretrain.max_context_tokens",
+                config.max_context_tokens,
+                f"with max_response_tokens at most the encoder's positions, {positions}")  # fmt: skip
+        if config.gradient_checkpointing:
+            model.encoder.recompute_layers()
+        return model, news
+
+    def build(self, rank: int, world: int) -> Task:
+        """Raises BadInput for settings that do not fit each other or the corpora."""
+        config, seed = self.pretrain, self.loop.seed
+        model, _ = self.model()
+        tokenizer = Tokenizer.load(self.corpora[0].tokenizer().local())
+        batches = PretrainingBatches.of(self.corpora, self.weights, config, rank, world, seed)
+        held_out = validation_batches(self.corpora, self.weights, config, 0, 1, seed)
+        cost = TrainingFlops.of(model.encoder, model.mlm)
+        accumulation = _Accumulation(seed)
 
         def save(folder: Path) -> None:
             model.save(folder)
             tokenizer.save(folder)
 
+        def work(batch: StepBatch) -> Mapping[str, float]:
+            return {
+                "tokens": float(sum(part.token_count for part in batch.parts)),
+                "flops": float(sum(
+                    cost.step(part.tokens.lengths, part.predicted_count) for part in batch.parts
+                )),
+            }  # fmt: skip
+
         return Task(
-            module=module,
-            batches=batches,
+            module=model,
+            batches=_StepBatches(batches, self.tokens() / config.batch_tokens),
             steps=config.steps,
-            optimize=lambda: optimization(self.loop, module, config.steps),
-            backward=backward,
+            optimize=lambda: optimization(self.loop, model, config.steps),
+            backward=accumulation,
+            before_step=accumulation.before_step,
             save=save,
+            validation=PretrainingValidation(model, held_out, rank, world, self.loop)
+            if held_out
+            else None,
+            work=work,
         )
+
+    def tokens(self) -> int:
+        """Tokens of the train splits."""
+        return sum(corpus.train_tokens for corpus in self.corpora)

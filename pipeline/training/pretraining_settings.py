@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import require
+from pipeline.config import NOT_IDENTITY, require
 
 Objective = Literal["joint", "alternate", "mlm"]
 MaskingRule = Literal["bert", "xlm"]
@@ -24,8 +24,8 @@ class PretrainConfig:
     """Tokens that a worker computes at once at most, padding included; 0: 16,384. A step consists of
     batch_tokens / micro_batch_tokens micro-batches, rounded up, which the workers share out: they are the
     same for every number of workers, so this number has to stay when a run is resumed."""
-    steps: int = 100_000
-    """Updates of the weights."""
+    steps: int = field(default=100_000, metadata=NOT_IDENTITY)
+    """Updates of the weights. A run that was stopped may be resumed with more."""
     objective: Objective = "joint"
     """joint: every batch trains masked tokens and the next utterance (BERT). alternate: even steps train
     masked tokens, odd steps the next utterance, without masks (the Poly-encoder paper). mlm: masked tokens
@@ -50,6 +50,9 @@ class PretrainConfig:
     """Share of the pairs that have the response of another example (next utterance, next sentence)."""
     window_rows: int = 16_384
     """Examples that are shuffled together and cut into micro-batches of similar length."""
+    gradient_checkpointing: bool = False
+    """Layers are computed again on the way back, which takes a third more time and a fraction of the
+    memory: for micro-batches that do not fit otherwise."""
     valid_examples: int = 4096
     """Examples of the held-out split that validation uses at most."""
 

@@ -115,6 +115,12 @@ class TokenizedCorpus:
         return str(self.artifact.manifest["tokenizer_version"])
 
     @property
+    def train_tokens(self) -> int:
+        """Tokens of the train split; special tokens are not counted."""
+        counts = self.artifact.counts
+        return counts["tokens.train.context"] + counts["tokens.train.response"]
+
+    @property
     def kept(self) -> TokenizeConfig:
         """How much of each text is there."""
         return TokenizeConfig(**self.artifact.manifest["config"]["tokenize"])

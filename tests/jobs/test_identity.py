@@ -11,7 +11,17 @@ import pytest
 from pipeline.config import flatten, identity, to_dict
 
 ACTORS = {f"resources.{name}" for name in ("actors", "max_actors", "cpus_per_actor", "gpu")}
-WORKERS = {f"resources.{name}" for name in ("workers", "cpus_per_worker", "gpu", "max_restarts")}
+WORKERS = {
+    f"resources.{name}"
+    for name in (
+        "workers",
+        "min_workers",
+        "cpus_per_worker",
+        "gpu",
+        "shard_weights",
+        "max_restarts",
+    )
+}
 READING = {"reading.truncated", "reading.max_malformed_share"}
 GATE = {
     f"gate.{name}"

@@ -29,7 +29,7 @@ def test_a_step_costs_what_torch_counts(shape, length):
     tokens = Tokens(ids, torch.ones_like(ids, dtype=torch.bool), (length,) * 4)
     predicted = torch.arange(0, 4 * length, 6)
     with FlopCounterMode(display=False) as counter:
-        model.losses(tokens, predicted, ids.flatten()[predicted]).mlm_sum.backward()
+        model(tokens, predicted, ids.flatten()[predicted]).mlm_sum.backward()
     found = TrainingFlops.of(model.encoder, model.mlm).step(tokens.lengths, len(predicted))
     assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
 

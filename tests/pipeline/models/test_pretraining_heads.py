@@ -19,81 +19,12 @@ from transformers import (
 
 from pipeline.config import BadInput
 from pipeline.models import pretraining_heads
-from pipeline.models.pretraining_heads import IGNORED, NEXT_HEAD, PretrainingModel, hide_tokens
-from pipeline.models.tokens import Tokens
+from pipeline.models.pretraining_heads import NEXT_HEAD, PretrainingModel
 from pipeline.models.transformer import Encoder, Shape, set_dropout
 
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
 SPECIAL = torch.tensor([0, 1, 2, 3, 4])
 VOCABULARY = 1000
-
-
-@pytest.fixture(scope="module")
-def big():
-    """400 rows of 100 to 300 ordinary tokens between special ones."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(100, 301, (400, 1), generator=generator)
-    place = torch.arange(302)
-    ids = torch.randint(5, VOCABULARY, (400, 302), generator=generator)
-    ids[:, 0] = CLS
-    ids[place == lengths + 1] = SEP
-    mask = place < lengths + 2
-    return Tokens(ids.masked_fill(~mask, PAD), mask, tuple((lengths[:, 0] + 2).tolist()))
-
-
-def hide(tokens, share=0.15, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return hide_tokens(tokens, SPECIAL, MASK, VOCABULARY, share, generator)
-
-
-def ordinary(tokens):
-    return tokens.mask_BT & ~torch.isin(tokens.ids_BT, SPECIAL)
-
-
-def share_of(part, whole):
-    return part.sum().item() / whole.sum().item()
-
-
-def test_15_percent_are_predicted_80_10_10_as_mask_random_and_itself(big):
-    hidden, labels = hide(big)
-    chosen = labels != IGNORED
-    # Of some 80,000 tokens, 12,000 chosen: six standard deviations are 0.0076 and 0.022.
-    assert share_of(chosen, ordinary(big)) == pytest.approx(0.15, abs=0.008)
-    masked = chosen & (hidden.ids_BT == MASK)
-    same = chosen & (hidden.ids_BT == big.ids_BT)
-    other = chosen & ~masked & ~same
-    assert share_of(masked, chosen) == pytest.approx(0.8, abs=0.023)
-    assert share_of(same, chosen) == pytest.approx(0.1, abs=0.017)
-    assert share_of(other, chosen) == pytest.approx(0.1, abs=0.017)
-    assert len(hidden.ids_BT[other].unique()) > 500  # from the whole vocabulary
-
-
-def test_special_tokens_and_pads_are_never_hidden(big):
-    hidden, labels = hide(big, share=0.9)
-    untouched = ~ordinary(big)
-    assert (labels[untouched] == IGNORED).all()
-    assert torch.equal(hidden.ids_BT[untouched], big.ids_BT[untouched])
-
-
-def test_labels_are_the_true_ids_and_all_else_stays(big):
-    hidden, labels = hide(big)
-    chosen = labels != IGNORED
-    assert torch.equal(labels[chosen], big.ids_BT[chosen])
-    assert torch.equal(hidden.ids_BT[~chosen], big.ids_BT[~chosen])
-    assert torch.equal(hidden.mask_BT, big.mask_BT)
-
-
-def test_masks_follow_from_the_generator_alone(big):
-    assert torch.equal(hide(big, seed=1)[0].ids_BT, hide(big, seed=1)[0].ids_BT)
-    assert not torch.equal(hide(big, seed=1)[0].ids_BT, hide(big, seed=2)[0].ids_BT)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_one_token_at_least_is_predicted_so_that_the_loss_is_a_number(seed):
-    ids, mask = torch.tensor([[CLS, 7, SEP, PAD]]), torch.tensor([[True, True, True, False]])
-    tokens = Tokens(ids, mask, (3,))
-    _, labels = hide(tokens, share=0.01, seed=seed)
-    assert labels.tolist() == [[IGNORED, 7, IGNORED, IGNORED]]
 
 
 @pytest.fixture(params=["bert", "modernbert"])
@@ -145,7 +76,7 @@ def test_losses_are_sums_over_predicted_tokens_and_over_pairs(model, batch, tmp_
     tokens, *_, is_next = batch
     hf = plain(model, tmp_path)
     with torch.no_grad():
-        sums = model.losses(*batch)
+        sums = model(*batch)
         logits = hf(**inputs(tokens, hf)).logits.double().numpy()
         first = hf.base_model(**inputs(tokens, hf)).last_hidden_state[:, 0]
         next_logits = (first @ model.next.weight.T + model.next.bias)[:, 0].double().numpy()
@@ -167,15 +98,15 @@ def test_right_predictions_are_counted(model, batch):
         hidden = model.encoder(tokens).flatten(0, 1)[predicted]
         best = model.mlm_logits(hidden).argmax(1)
         next_best = model.next(model.encoder(tokens)[:, 0])[:, 0] > 0
-        sums = model.losses(tokens, predicted, best, next_best)
-        wrong = model.losses(tokens, predicted, best + 1, ~next_best)
+        sums = model(tokens, predicted, best, next_best)
+        wrong = model(tokens, predicted, best + 1, ~next_best)
     assert (sums.mlm_hits.item(), sums.next_hits.item()) == (3, 2)
     assert (wrong.mlm_hits.item(), wrong.next_hits.item()) == (0, 0)
 
 
 def gradients(model, *given):
     model.zero_grad(set_to_none=True)
-    sums = model.losses(*given)
+    sums = model(*given)
     (sums.mlm_sum + sums.next_sum).backward()
     return sums, {name: value.grad for name, value in model.named_parameters()}
 
@@ -233,7 +164,7 @@ class Losses(nn.Module):
         self.model = model
 
     def forward(self, *batch):
-        sums = self.model.losses(*batch)
+        sums = self.model(*batch)
         return sums.mlm_sum + sums.next_sum
 
 
@@ -329,7 +260,7 @@ def test_what_was_saved_goes_on_with_both_heads(model, batch, tmp_path):
     assert text == "MLM head loaded, next head loaded"
     with torch.no_grad():
         torch.testing.assert_close(
-            tuple(found.eval().losses(*batch)), tuple(model.losses(*batch)), rtol=1e-5, atol=1e-5
+            tuple(found.eval()(*batch)), tuple(model(*batch)), rtol=1e-5, atol=1e-5
         )
 
 

@@ -1,0 +1,90 @@
+"""What a pre-training will need: sizes, steps, memory by estimate, hours by a measured rate."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from pipeline.models.flops import TrainingFlops
+from pipeline.models.placement import prepare_for_training
+from pipeline.models.precision import resolve_precision
+from pipeline.training.pretraining import Pretraining
+from pipeline.training.settings import Workers
+
+# Bytes of float32 weights, gradients and the two moments of Adam.
+_BYTES_PER_PARAMETER = 16
+# bf16 activations kept for the way back, per token, layer and unit of width, without the attention's
+# weights, which fused kernels do not keep: Korthikanti et al., 2022 (arXiv 2205.05198), section 4.1.
+_ACTIVATION_BYTES = 34
+_MEASURED_SECONDS = 5.0
+
+
+def estimate(recipe: Pretraining, workers: Workers, device: torch.device) -> dict[str, Any]:
+    """Computes a few micro-batches on `device` to measure its rate. JSON-ready."""
+    config = recipe.pretrain
+    task = recipe.build(0, 1)
+    model, news = recipe.model()
+    parameters = sum(value.numel() for value in model.parameters())
+    layers = 1 if config.gradient_checkpointing else int(model.encoder.hf.config.num_hidden_layers)
+    sharded = workers.workers if workers.shard_weights else 1
+    wide = 2 if resolve_precision(recipe.loop.precision, device) == "fp32" else 1
+    activations = _ACTIVATION_BYTES * wide * config.lane_tokens * model.encoder.width * layers
+    rate = _tokens_per_s(recipe, device)
+    tokens = config.steps * config.batch_tokens
+    return {
+        "parameters": parameters,
+        "start": news,
+        "corpus_tokens": recipe.tokens(),
+        "steps": config.steps,
+        "batch_tokens": config.batch_tokens,
+        "micro_batches_per_step": config.lanes,
+        "tokens_to_train": tokens,
+        "epochs": round(config.steps / task.batches.steps_per_epoch, 2),
+        "memory_gib_per_worker": round(
+            (parameters * _BYTES_PER_PARAMETER / sharded + activations) / 2**30, 2
+        ),
+        "measured_on": str(device),
+        "tokens_per_s_per_worker": round(rate),
+        "flops_per_token": _flops_per_token(recipe),
+        "workers": workers.workers,
+        "hours": round(tokens / rate / workers.workers / 3600, 2),
+    }
+
+
+def _tokens_per_s(recipe: Pretraining, device: torch.device) -> float:
+    """Tokens a second of one worker, from the second step on."""
+    task = recipe.build(0, 1)
+    module = task.module.to(device).train()
+    prepare_for_training(module, device, recipe.loop.precision)
+    bf16 = resolve_precision(recipe.loop.precision, device) == "bf16"
+    optimization = task.optimize()
+    batches = task.batches.start(())
+    tokens, began, number = 0.0, time.perf_counter(), 0
+    try:
+        for number, (batch, _) in enumerate(batches):
+            autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+            task.backward(module, batch.to(device), autocast)
+            optimization.clip()
+            optimization.optimizer.step()
+            optimization.optimizer.zero_grad(set_to_none=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number == 0:  # makes the optimizer's moments and takes memory for the first time
+                began = time.perf_counter()
+                continue
+            tokens += task.work(batch)["tokens"]
+            if time.perf_counter() - began > _MEASURED_SECONDS:
+                break
+    finally:
+        batches.close()
+    return tokens / (time.perf_counter() - began)
+
+
+def _flops_per_token(recipe: Pretraining) -> int:
+    """Of the longest pair, with the tokens that are predicted in it."""
+    model, _ = recipe.model()
+    longest = recipe.pretrain.longest_pair
+    predicted = round(recipe.pretrain.masked_share * longest)
+    return TrainingFlops.of(model.encoder, model.mlm).step([longest], predicted) // longest
