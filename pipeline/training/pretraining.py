@@ -116,7 +116,7 @@ def _over_ranks(predicted: int, pairs: int, device: torch.device) -> tuple[float
     return all_predicted, all_pairs, dist.get_world_size()
 
 
-def _synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+def _synchronised(model: Any, last: bool) -> AbstractContextManager[Any]:
     """Ranks exchange gradients with the last micro-batch of a step only."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(last)
