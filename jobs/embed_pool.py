@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jobs import cluster, program
-from pipeline import storage, tracking
+from pipeline import resources, storage, tracking
 from pipeline.artifact import (
     MANIFEST,
     Artifact,
@@ -18,19 +17,18 @@ from pipeline.artifact import (
     open_artifact,
     request_of,
 )
-from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.config import NOT_IDENTITY, require
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
+from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import build, embed, gate, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
-from pipeline.retrieval.pools.plan import Plan
 from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
 from pipeline.shards import Actors
 
-_SETTINGS = "ranker.json"
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
 
 
@@ -110,19 +108,17 @@ def _job(config: Config) -> _Job:
     if config.embed.neighbours:
         build.require_faiss()
     model = open_artifact(config.model, "ranker")
-    # Without the ranker's own module, and so without torch: where nothing is left to do that takes seconds.
-    architecture = json.loads(storage.read_bytes(storage.join(model.uri, _SETTINGS)))[
-        "architecture"
-    ]
-    if architecture == "cross":
-        raise BadInput("architecture: 'cross' has no candidate vectors; allowed: bi, poly")
+    # The ranker's own module needs torch: where nothing is left to do, that takes seconds.
+    uri = storage.join(model.uri, SETTINGS)
+    settings = parse_settings(storage.read_bytes(uri), uri)
+    settings.require_vectors()
     files = [file for uri in config.candidates for file in _files(uri)]
     fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"
     uri = storage.join(config.pools, config.name, version)
-    return _Job(model, architecture, files, inputs, version, uri)
+    return _Job(model, settings.architecture, files, inputs, version, uri)
 
 
 def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
@@ -133,7 +129,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
         return out, True
     with cluster.session():
         prepared, previous = _plan(config, job, out)
-        if previous and _is_same(config, job, prepared.plan, previous):
+        if previous and _is_same(config, job, prepared, previous):
             storage.delete(out.staging)
             return previous.artifact, True
         with tracking.start("embed_pool", out) as tracked:
@@ -147,9 +143,15 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
     previous = versions.open_current(config.pools, config.name)
-    copies = previous is not None and versions.has_vectors_of(previous, job.model, config)
+    precision = resources.precision_of_tasks(config.embed.precision, config.resources.gpu)
+    copies = previous is not None and versions.has_vectors_of(
+        previous, job.model, config, precision
+    )
+    if previous is not None and previous.precision != precision:
+        print(f"pool {config.name}: computed in {precision}, the version before in "
+              f"{previous.precision}: nothing is copied", flush=True)  # fmt: skip
     prepared = embed.prepare(
-        out, job.files, config.embed, config.gate, config.reading, previous, copies
+        out, job.files, config.embed, config.gate, config.reading, previous, copies, precision
     )
     plan = prepared.plan
     rows = plan.rows - plan.known if prepared.copies else plan.rows
@@ -170,11 +172,13 @@ def _rate(previous: Pool | None) -> float:
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, plan: Plan, previous: Pool) -> bool:
+def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Pool) -> bool:
     """Whether the version before has the same rows, and they would be made the same way."""
     theirs = {**job.inputs, "candidates": previous.artifact.manifest["inputs"]["candidates"]}
     request = request_of(KIND, config, theirs)
-    return plan.changes.none and request == previous.artifact.manifest["request"]
+    same_numbers = prepared.precision == previous.precision
+    same_rows = prepared.plan.changes.none
+    return same_numbers and same_rows and request == previous.artifact.manifest["request"]
 
 
 def _embed(
@@ -226,6 +230,7 @@ def _embed(
         run_id,
         dimensions=dimensions,
         dtype=config.embed.dtype,
+        precision=prepared.precision,
         statistics=statistics,
         plan=asdict(plan.changes),
         embedded=embedded,
@@ -245,7 +250,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
     finally:
         storage.delete(out.staging)
     plan = prepared.plan
-    same = previous is not None and _is_same(config, job, plan, previous)
+    same = previous is not None and _is_same(config, job, prepared, previous)
     return {
         "pool": storage.join(config.pools, config.name),
         "version": previous.version if previous and same else job.version,

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from jobs import cluster, program
@@ -20,8 +20,10 @@ from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import Source, questions
 from pipeline.evaluation.ranking import Scorer, load_scorer, load_together
 from pipeline.evaluation.results import HERE, Measurement, Result, compare_all
+from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
+from pipeline.resources import best_device, precision_of_tasks
 from pipeline.shards import Actors
 
 _MAX_CROSS_CANDIDATES = 1000
@@ -51,7 +53,8 @@ class Config:
     """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
     responses of a block of C random examples; others: the response among the corpus' others/."""
     candidates: int = 0
-    """C: candidates of an example, the right one among them; 0: the protocol's."""
+    """C: candidates of an example, the right one among them; 0: the protocol's, or, of blocks and sampled,
+    as many as a smaller split has."""
     recall_at: tuple[int, ...] = ()
     """The k of R@k/C; none: the protocol's."""
     max_examples: int = 100_000
@@ -71,6 +74,8 @@ class Config:
     """Draw R@1 against milliseconds into this PNG; empty: beside --json, if there is one."""
     errors: str = ""
     """Write each model's 100 worst-ranked examples to this file (JSON lines), and print three."""
+    precision: Precision = "auto"
+    """What encoders compute in; auto: bf16 where the hardware multiplies it. Scores differ a little."""
     resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
     """What models run on; by default in this process, without a cluster."""
     seed: int = 0
@@ -103,7 +108,8 @@ def run(config: Config) -> program.Summary:
     require(not (config.together and skipped), "together", True,
             f"false: {'; '.join(f'{name}: {why}' for name, why in skipped.items())}")  # fmt: skip
     measure = measurement(config, corpus)
-    asked = measure.asked
+    asked, wanted = measure.asked, rules.candidates
+    rules = measure.protocol
     asked_models = {name: model for name, (model, _) in models.items() if name not in skipped}
     found, ranked, runs = list[Result](), list[Result](), list[tracking.Run]()
     if config.baselines:
@@ -115,15 +121,19 @@ def run(config: Config) -> program.Summary:
         ]
     here = config.resources == HERE
     with nullcontext() if here else cluster.session():
+        precision = _precision(config)
+        settings = {**to_dict(config), "precision": precision}
         for name, model in asked_models.items():
-            make: Callable[[], Scorer] = functools.partial(load_scorer, model, name if here else "")
+            make: Callable[[], Scorer] = functools.partial(
+                load_scorer, model, name if here else "", precision
+            )
             ranked.append(measure.of(name, make, actors=config.resources))
-            with tracking.start_evaluation(model, corpus, to_dict(config)) as tracked:
+            with tracking.start_evaluation(model, corpus, settings) as tracked:
                 tracked.log(ranked[-1].numbers())
             runs.append(tracked)
         if config.together:
             name = " + ".join(asked_models)
-            make = functools.partial(load_together, list(asked_models.values()))
+            make = functools.partial(load_together, list(asked_models.values()), precision)
             ranked.append(measure.of(name, make, actors=config.resources))
     found += ranked
     comparisons = compare_all(ranked, config.seed)
@@ -133,11 +143,20 @@ def run(config: Config) -> program.Summary:
         "split": config.split,
         **asdict(rules),
         "unanswerable": asked.unanswerable(),
+        "left_out": dict(asked.left_out),
+        "precision": precision,
         "models": {model.uri: model.fingerprint for model, _ in models.values()},
         "skipped": skipped,
         **report.as_json(found, comparisons),
     }
-    text = report.markdown(found, comparisons)
+    notes = [f"{len(asked):,} of the {len(asked) + sum(asked.left_out.values()):,} examples of "
+             f"{config.split}/ are asked{_reasons(asked.left_out)}"]  # fmt: skip
+    notes.append(f"models compute in {precision}")
+    if rules.candidates < wanted:
+        notes.append(
+            f"{rules.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
+        )
+    text = "\n".join([report.markdown(found, comparisons), "", *notes])
     print(text)
     for name, reason in skipped.items():
         print(f"{name}: skipped: {reason}")
@@ -168,13 +187,26 @@ def run(config: Config) -> program.Summary:
 def measurement(config: Config, corpus: Artifact) -> Measurement:
     """What every model is asked, and how it is counted."""
     rules = config.rules()
-    draw = (rules.source, rules.candidates, config.max_examples, config.seed)
+    fewer = config.candidates == 0
+    draw = (rules.source, rules.candidates, config.max_examples, config.seed, fewer)
     asked = questions(corpus, config.split, *draw)
+    rules = replace(rules, candidates=asked.candidates)
     calibration = None
     if config.none == "threshold":
         none.require_none(asked, "--none threshold")
         calibration = questions(corpus, "valid", *draw)
     return Measurement(asked, rules, calibration, config.latency_queries, config.seed)
+
+
+def _precision(config: Config) -> Resolved:
+    """What the models compute in, on whichever hardware they run."""
+    if config.resources == HERE:
+        return resolve_precision(config.precision, best_device())
+    return precision_of_tasks(config.precision, config.resources.gpu)
+
+
+def _reasons(left_out: Mapping[str, int]) -> str:
+    return "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
 
 
 def _too_slow(
@@ -184,7 +216,7 @@ def _too_slow(
     if candidates <= _MAX_CROSS_CANDIDATES:
         return {}
     reason = f"a cross-encoder reads {candidates:,} pairs for each question; --slow true allows it"
-    slow = {name: reason for name, (_, model) in models.items() if model.architecture == "cross"}
+    slow = {name: reason for name, (_, model) in models.items() if not model.has_vectors}
     if len(slow) == len(models):
         raise BadInput(f"--model {' '.join(slow)}: {reason}")
     return slow
@@ -199,7 +231,7 @@ def _open(uris: tuple[str, ...]) -> dict[str, tuple[Artifact, RankerConfig]]:
         opened.append((model, load_ranker(model.local()).config))
     known = [model.fingerprint for model, _ in opened]
     require(len(set(known)) == len(known), "model", uris, "each model once")
-    names = [str(settings.architecture) for _, settings in opened]
+    names: list[str] = [settings.architecture for _, settings in opened]
     folders = [storage.name_of(model.uri) for model, _ in opened]
     marked = [f"{settings.architecture} {model.fingerprint[:8]}" for model, settings in opened]
     for others in (folders, marked):

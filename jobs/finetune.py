@@ -8,12 +8,13 @@ from jobs import cluster, program
 from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, require
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training import launch
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
-from pipeline.training.loop import validation_steps
+from pipeline.training.loop import Task, validation_steps
 from pipeline.training.settings import LoopConfig, Workers
+from pipeline.training.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Config:
     """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the ranker."""
-    ranker: RankerConfig = field(default_factory=RankerConfig)
+    ranker: RankerConfig = field(default_factory=PolyConfig)
     """The model."""
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     """The task."""
@@ -54,6 +55,7 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
         return program.published(out, already_there=True)
+    asked, left_out = _validated(task)
     with cluster.session(), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
@@ -68,7 +70,18 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
         )
         tracking.finish(tracked, ranker)
         _register(config, ranker)
-    return program.published(ranker, already_there=False, metrics=metrics)
+    validation = {"asked": asked, "left_out": left_out}
+    return program.published(ranker, already_there=False, metrics=metrics, validation=validation)
+
+
+def _validated(task: Task) -> tuple[int, dict[str, int]]:
+    """How many examples of valid/ a validation asks, and, by reason, how many it leaves out."""
+    if not isinstance(task.validation, Validation):
+        return 0, {}
+    asked, left_out = len(task.validation.asked), dict(task.validation.asked.left_out)
+    reasons = "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
+    print(f"validation: {asked:,} examples of valid/ are asked{reasons}", flush=True)
+    return asked, left_out
 
 
 def _register(config: Config, ranker: Artifact) -> None:

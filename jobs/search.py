@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
+import torch
 
 from jobs import program
 from pipeline.arrays import Floats
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, require
 from pipeline.models import inference
+from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import Method, filters, rerank, top_rows, weights_of_vectors
@@ -50,6 +52,8 @@ class Config:
     """A cross-encoder that puts the best in order."""
     cross_candidates: int = 100
     """How many it reads."""
+    precision: Precision = "auto"
+    """What encoders compute in; auto: bf16 where the hardware multiplies it."""
     together: bool = False
     """The mean of its score and the search's puts them in order, not its own alone."""
 
@@ -68,11 +72,13 @@ def run(config: Config) -> program.Summary:
     model = open_artifact(config.model, "ranker")
     pool = Pool.open(config.pool)
     pool.require_model(model)
-    ranker = load_ranker(model.local())
+    device = torch.device("cpu")
+    ranker = inference.place(load_ranker(model.local()), device, config.precision)
     attention = ranker.config.search_attention
-    cross = (
-        rerank.load_cross_encoder(open_artifact(config.cross, "ranker")) if config.cross else None
-    )
+    cross = None
+    if config.cross:
+        cross = rerank.load_cross_encoder(open_artifact(config.cross, "ranker"))
+        inference.place(cross, device, config.precision)
     among = _among(config, pool)
     count = config.cross_candidates if cross else config.top_k
     for _ in range(
@@ -107,12 +113,14 @@ def run(config: Config) -> program.Summary:
         milliseconds["cross"] = _milliseconds(clock, 3)
     for result in results:
         print(_line(result))
-    print(f"certified: {'yes' if certified else 'no'}; {len(pool):,} candidates; milliseconds: "
+    print(f"certified: {'yes' if certified else 'no'}; {len(pool):,} candidates, computed in "
+          f"{pool.precision}, the context in {ranker.precision}; milliseconds: "
           f"{', '.join(f'{name} {value}' for name, value in milliseconds.items())}")  # fmt: skip
     return {
         "pool": describe(pool),
         "results": results,
         "certified": certified,
+        "precision": ranker.precision,
         "milliseconds": milliseconds,
     }
 

@@ -10,14 +10,17 @@ import dataclasses
 import hashlib
 import json
 import re
+import types
 import typing
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jsonargparse
+import yaml
 
 ConfigT = TypeVar("ConfigT")
 
@@ -40,6 +43,36 @@ def require(allowed: bool, field: str, value: object, meaning: str) -> None:
         raise BadInput(f"{field}: {value!r} is not allowed; allowed: {meaning}")
 
 
+class Variants(NamedTuple):
+    """Dataclasses that one field may hold, told apart by a Literal field that each of them has."""
+
+    tag: str
+    """That field's name."""
+    kinds: dict[str, type]
+    """The dataclasses by their value of it."""
+
+    def option_names(self, kind: str) -> set[str]:
+        """The fields of one of them."""
+        return {field.name for field in dataclasses.fields(self.kinds[kind])}
+
+
+def variants_of(hint: Any) -> Variants | None:
+    """The union that a type is; None for any other type."""
+    members = typing.get_args(hint)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    if not is_union or not all(dataclasses.is_dataclass(member) for member in members):
+        return None
+    hints = [typing.get_type_hints(member) for member in members]
+    for tag in hints[0]:
+        values = [typing.get_args(each.get(tag)) for each in hints]
+        literal = all(typing.get_origin(each.get(tag)) is typing.Literal for each in hints)
+        if literal and len({value for some in values for value in some}) == len(members):
+            return Variants(
+                tag, {some[0]: kind for some, kind in zip(values, members, strict=True)}
+            )
+    raise TypeError(f"{hint}: no Literal field tells these dataclasses apart")
+
+
 def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> ConfigT:
     """Returns the configuration that `argv` describes.
 
@@ -48,6 +81,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     `POSITIONAL` names a field takes its value as the first argument, without a name. Where `PASSED_ON`
     names a list field and groups of another job's options, `--group.name value` goes unread into that
     field.
+
+    A field may be a union of dataclasses (see `Variants`): files and command line say by its tag which one
+    is meant, its default says so where they do not, and only the options of that one are known.
 
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
@@ -60,13 +96,24 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
         prog=prog, description=description, exit_on_error=False, allow_abbrev=False
     )
     parser.add_argument("--config", action="config", help="A YAML file with any of the options.")
-    parser.add_class_arguments(config_class, nested_key=None)
     fields = _option_types(config_class)
     try:
+        normal = _passed_on(config_class, _normalise(argv, fields))
+        unions = _unions(config_class)
+        given = _given(normal, unions)
+        parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
+        for name, union in unions.items():
+            default = _default(config_class, name)
+            chosen = _chosen_kind(name, union, default, given)
+            _add_kind(parser, name, union, chosen, default)
+            others = {
+                f"{name}.{option}" for kind in union.kinds for option in union.option_names(kind)
+            }
+            own = {f"{name}.{option}" for option in union.option_names(chosen)}
+            fields = {option: hint for option, hint in fields.items() if option not in others - own}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jsonargparse's own deprecations are not the user's
-            normal = _normalise(argv, fields)
-            namespace = parser.parse_args(_passed_on(config_class, normal))
+            namespace = parser.parse_args(normal)
         values = namespace.as_dict()
         values.pop("config", None)
         return from_dict(config_class, values)
@@ -78,14 +125,24 @@ def from_dict(config_class: type[ConfigT], values: dict[str, Any]) -> ConfigT:
     """Builds the dataclass, and the dataclasses inside it, from plain values."""
     hints = typing.get_type_hints(config_class)
     arguments = {
-        name: from_dict(hints[name], value)
-        if dataclasses.is_dataclass(hints[name]) and isinstance(value, dict)
-        else tuple(value)
-        if isinstance(value, list)
-        else value
+        name: _from_plain(config_class, name, hints.get(name), value)
         for name, value in values.items()
     }
     return config_class(**arguments)
+
+
+def _from_plain(config_class: type, name: str, hint: Any, value: Any) -> Any:
+    """The value of a dataclass' field."""
+    if isinstance(value, list):
+        return tuple(value)
+    if not isinstance(value, dict):
+        return value
+    if union := variants_of(hint):
+        tag = value.get(union.tag)
+        return from_dict(union.kinds[tag] if tag else type(_default(config_class, name)), value)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return from_dict(hint, value)
+    return value
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -130,12 +187,96 @@ def _without_excluded(config: Any, values: dict[str, Any]) -> dict[str, Any]:
 def _option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
     """Each option's name, dotted, and its type."""
     found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(config_class).items():
+    hints = typing.get_type_hints(config_class)
+    for name in (field.name for field in dataclasses.fields(config_class)):
+        hint = hints[name]
+        union = variants_of(hint)
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             found.update(_option_types(hint, f"{prefix}{name}."))
+        elif union:
+            for kind in union.kinds.values():
+                found.update(_option_types(kind, f"{prefix}{name}."))
         else:
             found[prefix + name] = hint
     return found
+
+
+def _unions(config_class: type) -> dict[str, Variants]:
+    """The fields that are unions of dataclasses."""
+    hints = typing.get_type_hints(config_class)
+    found = {name: variants_of(hint) for name, hint in hints.items()}
+    return {name: union for name, union in found.items() if union}
+
+
+def _default(config_class: type, name: str) -> Any:
+    """A field's default, None where it has none."""
+    (field,) = (field for field in dataclasses.fields(config_class) if field.name == name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _chosen_kind(name: str, union: Variants, default: Any, given: Mapping[str, Any]) -> str:
+    """Which dataclass of a union is meant. Raises BadInput for another's option."""
+    option = f"{name}.{union.tag}"
+    chosen = given.get(option, getattr(default, union.tag, None))
+    require(chosen in union.kinds, option, chosen, ", ".join(union.kinds))
+    for wrong in given:
+        field = wrong.removeprefix(f"{name}.")
+        owners = [kind for kind in union.kinds if field in union.option_names(kind)]
+        if wrong.startswith(f"{name}.") and owners and chosen not in owners:
+            raise BadInput(f"{wrong}: is not allowed with {option} {chosen!r}; allowed with: "
+                           f"{', '.join(owners)}")  # fmt: skip
+    return str(chosen)
+
+
+def _add_kind(
+    parser: jsonargparse.ArgumentParser, name: str, union: Variants, chosen: str, default: Any
+) -> None:
+    """Adds the tag, whose help says which dataclasses there are, and the options of the chosen one."""
+    kind = union.kinds[chosen]
+    abouts = [(each.__doc__ or "").strip().partition("\n")[0] for each in union.kinds.values()]
+    about = " ".join(f"{value}: {text}" for value, text in zip(union.kinds, abouts, strict=True))
+    parser.add_class_arguments(
+        kind,
+        nested_key=name,
+        skip={union.tag},
+        default=to_dict(default) if isinstance(default, kind) else None,
+    )
+    parser.add_argument(
+        f"--{name}.{union.tag}",
+        type=typing.Literal[tuple(union.kinds)],
+        default=chosen,
+        help=f"{about} Each has options of its own; this help shows those of {chosen}.",
+    )
+
+
+def _given(argv: Sequence[str], unions: Collection[str]) -> dict[str, Any]:
+    """The options that are set, by their dotted names, the last value of each. `argv` is normalised;
+    `unions`: fields that may be set as a whole, by a YAML file or text.
+
+    A file or a text that cannot be read is left out: parsing will say what is wrong with it.
+    """
+    found: dict[str, Any] = {}
+    for name, value in zip(argv, [*argv[1:], ""], strict=False):
+        if name.startswith("--"):
+            if name == "--config":
+                found.update(flatten(_mapping(value)))
+            elif name[2:] in unions:
+                found.update(flatten(_mapping(value), f"{name[2:]}."))
+            else:
+                found[name[2:]] = value
+    return found
+
+
+def _mapping(value: str) -> dict[str, Any]:
+    """What a YAML file or text holds; empty where that is no mapping."""
+    try:
+        is_file = Path(value).is_file()
+        found = yaml.safe_load(Path(value).read_text(encoding="utf-8") if is_file else value)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:

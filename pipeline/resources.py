@@ -1,9 +1,11 @@
-"""How a cluster's cores and GPUs are shared out."""
+"""How a cluster's cores and GPUs are shared out, and what they compute in."""
 
 from __future__ import annotations
 
 import ray
 import torch
+
+from pipeline.models.precision import Precision, Resolved, resolve_precision
 
 
 def cpus_each(processes: int) -> int:
@@ -24,3 +26,16 @@ def best_device() -> torch.device:
     if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
         allowed = allowed and bool(ray.get_gpu_ids())
     return torch.device("cuda" if allowed else "cpu")
+
+
+def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
+    """What a precision is where the cluster's tasks run, on GPUs or not: one of them looks."""
+    if precision != "auto":
+        return precision
+    task = ray.remote(num_cpus=0, num_gpus=int(gpu))(_precision_here)
+    found: Resolved = ray.get(task.remote(precision))
+    return found
+
+
+def _precision_here(precision: Precision) -> Resolved:
+    return resolve_precision(precision, best_device())

@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.config import BackpressureConfig
 
 from pipeline import storage
+from pipeline.models.precision import Precision
 from serve.api import create_app
 from serve.ranker import Engine, open_pools
 
@@ -28,6 +29,10 @@ class Args(BaseModel):
     model: str = Field(min_length=1, description="A ranker (of jobs.finetune).")
     pools: list[str] = Field(
         default=[], description="Pools that it embedded; on the command line a,b."
+    )
+    precision: Precision = Field(
+        default="auto",
+        description="What the encoder computes in; auto: bf16 where the hardware multiplies it.",
     )
     name: str = Field(default="ranker", description="Name of the deployment.")
 
@@ -47,7 +52,7 @@ class Ranker:
     """A replica."""
 
     def __init__(self, args: Args) -> None:
-        self._engine = Engine(args.model, args.pools)
+        self._engine = Engine(args.model, args.pools, args.precision)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._engine)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
+from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
-from pipeline.models.ranker import SETTINGS, load_ranker, parse_settings
+from pipeline.models.precision import Precision
+from pipeline.models.ranker import load_ranker
+from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.resources import best_device
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
@@ -34,27 +37,21 @@ class Ranked(NamedTuple):
 class Engine:
     """A loaded ranker with its pools. Calls may come from any thread; one runs at a time per thread."""
 
-    def __init__(self, model: str, pools: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: str, pools: Sequence[str] = (), precision: Precision = "auto"
+    ) -> None:
         """Raises BadInput for a model or a pool that cannot be served."""
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
         self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]  # none is removed
-        self._ranker = load_ranker(self.model.local())
-        self._ranker.to(best_device())
+        self._ranker = inference.place(load_ranker(self.model.local()), best_device(), precision)
         self.rank(["warm up"], ["one", "two"], 1)  # the first pass allocates and compiles
 
     def rank(self, context: Sequence[str], candidates: Sequence[str], top_k: int) -> list[Ranked]:
         """The best of the given candidates, best first; ties in the order given."""
-        ranker = self._ranker
-        if ranker.config.architecture == "cross":
-            scores = inference.pair_scores(ranker, [context], [candidates])[0]
-        else:
-            vectors_NMD, mask_NM = inference.context_vectors(ranker, [context])
-            candidates_CD = inference.candidate_vectors(ranker, candidates)
-            with torch.inference_mode():
-                scores = ranker.dual.scores(vectors_NMD, mask_NM, candidates_CD)[0]
-        order = torch.argsort(scores, descending=True, stable=True)[:top_k].tolist()
-        return [Ranked(at, candidates[at], float(scores[at]), str(at)) for at in order]
+        (scores_C,) = own_scores(self._ranker, [context], [candidates])
+        order = np.argsort(-scores_C, kind="stable")[:top_k].tolist()
+        return [Ranked(at, candidates[at], float(scores_C[at]), str(at)) for at in order]
 
     def rank_pool(self, context: Sequence[str], pool: str, top_k: int) -> list[Ranked]:
         """The best candidates of a pool, exactly.
@@ -93,6 +90,7 @@ class Engine:
                 "max_candidate_tokens": self._ranker.config.max_candidate_tokens,
             },
             "device": str(self._ranker.device),
+            "precision": self._ranker.precision,
             "pools": [describe(pool) for pool in self.pools.values()],
         }
 
@@ -106,7 +104,7 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     artifact = open_artifact(model, "ranker")
     settings = storage.join(artifact.uri, SETTINGS)
     config = parse_settings(storage.read_bytes(settings), settings)
-    if pools and config.architecture == "cross":
+    if pools and not config.has_vectors:
         raise BadInput(
             "pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model"
         )

@@ -39,11 +39,12 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jobs import cluster, finetune, prepare_corpus  # `jobs` sets Ray's defaults before ray is there
-from pipeline import storage
+from pipeline import resources, storage
 from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
 from pipeline.corpora.made_up import sample
+from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import new_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import ranker_config
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.retrieval.pools import build, candidates, embed
@@ -155,10 +156,10 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
         places = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
         Encoder.new(shape, len(vocabulary), places).save(folder / "encoder")
         tokenizer.save(folder / "encoder")
-        model = RankerConfig(
-            architecture=architecture, m=3, code_init_std=1.0, max_context_tokens=48,
-            max_candidate_tokens=32,
-        )  # fmt: skip
+        model = ranker_config({
+            "architecture": architecture, "m": 3, "code_init_std": 1.0, "max_context_tokens": 48,
+            "max_candidate_tokens": 32,
+        })  # fmt: skip
         ranker = new_ranker(model, folder / "encoder", seed)
         with torch.no_grad():
             for parameter in ranker.parameters():  # the towers differ, as after training
@@ -192,6 +193,8 @@ def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(candidates.shards, "run_tasks", run)
     monkeypatch.setattr(embed, "run_tasks_on_actors", run_on_actors)
+    here = functools.partial(resolve_precision, device=torch.device("cpu"))
+    monkeypatch.setattr(resources, "precision_of_tasks", lambda precision, gpu: here(precision))
     return done
 
 

@@ -30,7 +30,7 @@ from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.formats import wikipedia_extracted
 from pipeline.models.ranker import new_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import BiConfig
 from pipeline.retrieval.pools.pool import Pool
 
 _TOKENS = 256
@@ -148,9 +148,11 @@ def _peak() -> float:
 def _operations(texts: Iterable[str], model: str) -> float:
     """Of all matrix products that the texts need; 12 d² weights a layer, and attention."""
     from pipeline.models.ranker import load_ranker
+    from pipeline.models.transformer import Encoder
 
     ranker = load_ranker(Path(model))
-    config = ranker.dual.candidate_encoder.hf.config
+    encoder = next(part for part in ranker.modules() if isinstance(part, Encoder))
+    config = encoder.hf.config
     lengths = np.array([len(row) for row in ranker.candidate_rows(list(texts))], float)
     layers, width = config.num_hidden_layers, config.hidden_size
     return float(layers * (24 * width**2 * lengths + 4 * width * lengths**2).sum())
@@ -253,8 +255,7 @@ def _minilm() -> Path:
 
 def _model(work: Path) -> str:
     """all-MiniLM as a bi-encoder of this project, without training."""
-    config = RankerConfig(
-        architecture="bi",
+    config = BiConfig(
         share_towers=True,
         max_context_tokens=_TOKENS,
         max_candidate_tokens=_TOKENS,

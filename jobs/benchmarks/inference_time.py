@@ -15,12 +15,11 @@ import torch
 
 from jobs.benchmarks.measure import Row
 from pipeline.artifact import Artifact
-from pipeline.config import from_dict
 from pipeline.evaluation.questions import Question, Questions, questions
 from pipeline.evaluation.ranking import Cross, Dual, Latency, latency
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, new_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import ranker_config
 from pipeline.resources import best_device
 
 # Tables 5 and 9, ms: BERT-base on an 80-core Xeon, and on a Quadro GP100; means of 100 contexts.
@@ -43,11 +42,11 @@ def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> 
     rows, cross_ms = list[Row](), 0.0
     for name, published in _PAPER[device.type].items():
         architecture, _, m = name.partition("-")
-        settings = from_dict(RankerConfig, {"architecture": architecture, "m": int(m or 1)})
+        settings = ranker_config({"architecture": architecture, "m": int(m or 1)})
         ranker = new_ranker(settings, encoder, seed=0)
         ranker.to(device).eval()
         for candidates, peer in zip((1_000, 100_000), published, strict=True):
-            if architecture == "cross" and candidates > 1_000:
+            if not settings.has_vectors and candidates > 1_000:
                 inferred = {"inferred": "100 times the row before"}
                 rows.append(Row(f"paper.5.{name}.{candidates}", 100 * cross_ms, "ms", peer,
                                 detail=inferred))  # fmt: skip
@@ -67,7 +66,7 @@ def _among(found: Questions, candidates: int) -> Questions:
 
 
 def _time(ranker: Ranker, asked: Questions, queries: int) -> Latency:
-    if ranker.config.architecture == "cross":
+    if not ranker.config.has_vectors:
         return latency(Cross(ranker, inference.BATCH_TOKENS), asked, queries)
     vectors_TD = torch.randn(len(asked.texts), ranker.dual.dimensions, device=ranker.device)
     return latency(Dual(ranker, vectors_TD, inference.BATCH_TOKENS), asked, queries)

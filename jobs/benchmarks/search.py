@@ -51,8 +51,9 @@ _MIXED = 0.35
 def measure(size: str, model: Artifact, corpora: Sequence[Artifact], work: Path) -> list[Row]:
     """All on the cores that this process may use."""
     ranker = load_ranker(model.local())
-    if ranker.config.architecture != "poly":
-        raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: poly")
+    if ranker.config.vectors_per_context < 2:
+        raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: a ranker "
+                       "with several vectors per context")  # fmt: skip
     contexts, texts = _texts(corpora, max(_CHECKED[size], _QUESTIONS[size]), _EMBEDDED[size])
     folder = (
         work

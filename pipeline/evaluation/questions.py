@@ -2,9 +2,12 @@
 
     given     the corpus' own candidates
     sampled   the response among other responses of the split
-    blocks    1-of-C as PolyAI defines it (C = 100): examples at random in blocks of exactly C, the last
-              and partial one left out; the block's C responses are the candidates of its contexts
+    blocks    1-of-C as PolyAI defines it (C = 100): examples at random in blocks of C; the block's C
+              responses are the candidates of its contexts. PolyAI leaves out the last, smaller block;
+              here its responses stand among as many drawn from the other blocks as make C
     others    the response among the fixed texts of the corpus' others/ (article search)
+
+Training asks the questions of `validation_questions`: given or sampled, whichever an example allows.
 
 Candidates and contexts are in random order, so that a habit of some place earns nothing: in some public
 files the right answer is always the last.
@@ -12,10 +15,11 @@ files the right answer is always the last.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,8 +30,12 @@ from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.evaluation.drawn_rows import Row, draw_places, read_rows
 
 Source = Literal["given", "sampled", "blocks", "others"]
+
+
+NO_TEXT = -1
 
 
 class Question(NamedTuple):
@@ -42,22 +50,24 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Questions:
-    """Many rankings to do. N questions; K candidates of each alone, S that all of them share."""
+    """Many rankings to do. N questions; at most K candidates of each alone, S that all of them share."""
 
     ids: list[str]
     contexts: list[list[str]]
     texts: list[str]
     """All candidates, each text once; the first S are the shared ones."""
     own_NK: Ints
-    """Places in `texts`."""
+    """Places in `texts`; `NO_TEXT` behind the candidates of a question that has fewer than K."""
     label_N: Ints
     """The right candidate's place among a question's own."""
     shared: int = 0
     """S"""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many examples of the split are no question, by reason."""
 
     @classmethod
     def of(cls, questions: Iterable[Question], shared: Sequence[str] = ()) -> Questions:
-        """Gathers questions that have the same number of candidates."""
+        """Gathers questions."""
         places = {text: place for place, text in enumerate(shared)}
         texts, ids, contexts, own, labels = list(shared), [], [], [], []
         for question in questions:
@@ -68,19 +78,23 @@ class Questions:
                 if places.setdefault(text, len(texts)) == len(texts):
                     texts.append(text)
             own.append([places[text] for text in question.candidates])
-        return cls(ids, contexts, texts, np.array(own), np.array(labels), len(shared))
+        own_NK = np.full((len(own), max(map(len, own), default=0)), NO_TEXT)
+        for number, row in enumerate(own):
+            own_NK[number, : len(row)] = row
+        return cls(ids, contexts, texts, own_NK, np.array(labels, np.int64), len(shared))
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def candidates(self) -> int:
-        """C = K + S"""
+        """C = K + S, the most that a question has."""
         return int(self.own_NK.shape[1]) + self.shared
 
     def places(self, number: int) -> Ints:
         """A question's candidates as places in `texts`, [C]: its own, then the shared ones."""
-        return np.concatenate([self.own_NK[number], np.arange(self.shared)])
+        own_K = self.own_NK[number]
+        return np.concatenate([own_K[own_K != NO_TEXT], np.arange(self.shared)])
 
     def rows(self, numbers: Ints) -> Questions:
         """Some of the questions, with all texts."""
@@ -97,7 +111,8 @@ class Questions:
         places = np.arange(len(self.texts))
         places[own_texts] = self.shared + np.arange(len(own_texts))
         kept = [*self.texts[: self.shared], *(self.texts[place] for place in own_texts)]
-        return replace(some, texts=kept, own_NK=places[some.own_NK])
+        own_NK = np.where(some.own_NK == NO_TEXT, NO_TEXT, places[some.own_NK])
+        return replace(some, texts=kept, own_NK=own_NK)
 
     def right(self) -> Ints:
         """The right candidates as places in `texts`, [N]."""
@@ -116,30 +131,88 @@ class Questions:
 
 
 def questions(
-    corpus: Artifact, split: str, source: Source, candidates: int, max_examples: int, seed: int
+    corpus: Artifact,
+    split: str,
+    source: Source,
+    candidates: int,
+    max_examples: int,
+    seed: int,
+    fewer: bool = False,
 ) -> Questions:
     """The questions of a split, of at most `max_examples` examples, drawn at random.
 
-    Which examples, which candidates and in which order depends on the corpus and the seed only.
+    Which examples, which candidates and in which order depends on the corpus and the seed only. `fewer`:
+    whether a split that is too small for so many candidates (blocks, sampled) may give all that it has.
 
     Raises BadInput where there are no candidates, or not as many.
     """
+    total = _count(corpus, split)
+    places = draw_places(total, max_examples, seed)
+    found = _asked(corpus, split, source, candidates, places, seed, fewer)
+    left_out = {"beyond max_examples": total - len(found)}
+    return replace(found, left_out={name: count for name, count in left_out.items() if count})
+
+
+def validation_questions(
+    corpus: Artifact, split: str, candidates: int, max_examples: int, seed: int
+) -> Questions:
+    """The questions that training asks to choose weights: at most `max_examples` examples, drawn at
+    random over the whole split.
+
+    An example is asked among the candidates that the corpus gives it; one without any, among `candidates`
+    responses of the drawn examples, or as many as there are. Each text stands once among a question's
+    candidates: a second copy of the right one would be a wrong one.
+    """
+    total = _count(corpus, split)
+    rows = read_rows(corpus, split, sorted(draw_places(total, max_examples, seed)))
+    pool = list(dict.fromkeys(row["response"] for row in rows))
+    asked = []
+    for row in rows:
+        if row["candidates"]:
+            texts = list(dict.fromkeys([row["response"], *row["candidates"]]))
+            question = _shuffled(row, texts, 0, random.Random(f"{row['example_id']} {seed}"))
+        else:
+            question = _sampled(row, pool, min(candidates, len(pool)), seed)
+        if len(question.candidates) > 1:
+            asked.append(question)
+    left_out = {
+        "beyond valid_examples": total - len(rows),
+        "no wrong candidate": len(rows) - len(asked),
+    }
+    return replace(
+        Questions.of(asked), left_out={n: count for n, count in left_out.items() if count}
+    )
+
+
+def _count(corpus: Artifact, split: str) -> int:
+    """Examples of a split. Raises BadInput where there are none."""
     total = corpus.rows(f"{split}/")
     if not total:
         raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")
-    chosen = random.Random(f"examples {seed}").sample(range(total), min(total, max_examples))
+    return total
+
+
+def _asked(
+    corpus: Artifact,
+    split: str,
+    source: Source,
+    candidates: int,
+    places: Sequence[int],
+    seed: int,
+    fewer: bool,
+) -> Questions:
     if source == "blocks":
-        return _blocks(_rows(corpus, split, chosen), candidates, seed)
-    rows = _rows(corpus, split, sorted(chosen))
+        return _blocks(corpus, split, places, candidates, seed, fewer)
+    rows = read_rows(corpus, split, sorted(places))
     if source == "given":
         return Questions.of(_given(row, candidates, seed) for row in rows)
     if source == "sampled":
-        pool = _responses(corpus, split, candidates)
-        return Questions.of(_sampled(row, pool, candidates, seed) for row in rows)
+        pool = _responses(corpus, split, candidates, fewer)
+        return Questions.of(_sampled(row, pool, min(candidates, len(pool)), seed) for row in rows)
     return _among_others(corpus, rows, candidates)
 
 
-def _given(row: dict[str, Any], candidates: int, seed: int) -> Question:
+def _given(row: Row, candidates: int, seed: int) -> Question:
     name, texts, label = f"example {row['example_id']}", row["candidates"], row["label"]
     if texts is None or label is None:
         raise BadInput(f"{name}: no candidates; allowed: a corpus that gives them, or "
@@ -154,7 +227,7 @@ def _given(row: dict[str, Any], candidates: int, seed: int) -> Question:
     return _shuffled(row, texts, label, random.Random(f"{row['example_id']} {seed}"))
 
 
-def _sampled(row: dict[str, Any], pool: list[str], candidates: int, seed: int) -> Question:
+def _sampled(row: Row, pool: list[str], candidates: int, seed: int) -> Question:
     rng = random.Random(f"{row['example_id']} {seed}")
     wrong: list[str] = []
     while len(wrong) < candidates - 1:
@@ -164,30 +237,42 @@ def _sampled(row: dict[str, Any], pool: list[str], candidates: int, seed: int) -
     return _shuffled(row, [*wrong[: candidates - 1], row["response"]], candidates - 1, rng)
 
 
-def _shuffled(row: dict[str, Any], texts: list[str], label: int, rng: random.Random) -> Question:
+def _shuffled(row: Row, texts: list[str], label: int, rng: random.Random) -> Question:
     order = list(range(len(texts)))
     rng.shuffle(order)
     shuffled = [texts[place] for place in order]
     return Question(row["example_id"], row["context"], shuffled, order.index(label))
 
 
-def _blocks(rows: Sequence[dict[str, Any]], candidates: int, seed: int) -> Questions:
-    if len(rows) < candidates:
-        raise BadInput(f"--candidates {candidates}: {len(rows)} examples; allowed: a block's worth "
-                       "of examples at least")  # fmt: skip
-
-    def ask() -> Iterator[Question]:
-        for start in range(0, len(rows) - candidates + 1, candidates):
-            block = rows[start : start + candidates]
-            texts = [row["response"] for row in block]
-            order = random.Random(f"block {start} {seed}").sample(range(candidates), candidates)
-            for label in order:
-                yield Question(block[label]["example_id"], block[label]["context"], texts, label)
-
-    return Questions.of(ask())
+def _blocks(
+    corpus: Artifact, split: str, places: Sequence[int], candidates: int, seed: int, fewer: bool
+) -> Questions:
+    total, asked = corpus.rows(f"{split}/"), len(places)
+    if asked < candidates <= total:  # enough for a block, some of them are only candidates
+        places = draw_places(total, candidates, seed)
+    size = min(candidates, len(places)) if fewer else candidates
+    if not 2 <= size <= len(places):
+        raise BadInput(f"--candidates {candidates}: {total} examples; allowed: a block's worth of "
+                       "examples at least")  # fmt: skip
+    rows = read_rows(corpus, split, places)
+    return Questions.of(itertools.islice(_in_blocks(rows, size, seed), asked))
 
 
-def _among_others(corpus: Artifact, rows: Sequence[dict[str, Any]], candidates: int) -> Questions:
+def _in_blocks(rows: Sequence[Row], size: int, seed: int) -> Iterator[Question]:
+    for start in range(0, len(rows), size):
+        block = list(rows[start : start + size])
+        rng = random.Random(f"block {start} {seed}")
+        own = len(block)
+        block += rng.sample(rows[:start], size - own)  # a last, smaller block
+        order = rng.sample(range(size), size)
+        if own < size:  # its own responses stand anywhere
+            block, order = [block[at] for at in order], [order.index(at) for at in range(own)]
+        texts = [row["response"] for row in block]
+        for label in order:
+            yield Question(block[label]["example_id"], block[label]["context"], texts, label)
+
+
+def _among_others(corpus: Artifact, rows: Sequence[Row], candidates: int) -> Questions:
     files = corpus.files("others/", ".parquet")
     if not files:
         raise BadInput(f"{corpus.uri}: no others/; allowed: a corpus for article search "
@@ -205,31 +290,14 @@ def _among_others(corpus: Artifact, rows: Sequence[dict[str, Any]], candidates: 
     return Questions.of(asked, table["text"].to_pylist())
 
 
-def _responses(corpus: Artifact, split: str, candidates: int) -> list[str]:
+def _responses(corpus: Artifact, split: str, candidates: int, fewer: bool) -> list[str]:
     """The different responses of a split."""
     table = _table(corpus.files(f"{split}/", ".parquet"), ["response"])
     found: list[str] = pc.unique(table["response"]).to_pylist()
-    if len(found) < candidates:
+    if len(found) < (2 if fewer else candidates):
         raise BadInput(f"--candidates {candidates}: {corpus.uri} has {len(found)} different "
                        f"responses in {split}/; allowed: 2 to as many")  # fmt: skip
     return found
-
-
-def _rows(corpus: Artifact, split: str, chosen: Sequence[int]) -> list[dict[str, Any]]:
-    """The examples at some places of a split, in the order of `chosen`; one file at a time."""
-    columns = ["example_id", "group_id", "context", "response", "candidates", "label"]
-    order = np.argsort(chosen)
-    wanted = np.asarray(chosen)[order]
-    parts, first = [], 0
-    for uri in corpus.files(f"{split}/", ".parquet"):
-        rows = corpus.rows(uri.removeprefix(corpus.uri).lstrip("/"))
-        inside = wanted[(wanted >= first) & (wanted < first + rows)] - first
-        if len(inside):
-            parts.append(_table([uri], columns).take(pa.array(inside)))
-        first += rows
-    rows_sorted: list[dict[str, Any]] = pa.concat_tables(parts).to_pylist()
-    place_of = np.argsort(order)
-    return [rows_sorted[place] for place in place_of]
 
 
 def _table(uris: Sequence[str], columns: list[str]) -> pa.Table:

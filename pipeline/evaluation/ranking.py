@@ -15,9 +15,10 @@ from tqdm import tqdm
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
 from pipeline.corpora.formats.dstc7 import NONE
-from pipeline.evaluation.metrics import pessimistic_ranks
-from pipeline.evaluation.questions import Questions
+from pipeline.evaluation.metrics import cross_entropies, pessimistic_ranks
+from pipeline.evaluation.questions import NO_TEXT, Question, Questions
 from pipeline.models import inference
+from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.resources import best_device
 
@@ -35,7 +36,8 @@ class Ready(Protocol):
     """A scorer that has done with the candidates what can be done before a context is known."""
 
     def scores(self, asked: Questions) -> Floats:
-        """[N, C], higher is better; a question's own candidates first, then the shared ones."""
+        """[N, C], higher is better; a question's own candidates first, then the shared ones. What stands
+        where a question has no candidate (`NO_TEXT`) does not matter."""
 
 
 class Scorer(Protocol):
@@ -53,6 +55,8 @@ class Ranking:
     """The right candidates' ranks, pessimistic."""
     right_N: Floats
     """Their scores."""
+    losses_N: Floats
+    """Their cross-entropies, in nats."""
     top_NT: Ints
     """The best five candidates, best first: columns of `Ready.scores`."""
     top_scores_NT: Floats
@@ -84,8 +88,9 @@ def rank(
         for start in range(0, len(asked), _QUESTIONS_AT_ONCE):
             some = asked.rows(order[start : start + _QUESTIONS_AT_ONCE])
             scores_NC = ready.scores(some)
-            if none_score is not None:
-                own_NK = scores_NC[:, : some.own_NK.shape[1]]
+            own_NK = scores_NC[:, : some.own_NK.shape[1]]
+            own_NK[some.own_NK == NO_TEXT] = -np.inf
+            if none_score is not None and none_place != NO_TEXT:
                 own_NK[some.own_NK == none_place] = none_score
             _tie(scores_NC, some)
             parts.append(_ranking(scores_NC, some.label_N))
@@ -149,6 +154,7 @@ def _ranking(scores_NC: Floats, label_N: Ints) -> Ranking:
     return Ranking(
         pessimistic_ranks(scores_NC, label_N),
         np.take_along_axis(scores_NC, label_N[:, None], axis=1)[:, 0],
+        cross_entropies(scores_NC, label_N),
         best_NT,
         np.take_along_axis(scores_NC, best_NT, axis=1),
     )
@@ -164,7 +170,7 @@ class RankerScorer:
     batch_tokens: int = inference.BATCH_TOKENS
 
     def prepare(self, asked: Questions) -> Ready:
-        if self.ranker.config.architecture == "cross":
+        if not self.ranker.config.has_vectors:
             return Cross(self.ranker, self.batch_tokens)
         parts = []
         with tqdm(
@@ -178,10 +184,9 @@ class RankerScorer:
         return Dual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
 
 
-def load_scorer(model: Artifact, label: str = "") -> RankerScorer:
+def load_scorer(model: Artifact, label: str = "", precision: Precision = "auto") -> RankerScorer:
     """A ranker's scorer, on the GPU that this process may use, else on the CPU."""
-    ranker = load_ranker(model.local())
-    ranker.to(best_device())
+    ranker = inference.place(load_ranker(model.local()), best_device(), precision)
     return RankerScorer(ranker, label)
 
 
@@ -195,9 +200,9 @@ class Together:
         return Mean([scorer.prepare(asked) for scorer in self.scorers])
 
 
-def load_together(models: Sequence[Artifact]) -> Together:
+def load_together(models: Sequence[Artifact], precision: Precision = "auto") -> Together:
     """Several rankers' scorers as one, all in this process."""
-    return Together([load_scorer(model) for model in models])
+    return Together([load_scorer(model, precision=precision) for model in models])
 
 
 @dataclass(frozen=True)
@@ -260,4 +265,25 @@ class Cross:
             contexts = asked.contexts[start : start + step]
             rows = inference.pair_scores(self.ranker, contexts, texts, self.batch_tokens)
             found += [row.numpy() for row in rows]
-        return np.stack(found)
+        shared_NS = np.ones((len(asked), asked.shared), bool)
+        scores_NC = np.full((len(asked), asked.candidates), -np.inf, np.float32)
+        scores_NC[np.hstack([asked.own_NK != NO_TEXT, shared_NS])] = np.concatenate(found)
+        return scores_NC
+
+
+def own_scores(
+    ranker: Ranker,
+    contexts: Sequence[Sequence[str]],
+    candidates: Sequence[Sequence[str]],
+    batch_tokens: int = inference.BATCH_TOKENS,
+) -> list[Floats]:
+    """For each context the scores of its own candidates, [C] each; any number of them, one at least."""
+    each = zip(contexts, candidates, strict=True)
+    asked = Questions.of(Question("", list(context), list(texts), 0) for context, texts in each)
+    ready = RankerScorer(ranker, batch_tokens=batch_tokens).prepare(asked)
+    found = []
+    for start in range(0, len(asked), _QUESTIONS_AT_ONCE):
+        some = asked.rows(np.arange(start, min(len(asked), start + _QUESTIONS_AT_ONCE)))
+        scores = zip(ready.scores(some), some.own_NK != NO_TEXT, strict=True)
+        found += [scores_K[there_K] for scores_K, there_K in scores]
+    return found

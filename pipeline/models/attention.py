@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from pipeline.config import BadInput
 
 
+def no_autocast(tensor: Tensor) -> torch.autocast:
+    """A block in which the tensor's device multiplies in the tensors' own dtype.
+
+    Heads are float32: a logit that is rounded to bf16 has 8 bits, and near scores tie.
+    """
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Softmax over the last axis; the mask's value is finite, so that no row becomes NaN."""
     return logits.masked_fill(~mask.bool(), torch.finfo(logits.dtype).min).softmax(dim=-1)
@@ -34,13 +42,15 @@ class MultiHead(nn.Module):
             nn.init.xavier_normal_(layer.weight)
 
     def attend(self, queries_MD: Tensor, keys_BTD: Tensor, mask_BT: Tensor) -> Tensor:
-        """[B, M, D]: what M queries see in each of B texts. The softmax is float32."""
-        queries_MHK = self._split(self.q(queries_MD))
-        keys_BTHK, values_BTHK = self._split(self.k(keys_BTD)), self._split(self.v(keys_BTD))
-        logits_BHMT = torch.einsum("mhk,bthk->bhmt", queries_MHK, keys_BTHK).float()
-        weights_BHMT = masked_softmax(self._scale(logits_BHMT), mask_BT[:, None, None, :])
-        seen_BMHK = torch.einsum("bhmt,bthk->bmhk", weights_BHMT.to(values_BTHK.dtype), values_BTHK)
-        attended: Tensor = self.o(seen_BMHK.flatten(-2))
+        """[B, M, D]: what M queries see in each of B texts; float32, under autocast too."""
+        with no_autocast(keys_BTD):
+            keys_BTD = keys_BTD.float()
+            queries_MHK = self._split(self.q(queries_MD))
+            keys_BTHK, values_BTHK = self._split(self.k(keys_BTD)), self._split(self.v(keys_BTD))
+            logits_BHMT = torch.einsum("mhk,bthk->bhmt", queries_MHK, keys_BTHK)
+            weights_BHMT = masked_softmax(self._scale(logits_BHMT), mask_BT[:, None, None, :])
+            seen_BMHK = torch.einsum("bhmt,bthk->bmhk", weights_BHMT, values_BTHK)
+            attended: Tensor = self.o(seen_BMHK.flatten(-2))
         return attended
 
     def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
@@ -48,15 +58,17 @@ class MultiHead(nn.Module):
 
         With W and b of the last layer, candidate · (W seen + b) = Wᵀ candidate · seen + candidate · b.
         So the values are met by Wᵀ candidate, per head, and what is seen, [B, C, D], is never built.
+        Float32, under autocast too.
         """
         left = "chk" if candidates.dim() == 2 else "bchk"
-        met = self._split(candidates @ self.o.weight)
-        logits = torch.einsum(
-            f"{left},bmhk->bhcm", self._split(self.q(candidates)), self._split(self.k(vectors_BMD))
-        )
-        products = torch.einsum(f"{left},bmhk->bhcm", met, self._split(self.v(vectors_BMD)))
-        weights_BHCM = masked_softmax(self._scale(logits.float()), mask_BM[:, None, None, :])
-        return (weights_BHCM * products).sum(dim=(1, 3)) + candidates @ self.o.bias
+        with no_autocast(candidates):
+            vectors_BMD, candidates = vectors_BMD.float(), candidates.float()
+            met = self._split(candidates @ self.o.weight)
+            queries, keys_BMHK = self._split(self.q(candidates)), self._split(self.k(vectors_BMD))
+            logits_BHCM = torch.einsum(f"{left},bmhk->bhcm", queries, keys_BMHK)
+            products = torch.einsum(f"{left},bmhk->bhcm", met, self._split(self.v(vectors_BMD)))
+            weights_BHCM = masked_softmax(self._scale(logits_BHCM), mask_BM[:, None, None, :])
+            return (weights_BHCM * products).sum(dim=(1, 3)) + candidates @ self.o.bias
 
     def _split(self, rows: Tensor) -> Tensor:
         return rows.reshape(*rows.shape[:-1], self.heads, -1)

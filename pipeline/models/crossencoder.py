@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.settings import RankerConfig
+from pipeline.models.network import PairNetwork
+from pipeline.models.settings import CrossConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 
 
-class CrossEncoder(nn.Module):
+class CrossEncoder(PairNetwork):
     """s = w · h_first + b over [CLS] context [SEP] candidate [SEP] (paper, section 4.3).
 
     With a pooler, tanh(W h_first + c) stands for h_first, as in BERT's classifiers.
     """
 
-    def __init__(self, encoder: Encoder, config: RankerConfig) -> None:
+    def __init__(self, encoder: Encoder, config: CrossConfig) -> None:
         super().__init__()
         self.encoder = encoder
         self.output_scaling = config.output_scaling

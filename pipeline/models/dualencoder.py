@@ -2,7 +2,8 @@
 
     token outputs · output_scaling → reduced, or attended to → projected → cut → scaled to a length
 
-Settings say which of these steps there are; none of the last three by default.
+Settings say which of these steps there are; none of the last three by default. All of them are float32,
+whatever the encoder computes in.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import BadInput
+from pipeline.models.attention import no_autocast
+from pipeline.models.network import VectorNetwork
 from pipeline.models.reduction import reduce
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import DualConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(VectorNetwork):
     """Contexts and candidates to vectors of the same width."""
 
     def __init__(
-        self, context_encoder: Encoder, candidate_encoder: Encoder, config: RankerConfig
+        self, context_encoder: Encoder, candidate_encoder: Encoder, config: DualConfig
     ) -> None:
         """Raises BadInput for widths that the encoder cannot give."""
         super().__init__()
@@ -64,27 +67,27 @@ class DualEncoder(nn.Module):
 
     def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Vectors [B, M, D] and their mask [B, M]."""
-        hidden_BTD = self.context_encoder(tokens) * self.config.output_scaling
-        vectors_BMD, mask_BM = self.context_vectors(hidden_BTD, tokens.mask_BT)
-        if self.context_projection is not None:
-            vectors_BMD = self.context_projection(vectors_BMD)
-        return self.cut(vectors_BMD, self.dimensions), mask_BM
+        hidden_BTD = self.context_encoder(tokens)
+        with no_autocast(hidden_BTD):
+            hidden_BTD = hidden_BTD.float() * self.config.output_scaling
+            vectors_BMD, mask_BM = self.context_vectors(hidden_BTD, tokens.mask_BT)
+            if self.context_projection is not None:
+                vectors_BMD = self.context_projection(vectors_BMD)
+            return self.cut(vectors_BMD, self.dimensions), mask_BM
 
     def encode_candidates(self, tokens: Tokens) -> Tensor:
         """[N, D]"""
-        hidden_NTD = self.candidate_encoder(tokens) * self.config.output_scaling
-        vectors_ND = self.reduced(hidden_NTD, tokens.mask_BT)
-        if self.candidate_projection is not None:
-            vectors_ND = self.candidate_projection(vectors_ND)
-        return self.cut(vectors_ND, self.dimensions)
+        hidden_NTD = self.candidate_encoder(tokens)
+        with no_autocast(hidden_NTD):
+            hidden_NTD = hidden_NTD.float() * self.config.output_scaling
+            vectors_ND = self.reduced(hidden_NTD, tokens.mask_BT)
+            if self.candidate_projection is not None:
+                vectors_ND = self.candidate_projection(vectors_ND)
+            return self.cut(vectors_ND, self.dimensions)
 
     @abstractmethod
     def context_vectors(self, hidden_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors [B, M, D] of token outputs, and their mask [B, M]."""
-
-    @abstractmethod
-    def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        """[B, C] for candidates [B, C, D] or [C, D]; float32."""
 
     def reduced(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """[B, D]"""

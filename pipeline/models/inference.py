@@ -1,7 +1,7 @@
 """Texts in, vectors or scores out: sorted by length, in batches bounded by tokens.
 
 Batches of similar lengths waste little on padding; a batch that does not fit in memory is halved and
-tried again. bf16 where the hardware multiplies it; whatever leaves here is float32 on the CPU.
+tried again. Encoders compute in the ranker's precision; whatever leaves here is float32 on the CPU.
 
 `batch_tokens` bounds a batch, padding included; 0: what suits the device.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.models import cpu
-from pipeline.models.precision import use_bf16
+from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
@@ -23,6 +23,13 @@ BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
 # text: 48 µs a token in batches of 2,048, 75 in batches of 16,384); a GPU has to be filled.
 _SUITS_A_CORE, _SUITS_A_GPU = 2_048, 65_536
+
+
+def place(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
+    """Brings the ranker to a device, and settles what it computes in there."""
+    ranker.to(device)
+    ranker.precision = resolve_precision(precision, device)
+    return ranker
 
 
 def to_bf16(ranker: Ranker) -> None:
@@ -97,25 +104,6 @@ def pair_scores(
     return list(torch.split(scores, [len(texts) for texts in candidates]))
 
 
-def dual_scores(
-    ranker: Ranker,
-    contexts: Sequence[Sequence[str]],
-    candidates: Sequence[Sequence[str]],
-    batch_tokens: int = BATCH_TOKENS,
-) -> list[Tensor]:
-    """A bi- or poly-encoder's scores: for each context those of its own candidates, [C] each."""
-    texts = list(dict.fromkeys(text for some in candidates for text in some))
-    place = {text: number for number, text in enumerate(texts)}
-    vectors_NMD, mask_NM = context_vectors(ranker, contexts, batch_tokens)
-    vectors_CD = candidate_vectors(ranker, texts, batch_tokens)
-    return [
-        ranker.dual.scores(
-            vectors_MD[None], mask_M[None], vectors_CD[[place[text] for text in some]]
-        )[0]
-        for vectors_MD, mask_M, some in zip(vectors_NMD, mask_NM, candidates, strict=True)
-    ]
-
-
 def _in_batches(
     ranker: Ranker, lengths: list[int], batch_tokens: int, forward: Callable[[list[int]], Tensor]
 ) -> Tensor:
@@ -123,7 +111,7 @@ def _in_batches(
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     parts: list[Tensor] = []
     done = 0
-    bf16 = use_bf16(ranker.device) and not _is_bf16(ranker)
+    bf16 = resolve_precision(ranker.precision, ranker.device) == "bf16" and not _is_bf16(ranker)
     suits = _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
     budget = batch_tokens or suits
     with torch.inference_mode(), torch.autocast(ranker.device.type, torch.bfloat16, enabled=bf16):

@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.attention import MultiHead, masked_softmax
+from pipeline.models.attention import MultiHead, masked_softmax, no_autocast
 from pipeline.models.dualencoder import DualEncoder
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import PolyConfig
 from pipeline.models.transformer import Encoder
 
 Attention = Literal["dot", "scaled_dot"]
@@ -29,12 +29,14 @@ def learnt_code_vectors(
 ) -> tuple[Tensor, Tensor]:
     """Context vectors by M learnt codes, each attending to the tokens.
 
-    hidden [B, T, D], mask [B, T] (false or 0 at pads), codes [M, D] → vectors [B, M, D] in
-    hidden's dtype, their mask [B, M] (all true). The softmax is float32. Paper, section 4.4.
+    hidden [B, T, D], mask [B, T] (false or 0 at pads), codes [M, D] → vectors [B, M, D], their mask
+    [B, M] (all true). All of it is float32, under autocast too. Paper, section 4.4.
     """
-    logits_BMT = torch.einsum("md,btd->bmt", codes.to(hidden.dtype), hidden).float()
-    weights_BMT = masked_softmax(logits_BMT * _scale(hidden, attention), mask[:, None, :])
-    vectors = torch.einsum("bmt,btd->bmd", weights_BMT.to(hidden.dtype), hidden)
+    with no_autocast(hidden):
+        hidden = hidden.float()
+        logits_BMT = torch.einsum("md,btd->bmt", codes.float(), hidden)
+        weights_BMT = masked_softmax(logits_BMT * _scale(hidden, attention), mask[:, None, :])
+        vectors = torch.einsum("bmt,btd->bmd", weights_BMT, hidden)
     return vectors, torch.ones(vectors.shape[:2], dtype=torch.bool, device=hidden.device)
 
 
@@ -78,16 +80,18 @@ def last_m_and_first_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tens
 def poly_scores(
     vectors: Tensor, vector_mask: Tensor, candidates: Tensor, attention: Attention = "dot"
 ) -> Tensor:
-    """Scores of candidates for contexts, float32.
+    """Scores of candidates for contexts; float32, under autocast too.
 
     vectors [B, M, D], vector_mask [B, M]; candidates [B, C, D], or [C, D] for all contexts → [B, C].
     """
     equation = "bmd,cd->bcm" if candidates.dim() == 2 else "bmd,bcd->bcm"
-    logits_BCM = torch.einsum(equation, vectors, candidates).float()
-    if vectors.shape[1] == 1:
-        return logits_BCM[:, :, 0]
-    weights_BCM = masked_softmax(logits_BCM * _scale(vectors, attention), vector_mask[:, None, :])
-    return (weights_BCM * logits_BCM).sum(dim=2)
+    with no_autocast(vectors):
+        logits_BCM = torch.einsum(equation, vectors.float(), candidates.float())
+        if vectors.shape[1] == 1:
+            return logits_BCM[:, :, 0]
+        scaled_BCM = logits_BCM * _scale(vectors, attention)
+        weights_BCM = masked_softmax(scaled_BCM, vector_mask[:, None, :])
+        return (weights_BCM * logits_BCM).sum(dim=2)
 
 
 def _scale(vectors: Tensor, attention: Attention) -> float:
@@ -105,9 +109,10 @@ class PolyEncoder(DualEncoder):
     """The context's vectors come from learnt codes, or are some of its outputs."""
 
     def __init__(
-        self, context_encoder: Encoder, candidate_encoder: Encoder, config: RankerConfig
+        self, context_encoder: Encoder, candidate_encoder: Encoder, config: PolyConfig
     ) -> None:
         super().__init__(context_encoder, candidate_encoder, config)
+        self.config: PolyConfig = config
         width, heads = context_encoder.width, config.attention_heads
         codes_MD = code_heads = candidate_heads = None
         if config.context_codes == "learnt":

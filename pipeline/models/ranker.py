@@ -23,12 +23,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeline.config import BadInput, from_dict
+from pipeline.config import BadInput
 from pipeline.models.biencoder import BiEncoder
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.models.polyencoder import PolyEncoder
-from pipeline.models.settings import RankerConfig
+from pipeline.models.precision import Precision
+from pipeline.models.settings import (
+    SETTINGS,
+    BiConfig,
+    CrossConfig,
+    DualConfig,
+    PolyConfig,
+    RankerConfig,
+    parse_settings,
+)
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 
@@ -36,7 +46,7 @@ Network = DualEncoder | CrossEncoder
 
 _HEAD = "head.safetensors"
 _CONTEXTS, _CANDIDATES = "context_encoder", "candidate_encoder"  # folders of the towers
-SETTINGS = "ranker.json"
+_ONLY = "encoder"  # folder of a cross-encoder's tower
 
 
 class Ranker(nn.Module):
@@ -47,35 +57,37 @@ class Ranker(nn.Module):
         self.config = config
         self.tokenizer = tokenizer
         self.network = network
+        self.precision: Precision = "auto"
+        """What inference computes in; heads are always float32."""
 
     @property
-    def dual(self) -> DualEncoder:
-        """The network of a bi- or poly-encoder.
+    def dual(self) -> VectorNetwork:
+        """The network of a ranker whose contexts and candidates have vectors of their own.
 
-        Raises BadInput for a cross-encoder: its candidates have no vectors of their own.
+        Raises BadInput for one that reads both together.
         """
-        if isinstance(self.network, CrossEncoder):
-            raise BadInput("architecture: 'cross' has no candidate vectors; allowed: bi, poly")
+        self.config.require_vectors()
+        assert isinstance(self.network, VectorNetwork)
         return self.network
 
     @property
-    def cross(self) -> CrossEncoder:
-        """The network of a cross-encoder.
+    def cross(self) -> PairNetwork:
+        """The network of a ranker that reads context and candidate together.
 
         Raises BadInput for the others.
         """
-        if not isinstance(self.network, CrossEncoder):
-            raise BadInput(
-                f"architecture: {self.config.architecture!r} scores no pairs; allowed: cross"
-            )
+        self.config.require_pairs()
+        assert isinstance(self.network, PairNetwork)
         return self.network
 
     def cut(self, dimensions: int) -> None:
         """Lets vectors have their first `dimensions` only.
 
-        Raises BadInput unless it was trained for them (`RankerConfig.matryoshka`).
+        Raises BadInput unless it was trained for them (`DualConfig.matryoshka`).
         """
-        self.config = self.dual.config = replace(self.config, dimensions=dimensions)
+        self.config.require_vectors()
+        assert isinstance(self.config, DualConfig) and isinstance(self.network, DualEncoder)
+        self.config = self.network.config = replace(self.config, dimensions=dimensions)
 
     @property
     def device(self) -> torch.device:
@@ -106,8 +118,7 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     Raises BadInput where the encoder has no tokenizer, or fewer positions than the settings need.
     """
     encoder, other = Encoder.load(encoder_folder), None
-    two = config.architecture != "cross" and not config.share_towers
-    if two and encoder_folder.name == _CONTEXTS:
+    if _has_two_towers(config) and encoder_folder.name == _CONTEXTS:
         beside = encoder_folder.parent / _CANDIDATES
         other = Encoder.load(beside) if beside.exists() else None
     tokenizer = Tokenizer.load(encoder_folder)
@@ -124,10 +135,9 @@ def load_ranker(folder: Path) -> Ranker:
     if not path.exists():
         raise BadInput(f"{folder}: not a ranker ({SETTINGS} is missing)")
     config = parse_settings(path.read_bytes(), str(path))
-    name = "encoder" if config.architecture == "cross" else _CONTEXTS
-    encoder, other = Encoder.load(folder / name), None
-    if config.architecture != "cross" and not config.share_towers:
-        other = Encoder.load(folder / _CANDIDATES)
+    name = _ONLY if isinstance(config, CrossConfig) else _CONTEXTS
+    encoder = Encoder.load(folder / name)
+    other = Encoder.load(folder / _CANDIDATES) if _has_two_towers(config) else None
     network = new_network(config, encoder, other)
     try:
         found = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
@@ -136,17 +146,6 @@ def load_ranker(folder: Path) -> Ranker:
     set_head(network, found, f"{folder / _HEAD}: does not fit {SETTINGS}")
     ranker = Ranker(config, Tokenizer.load(folder / name), network)
     return ranker.eval()
-
-
-def parse_settings(text: bytes, where: str) -> RankerConfig:
-    """The settings in a `ranker.json`.
-
-    Raises BadInput, naming `where` they stand, for what this version does not know.
-    """
-    try:
-        return from_dict(RankerConfig, json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadInput(f"{where}: not the settings of a ranker ({error!r})") from None
 
 
 def set_head(network: Network, weights: Mapping[str, Tensor], problem: str) -> None:
@@ -170,29 +169,36 @@ def new_network(config: RankerConfig, encoder: Encoder, other: Encoder | None = 
     Raises BadInput for settings that an encoder is too small for.
     """
     needed = {"context": config.max_context_tokens, "candidate": config.max_candidate_tokens}
-    if config.architecture == "cross":
+    if isinstance(config, CrossConfig):
         needed = {"context_tokens + max_candidate": sum(needed.values()) - 1}
     positions = min(tower.positions for tower in (encoder, other) if tower is not None)
     for name, tokens in needed.items():
         if tokens > positions:
             raise BadInput(f"ranker.max_{name}_tokens: {tokens} is not allowed; allowed: at most "
                            f"{positions}, the encoder's positions")  # fmt: skip
-    if config.architecture == "cross":
+    if isinstance(config, CrossConfig):
         return CrossEncoder(encoder, config)
     if other is None:
         other = encoder if config.share_towers else copy.deepcopy(encoder)
     if other.width != encoder.width:
         raise BadInput(f"the candidates' encoder has {other.width} dimensions, the contexts' "
                        f"{encoder.width}; allowed: as many")  # fmt: skip
-    kind = BiEncoder if config.architecture == "bi" else PolyEncoder
-    return kind(encoder, other, config)
+    match config:
+        case BiConfig():
+            return BiEncoder(encoder, other, config)
+        case PolyConfig():
+            return PolyEncoder(encoder, other, config)
+
+
+def _has_two_towers(config: RankerConfig) -> bool:
+    return isinstance(config, DualConfig) and not config.share_towers
 
 
 def _towers(network: Network, config: RankerConfig) -> dict[str, Encoder]:
     if isinstance(network, CrossEncoder):
-        return {"encoder": network.encoder}
+        return {_ONLY: network.encoder}
     towers = {_CONTEXTS: network.context_encoder}
-    if not config.share_towers:
+    if _has_two_towers(config):
         towers[_CANDIDATES] = network.candidate_encoder
     return towers
 

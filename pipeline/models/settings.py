@@ -1,95 +1,220 @@
-"""A ranker's settings: what `ranker.json` holds."""
+"""A ranker's settings, one dataclass per architecture: what `ranker.json` holds.
+
+Other modules ask the settings what a ranker can do (`has_vectors`, `search_attention`), not which
+architecture it has. Nothing here needs torch, so that a job can refuse settings before it loads it.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
-from pipeline.config import BadInput, require
-from pipeline.models.reduction import Reduction
+from pipeline.config import BadInput, Variants, from_dict, require, variants_of
 
-Architecture = Literal["bi", "poly", "cross"]
+SETTINGS = "ranker.json"
+
+Reduction = Literal["first", "mean", "mean_first_m"]
+SearchAttention = Literal["dot", "scaled_dot"]
 HeadAttention = Literal["dot", "scaled_dot", "multi_head"]
 ContextCodes = Literal["learnt", "first_m", "last_m", "last_m_and_first"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankerConfig:
-    """What a scorer is; saved with it as `ranker.json`."""
+class ScorerConfig:
+    """What all rankers have."""
 
-    architecture: Architecture = "poly"
-    """bi: one vector each. poly: several context vectors. cross: both texts in one sequence."""
-    reduction: Reduction = "mean"
-    """Token outputs to one vector: mean for sentence-encoder and Reddit weights, first for BERT's."""
-    reduction_m: int = 64
-    """mean_first_m: tokens that the mean is over."""
-    context_codes: ContextCodes = "learnt"
-    """poly: attend with learnt codes; or take the first m outputs, the last m, or the last m and the
-    first one, which makes m + 1."""
-    m: int = 64
-    """poly: context vectors."""
-    code_attention: HeadAttention = "dot"
-    """poly: attention of the codes over tokens."""
-    candidate_attention: HeadAttention = "dot"
-    """poly: attention of a candidate over context vectors; pools cannot be searched by multi_head."""
-    attention_heads: int = 4
-    """multi_head: heads, each with its share of the width."""
-    code_init_std: float = 0.05
-    """poly: codes start as N(0, std). Small ones start at mean pooling; ParlAI's uniform(0, 1) needs
-    weights made for it (ConvAI2, all-MiniLM, one epoch: R@1/20 0.675 against 0.583)."""
-    share_towers: bool = False
-    """bi and poly: one encoder for both sides."""
+    architecture: str
     output_scaling: float = 1.0
     """Factor on the encoder's outputs; 0.06 for weights pre-trained without weight decay."""
-    projection: int = 0
-    """bi and poly: vectors of this width, by a linear layer per tower; 0: the encoder's own width."""
-    vector_length: float = 0.0
-    """bi and poly: every vector is scaled to this L2 norm, so that a product is a cosine times its
-    square (4.5: 20 · cosine); 0: vectors stay as they are."""
-    matryoshka: tuple[int, ...] = ()
-    """bi and poly: widths that vectors can be cut to later; training averages the losses of all of
-    them and of the full width."""
-    dimensions: int = 0
-    """bi and poly: vectors are cut to their first dimensions, one of `matryoshka`; 0: all of them."""
-    pooler: bool = False
-    """cross: a layer with tanh before the score, as BERT's classifiers have."""
     max_context_tokens: int = 360
     """Contexts keep their newest tokens, [CLS] and [SEP] included."""
     max_candidate_tokens: int = 72
     """Candidates keep their first tokens, [CLS] and [SEP] included."""
 
+    ABOVE_0: ClassVar[tuple[str, ...]] = ("output_scaling",)
+
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(RankerConfig).items():
+        for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal:  # ranker.json is not read by jsonargparse
                 allowed = get_args(kind)
                 value = getattr(self, name)
                 require(value in allowed, f"ranker.{name}", value, ", ".join(allowed))
-        for name in ("m", "reduction_m", "attention_heads", "output_scaling", "code_init_std"):
+        for name in self.ABOVE_0:
             require(getattr(self, name) > 0, f"ranker.{name}", getattr(self, name), "above 0")
-        for name in ("projection", "vector_length"):
-            require(getattr(self, name) >= 0, f"ranker.{name}", getattr(self, name), ">= 0")
         for name in ("max_context_tokens", "max_candidate_tokens"):
             require(getattr(self, name) >= 3, f"ranker.{name}", getattr(self, name), ">= 3")
+
+    @property
+    def vectors_per_context(self) -> int:
+        """How many vectors a context has; 0: none, the network reads context and candidate together."""
+        raise NotImplementedError
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether contexts and candidates have vectors of their own, so that pools can be embedded."""
+        return self.vectors_per_context > 0
+
+    @property
+    def search_attention(self) -> SearchAttention:
+        """How the search of a pool weighs a context's vectors.
+
+        Raises BadInput for a ranker that cannot search a pool.
+        """
+        raise BadInput(f"architecture: {self.architecture!r} cannot search a pool; allowed: "
+                       f"{_architectures(has_vectors=True)}")  # fmt: skip
+
+    def require_vectors(self) -> None:
+        """Raises BadInput unless candidates have vectors of their own."""
+        if not self.has_vectors:
+            raise BadInput(f"architecture: {self.architecture!r} has no candidate vectors; allowed: "
+                           f"{_architectures(has_vectors=True)}")  # fmt: skip
+
+    def require_pairs(self) -> None:
+        """Raises BadInput unless the network reads context and candidate together."""
+        if self.has_vectors:
+            raise BadInput(f"architecture: {self.architecture!r} scores no pairs; allowed: "
+                           f"{_architectures(has_vectors=False)}")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualConfig(ScorerConfig):
+    """What bi- and poly-encoders share: two towers, and one vector per candidate."""
+
+    reduction: Reduction = "mean"
+    """Token outputs to one vector: mean for sentence-encoder and Reddit weights, first for BERT's."""
+    reduction_m: int = 64
+    """mean_first_m: tokens that the mean is over."""
+    share_towers: bool = False
+    """One encoder for both sides."""
+    projection: int = 0
+    """Vectors of this width, by a linear layer per tower; 0: the encoder's own width."""
+    vector_length: float = 0.0
+    """Every vector is scaled to this L2 norm, so that a product is a cosine times its square (4.5:
+    20 · cosine); 0: vectors stay as they are."""
+    matryoshka: tuple[int, ...] = ()
+    """Widths that vectors can be cut to later; training averages the losses of all of them and of the
+    full width."""
+    dimensions: int = 0
+    """Vectors are cut to their first dimensions, one of `matryoshka`; 0: all of them."""
+
+    ABOVE_0 = (*ScorerConfig.ABOVE_0, "reduction_m")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("projection", "vector_length"):
+            require(getattr(self, name) >= 0, f"ranker.{name}", getattr(self, name), ">= 0")
         require(all(width >= 1 for width in self.matryoshka), "ranker.matryoshka", self.matryoshka,
                 "widths >= 1")  # fmt: skip
         require(self.dimensions in (0, *self.matryoshka), "ranker.dimensions", self.dimensions,
                 f"0, or a width that was trained for: {list(self.matryoshka)}")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiConfig(DualConfig):
+    """A bi-encoder: one vector per context, one per candidate, their product is the score."""
+
+    architecture: Literal["bi"] = "bi"
+    """One vector per context and one per candidate."""
+
+    @property
+    def vectors_per_context(self) -> int:
+        return 1
+
+    @property
+    def search_attention(self) -> SearchAttention:
+        return "dot"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolyConfig(DualConfig):
+    """A poly-encoder: several vectors per context, which a candidate attends to."""
+
+    architecture: Literal["poly"] = "poly"
+    """Several vectors per context and one per candidate."""
+    context_codes: ContextCodes = "learnt"
+    """Attend with learnt codes; or take the first m outputs, the last m, or the last m and the first
+    one, which makes m + 1."""
+    m: int = 64
+    """Context vectors."""
+    code_attention: HeadAttention = "dot"
+    """Attention of the codes over tokens."""
+    candidate_attention: HeadAttention = "dot"
+    """Attention of a candidate over context vectors; pools cannot be searched by multi_head."""
+    attention_heads: int = 4
+    """multi_head: heads, each with its share of the width."""
+    code_init_std: float = 0.05
+    """Codes start as N(0, std). Small ones start at mean pooling; ParlAI's uniform(0, 1) needs weights
+    made for it (ConvAI2, all-MiniLM, one epoch: R@1/20 0.675 against 0.583)."""
+
+    ABOVE_0 = (*DualConfig.ABOVE_0, "m", "attention_heads", "code_init_std")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # Its matrices have a row and a column for every dimension: none can be left out.
         require(not self.matryoshka or self.candidate_attention != "multi_head", "ranker.matryoshka",
                 self.matryoshka, "none, where ranker.candidate_attention is 'multi_head'")  # fmt: skip
 
     @property
-    def search_attention(self) -> Literal["dot", "scaled_dot"]:
-        """How the search of a pool weighs a context's vectors; a bi-encoder has but one.
+    def vectors_per_context(self) -> int:
+        return self.m + (self.context_codes == "last_m_and_first")
 
-        Raises BadInput for what cannot search a pool: cross-encoders, whose candidates have no
-        vectors, and multi_head, where a score is not bounded by the vectors' products.
-        """
-        if self.architecture == "cross":
-            raise BadInput("architecture: 'cross' cannot search a pool; allowed: bi, poly")
-        if self.architecture == "bi":
-            return "dot"
-        if self.candidate_attention == "multi_head":
+    @property
+    def search_attention(self) -> SearchAttention:
+        if (
+            self.candidate_attention == "multi_head"
+        ):  # the vectors' products are no bound on a score
             raise BadInput("candidate_attention: 'multi_head' cannot search a pool; allowed: dot, "
                            "scaled_dot")  # fmt: skip
         return self.candidate_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossConfig(ScorerConfig):
+    """A cross-encoder: context and candidate in one sequence."""
+
+    architecture: Literal["cross"] = "cross"
+    """Context and candidate in one sequence."""
+    pooler: bool = False
+    """A layer with tanh before the score, as BERT's classifiers have."""
+
+    @property
+    def vectors_per_context(self) -> int:
+        return 0
+
+
+RankerConfig = BiConfig | PolyConfig | CrossConfig
+_KINDS = cast(Variants, variants_of(RankerConfig))
+
+
+def ranker_config(values: Mapping[str, Any]) -> RankerConfig:
+    """Settings from plain values. Fields that only other architectures have are left out: rankers of
+    earlier versions hold the fields of all.
+
+    Raises BadInput for an unknown architecture, TypeError for an unknown field.
+    """
+    name = values["architecture"]
+    require(name in _KINDS.kinds, "ranker.architecture", name, ", ".join(_KINDS.kinds))
+    known = set().union(*(_KINDS.option_names(kind) for kind in _KINDS.kinds))
+    others = known - _KINDS.option_names(name)
+    kept = {field: value for field, value in values.items() if field not in others}
+    settings: RankerConfig = from_dict(_KINDS.kinds[name], kept)
+    return settings
+
+
+def parse_settings(text: bytes, where: str) -> RankerConfig:
+    """The settings in a `ranker.json`.
+
+    Raises BadInput, naming `where` they stand, for what this version does not know.
+    """
+    try:
+        return ranker_config(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput(f"{where}: not the settings of a ranker ({error!r})") from None
+
+
+def _architectures(has_vectors: bool) -> str:
+    """The names of those that have vectors, or of the others."""
+    kinds = _KINDS.kinds.items()
+    return ", ".join(name for name, kind in kinds if kind().has_vectors == has_vectors)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import BadInput, require
-from pipeline.models.crossencoder import CrossEncoder
+from pipeline.evaluation.questions import validation_questions
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
@@ -27,7 +27,7 @@ from pipeline.training.objectives import (
 )
 from pipeline.training.optimization import Optimization, optimization
 from pipeline.training.settings import LoopConfig
-from pipeline.training.validation import Validation, questions_of
+from pipeline.training.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,10 @@ class FinetuneConfig:
     dropout: float | None = None
     """Of the encoder while it is fine-tuned; null: as it comes. On CPUs dropout costs a third."""
     valid_examples: int = 1000
-    """Examples of the valid split that a validation ranks, at most."""
+    """Examples of the valid split that a validation ranks, at most; drawn at random."""
     valid_candidates: int = 20
-    """Where the valid split gives no candidates: responses of it that a context is ranked against,
-    its own among them."""
+    """Where an example of the valid split has no candidates: responses of the split that its context is
+    ranked against, its own among them."""
 
     def __post_init__(self) -> None:
         require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")
@@ -133,6 +133,7 @@ class Finetuning:
                 f"a multiple of the {world} workers")  # fmt: skip
         self._check_teacher()
         ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
+        ranker.precision = self.loop.precision  # of validation and mining, as of training
         network = ranker.network
         for part in list(network.modules()):
             if isinstance(part, Encoder):
@@ -171,8 +172,9 @@ class Finetuning:
         config = self.finetune
         if config.negatives_from != "mined":
             return None
-        require(ranker.config.architecture != "cross", "finetune.negatives_from", "mined",
-                "'batch' with ranker.architecture 'cross', which searches no responses")  # fmt: skip
+        require(ranker.config.has_vectors, "finetune.negatives_from", "mined",
+                f"'batch' with ranker.architecture {ranker.config.architecture!r}, which searches no "
+                "responses")  # fmt: skip
         rows = self._rows(COLUMNS, 0, 1)
         steps = round(config.mine.every_epochs * len(rows) / config.batch_examples)
         return Miner(ranker, rows, config.mine, max(1, steps), rank, world)
@@ -181,10 +183,11 @@ class Finetuning:
         """What is minimised, and what makes its batches."""
         config = self.finetune
         taught = config.distill.loss != "none"
-        if isinstance(ranker.network, CrossEncoder):
+        if not ranker.config.has_vectors:
             require(not config.share_negatives, "finetune.share_negatives", True,
-                    "false with ranker.architecture 'cross', which would score every pair")  # fmt: skip
-            return (PairModule(ranker.network, config.distill),
+                    f"false with ranker.architecture {ranker.config.architecture!r}, which would score "
+                    "every pair")  # fmt: skip
+            return (PairModule(ranker.cross, config.distill),
                     PairCollator(ranker, config.negatives, teacher=taught))  # fmt: skip
         given = 0 if config.negatives_from == "batch" else config.negatives
         if given and miner is None and not has_candidates(self.corpus):
@@ -192,7 +195,7 @@ class Finetuning:
                            f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
                            "train/")  # fmt: skip
         module = DualModule(
-            ranker.network, config.negatives_from, config.distill, config.share_negatives
+            ranker.dual, config.negatives_from, config.distill, config.share_negatives
         )
         return module, DualCollator(
             ranker, given, teacher=taught, mined=miner.of if miner else None
@@ -203,8 +206,8 @@ class Finetuning:
         config = self.finetune
         if config.distill.loss == "none":
             return
-        wrong, cross = "", self.ranker.architecture == "cross"
-        if config.negatives_from in ("batch", "mined") and not cross:
+        wrong = ""
+        if config.negatives_from in ("batch", "mined") and self.ranker.has_vectors:
             wrong = f"'none', with finetune.negatives_from {config.negatives_from!r}"
         elif not has_candidates(self.corpus, TEACHER):
             wrong = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"
@@ -212,10 +215,12 @@ class Finetuning:
 
     def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
         config = self.finetune
-        asked = questions_of(
-            self.corpus, config.valid_examples, config.valid_candidates, self.loop.seed
+        if not self.corpus.rows("valid/"):
+            return None
+        asked = validation_questions(
+            self.corpus, "valid", config.valid_candidates, config.valid_examples, self.loop.seed
         )
-        return Validation(ranker, asked, rank, world) if asked else None
+        return Validation(ranker, asked, rank, world) if len(asked) else None
 
     def _steps(self, per_epoch: int, miner: Miner | None) -> int:
         """Steps of the whole run. Raises BadInput for a run that ends before it mines."""

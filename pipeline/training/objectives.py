@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import require
-from pipeline.models.crossencoder import CrossEncoder
-from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.losses import distillation_kl, false_negatives, margin_mse, ranking_loss
+from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualBatch, PairBatch
 
@@ -83,7 +82,7 @@ class DualModule(Objective):
 
     def __init__(
         self,
-        network: DualEncoder,
+        network: VectorNetwork,
         negatives_from: NegativesFrom = "batch",
         distill: Distillation = _NO_TEACHER,
         share_negatives: bool = False,
@@ -151,7 +150,7 @@ class DualModule(Objective):
 class PairModule(Objective):
     """Softmax over each context's own candidates, but those whose tokens are the right one's."""
 
-    def __init__(self, network: CrossEncoder, distill: Distillation = _NO_TEACHER) -> None:
+    def __init__(self, network: PairNetwork, distill: Distillation = _NO_TEACHER) -> None:
         super().__init__()
         self.network = network
         self._distill = distill

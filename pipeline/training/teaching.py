@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 
 from pipeline import storage
 from pipeline.artifact import Artifact, Draft, corpora_of
 from pipeline.config import require
+from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
-from pipeline.models.ranker import SETTINGS, Ranker, load_ranker, parse_settings
+from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
 from pipeline.records import TaskRecord
 from pipeline.resources import best_device
 from pipeline.shards import Actors, Work, run_tasks_on_actors
@@ -105,7 +105,7 @@ def teachers_of(
                     f"false, as {teacher.uri} was trained on another corpus' files")  # fmt: skip
         unseen = [set(teacher.manifest.get("held_out", ())) for teacher in teachers]
         found = {path: [at for at in everyone if path in unseen[at]] for path in paths}
-    dual = [_architecture(teacher) != "cross" for teacher in teachers]
+    dual = [_settings(teacher).has_vectors for teacher in teachers]
     for path, some in found.items():
         require(bool(some), "teaching.held_out", True,
                 f"false, as no teacher held out {path} (finetune.folds, finetune.held_out)")  # fmt: skip
@@ -114,9 +114,9 @@ def teachers_of(
     return found
 
 
-def _architecture(teacher: Artifact) -> str:
+def _settings(teacher: Artifact) -> RankerConfig:
     uri = storage.join(teacher.uri, SETTINGS)
-    return parse_settings(storage.read_bytes(uri), uri).architecture
+    return parse_settings(storage.read_bytes(uri), uri)
 
 
 def _score_shard(
@@ -160,11 +160,10 @@ def _add_candidates(
         taken = draw.choice(len(texts), size=min(drawn + 1, len(texts)), replace=False)
         each.append([texts[at] for at in taken if texts[at] != row["response"]][:drawn])
     if config.hardest_of:
-        dual = next(ranker for ranker in rankers if ranker.config.architecture != "cross")
+        dual = next(ranker for ranker in rankers if ranker.config.has_vectors)
         contexts = [row["context"] for row in rows]
-        with torch.inference_mode():
-            scores = inference.dual_scores(dual, contexts, each, config.batch_tokens)
-        best = [some_C.topk(min(count, len(some_C))).indices.tolist() for some_C in scores]
+        scores = own_scores(dual, contexts, each, config.batch_tokens)
+        best = [np.argsort(-some_C, kind="stable")[:count].tolist() for some_C in scores]
         each = [[others[at] for at in some] for others, some in zip(each, best, strict=True)]
     for row, others in zip(rows, each, strict=True):
         label = int(draw.integers(len(others) + 1))
@@ -175,15 +174,6 @@ def _add_candidates(
 def _add_scores(rows: list[Row], rankers: Sequence[Ranker], batch_tokens: int) -> None:
     contexts = [row["context"] for row in rows]
     candidates = [row["candidates"] for row in rows]
-    with torch.inference_mode():
-        each = [_scores(ranker, contexts, candidates, batch_tokens) for ranker in rankers]
+    each = [own_scores(ranker, contexts, candidates, batch_tokens) for ranker in rankers]
     for row, *given_C in zip(rows, *each, strict=True):
-        row[TEACHER] = torch.stack(given_C).mean(dim=0).tolist()
-
-
-def _scores(
-    ranker: Ranker, contexts: list[list[str]], candidates: list[list[str]], batch_tokens: int
-) -> list[Tensor]:
-    cross = ranker.config.architecture == "cross"
-    scores = inference.pair_scores if cross else inference.dual_scores
-    return scores(ranker, contexts, candidates, batch_tokens)
+        row[TEACHER] = np.mean(given_C, axis=0).tolist()

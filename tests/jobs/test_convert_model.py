@@ -19,7 +19,7 @@ TEXTS = ["i paint", "a nurse in the harbour", "yes"]
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
 
 
 def scores(uri):

@@ -108,6 +108,20 @@ def test_other_texts_or_another_model_make_a_version_beside_and_current_names_it
 
 
 @inline
+def test_vectors_of_another_precision_are_not_copied(embed, texts, tmp_path, actors_in_process):
+    """A pool is of one precision, as its manifest says."""
+    for precision, more in (("fp32", "one"), ("bf16", "two"), ("bf16", "three")):
+        lines = texts.read_text() + json.dumps({"id": more, "text": more}) + "\n"
+        texts.write_text(lines)
+        done = embed(texts, "--embed.precision", precision)
+        pool = Pool.open(done.summary["pool"])
+        assert pool.precision == pool.artifact.manifest["precision"] == precision
+        rows = pool.artifact.manifest["embedded"]["rows"]
+        assert rows == (1 if more == "three" else len(pool))
+        assert ("computed in bf16, the version before in fp32" in done.stdout) == (more == "two")
+
+
+@inline
 def test_a_version_that_is_there_becomes_current_again(embed, texts, tmp_path):
     contents = texts.read_text()
     old = embed(texts).summary

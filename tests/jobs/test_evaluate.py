@@ -148,7 +148,9 @@ def test_models_together_have_the_mean_of_their_scores(
     for record in found:
         row = rows[record["example_id"]]
         asked = [row["context"]], [row["candidates"]]
-        each = [inference.dual_scores(bi, *asked)[0], inference.pair_scores(cross, *asked)[0]]
+        vectors = inference.context_vectors(bi, asked[0])
+        first = bi.dual.scores(*vectors, inference.candidate_vectors(bi, row["candidates"]))
+        each = [first[0].detach(), inference.pair_scores(cross, *asked)[0]]
         mean_C = sum(scores.double().numpy() for scores in each) / 2
         assert record["score"] == pytest.approx(mean_C[row["label"]], rel=0.01, abs=0.01)
         best = [one["score"] for one in record["top"]]
@@ -219,10 +221,45 @@ def test_questions_that_nobody_can_answer_are_counted(evaluate, local_ray, tmp_p
 
 def test_blocks_as_polyai_has_them(evaluate, convai2_corpus):
     options = ("--protocol", "polyai", "--split", "train", "--max-examples", 430)
-    summary = evaluate(*options, *QUICK).summary
-    assert summary["examples"] == 400
-    assert list(summary["table"]["poly"]) == ["R@1/100", "MRR"]
-    assert summary["source"] == "blocks"
+    done = evaluate(*options, *QUICK)
+    assert done.summary["examples"] == 430
+    assert list(done.summary["table"]["poly"]) == ["R@1/100", "MRR"]
+    assert done.summary["source"] == "blocks"
+    rest = convai2_corpus.rows("train/") - 430
+    assert done.summary["left_out"] == {"beyond max_examples": rest}
+    assert (
+        f"430 of the {rest + 430:,} examples of train/ are asked; {rest:,} are not" in done.stdout
+    )
+
+
+def test_the_precision_is_chosen_and_said(evaluate, monkeypatch):
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: True)
+    options = (*QUICK, "--max-examples", 20)
+    for chosen, resolved in (("auto", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")):
+        done = evaluate(*options, "--precision", chosen)
+        assert done.summary["precision"] == resolved
+        assert f"models compute in {resolved}\n" in done.stdout
+    runs = mlflow.search_runs(
+        experiment_names=["polyrank"], filter_string="tags.job = 'evaluate'", max_results=3,
+        output_format="list",
+    )  # fmt: skip
+    assert [run.data.params["precision"] for run in runs] == ["fp32", "bf16", "bf16"]
+
+
+def test_a_small_split_is_asked_among_all_that_it_has(evaluate, local_ray, tmp_path):
+    """88 pairs of somebody's own, by the protocol that the page recommends for them."""
+    lines = ["1 your persona: i am .", *(f"{n} hi{n}\tyes{n}\t\tyes{n}|no" for n in range(2, 90))]
+    (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
+    output, files = str(tmp_path / "corpus"), (str(tmp_path / "valid_self_original.txt"),)
+    prepare_corpus.run(prepare_corpus.Config(corpus="convai2", input=files, output=output))
+    done = evaluate("--protocol", "polyai", *QUICK, corpus=output)
+    assert done.summary["examples"] == done.summary["candidates"] == 88
+    assert done.summary["left_out"] == {}
+    assert list(done.summary["table"]["poly"]) == ["R@1/88", "MRR"]
+    assert "88 of the 88 examples of valid/ are asked\n" in done.stdout
+    assert "88 candidates each, not 100: valid/ has no more" in done.stdout
+    wanted = evaluate("--protocol", "polyai", "--candidates", 100, *QUICK, corpus=output)
+    assert "--candidates 100: 88 examples" in wanted.refusal
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +397,6 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--together", "true"), "together: True is not allowed; allowed: false for one model"),
         (("--protocol", "trec"), "trec"),
         (("--protocol", "wikipedia"), "no others/; allowed: a corpus for article search"),
-        (("--protocol", "polyai", "--max-examples", "99"), "--candidates 100: 99 examples"),
         (("--none", "threshold"), "--none threshold: there are examples without the candidate 'NONE'"),
         (("--model", "MODEL", "MODEL"), "each model once"),
         (("--resources.actors", "-1"), "resources.actors: -1 is not allowed"),
@@ -386,7 +422,7 @@ def test_baselines_find_what_polyais_found_on_reddit(shared, local_ray, tmp_path
     prepare_corpus.run(prepare_corpus.Config(corpus="reddit", input=files, output=output))
     corpus = open_artifact(output, "corpus")
     asked = questions(corpus, "train", "blocks", 100, 50_000, seed=0)
-    assert len(asked) == 3200
+    assert len(asked) == corpus.rows("train/")
     known = known_texts(corpus)
     for scorer in (TfIdf.fit(known), BM25.fit(known)):
         ranks = rank(scorer.prepare(asked), asked).ranks_N

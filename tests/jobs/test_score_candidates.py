@@ -16,7 +16,7 @@ from pipeline.training.teaching import TeachingConfig
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
 
 
 @pytest.fixture

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.models import inference
+from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool
 
@@ -58,9 +60,19 @@ def test_the_best_candidates_of_the_pool_are_shown_best_first(search, pool, tiny
         shares = weights[place] / weights[place].sum()
         assert result["vectors"][str(heaviest)] == pytest.approx(shares[heaviest], abs=1e-3)
     *table, certificate = found.stdout.splitlines()[:-1]
-    assert certificate.startswith("certified: yes; 6 candidates; milliseconds: encode ")
+    precision = resolve_precision("auto", torch.device("cpu"))
+    assert found.summary["precision"] == found.summary["pool"]["precision"] == precision
+    both = f"computed in {precision}, the context in {precision}"
+    assert certificate.startswith(f"certified: yes; 6 candidates, {both}; milliseconds: encode ")
     assert [line.split()[1] for line in table] == [f"t{n}" for n in order]
     assert all(TEXTS[n][:80] in line for n, line in zip(order, table, strict=True))
+
+
+def test_the_context_s_precision_is_chosen_and_said(search):
+    for precision in ("bf16", "fp32"):
+        done = search("--context", "a", "--precision", precision)
+        assert done.summary["precision"] == precision
+        assert f"the context in {precision};" in done.stdout
 
 
 def test_only_what_is_allowed_is_shown(search):

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from pipeline.artifact import Artifact
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.ranker import Ranker, new_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import ranker_config
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder, Shape
 
@@ -66,9 +66,14 @@ class Tiny:
 
     def ranker(self, encoder: str = "bert", **config: Any) -> Ranker:
         """A ranker whose towers and head differ, as after training."""
-        settings = {"max_context_tokens": 24, "max_candidate_tokens": 12, "m": 4}
+        settings = {
+            "architecture": "poly",
+            "max_context_tokens": 24,
+            "max_candidate_tokens": 12,
+            "m": 4,
+        }
         folder = self.encoder_folder(architecture=encoder)
-        ranker = new_ranker(RankerConfig(**{**settings, **config}), folder, seed=0)
+        ranker = new_ranker(ranker_config({**settings, **config}), folder, seed=0)
         noise = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in ranker.parameters():

@@ -199,6 +199,115 @@ def test_a_digest_does_not_depend_on_the_order_of_names():
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What all shapes have."""
+
+    kind: str
+    size: int = 1
+    """Its size."""
+
+    def __post_init__(self) -> None:
+        require(self.size > 0, "shape.size", self.size, "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circle(Shape):
+    """A circle."""
+
+    kind: Literal["circle"] = "circle"
+    filled: bool = False
+    """Whether it is filled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polygon(Shape):
+    """A polygon."""
+
+    kind: Literal["polygon"] = "polygon"
+    corners: tuple[int, ...] = (3,)
+    """Its corners."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A job."""
+
+    name: str = "x"
+    """A name."""
+    shape: Circle | Polygon = field(default_factory=lambda: Polygon(size=5))
+    """What is drawn."""
+
+
+def draw(*argv: str) -> Drawing:
+    return parse(Drawing, argv, "python -m jobs.test")
+
+
+def test_of_a_union_the_default_is_taken_where_nobody_says_which():
+    assert draw().shape == Polygon(size=5)
+    assert draw("--shape.corners", "4", "5").shape == Polygon(size=5, corners=(4, 5))
+
+
+def test_a_union_is_told_apart_by_the_command_line_and_the_file(yaml):
+    assert draw("--shape.kind", "circle", "--shape.filled").shape == Circle(filled=True)
+    file = yaml("shape: {kind: circle, size: 3}")
+    assert draw(f"--config={file}").shape == Circle(size=3)
+    assert draw("--config", str(file), "--shape.filled").shape == Circle(size=3, filled=True)
+    beaten = draw("--shape.kind=polygon", "--shape.corners", "4", "--config", str(file))
+    assert beaten.shape == Polygon(size=3, corners=(4,))
+
+
+def test_the_last_of_two_files_says_which(yaml, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text("shape: {kind: polygon}")
+    found = draw("--config", str(yaml("shape: {kind: circle}")), "--config", str(other))
+    assert isinstance(found.shape, Polygon)
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--shape.filled"], ["shape.filled", "shape.kind 'polygon'", "allowed with: circle"]),
+        (["--shape.kind", "circle", "--shape.corners", "4"],
+         ["shape.corners", "shape.kind 'circle'", "allowed with: polygon"]),
+        (["--shape.kind", "star"], ["shape.kind", "'star'", "circle, polygon"]),
+        (["--shape.kind", "circle", "--shape.colour", "red"], ["shape.colour", "shape.filled"]),
+        (["--shape.kind", "circle", "--shape.size", "0"], ["shape.size", "0", "above 0"]),
+        (["--shape.kind", "circle", "--shape.size", "x"], ["shape.size", "'x'", "int"]),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_dataclass_of_a_union_is_refused(argv, parts):
+    with pytest.raises(BadInput) as caught:
+        draw(*argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_file_s_option_of_another_dataclass_is_refused(yaml):
+    file = yaml("shape: {kind: circle, corners: [3]}")
+    with pytest.raises(BadInput, match=r"shape\.corners.*allowed with: polygon"):
+        draw("--config", str(file))
+
+
+def test_help_shows_the_options_of_the_chosen_dataclass_and_names_the_others(capsys):
+    for argv, there, absent in [
+        ([], "--shape.corners", "--shape.filled"),
+        (["--shape.kind", "circle"], "--shape.filled", "--shape.corners"),
+    ]:
+        with pytest.raises(SystemExit):
+            draw(*argv, "--help")
+        shown = capsys.readouterr().out
+        assert there in shown and absent not in shown
+        assert "circle: A circle." in shown and "polygon: A polygon." in shown
+
+
+@pytest.mark.parametrize("shape", [Circle(filled=True), Polygon(corners=(4, 7))])
+def test_a_union_survives_the_way_through_plain_values(shape):
+    drawing = Drawing(shape=shape)
+    assert from_dict(Drawing, to_dict(drawing)) == drawing
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sweep:
     """A job that runs others."""
 

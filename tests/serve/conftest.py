@@ -31,7 +31,7 @@ REPLIES = {f"r{number:02d}": text for number, text in enumerate((
 def fp32() -> Iterator[None]:
     """Where the hardware has bf16, a batch and one row differ in the third digit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inference, "use_bf16", lambda device: False)
+        patch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
         yield
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference
+from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.lock import is_leased
 from serve import app
@@ -93,6 +95,8 @@ def test_the_model_and_its_pools_are_described(tiny_ranker, tiny_pool):
     info = engine.info()
     assert info["model"]["fingerprint"] == model.fingerprint
     assert info["model"]["architecture"] == "poly"
+    assert info["precision"] == resolve_precision("auto", torch.device("cpu"))
+    assert Engine(model.uri, precision="fp32").info()["precision"] == "fp32"
     assert info["limits"] == {"max_context_tokens": 48, "max_candidate_tokens": 32}
     pools = [(pool["name"], pool["version"], pool["candidates"]) for pool in info["pools"]]
     assert pools == [("replies", "v-1", len(REPLIES)), ("more", "v-1", len(REPLIES))]

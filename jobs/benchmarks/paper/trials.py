@@ -34,6 +34,7 @@ from pipeline.config import BadInput, Stopped, parse, to_dict
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
 from pipeline.failures import cause_of
+from pipeline.models.precision import Precision
 from pipeline.models.sources import Source, open_encoder
 from pipeline.resources import cpus_each
 from pipeline.shards import Actors
@@ -235,7 +236,7 @@ def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
     if isinstance(out, Artifact):
         return
     measure = evaluate.measurement(job.ask, corpus)
-    make = functools.partial(_scorer, model, job.ask.resources.cpus_per_actor)
+    make = functools.partial(_scorer, model, job.ask.resources.cpus_per_actor, job.ask.precision)
     result = measure.of(job.label, make, actors=job.ask.resources)
     with tracking.start_evaluation(model, corpus, to_dict(job.ask)) as tracked:
         tracked.log(result.numbers(), wait=True)
@@ -245,9 +246,9 @@ def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
         out.publish(files, counts, run_id=tracked.run_id, metrics=result.metrics)
 
 
-def _scorer(model: Artifact, threads: int) -> RankerScorer:
+def _scorer(model: Artifact, threads: int, precision: Precision) -> RankerScorer:
     torch.set_num_threads(max(1, threads))  # Ray sets them for new processes only
-    return load_scorer(model)
+    return load_scorer(model, precision=precision)
 
 
 def _cpus(job: Job) -> int:

@@ -29,7 +29,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from pipeline.config import BadInput, require
 from pipeline.models.ranker import Ranker, new_network, set_head
-from pipeline.models.settings import HeadAttention, RankerConfig
+from pipeline.models.settings import HeadAttention, PolyConfig
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 
@@ -84,8 +84,7 @@ def load(folder: Path) -> Ranker:
     if len(heads) > 1:
         raise BadInput(f"{where}: poly_attention_num_heads and codes_attention_num_heads: "
                        f"{sorted(heads)} is not allowed; allowed: the same number")  # fmt: skip
-    config = RankerConfig(
-        architecture="poly",
+    config = PolyConfig(
         reduction=options["reduction_type"],
         context_codes="learnt" if options["polyencoder_type"] == "codes" else "first_m",
         m=options["poly_n_codes"],

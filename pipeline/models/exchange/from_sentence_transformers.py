@@ -25,8 +25,7 @@ from torch import Tensor
 
 from pipeline.config import BadInput, require
 from pipeline.models.ranker import Ranker, new_network, set_head
-from pipeline.models.reduction import Reduction
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import BiConfig, CrossConfig, RankerConfig, Reduction
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 
@@ -110,8 +109,7 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
                 raise BadInput(f"{folder}: these Dense layers are not allowed; allowed: one, without "
                                "bias and activation")  # fmt: skip
             weights[f"{side}_projection.weight"] = layer.weight
-    config = RankerConfig(
-        architecture="bi",
+    config = BiConfig(
         reduction=first.reduction,
         share_towers=len(chains) == 1,
         projection=len(first.layers[0].weight) if first.layers else 0,
@@ -157,8 +155,7 @@ def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths:
     """The model limits a pair; unless told otherwise, either text may take half of it."""
     total = transformer.max_tokens + 1  # the candidate's [CLS] is not in the pair
     candidate = lengths.candidate or (total - lengths.context if lengths.context else total // 2)
-    config = RankerConfig(
-        architecture="cross",
+    config = CrossConfig(
         pooler="pooler.weight" in weights,
         max_context_tokens=lengths.context or total - candidate,
         max_candidate_tokens=candidate,

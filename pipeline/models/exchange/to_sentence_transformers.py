@@ -19,6 +19,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
+from pipeline.models.biencoder import BiEncoder
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.ranker import Ranker
@@ -53,31 +55,35 @@ def export(ranker: Ranker, folder: Path) -> None:
 
     Raises BadInput for what sentence-transformers has no modules for.
     """
-    config = ranker.config
-    if config.architecture == "poly":
-        raise BadInput(
-            "architecture: 'poly' is unknown to sentence-transformers; allowed: bi, cross"
-        )
-    if isinstance(ranker.network, CrossEncoder):
-        _export_cross(ranker, ranker.network, folder)
-        return
+    _export(ranker.network, ranker, folder)
+
+
+@singledispatch
+def _export(network: nn.Module, ranker: Ranker, folder: Path) -> None:
+    raise BadInput(f"architecture: {ranker.config.architecture!r} is unknown to "
+                   "sentence-transformers; allowed: bi, cross")  # fmt: skip
+
+
+@_export.register
+def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
+    config = network.config
     if config.reduction not in _POOLING:
         raise BadInput(f"ranker.reduction: {config.reduction!r} is unknown to sentence-transformers; "
                        f"allowed: {', '.join(_POOLING)}")  # fmt: skip
-    dual = ranker.dual
     about = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
     tokenizer = _tokenizer(ranker.tokenizer)
-    encoder = dual.context_encoder
-    modules = _vector_modules(dual, encoder, dual.context_projection)
+    encoder = network.context_encoder
+    modules = _vector_modules(network, encoder, network.context_projection)
     tokens = config.max_context_tokens
     _write(folder / "context", encoder, tokenizer, tokens, "left", modules, about)
-    encoder = dual.candidate_encoder
-    modules = _vector_modules(dual, encoder, dual.candidate_projection)
+    encoder = network.candidate_encoder
+    modules = _vector_modules(network, encoder, network.candidate_projection)
     tokens = config.max_candidate_tokens
     _write(folder / "candidate", encoder, tokenizer, tokens, "right", modules, about)
 
 
-def _export_cross(ranker: Ranker, network: CrossEncoder, folder: Path) -> None:
+@_export.register
+def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
     """First output, then the pooler if there is one, then the score; scaling goes into the weights."""
     scaling = network.output_scaling
     modules = [_pooling(network.encoder, "cls")]

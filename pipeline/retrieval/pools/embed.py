@@ -17,6 +17,7 @@ from pipeline import storage
 from pipeline.artifact import MANIFEST, Draft
 from pipeline.config import BadInput, require
 from pipeline.corpora import raw
+from pipeline.models.precision import Precision, Resolved
 from pipeline.models.sources import Source
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import candidates
@@ -45,6 +46,9 @@ class EmbedConfig:
     """Rows in a shard at most; small pools are cut in 16. A killed job loses one shard per actor."""
     dtype: Dtype = "float32"
     """What is kept of a vector's numbers: float32, bfloat16, float16, or int8 with a scale for each."""
+    precision: Precision = "auto"
+    """What the encoder computes in; auto: bf16 where the actors' hardware multiplies it. Vectors of
+    another precision are not copied from the version before."""
     neighbours: bool = False
     """Whether an index for approximate searches is made; needs faiss-cpu, and a byte for six numbers."""
     batch_tokens: int = 0
@@ -72,6 +76,8 @@ class PlanRecord(TaskRecord):
     """URI of the version before; "": there is none."""
     copies: bool
     """Whether its vectors are those that the model would make."""
+    precision: Resolved
+    """What the model computes in."""
     canary_file: str
     """"": the canaries are texts of the pool's own."""
     canaries: list[list[str]]
@@ -104,10 +110,12 @@ def prepare(
     reading: raw.Reading,
     previous: Pool | None,
     copies: bool,
+    precision: Resolved,
 ) -> PlanRecord:
     """Reads all candidates and plans the pool.
 
     `previous`: the version before. `copies`: whether its vectors are those that the model would make.
+    `precision`: what it would compute them in; a job that is resumed elsewhere keeps to it.
     Raises BadInput where nothing is left to embed, or too much is malformed.
     """
     done = draft.marks()
@@ -134,6 +142,7 @@ def prepare(
         plan=plan,
         previous=previous.artifact.uri if previous else "",
         copies=copies,
+        precision=precision,
         canary_file=gate.canaries,
         canaries=contexts,
         canaries_before=before,
@@ -168,6 +177,7 @@ def embed(
         top_k=gate.top_k,
         sample=gate.sample,
         dtype=config.dtype,
+        precision=prepared.precision,
     )
     tasks = prepared.plan.shards
     rows = {name: sum(end - start for _, start, end in tasks[name]) for name in tasks}

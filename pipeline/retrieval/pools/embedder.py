@@ -1,7 +1,7 @@
 """What an actor does with a shard of a pool: it copies the vectors that are known, and embeds the rest.
 
 Texts are taken in windows, sorted by length in each, and go through the model in batches bounded by
-tokens, while the next window is tokenised. Where the hardware multiplies bf16, the weights are bf16.
+tokens, while the next window is tokenised. In bf16 the weights are bf16 too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.models import inference
-from pipeline.models.precision import use_bf16
+from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.resources import best_device
 from pipeline.retrieval.pools import build, candidates, plan
@@ -47,20 +47,20 @@ class Embedder:
         top_k: int,
         sample: int,
         dtype: Dtype = "float32",
+        precision: Precision = "auto",
     ) -> None:
         """`previous`: the version whose vectors are those that the model would make, or "".
 
         `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard
-        that are embedded once more. `dtype`: what the pool keeps of a vector.
+        that are embedded once more. `dtype`: what the pool keeps of a vector; `precision`: what it is
+        computed in.
         """
         # Ray gives torch as many threads as the actor has cores; the tokenizer would take all there are.
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
-        self._ranker = load_ranker(model)
-        device = best_device()
-        self._ranker.to(device)
-        if use_bf16(device):
+        self._ranker = inference.place(load_ranker(model), best_device(), precision)
+        if self._ranker.precision == "bf16":
             inference.to_bf16(self._ranker)
         self._previous = Pool.open(previous) if previous else None
         self._contexts = inference.context_vectors(self._ranker, canaries) if canaries else None

@@ -142,6 +142,11 @@ class Pool:
         """The model that embedded the pool."""
         return str(self.artifact.manifest["inputs"]["model"]["fingerprint"])
 
+    @property
+    def precision(self) -> str:
+        """What the vectors were computed in; pools of earlier versions do not say."""
+        return str(self.artifact.manifest.get("precision", "unknown"))
+
     def require_model(self, model: Artifact) -> None:
         """Raises BadInput unless `model` embedded the pool: vectors of two models do not compare."""
         if self.model_fingerprint != model.fingerprint:
@@ -237,5 +242,6 @@ def describe(pool: Pool) -> dict[str, Any]:
         "version": pool.version,
         "candidates": len(pool),
         "dimensions": pool.dimensions,
+        "precision": pool.precision,
         "created_at": pool.artifact.manifest["created_at"],
     }

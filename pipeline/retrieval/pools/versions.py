@@ -9,6 +9,7 @@ from typing import Any
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
+from pipeline.models.precision import Resolved
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import KIND, Pool, current_uri
 
@@ -23,6 +24,7 @@ _NOT_OF_VECTORS = {
         "batch_tokens",
         "max_text_bytes",
         "filter_columns",
+        "precision",  # what it was on the hardware of then is in the manifest
         "neighbours",
     )
 }
@@ -45,9 +47,12 @@ def open_current(pools: str, name: str) -> Pool | None:
         return None
 
 
-def has_vectors_of(pool: Pool, model: Artifact, config: Any) -> bool:
-    """Whether a job's model and settings would make the same vectors of the same texts."""
-    if pool.model_fingerprint != model.fingerprint:
+def has_vectors_of(pool: Pool, model: Artifact, config: Any, precision: Resolved) -> bool:
+    """Whether a job's model and settings would make the same vectors of the same texts.
+
+    Pools of earlier versions do not say their precision; they are taken to have another.
+    """
+    if pool.model_fingerprint != model.fingerprint or pool.precision != precision:
         return False
     settings = (flatten(pool.artifact.manifest["config"]), flatten(to_dict(config)))
     mine, other = (

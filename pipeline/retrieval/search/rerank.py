@@ -24,7 +24,7 @@ class Reranked(NamedTuple):
 def load_cross_encoder(model: Artifact) -> Ranker:
     """Raises BadInput for a ranker of another architecture."""
     ranker = load_ranker(model.local())
-    if ranker.config.architecture != "cross":
+    if ranker.config.has_vectors:
         raise BadInput(f"{model.uri}: architecture: {ranker.config.architecture!r} is not allowed; "
                        "allowed: cross, for the second stage")  # fmt: skip
     return ranker

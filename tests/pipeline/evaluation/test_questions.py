@@ -11,8 +11,14 @@ import pytest
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.evaluation.drawn_rows import read_rows
 from pipeline.evaluation.metrics import pessimistic_ranks, recall_at
-from pipeline.evaluation.questions import Question, Questions, questions
+from pipeline.evaluation.questions import (
+    Question,
+    Questions,
+    questions,
+    validation_questions,
+)
 
 COUNT = 600
 C = 5
@@ -39,7 +45,7 @@ def sampled(tiny):
 @pytest.fixture(scope="module")
 def blocks(tiny):
     """A corpus whose responses are all different, in files of uneven size."""
-    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(COUNT + 3)]
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(COUNT)]
     return tiny.corpus(rows, split="valid", rows_per_file=107)
 
 
@@ -125,7 +131,7 @@ def test_all_responses_can_be_the_candidates(tiny):
 
 
 def test_blocks_are_whole_disjoint_and_random(blocks):
-    """PolyAI's 1-of-C: 603 examples are 120 blocks of 5, three examples are left out."""
+    """PolyAI's 1-of-C: 600 examples are 120 blocks of 5."""
     found = one_by_one(ask(blocks, "blocks"))
     assert len(found) == 600
     seen = set()
@@ -140,6 +146,45 @@ def test_blocks_are_whole_disjoint_and_random(blocks):
     # Neighbours in the corpus, of one thread for instance, are not neighbours in a block.
     assert np.median([max(block) - min(block) for block in together]) > 200
     assert sum(found[n].label == n % C for n in range(600)) < 180  # 120 expected
+
+
+@pytest.mark.parametrize(("count", "examples"), [(603, 1000), (610, 603)])
+def test_a_last_smaller_block_stands_among_drawn_responses_of_the_others(tiny, count, examples):
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(count)]
+    asked = ask(tiny.corpus(rows, split="valid"), "blocks", max_examples=examples)
+    found = one_by_one(asked)
+    assert len({question.example_id for question in found}) == len(found) == 603
+    assert asked.own_NK.shape == (603, C)
+    full, last = found[:600], found[600:]
+    own = {question.candidates[question.label] for question in last}
+    assert own == {f"r{question.context[0][1:]}" for question in last}
+    assert len(own) == 3
+    assert {tuple(question.candidates) for question in last} == {tuple(last[0].candidates)}
+    others = set(last[0].candidates) - own
+    assert len(others) == C - 3
+    assert others <= {text for question in full for text in question.candidates}
+    assert dict(asked.left_out) == ({"beyond max_examples": 7} if count == 610 else {})
+
+
+def test_full_blocks_are_the_same_with_and_without_a_last_one(tiny):
+    """So PolyAI's numbers are what they were: the same questions in the same order."""
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(60)]
+    asked = ask(tiny.corpus(rows, split="valid"), "blocks", candidates=20)
+    assert [asked.ids[at] for at in (0, 1, 20, 59)] == ["e30", "e23", "e41", "e28"]
+    assert asked.label_N[:6].tolist() == [5, 7, 2, 10, 8, 1]
+
+
+def test_a_split_smaller_than_a_block_is_one_block_where_that_is_allowed(tiny):
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(88)]
+    corpus = tiny.corpus(rows, split="valid")
+    asked = questions(corpus, "valid", "blocks", 100, 10_000, 0, fewer=True)
+    assert (len(asked), asked.candidates, asked.left_out) == (88, 88, {})
+    sampled = questions(corpus, "valid", "sampled", 100, 10_000, 0, fewer=True)
+    assert (len(sampled), sampled.candidates) == (88, 88)
+    few = questions(
+        corpus, "valid", "blocks", 50, 20, 0
+    )  # candidates need no question of their own
+    assert (len(few), few.candidates, few.left_out) == (20, 50, {"beyond max_examples": 68})
 
 
 def test_blocks_allow_the_same_response_twice(tiny):
@@ -200,12 +245,86 @@ def test_a_part_of_the_examples_is_drawn_from_everywhere_and_asks_the_same(reque
     assert set(ask(corpus, source, max_examples=60, seed=9).ids) != {q.example_id for q in part}
 
 
-def test_only_the_files_with_chosen_examples_are_read(given, monkeypatch):
-    opened = []
-    read = pq.read_table
-    monkeypatch.setattr(pq, "read_table", lambda s, **more: opened.append(1) or read(s, **more))
-    ask(given, "given", max_examples=1)
-    assert len(opened) == 1
+@pytest.fixture
+def groups_read(monkeypatch):
+    """The row groups that are read, in lists."""
+    found = []
+    read = pq.ParquetFile.read_row_groups
+
+    def record(file, groups, **more):
+        found.extend(groups)
+        return read(file, groups, **more)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", record)
+    return found
+
+
+def test_only_the_row_groups_with_drawn_examples_are_read(tiny, groups_read):
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(400)]
+    corpus = tiny.corpus(rows, split="valid", rows_per_file=130, rows_per_group=20)
+    asked = ask(corpus, "blocks", candidates=2, max_examples=2)
+    drawn = {int(name[1:]) for name in asked.ids}
+    assert sorted(groups_read) == sorted(n % 130 // 20 for n in drawn)
+
+
+def test_rows_come_from_their_places_whatever_the_order_and_the_files(tiny):
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(101)]
+    corpus = tiny.corpus(rows, split="valid", rows_per_file=23, rows_per_group=5)
+    places = np.random.default_rng(0).permutation(101)[:60].tolist()
+    found = read_rows(corpus, "valid", places)
+    assert [row["example_id"] for row in found] == [f"e{place}" for place in places]
+    assert [row["response"] for row in found] == [f"r{place}" for place in places]
+
+
+# -------------------------------------------------------------------------------------------------
+# Training's questions
+
+
+def validation(corpus, candidates=5, examples=1000, seed=0):
+    return validation_questions(corpus, "valid", candidates, examples, seed)
+
+
+def test_validation_draws_from_all_over_the_split(tiny, groups_read):
+    """Not adjacent rows of one row group, which hold a few dialogues."""
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(1000)]
+    corpus = tiny.corpus(rows, split="valid", rows_per_group=10)
+    asked = validation(corpus, examples=50)
+    numbers = np.array([int(name[1:]) for name in asked.ids])
+    assert len(set(numbers.tolist())) == 50
+    assert len({number // 100 for number in numbers.tolist()}) >= 9
+    assert len(groups_read) <= 50
+    assert asked.left_out == {"beyond valid_examples": 950}
+    assert asked.ids == validation(corpus, examples=50).ids
+    assert asked.ids != validation(corpus, examples=50, seed=1).ids
+
+
+def test_validation_asks_examples_with_and_without_candidates(tiny):
+    rows = [{"context": [f"c{n}"], "response": f"r{n}"} for n in range(40)]
+    rows[7] |= {"candidates": ["a", "b", "r7", "a"]}
+    asked = validation(tiny.corpus(rows, split="valid"))
+    found = one_by_one(asked)
+    assert len(found) == 40
+    for n, question in enumerate(found):
+        assert question.candidates[question.label] == f"r{n}"
+        assert len(question.candidates) == len(set(question.candidates)) == (3 if n == 7 else 5)
+        others = set(question.candidates) - {f"r{n}"}
+        assert others <= ({"a", "b"} if n == 7 else {f"r{k}" for k in range(40)})
+    assert asked.left_out == {}
+
+
+def test_validation_of_a_small_split_asks_all_of_it_among_what_there_is(tiny):
+    rows = [{"context": [f"c{n}"], "response": f"r{n % 3}"} for n in range(8)]
+    asked = validation(tiny.corpus(rows, split="valid"), candidates=20)
+    assert [len(question.candidates) for question in one_by_one(asked)] == [3] * 8
+
+
+def test_validation_counts_examples_without_a_wrong_candidate(tiny):
+    rows = [
+        {"context": ["c"], "response": "r", "candidates": given} for given in (None, ["r"], ["x"])
+    ]
+    asked = validation(tiny.corpus(rows, split="valid"))
+    assert [question.candidates for question in one_by_one(asked)] in ([["r", "x"]], [["x", "r"]])
+    assert asked.left_out == {"no wrong candidate": 2}
 
 
 # -------------------------------------------------------------------------------------------------

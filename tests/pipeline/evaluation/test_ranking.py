@@ -12,9 +12,8 @@ from pipeline.evaluation.baselines import Chance
 from pipeline.evaluation.metrics import pessimistic_ranks
 from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Question, Questions
-from pipeline.evaluation.ranking import RankerScorer, joined, latency, rank
+from pipeline.evaluation.ranking import RankerScorer, joined, latency, own_scores, rank
 from pipeline.evaluation.results import Measurement
-from pipeline.models import inference
 from pipeline.shards import Actors
 
 ASKED = [
@@ -29,7 +28,7 @@ ARCHITECTURES = ["bi", "poly", "cross"]
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
     """float32, and small bounds, so that there are several blocks and parts of everything."""
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
     monkeypatch.setattr(ranking, "_TEXTS_AT_ONCE", 2)
     monkeypatch.setattr(ranking, "_LOGITS_AT_ONCE", 16)
     monkeypatch.setattr(ranking, "_PAIRS_AT_ONCE", 9)
@@ -52,6 +51,25 @@ def test_a_rankers_scores_are_those_of_each_question_alone(tiny, architecture, s
         np.testing.assert_allclose(scores[::-1], alone, rtol=0, atol=1e-5)
     twice = 3 * bool(shared)  # "w6" is in both
     assert len(np.unique(together.round(5))) == 3 * (3 + len(shared)) - twice
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_questions_may_have_different_numbers_of_candidates(tiny, architecture):
+    """The right one's rank and loss are those among the question's own."""
+    ranker = tiny.ranker(architecture=architecture)
+    uneven = [ASKED[0], Question("d", ["w7"], ["w6", "w11"], 1), ASKED[2]]
+    asked = Questions.of(uneven)
+    found = rank(RankerScorer(ranker).prepare(asked), asked)
+    each = own_scores(ranker, [q.context for q in uneven], [q.candidates for q in uneven])
+    for number, (question, scores) in enumerate(zip(uneven, each, strict=True)):
+        one = Questions.of([question])
+        alone = RankerScorer(ranker).prepare(one).scores(one)[0].astype(np.float64)
+        np.testing.assert_allclose(scores, alone, rtol=0, atol=1e-5)
+        right = alone[question.label]
+        assert found.ranks_N[number] == (alone >= right).sum()
+        assert found.losses_N[number] == pytest.approx(
+            np.log(np.exp(alone - right).sum()), abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly"])

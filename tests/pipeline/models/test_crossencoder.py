@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.models.crossencoder import CrossEncoder
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import CrossConfig
 
 
 class Fixed(torch.nn.Module):
@@ -24,7 +24,7 @@ class Fixed(torch.nn.Module):
 
 def test_score_is_a_linear_function_of_the_first_output():
     hidden = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0))
-    cross = CrossEncoder(Fixed(hidden), RankerConfig(output_scaling=0.5))
+    cross = CrossEncoder(Fixed(hidden), CrossConfig(output_scaling=0.5))
     torch.nn.init.normal_(cross.score.bias)
     weight, bias = (part.detach().double().numpy() for part in cross.score.parameters())
     expected = 0.5 * hidden[:, 0].double().numpy() @ weight[0] + bias
@@ -34,7 +34,7 @@ def test_score_is_a_linear_function_of_the_first_output():
 
 def test_with_a_pooler_the_score_is_berts_classifiers():
     hidden = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0))
-    cross = CrossEncoder(Fixed(hidden), RankerConfig(pooler=True))
+    cross = CrossEncoder(Fixed(hidden), CrossConfig(pooler=True))
     for part in cross.parameters():
         torch.nn.init.normal_(part)
     pool, shift, weight, bias = (part.detach().double().numpy() for part in cross.parameters())
@@ -47,7 +47,7 @@ def test_scores_keep_float32_precision_under_bf16_autocast():
     """bf16 has 8 bits: candidates that differ by less than 1/256 would tie."""
     hidden = torch.ones(64, 1, 8)
     hidden[:, 0, 0] += torch.arange(64) / 10_000
-    cross = CrossEncoder(Fixed(hidden), RankerConfig())
+    cross = CrossEncoder(Fixed(hidden), CrossConfig())
     torch.nn.init.ones_(cross.score.weight)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         scores = cross.score_pairs(None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker, new_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import BiConfig, PolyConfig, ranker_config
 
 KINDS = {
     "bi": {"architecture": "bi"},
@@ -30,7 +30,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +145,7 @@ def test_context_vectors_of_codes_are_projected_after_the_attention(tiny):
 
 
 def test_new_projections_are_equal_and_keep_products_on_average(tiny):
-    config = RankerConfig(
-        architecture="bi", projection=12, max_context_tokens=24, max_candidate_tokens=12
-    )
+    config = BiConfig(projection=12, max_context_tokens=24, max_candidate_tokens=12)
     dual = new_ranker(config, tiny.encoder_folder(), 0).dual
     left, right = dual.context_projection.weight, dual.candidate_projection.weight
     assert left is not right
@@ -197,7 +195,7 @@ def test_settings_out_of_range_are_refused_by_name(change):
     with pytest.raises(
         BadInput, match=f"ranker.{next(iter(change))}: .* is not allowed; allowed: "
     ):
-        RankerConfig(**change)
+        PolyConfig(**change)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -206,9 +204,62 @@ def test_settings_out_of_range_are_refused_by_name(change):
 ])  # fmt: skip
 def test_what_cannot_search_a_pool_is_refused(change, message):
     with pytest.raises(BadInput, match=message):
-        _ = RankerConfig(**change).search_attention
+        _ = ranker_config({"architecture": "poly", **change}).search_attention
 
 
-def test_a_bi_encoder_has_no_attention_whatever_its_settings_say():
-    config = RankerConfig(architecture="bi", candidate_attention="multi_head")
-    assert config.search_attention == "dot"
+def test_a_bi_encoder_searches_by_plain_products():
+    assert BiConfig().search_attention == "dot"
+
+
+class Rounded(torch.nn.Module):
+    """A tower whose outputs are those of bf16 layers; what a head makes of them is float32."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+        self.width, self.hf = encoder.width, encoder.hf
+        for parameter in encoder.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, tokens):
+        with torch.autocast("cpu", enabled=False):
+            return self.encoder(tokens).bfloat16()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_the_head_is_that_of_float32_on_the_same_outputs(tiny, kind):
+    """Codes' logits, context vectors, projections and scores: a bf16 logit of 8 bits ties near scores."""
+    ranker = tiny.ranker(**{"m": 5, **KINDS[kind]})
+    dual = ranker.dual
+    dual.context_encoder, dual.candidate_encoder = map(
+        Rounded, (dual.context_encoder, dual.candidate_encoder)
+    )
+    texts = [f"w{n} w{n + 1} w{n + 2} w{3 * n}" for n in range(12)]
+    contexts = ranker.tokenizer.batch(ranker.context_rows([[text] for text in texts]))
+    candidates = ranker.tokenizer.batch(ranker.candidate_rows(texts))
+
+    def forward():
+        vectors, mask = dual.encode_contexts(contexts)
+        encoded = dual.encode_candidates(candidates)
+        return vectors, encoded, dual.scores(vectors, mask, encoded)
+
+    with torch.no_grad():
+        exact = forward()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = forward()
+    for ours, wanted in zip(found, exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+    assert exact[2].unique().numel() > 100
+
+
+def test_under_autocast_gradients_reach_the_head_and_the_encoder(tiny):
+    ranker = tiny.ranker(code_attention="multi_head", candidate_attention="multi_head").train()
+    dual = ranker.dual
+    tokens = ranker.tokenizer.batch(ranker.context_rows([["w1 w2"], ["w3"]]))
+    with torch.autocast("cpu", torch.bfloat16):
+        vectors, mask = dual.encode_contexts(tokens)
+        dual.scores(vectors, mask, dual.encode_candidates(tokens)).sum().backward()
+    unused = {"pooler"}
+    for name, parameter in dual.named_parameters():
+        assert parameter.grad is not None or any(part in name for part in unused), name

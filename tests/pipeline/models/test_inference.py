@@ -7,6 +7,7 @@ import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference
+from pipeline.models.precision import resolve_precision
 
 RNG = torch.Generator().manual_seed(0)
 
@@ -22,7 +23,7 @@ CONTEXTS = [[sentence(words), sentence(2)] for words in (4, 1, 20, 0, 9, 2)]
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
     """Where the hardware has bf16, a batch and one row differ in the third digit."""
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_weights_in_bf16_give_nearly_the_same_vectors_in_float32(tiny, config, m
     exact = inference.candidate_vectors(dual(tiny, **config), TEXTS)
     ranker = dual(tiny, **config)
     inference.to_bf16(ranker)
-    monkeypatch.setattr(inference, "use_bf16", lambda device: True)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: True)
     assert {weight.dtype for weight in ranker.dual.candidate_encoder.parameters()} == {
         torch.bfloat16
     }
@@ -184,9 +185,24 @@ def test_weights_in_bf16_give_nearly_the_same_vectors_in_float32(tiny, config, m
     assert not torch.equal(vectors.bfloat16().float(), vectors)  # no rounding behind the encoder
     contexts, mask = inference.context_vectors(ranker, CONTEXTS)
     assert not torch.equal(contexts.bfloat16().float(), contexts)
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
     expected, _ = inference.context_vectors(dual(tiny, **config), CONTEXTS)
     assert torch.cosine_similarity(contexts[mask], expected[mask]).min() > 0.999
+
+
+@pytest.mark.parametrize("hardware", [False, True])
+def test_the_precision_is_the_rankers_whatever_the_hardware(tiny, monkeypatch, hardware):
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: hardware)
+    cpu = torch.device("cpu")
+    assert resolve_precision("auto", cpu) == ("bf16" if hardware else "fp32")
+    found = {}
+    for precision in ("auto", "bf16", "fp32"):
+        ranker = inference.place(dual(tiny), cpu, precision)
+        assert ranker.precision == resolve_precision(precision, cpu)
+        found[precision] = inference.candidate_vectors(ranker, TEXTS)
+    assert torch.equal(found["auto"], found["bf16" if hardware else "fp32"])
+    assert not torch.equal(found["bf16"], found["fp32"])
+    torch.testing.assert_close(found["bf16"], found["fp32"], rtol=0, atol=0.05)
 
 
 def test_one_text_that_does_not_fit_is_an_error(tiny, small_memory):

@@ -19,7 +19,7 @@ from pipeline.models.polyencoder import (
     learnt_code_vectors,
     poly_scores,
 )
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import BiConfig, PolyConfig
 
 HIDDEN = [[1, 0], [0, 1], [1, 1]]
 CODES = [[1, 0], [0, 2]]
@@ -296,7 +296,7 @@ def test_bi_encoder_is_a_poly_encoder_of_one_vector(tiny, reduction):
     """m = 1: the first output alone, or a code of zeros, which attends to all tokens equally."""
     contexts, candidates, tokens = towers(tiny)
     codes = "first_m" if reduction == "first" else "learnt"
-    config = RankerConfig(m=1, context_codes=codes, reduction=reduction, output_scaling=0.5)
+    config = PolyConfig(m=1, context_codes=codes, reduction=reduction, output_scaling=0.5)
     bi, poly = BiEncoder(contexts, candidates, config), PolyEncoder(contexts, candidates, config)
     with torch.no_grad():
         if reduction == "mean":
@@ -312,7 +312,7 @@ def test_bi_encoder_is_a_poly_encoder_of_one_vector(tiny, reduction):
 def test_bi_score_is_the_product_of_reduced_and_scaled_outputs(tiny, reduction):
     contexts, candidates, tokens = towers(tiny)
     bi = BiEncoder(
-        contexts, candidates, RankerConfig(reduction=reduction, reduction_m=2, output_scaling=0.5)
+        contexts, candidates, BiConfig(reduction=reduction, reduction_m=2, output_scaling=0.5)
     )
     with torch.no_grad():
         ours = bi.scores(*bi.encode_contexts(tokens), bi.encode_candidates(tokens))

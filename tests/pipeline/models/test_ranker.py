@@ -20,7 +20,7 @@ from transformers import (
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker, new_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import BiConfig, PolyConfig, ranker_config
 from pipeline.models.transformer import Encoder, set_dropout
 
 CONTEXTS = [["w1 w2", "w3"], ["w4 w5 w6 w7"], ["w8"]]
@@ -126,7 +126,7 @@ def test_towers_load_without_polyrank(tiny, tmp_path, encoder, tower):
 
 
 def test_towers_start_equal_and_are_two_models(tiny):
-    config = RankerConfig(architecture="bi", max_context_tokens=24, max_candidate_tokens=12)
+    config = BiConfig(max_context_tokens=24, max_candidate_tokens=12)
     ranker = new_ranker(config, tiny.encoder_folder(), 0)
     own, other = ranker.dual.context_encoder, ranker.dual.candidate_encoder
     for left, right in zip(own.parameters(), other.parameters(), strict=True):
@@ -143,7 +143,7 @@ def test_a_ranker_s_towers_are_what_another_starts_from(saved, start):
         for weight in before.candidate_encoder.parameters():
             weight.add_(0.01)  # as after training
     ranker.save(folder)
-    config = RankerConfig(m=4, max_context_tokens=24, max_candidate_tokens=12)
+    config = PolyConfig(m=4, max_context_tokens=24, max_candidate_tokens=12)
     after = new_ranker(config, folder / "context_encoder", 0).dual
     for tower in ("context_encoder", "candidate_encoder"):
         pairs = zip(
@@ -158,7 +158,7 @@ def test_shared_towers_are_one_model_also_when_loaded(saved):
 
 
 def test_new_head_follows_from_the_seed(tiny):
-    config = RankerConfig(m=500, code_init_std=0.3, max_context_tokens=24, max_candidate_tokens=12)
+    config = PolyConfig(m=500, code_init_std=0.3, max_context_tokens=24, max_candidate_tokens=12)
     codes = [new_ranker(config, tiny.encoder_folder(), seed).dual.codes_MD for seed in (1, 1, 2)]
     assert torch.equal(codes[0], codes[1])
     assert not torch.equal(codes[0], codes[2])
@@ -273,7 +273,7 @@ def test_settings_that_are_no_json_object_are_refused(saved, text):
     {"architecture": "cross", "max_context_tokens": 40, "max_candidate_tokens": 26},
 ])  # fmt: skip
 def test_more_tokens_than_positions_are_refused(tiny, config):
-    message = refusal(new_ranker, RankerConfig(**config), tiny.encoder_folder(), 0)
+    message = refusal(new_ranker, ranker_config(config), tiny.encoder_folder(), 0)
     assert "65" in message
     assert "at most 64" in message
 
@@ -297,7 +297,7 @@ def test_positions_of_a_roberta_leave_out_those_before_its_first(tmp_path):
 
 def test_encoder_without_tokenizer_is_refused(tiny, tmp_path):
     tiny.encoder().save(tmp_path)
-    assert "tokenizer.json is missing" in refusal(new_ranker, RankerConfig(), tmp_path, 0)
+    assert "tokenizer.json is missing" in refusal(new_ranker, PolyConfig(), tmp_path, 0)
 
 
 def test_weights_that_lack_a_tensor_are_refused(tiny, tmp_path):

@@ -13,7 +13,7 @@ from pipeline.artifact import Artifact, draft, folder_entries
 from pipeline.config import BadInput
 from pipeline.models import sources
 from pipeline.models.ranker import load_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import BiConfig, PolyConfig
 from pipeline.models.sources import open_encoder, open_external
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.training.finetuning import FinetuneConfig, Finetuning
@@ -23,7 +23,7 @@ from pipeline.training.settings import LoopConfig
 
 def published(folder: Path, kind: str, store: Path) -> Artifact:
     """A folder as an artifact in a store: fsspec's "local" is a scheme like an object store's."""
-    out = draft(f"local://{store}/store/{kind}", kind, RankerConfig(), {})
+    out = draft(f"local://{store}/store/{kind}", kind, PolyConfig(), {})
     storage.upload(folder, out.staging)
     return out.publish(folder_entries(folder), {})
 
@@ -110,7 +110,7 @@ def test_what_the_hub_has_not_is_refused(tmp_path, monkeypatch):
 def test_recipes_build_on_other_nodes_than_the_drivers(tiny, tmp_path, node):
     rows = [{"context": [f"w{n}"], "response": f"w{n + 50}"} for n in range(40)]
     corpus, encoder = tiny.corpus(rows), published(tiny.encoder_folder(), "encoder", tmp_path)
-    settings = RankerConfig(architecture="bi", max_context_tokens=24, max_candidate_tokens=12)
+    settings = BiConfig(max_context_tokens=24, max_candidate_tokens=12)
     recipe = Finetuning(corpus, encoder, settings, FinetuneConfig(batch_examples=8), LoopConfig())
     recipe.build(0, 1).ranker.save(tmp_path / "here")
     moved(recipe, node).build(0, 1).ranker.save(tmp_path / "there")

@@ -108,7 +108,7 @@ import sys
 from contextlib import nullcontext
 import torch
 from pipeline.models.polyencoder import PolyEncoder
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import PolyConfig
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder, Shape
 from pipeline.training.caching import backward, cached_backward
@@ -121,7 +121,7 @@ torch.manual_seed(0)
 def encoder():
     return Encoder.new(Shape(layers=2, width=64, heads=2, positions=64), 100,
                        {"pad": 0, "cls": 2, "sep": 3})
-model = DualModule(PolyEncoder(encoder(), encoder(), RankerConfig(m=4)))
+model = DualModule(PolyEncoder(encoder(), encoder(), PolyConfig(m=4)))
 def tokens(rows):
     mask = torch.ones(rows, 48, dtype=torch.bool)
     return Tokens(torch.randint(5, 99, (rows, 48)), mask, (48,) * rows)

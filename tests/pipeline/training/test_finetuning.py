@@ -14,7 +14,7 @@ from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.losses import distillation_kl, margin_mse
 from pipeline.models.ranker import load_ranker
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External, Tower
 from pipeline.training import finetuning
 from pipeline.training.examples import DualCollator, PairCollator, has_candidates
@@ -321,7 +321,7 @@ def test_without_a_teacher_no_file_is_opened_for_its_scores(tiny, monkeypatch, a
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr(inference, "use_bf16", lambda device: False)
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
 
 
 PAIR_ROWS = [
@@ -472,9 +472,9 @@ def recipe(
     tiny, count=40, architecture="poly", encoder=None, rows_per_file=1000, loop=None, **finetune
 ):
     rows = [{"context": [f"w{number}"], "response": f"w{number + 50}"} for number in range(count)]
-    ranker = RankerConfig(
-        architecture=architecture, m=3, max_context_tokens=24, max_candidate_tokens=12
-    )
+    ranker = ranker_config({
+        "architecture": architecture, "m": 3, "max_context_tokens": 24, "max_candidate_tokens": 12,
+    })  # fmt: skip
     settings = {"batch_examples": 8, **finetune}
     source = External(str(tiny.encoder_folder(**encoder or {})), "")
     corpus = tiny.corpus(rows, rows_per_file=rows_per_file)

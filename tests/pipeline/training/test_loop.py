@@ -15,7 +15,7 @@ from torch import nn
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External
 from pipeline.models.transformer import Shape
 from pipeline.training import loop
@@ -111,7 +111,8 @@ def marked(tiny):
 
 
 def finetuning(tiny, corpus, data_seed=None, finetune=None, **ranker):
-    settings = {"max_context_tokens": 24, "max_candidate_tokens": 12, "m": 4, **ranker}
+    settings = {"architecture": "poly", "m": 4, **ranker}
+    settings |= {"max_context_tokens": 24, "max_candidate_tokens": 12}
     common = {"batch_examples": 8, "negatives": 3, "dropout": 0.2, "epochs": 100.0}
     source = External(str(tiny.encoder_folder()), "")
 
@@ -119,7 +120,7 @@ def finetuning(tiny, corpus, data_seed=None, finetune=None, **ranker):
         if data_seed is not None:
             loop_config = replace(loop_config, seed=data_seed)
         config = FinetuneConfig(**{**common, "max_steps": steps, **(finetune or {})})
-        recipe = Finetuning(corpus, source, RankerConfig(**settings), config, loop_config)
+        recipe = Finetuning(corpus, source, ranker_config(settings), config, loop_config)
         return recipe.build(0, 1)
 
     return make

@@ -18,7 +18,7 @@ from pipeline.artifact import Artifact, draft
 from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
-from pipeline.models.precision import use_bf16
+from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import External
 from pipeline.records import sum_counts
@@ -28,6 +28,7 @@ from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.shards import Actors
 
+PRECISION = resolve_precision("auto", torch.device("cpu"))
 RECORDS = [{"id": n, "text": f"text {n}"} for n in range(7)]
 
 
@@ -55,7 +56,7 @@ def make(actors_in_process, model, tmp_path):
         if isinstance(out, Artifact):
             return Pool.open(out.uri)
         names = [str(file) for file in files]
-        prepared = embed.prepare(out, names, settings, gate, reading, previous, copies)
+        prepared = embed.prepare(out, names, settings, gate, reading, previous, copies, PRECISION)
         source = External(str(model), "")
         records = embed.embed(out, prepared, source, settings, gate, reading, Actors())
         records = [prepared, *records]
@@ -66,7 +67,12 @@ def make(actors_in_process, model, tmp_path):
         shards = zip(prepared.plan.shards, records[1:], strict=True)
         good = [name for name, record in shards if record.files]
         more, statistics = build.index(out, good, 16)
-        facts = {"dimensions": 16, "dtype": settings.dtype, "statistics": statistics}
+        facts = {
+            "dimensions": 16,
+            "precision": PRECISION,
+            "dtype": settings.dtype,
+            "statistics": statistics,
+        }
         out.publish([*entries, *more], counts, dropped, checks=checks, **facts)
         return Pool.open(out.uri)
 
@@ -264,7 +270,7 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
     assert actors_in_process == [f"part-0000{n}" for n in range(4)]
     out = draft(str(tmp_path / "pools" / "p" / "v"), "pool", EmbedConfig(rows_per_shard=2), {})
     settings = (EmbedConfig(rows_per_shard=2), GateConfig(), Reading())
-    prepared = embed.prepare(out, [str(file)], *settings, None, False)
+    prepared = embed.prepare(out, [str(file)], *settings, None, False, PRECISION)
     actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, previous="", top_k=10, sample=8,
                             canaries=prepared.canaries)  # fmt: skip
     for task in ("part-00000", "part-00002"):  # as a killed run leaves them
@@ -294,3 +300,14 @@ def test_weights_that_are_not_numbers_embed_nothing(make, model, tmp_path):
 def test_a_cross_encoder_is_refused(make, tiny_ranker, tmp_path):
     with pytest.raises(BadInput, match="'cross' has no candidate vectors; allowed: bi, poly"):
         make(json_lines(tmp_path / "a.jsonl", RECORDS), model=tiny_ranker("cross").local())
+
+
+def test_vectors_are_computed_in_the_precision_of_the_plan(make, tmp_path, monkeypatch):
+    """On whatever hardware the actors run."""
+    file = json_lines(tmp_path / "a.jsonl", RECORDS)
+    found = {}
+    for precision in ("bf16", "fp32"):
+        monkeypatch.setitem(globals(), "PRECISION", precision)
+        found[precision] = make(file, name=precision).vectors_at(np.arange(7))
+    assert not np.array_equal(found["bf16"], found["fp32"])
+    np.testing.assert_allclose(found["bf16"], found["fp32"], rtol=0, atol=0.05)

@@ -119,15 +119,22 @@ class Settings:
 
 @pytest.mark.parametrize(
     ("model", "settings", "same"),
-    [("m", {}, True), ("other", {}, False), ("m", {"rows_per_shard": 7, "id_column": "x"}, True)],
+    [
+        ("m", {}, True),
+        ("other", {}, False),
+        ("m", {"rows_per_shard": 7, "id_column": "x"}, True),
+        ("m", {"precision": "bf16"}, True),  # what it was then and is now decides, not the wish
+    ],
 )
 def test_vectors_are_the_same_for_the_same_model_whatever_rows_and_shards(
     tmp_path, model, settings, same
 ):
     found = Artifact("", {"config": {"embed": vars(EmbedConfig())}})
-    pool = SimpleNamespace(model_fingerprint="m", artifact=found)
+    pool = SimpleNamespace(model_fingerprint="m", precision="bf16", artifact=found)
     now = Artifact("", {"fingerprint": model})
-    assert versions.has_vectors_of(pool, now, Settings(EmbedConfig(**settings))) is same
+    wanted = Settings(EmbedConfig(**settings))
+    assert versions.has_vectors_of(pool, now, wanted, "bf16") is same
+    assert not versions.has_vectors_of(pool, now, wanted, "fp32")
 
 
 def test_a_current_version_that_is_damaged_is_no_version_before(tmp_path, capsys):

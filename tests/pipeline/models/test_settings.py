@@ -1,0 +1,122 @@
+"""Settings per architecture: what a ranker can do, and rankers that earlier versions published."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from pipeline.config import BadInput, parse
+from pipeline.models.settings import (
+    BiConfig,
+    CrossConfig,
+    DualConfig,
+    PolyConfig,
+    RankerConfig,
+    parse_settings,
+)
+
+ROOT = Path(__file__).parents[3]
+# What `ranker.json` held when one dataclass had the fields of all architectures.
+FORMER = {
+    "reduction": "mean", "reduction_m": 64, "context_codes": "learnt", "m": 16, "code_attention": "dot",
+    "candidate_attention": "multi_head", "attention_heads": 4, "code_init_std": 0.05,
+    "share_towers": True, "output_scaling": 0.5, "projection": 0, "vector_length": 0.0,
+    "matryoshka": [], "dimensions": 0, "pooler": True, "max_context_tokens": 96,
+    "max_candidate_tokens": 48,
+}  # fmt: skip
+LENGTHS = {"output_scaling": 0.5, "max_context_tokens": 96, "max_candidate_tokens": 48}
+
+
+@pytest.mark.parametrize(("architecture", "expected"), [
+    ("bi", BiConfig(share_towers=True, **LENGTHS)),
+    ("poly", PolyConfig(share_towers=True, m=16, candidate_attention="multi_head", **LENGTHS)),
+    ("cross", CrossConfig(pooler=True, **LENGTHS)),
+])  # fmt: skip
+def test_settings_of_former_rankers_load_without_other_architectures_fields(architecture, expected):
+    text = json.dumps({"architecture": architecture, **FORMER})
+    assert parse_settings(text.encode(), "ranker.json") == expected
+
+
+@pytest.mark.parametrize(("config", "vectors"), [
+    (BiConfig(), 1),
+    (PolyConfig(m=5), 5),
+    (PolyConfig(m=5, context_codes="last_m_and_first"), 6),
+    (CrossConfig(), 0),
+])  # fmt: skip
+def test_settings_say_how_many_vectors_a_context_has(config, vectors):
+    assert config.vectors_per_context == vectors
+    assert config.has_vectors == (vectors > 0)
+
+
+def test_what_needs_vectors_and_what_needs_pairs_is_refused_by_name():
+    with pytest.raises(BadInput, match=r"architecture: 'cross' .*; allowed: bi, poly"):
+        CrossConfig().require_vectors()
+    with pytest.raises(BadInput, match=r"architecture: 'poly' .*; allowed: cross"):
+        PolyConfig().require_pairs()
+    PolyConfig().require_vectors()
+    CrossConfig().require_pairs()
+
+
+def test_a_field_stands_only_where_it_means_something():
+    names = {kind: {f.name for f in dataclasses.fields(kind)} for kind in
+             (BiConfig, PolyConfig, CrossConfig)}  # fmt: skip
+    assert "m" in names[PolyConfig] - names[BiConfig] - names[CrossConfig]
+    assert "pooler" in names[CrossConfig] - names[BiConfig] - names[PolyConfig]
+    assert "projection" in names[BiConfig] & names[PolyConfig] - names[CrossConfig]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FourthConfig(DualConfig):
+    """An architecture to come."""
+
+    architecture: Literal["fourth"] = "fourth"
+    """Which one."""
+    quantised: bool = True
+    """Eight bits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job that has four."""
+
+    ranker: RankerConfig | FourthConfig = dataclasses.field(default_factory=PolyConfig)
+
+
+def test_a_fourth_architecture_is_a_dataclass_in_the_union():
+    argv = ["--ranker.architecture", "fourth", "--ranker.quantised", "false"]
+    assert parse(Job, argv, "test").ranker == FourthConfig(quantised=False)
+
+
+def test_no_other_module_asks_which_architecture_a_ranker_has():
+    """`transformer.py` compares those of encoders."""
+    networks = {"BiEncoder", "PolyEncoder", "CrossEncoder", "BiConfig", "PolyConfig", "CrossConfig"}
+    wrong, models = [], ROOT / "pipeline" / "models"
+    for folder in ("pipeline", "jobs", "serve"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path in (models / "ranker.py", models / "transformer.py"):
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                compared = isinstance(node, ast.Compare) and any(
+                    isinstance(part, ast.Attribute) and part.attr == "architecture"
+                    for part in ast.walk(node)
+                )
+                asked = (
+                    isinstance(node, ast.Call)
+                    and getattr(node.func, "id", "") == "isinstance"
+                    and any(getattr(part, "id", "") in networks for part in ast.walk(node))
+                )
+                if compared or asked:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert wrong == []
+
+
+def test_settings_need_no_torch():
+    code = "import sys, pipeline.models.settings; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
