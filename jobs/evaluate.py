@@ -120,6 +120,9 @@ def run(config: Config) -> program.Summary:
             ranked.append(measure.of(name, make, actors=config.resources))
             with tracking.start_evaluation(model, corpus, to_dict(config)) as tracked:
                 tracked.log(ranked[-1].numbers())
+                for baseline in found:
+                    numbers = baseline.numbers().items()
+                    tracked.log({f"{baseline.name}/{k}": number for k, number in numbers})
             runs.append(tracked)
         if config.together:
             name = " + ".join(asked_models)

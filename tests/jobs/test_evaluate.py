@@ -169,7 +169,11 @@ def test_the_run_has_the_models_metrics_and_ancestry(evaluate, tiny_ranker, conv
         assert metrics.pop(name) == pytest.approx(value)
         assert metrics.pop(f"{name}.low") == pytest.approx(low)
         assert metrics.pop(f"{name}.high") == pytest.approx(high)
-    assert metrics.keys() == {"ms.median", "ms.p95"}
+    for scorer in ("chance", "tf-idf", "bm25"):
+        for name, value in summary["table"][scorer].items():
+            logged = metrics.pop(f"{scorer}/{name.replace('@', '_at_')}")
+            assert logged == pytest.approx(value)
+    assert {name for name in metrics if "/" not in name} == {"ms.median", "ms.p95"}
     assert found.data.params["seed"] == "3"
     assert found.data.tags["input.model.fingerprint"] == tiny_ranker("poly").fingerprint
     assert found.data.tags["input.corpus.fingerprint"] == convai2_corpus.fingerprint
