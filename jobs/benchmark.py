@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import program
-from jobs.benchmarks import corpora, embed, finetune_rate, inference_time, measure, search
-from jobs.benchmarks.paper import sweep
-from jobs.benchmarks.paper.trials import Setting
+from jobs.benchmarks import measure
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
@@ -86,6 +84,11 @@ def run(config: Config) -> program.Summary:
     work = Path(config.work).absolute()
     if storage.is_local(config.work):
         work.mkdir(parents=True, exist_ok=True)
+
+    from jobs.benchmarks import corpora, embed, finetune_rate, inference_time, search
+    from jobs.benchmarks.paper import sweep
+    from jobs.benchmarks.paper.trials import Setting
+
     if config.name == "paper" and config.table != 5:
         setting = Setting(
             config.encoder, config.size, config.split, config.max_examples, config.overrides,

@@ -6,16 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import numpy as np
-
 from jobs import program
 from pipeline.arrays import Floats
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, require
-from pipeline.models import inference
-from pipeline.models.ranker import load_ranker
+from pipeline.retrieval.methods import Method
 from pipeline.retrieval.pools.pool import Pool, describe
-from pipeline.retrieval.search import Method, filters, rerank, top_rows, weights_of_vectors
 
 _SHOWN_VECTORS, _SHOWN_CHARACTERS = 3, 80
 
@@ -68,11 +64,15 @@ def run(config: Config) -> program.Summary:
     model = open_artifact(config.model, "ranker")
     pool = Pool.open(config.pool)
     pool.require_model(model)
+    cross_model = open_artifact(config.cross, "ranker") if config.cross else None
+
+    from pipeline.models import inference
+    from pipeline.models.ranker import load_ranker
+    from pipeline.retrieval.search import rerank, top_rows, weights_of_vectors
+
     ranker = load_ranker(model.local())
     attention = ranker.config.search_attention
-    cross = (
-        rerank.load_cross_encoder(open_artifact(config.cross, "ranker")) if config.cross else None
-    )
+    cross = rerank.load_cross_encoder(cross_model) if cross_model else None
     among = _among(config, pool)
     count = config.cross_candidates if cross else config.top_k
     for _ in range(
@@ -120,6 +120,8 @@ def run(config: Config) -> program.Summary:
 def _among(config: Config, pool: Pool) -> Any:
     if not (config.allow or config.deny or config.where):
         return None
+    from pipeline.retrieval.search import filters
+
     where: dict[str, list[str]] = {}
     for condition in config.where:
         column, _, value = condition.partition("=")
@@ -132,7 +134,7 @@ def _among(config: Config, pool: Pool) -> Any:
 
 def _heaviest(weights_M: Floats) -> dict[str, float]:
     """The vectors that carried most of a score, by their number, and their shares."""
-    heaviest = np.argsort(-weights_M, kind="stable")[:_SHOWN_VECTORS].tolist()
+    heaviest = (-weights_M).argsort(kind="stable")[:_SHOWN_VECTORS].tolist()
     return {str(at): round(float(weights_M[at]), 3) for at in heaviest if weights_M[at] > 0}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import ray
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def cpus_each(processes: int) -> int:
@@ -11,6 +13,8 @@ def cpus_each(processes: int) -> int:
 
     Nodes that an autoscaler has yet to start do not count; a process gets one core at least.
     """
+    import ray
+
     nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     return max(1, min(int(sum(nodes)) // processes, int(max(nodes, default=0))))
 
@@ -20,6 +24,9 @@ def best_device() -> torch.device:
 
     A task or an actor may use those it asked for; since Ray 2.60 it sees all of its node.
     """
+    import ray
+    import torch
+
     allowed = torch.cuda.is_available()
     if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
         allowed = allowed and bool(ray.get_gpu_ids())

@@ -193,7 +193,9 @@ def _can_continue(run_id: str, experiment_id: str) -> bool:
         if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
             return False
         raise
-    return info.lifecycle_stage == LifecycleStage.ACTIVE and info.experiment_id == experiment_id
+    return bool(
+        info.lifecycle_stage == LifecycleStage.ACTIVE and info.experiment_id == experiment_id
+    )
 
 
 def _set_experiment(name: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-Reduction = Literal["first", "mean", "mean_first_m"]
+from pipeline.models.settings import Reduction
 
 
 def reduce(hidden_BTD: Tensor, mask_BT: Tensor, reduction: Reduction, m: int) -> Tensor:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from pipeline.config import BadInput, require
-from pipeline.models.reduction import Reduction
 
+Reduction = Literal["first", "mean", "mean_first_m"]
 Architecture = Literal["bi", "poly", "cross"]
 HeadAttention = Literal["dot", "scaled_dot", "multi_head"]
 ContextCodes = Literal["learnt", "first_m", "last_m", "last_m_and_first"]

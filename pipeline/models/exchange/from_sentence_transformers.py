@@ -25,8 +25,7 @@ from torch import Tensor
 
 from pipeline.config import BadInput, require
 from pipeline.models.ranker import Ranker, new_network, set_head
-from pipeline.models.reduction import Reduction
-from pipeline.models.settings import RankerConfig
+from pipeline.models.settings import RankerConfig, Reduction
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 
