@@ -81,7 +81,10 @@ def test_input_that_is_not_there_is_refused_without_a_slow_library(tmp_path):
     assert isinstance(empty, Draft)
     empty.publish([], {})
     corpus = ("--corpus", tmp_path / "corpus")
+    work = ("--work", tmp_path / "work")
     commands = [
+        ("benchmark", "finetune", "--encoder", f"{gone}/x", "--corpus", gone, *work),
+        ("benchmark", "search", "--model", gone, "--corpus", gone, *work),
         ("clean_corpus", "--corpus", gone, *output),
         ("clean_corpus", *corpus, "--evaluation", gone, *output),
         ("convert_model", "--model", gone, *output),
