@@ -95,9 +95,9 @@ def test_models_are_named_by_folder_where_their_architecture_is_not_enough(tiny_
     copies = [tmp_path / "poly-64", tmp_path / "poly-360"]
     for seed, copy in enumerate(copies):
         shutil.copytree(tiny_ranker("poly", seed).uri, copy)
-    uris = (*map(str, copies), tiny_ranker("bi").uri)
-    assert list(evaluate_job._open(uris)) == ["poly-64", "poly-360", "bi"]
-    assert list(evaluate_job._open(uris[1:])) == ["poly", "bi"]
+    models = [*(open_artifact(str(copy), "ranker") for copy in copies), tiny_ranker("bi")]
+    assert list(evaluate_job._load(models)) == ["poly-64", "poly-360", "bi"]
+    assert list(evaluate_job._load(models[1:])) == ["poly", "bi"]
 
 
 def test_the_table_is_written_to_a_file_and_is_the_same_every_time(evaluate, tmp_path):
