@@ -15,7 +15,7 @@ from pipeline.artifact import Draft, draft
 
 ROOT = Path(__file__).parents[2]
 # Not yet: the settings of training lie in modules that import torch.
-LATER = {"finetune", "pretrain"}
+LATER = {"finetune", "pretrain", "tokenize_corpus"}
 VERBS = sorted(
     file.stem
     for file in (ROOT / "jobs").glob("*.py")

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import tracking
 from pipeline.artifact import Artifact, Draft, draft
-from pipeline.config import BadInput
+from pipeline.config import NOT_IDENTITY, BadInput
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Config:
-    output: str = ""
+    output: str = field(default="", metadata=NOT_IDENTITY)
     name: str = "x"
     loop: Loop = field(default_factory=Loop)
 
