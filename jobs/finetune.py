@@ -68,7 +68,9 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
         ranker = out.publish(
             files, counts, run_id=tracked.run_id, metrics=metrics, held_out=recipe.unseen()
         )
-        tracking.finish(tracked, ranker)
+        # The weights are those of the best validation; without validations there is none.
+        best = {k.removeprefix("best_"): v for k, v in metrics.items() if k.startswith("best_")}
+        tracking.finish(tracked, ranker, delivered=best)
         _register(config, ranker)
     validation = {"asked": asked, "left_out": left_out}
     return program.published(ranker, already_there=False, metrics=metrics, validation=validation)

@@ -8,8 +8,8 @@ from jobs import cluster, program, tokenize_corpus
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, Draft, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder
-from pipeline.models.transformer import Shape
 from pipeline.records import FileEntry
 from pipeline.resources import best_device
 from pipeline.training import curves, launch

@@ -11,8 +11,9 @@ from pipeline.config import BadInput, require
 from pipeline.evaluation.questions import validation_questions
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
+from pipeline.models.shape import TrainLayers
 from pipeline.models.sources import Source, Tower
-from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout, shorten
+from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import TEACHER, DualCollator, PairCollator, has_candidates

@@ -110,7 +110,8 @@ import torch
 from pipeline.models.polyencoder import PolyEncoder
 from pipeline.models.settings import PolyConfig
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, Shape
+from pipeline.models.transformer import Encoder
+from pipeline.models.shape import Shape
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import DualBatch
 from pipeline.training.objectives import DualModule

@@ -16,8 +16,8 @@ from torch import nn
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.models.settings import ranker_config
+from pipeline.models.shape import Shape
 from pipeline.models.sources import External
-from pipeline.models.transformer import Shape
 from pipeline.training import loop
 from pipeline.training.caching import backward
 from pipeline.training.checkpoints import read_state, write_state
