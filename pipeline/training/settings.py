@@ -7,6 +7,9 @@ from typing import Literal
 
 from pipeline.config import NOT_IDENTITY, require
 
+TRAINING_STATE = "training_state"
+"""Folder of a published model that holds what a longer run starts from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationConfig:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pipeline.models.exchange import from_parlai, from_sentence_transformers
 from pipeline.models.exchange.from_sentence_transformers import Lengths
-from pipeline.models.ranker import SETTINGS, Ranker, load_ranker
+from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.settings import SETTINGS
 
 
 def load(folder: Path, max_context_tokens: int, max_candidate_tokens: int) -> Ranker:

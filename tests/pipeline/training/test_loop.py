@@ -21,10 +21,10 @@ from pipeline.models.sources import External
 from pipeline.training import loop
 from pipeline.training.caching import backward
 from pipeline.training.checkpoints import read_state, write_state
-from pipeline.training.finetuning import FinetuneConfig, Finetuning
+from pipeline.training.finetune_settings import FinetuneConfig, Mining
+from pipeline.training.finetuning import Finetuning
 from pipeline.training.launch import read_saved
 from pipeline.training.loop import Listener, Task, train
-from pipeline.training.mining import Mining
 from pipeline.training.optimization import optimization, rate_share
 from pipeline.training.pretraining import PretrainConfig, Pretraining
 from pipeline.training.selection import Measured
