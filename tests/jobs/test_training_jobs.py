@@ -27,7 +27,7 @@ from pipeline.models.ranker import load_ranker
 
 STEPS = {"bi": 4, "poly": 80, "cross": 3}
 COMMON = (
-    "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32, "--ranker.m", 3,
+    "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
     "--finetune.batch-examples", 8, "--finetune.negatives", 2, "--finetune.epochs", 9,
     "--loop.precision", "fp32", "--loop.log-every-steps", 1, "--resources.cpus-per-worker", 1,
 )  # fmt: skip
@@ -39,7 +39,7 @@ def arguments(
     given = (
         "--corpus", corpus, "--encoder", encoder, "--output", output,
         "--ranker.architecture", architecture, "--finetune.max-steps", STEPS[architecture],
-        *COMMON, *more,
+        *COMMON, *(["--ranker.m", 3] if architecture == "poly" else []), *more,
     )  # fmt: skip
     return [str(argument) for argument in given]
 
@@ -298,8 +298,9 @@ def refused(run_job, convai2_corpus, encoder, tmp_path):
         (["--finetune.batch-examples", 10**6], ["too few for a batch of 1000000"]),
         (["--resources.workers", 3], ["finetune.batch_examples: 8", "a multiple of the 3 workers"]),
         (["--resources.workers", 0], ["resources.workers: 0", ">= 1"]),
-        (["--ranker.m", 0], ["ranker.m: 0", "above 0"]),
-        (["--ranker.m", "many"], ["ranker.m: 'many'", "int"]),
+        (["--ranker.architecture", "poly", "--ranker.m", 0], ["ranker.m: 0", "above 0"]),
+        (["--ranker.architecture", "poly", "--ranker.m", "many"], ["ranker.m: 'many'", "int"]),
+        (["--ranker.m", 3], ["ranker.m", "ranker.architecture 'bi'", "allowed with: poly"]),
         (["--ranker.architecture", "tri"], ["ranker.architecture: 'tri'", "bi", "poly", "cross"]),
         (["--ranker.max-context-tokens", 97], ["max_context_tokens: 97", "at most 96"]),
         (
