@@ -18,7 +18,7 @@ from pipeline.config import BadInput, Stopped
 from pipeline.models.settings import ranker_config
 from pipeline.models.shape import Shape
 from pipeline.models.sources import External
-from pipeline.training import loop
+from pipeline.training import meter
 from pipeline.training.caching import backward
 from pipeline.training.checkpoints import read_state, write_state
 from pipeline.training.finetune_settings import FinetuneConfig, Mining
@@ -409,7 +409,7 @@ def test_slow_steps_are_saved_by_the_clock(monkeypatch, minutes, saved):
         now[0] += 120
         return zero(module, batch)
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     each = {"checkpoint_every_steps": 6, "log_every_steps": 2}
     run = Run(toy(slow), 10, checkpoint_every_minutes=minutes, **each)
     assert list(run.checkpoints) == saved
