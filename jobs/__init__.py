@@ -1,5 +1,9 @@
 """What is submitted: one short program per verb, `python -m jobs.<verb>`.
 
+A job reads its settings and checks its input before it imports Ray, torch, MLflow, transformers,
+scikit-learn or matplotlib, which takes seconds: `run` imports the modules that need them. Settings lie in
+modules that do not.
+
 Ray reads these when it is imported, so they are set before any job imports it. Each is a default:
 what the environment says wins.
 """

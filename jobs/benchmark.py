@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import program
-from jobs.benchmarks import corpora, embed, finetune_rate, inference_time, measure, search
-from jobs.benchmarks.paper import sweep
-from jobs.benchmarks.paper.trials import Setting
+from jobs.benchmarks import measure
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
@@ -87,6 +85,9 @@ def run(config: Config) -> program.Summary:
     if storage.is_local(config.work):
         work.mkdir(parents=True, exist_ok=True)
     if config.name == "paper" and config.table != 5:
+        from jobs.benchmarks.paper import sweep
+        from jobs.benchmarks.paper.trials import Setting
+
         setting = Setting(
             config.encoder, config.size, config.split, config.max_examples, config.overrides,
             storage.absolute(config.work),
@@ -95,19 +96,32 @@ def run(config: Config) -> program.Summary:
     elif config.name == "paper":
         encoder, _ = open_encoder(config.encoder)
         corpus = open_artifact(config.corpus[0], "corpus")
+
+        from jobs.benchmarks import inference_time
+
         rows = inference_time.measure(config.size, encoder.local(), corpus)
     elif config.name == "finetune":
         encoder, _ = open_encoder(config.encoder)
+
+        from jobs.benchmarks import finetune_rate
+
         rows = finetune_rate.measure(
             config.size, encoder.local(), config.corpus[0], config.only, config.overrides, work
         )
     elif config.name == "search":
         model = open_artifact(config.model, "ranker")
         asked = [open_artifact(uri, "corpus") for uri in config.corpus]
+
+        from jobs.benchmarks import search
+
         rows = search.measure(config.size, model, asked, work)
     elif config.name == "embed":
+        from jobs.benchmarks import embed
+
         rows = embed.measure(config.size, Path(config.data), work, config.kills)
     else:
+        from jobs.benchmarks import corpora
+
         rows = corpora.measure(config.size, work, config.kills)
     measure.report(rows, config.json)
     figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import cluster, program
-from pipeline import tracking
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
@@ -44,6 +43,9 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
+
+    from pipeline import tracking
+
     with cluster.session(), tracking.start("clean_corpus", out) as tracked:
         records = dedup.clean(out, corpus, sets, config.dedup, config.decontaminate)
         counts = sum_counts(record.counts for record in records)

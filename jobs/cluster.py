@@ -7,9 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import ray
-import ray.data
-
 
 @contextmanager
 def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[str]:
@@ -21,6 +18,8 @@ def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[str]:
     each task and actor as many threads (OMP_NUM_THREADS) as CPUs, so nothing is oversubscribed.
     `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
     """
+    import ray
+
     if ray.is_initialized():
         yield ""
         return
@@ -46,6 +45,8 @@ def quiet() -> None:
 
     What workers print is in Ray's log files and dashboard; what they raise reaches the driver.
     """
+    import ray.data
+
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False

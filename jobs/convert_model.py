@@ -8,16 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs import program
-from pipeline import storage, tracking
+from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, draft, folder_entries, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
-from pipeline.models.exchange import (
-    from_parlai,
-    from_sentence_transformers,
-    to_sentence_transformers,
-)
-from pipeline.models.exchange.from_sentence_transformers import Lengths
-from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.sources import open_external
 
 
@@ -52,9 +45,13 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     folder, source = _open(config.model)
+
+    from pipeline import tracking
+    from pipeline.models.exchange import from_anywhere, to_sentence_transformers
+
     kind = "ranker" if config.to == "polyrank" else "sentence-transformers"
     with tempfile.TemporaryDirectory() as made:
-        ranker = _read(folder, config)
+        ranker = from_anywhere.load(folder, config.max_context_tokens, config.max_candidate_tokens)
         if config.dimensions:
             ranker.cut(config.dimensions)
         if kind == "ranker":
@@ -82,15 +79,6 @@ def _open(uri: str) -> tuple[Path, Artifact | dict[str, Any]]:
         raise BadInput(f"--model {uri}: no such folder")
     source, reference = open_external(uri)
     return source.local(), reference
-
-
-def _read(folder: Path, config: Config) -> Ranker:
-    if (folder / "ranker.json").exists():
-        return load_ranker(folder)
-    if (folder / f"{from_parlai.CHECKPOINT}.opt").exists():
-        return from_parlai.load(folder)
-    lengths = Lengths(config.max_context_tokens, config.max_candidate_tokens)
-    return from_sentence_transformers.load(folder, lengths)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import ray
-from ray import serve
-from ray.serve.schema import LoggingConfig
 
 from jobs import cluster, program
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, parse
 from pipeline.corpora.made_up import sample
-from serve.app import Args, build
 
 _CONFIGS = Path(__file__).parent / "configs"
 
@@ -71,6 +67,9 @@ def run(config: Config) -> program.Summary:
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(work / 'mlflow.db').absolute()}")
     work.mkdir(parents=True, exist_ok=True)
     data = find(Path(config.data)) if config.data else _sample(work / "sample")
+
+    from ray import serve
+
     with cluster.session(dashboard=True) as dashboard:
         _corpora(work, data)
         encoder = config.encoder or _pretrain(work)
@@ -235,6 +234,11 @@ def _pools(work: Path) -> None:
 
 
 def _serve(work: Path, port: int) -> None:
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    from serve.app import Args, build
+
     print("\n== The service: dialogues at /rank, articles at /articles/rank", flush=True)
     quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
@@ -319,6 +323,8 @@ def _recipe(name: str) -> str:
 
 
 def _gpus() -> bool:
+    import ray
+
     return bool(ray.cluster_resources().get("GPU"))
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jobs import cluster, program
-from pipeline import resources, storage, tracking
+from pipeline import storage
+from pipeline.actors import Actors
 from pipeline.artifact import (
     MANIFEST,
     Artifact,
@@ -22,12 +23,11 @@ from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
-from pipeline.retrieval.pools import build, embed, gate, versions
+from pipeline.retrieval.pools import build, candidates, embed, gate, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
-from pipeline.shards import Actors
 
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
 
@@ -80,6 +80,7 @@ def run(config: Config) -> program.Summary:
     is_current = versions.current_name(config.pools, config.name) == job.version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         return _summary(config, open_artifact(job.uri, KIND), True)
+    candidates.require_columns(job.files, config.embed.columns, config.reading)
     if config.dry_run:
         return _dry_run(config, job)
     with locked(config.pools, config.name, config.lock_expires_s) as lock:
@@ -123,6 +124,8 @@ def _job(config: Config) -> _Job:
 
 def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     """(the version that is CURRENT then, whether it was there before)"""
+    from pipeline import tracking
+
     out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
         make_current(config.pools, config.name, job.version)
@@ -142,8 +145,10 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 
 def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
+    from pipeline.resources import precision_of_tasks
+
     previous = versions.open_current(config.pools, config.name)
-    precision = resources.precision_of_tasks(config.embed.precision, config.resources.gpu)
+    precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
     copies = previous is not None and versions.has_vectors_of(
         previous, job.model, config, precision
     )

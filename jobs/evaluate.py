@@ -5,26 +5,23 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from jobs import cluster, program
-from pipeline import storage, tracking
+from pipeline import storage
+from pipeline.actors import HERE, Actors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
-from pipeline.evaluation import errors, none, protocols, report
-from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
+from pipeline.evaluation import none, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import Source, questions
-from pipeline.evaluation.ranking import Scorer, load_scorer, load_together
-from pipeline.evaluation.results import HERE, Measurement, Result, compare_all
+from pipeline.evaluation.results import Measurement, Result, compare_all
 from pipeline.models.precision import Precision, Resolved, resolve_precision
-from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.resources import best_device, precision_of_tasks
-from pipeline.shards import Actors
 
 _MAX_CROSS_CANDIDATES = 1000
 _ERRORS = 100
@@ -103,11 +100,20 @@ class Config:
 def run(config: Config) -> program.Summary:
     rules = config.rules()
     corpus = open_artifact(config.corpus, "corpus")
-    models = _open(config.model)
-    skipped = {} if config.slow else _too_slow(models, rules.candidates)
+    artifacts = [open_artifact(uri, "ranker") for uri in config.model]
+    known = [model.fingerprint for model in artifacts]
+    require(len(set(known)) == len(known), "model", config.model, "each model once")
+    measure = measurement(config, corpus)
+
+    from pipeline import tracking
+    from pipeline.evaluation import errors, report
+    from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
+    from pipeline.evaluation.ranking import Scorer, load_scorer, load_together
+
+    models = _load(artifacts)
+    skipped = {} if config.slow else _too_slow(models, measure.asked.candidates)
     require(not (config.together and skipped), "together", True,
             f"false: {'; '.join(f'{name}: {why}' for name, why in skipped.items())}")  # fmt: skip
-    measure = measurement(config, corpus)
     asked, wanted = measure.asked, rules.candidates
     rules = measure.protocol
     asked_models = {name: model for name, (model, _) in models.items() if name not in skipped}
@@ -130,6 +136,9 @@ def run(config: Config) -> program.Summary:
             ranked.append(measure.of(name, make, actors=config.resources))
             with tracking.start_evaluation(model, corpus, settings) as tracked:
                 tracked.log(ranked[-1].numbers())
+                for baseline in found:
+                    numbers = baseline.numbers().items()
+                    tracked.log({f"{baseline.name}/{k}": number for k, number in numbers})
             runs.append(tracked)
         if config.together:
             name = " + ".join(asked_models)
@@ -222,16 +231,13 @@ def _too_slow(
     return slow
 
 
-def _open(uris: tuple[str, ...]) -> dict[str, tuple[Artifact, RankerConfig]]:
+def _load(models: Sequence[Artifact]) -> dict[str, tuple[Artifact, RankerConfig]]:
     """Models by their row's name: the architecture, else the folder, else with the fingerprint."""
-    opened = []
-    for uri in uris:
-        model = open_artifact(uri, "ranker")
-        # Loaded once to see that it can be, before hours go into another one.
-        opened.append((model, load_ranker(model.local()).config))
-    known = [model.fingerprint for model, _ in opened]
-    require(len(set(known)) == len(known), "model", uris, "each model once")
-    names: list[str] = [settings.architecture for _, settings in opened]
+    from pipeline.models.ranker import load_ranker
+
+    # Loaded once to see that each can be, before hours go into another one.
+    opened = [(model, load_ranker(model.local()).config) for model in models]
+    names = [str(settings.architecture) for _, settings in opened]
     folders = [storage.name_of(model.uri) for model, _ in opened]
     marked = [f"{settings.architecture} {model.fingerprint[:8]}" for model, settings in opened]
     for others in (folders, marked):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from jobs import cluster, program
-from pipeline import tracking
+from jobs import program
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, require
 from pipeline.models.settings import PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
-from pipeline.training import launch
-from pipeline.training.finetuning import FinetuneConfig, Finetuning
-from pipeline.training.loop import Task, validation_steps
+from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.settings import LoopConfig, Workers
-from pipeline.training.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +41,17 @@ class Config:
                 "false where finetune.chunk_examples is not 0")  # fmt: skip
 
 
-def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
+def run(config: Config, watch: Callable[[int, int], None] | None = None) -> program.Summary:
     """`watch` hears of the steps that are done, of how many."""
     corpus = open_artifact(config.corpus, "corpus")
     source, encoder = open_encoder(config.encoder)
+
+    from jobs import cluster
+    from pipeline import tracking
+    from pipeline.training import launch
+    from pipeline.training.finetuning import Finetuning
+    from pipeline.training.loop import validation_steps
+
     recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
@@ -55,7 +59,8 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
         return program.published(out, already_there=True)
-    asked, left_out = _validated(task)
+    asked, left_out = task.validated
+    _say(asked, left_out)
     with cluster.session(), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
@@ -68,24 +73,23 @@ def run(config: Config, watch: launch.Watch | None = None) -> program.Summary:
         ranker = out.publish(
             files, counts, run_id=tracked.run_id, metrics=metrics, held_out=recipe.unseen()
         )
-        tracking.finish(tracked, ranker)
+        tracking.finish(tracked, ranker, delivered=trained.delivered)
         _register(config, ranker)
     validation = {"asked": asked, "left_out": left_out}
     return program.published(ranker, already_there=False, metrics=metrics, validation=validation)
 
 
-def _validated(task: Task) -> tuple[int, dict[str, int]]:
-    """How many examples of valid/ a validation asks, and, by reason, how many it leaves out."""
-    if not isinstance(task.validation, Validation):
-        return 0, {}
-    asked, left_out = len(task.validation.asked), dict(task.validation.asked.left_out)
-    reasons = "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
-    print(f"validation: {asked:,} examples of valid/ are asked{reasons}", flush=True)
-    return asked, left_out
+def _say(asked: int, left_out: Mapping[str, int]) -> None:
+    """Prints what validations ask, and by reason what they leave out."""
+    if asked:
+        reasons = "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
+        print(f"validation: {asked:,} examples of valid/ are asked{reasons}", flush=True)
 
 
 def _register(config: Config, ranker: Artifact) -> None:
     if config.register_as:
+        from pipeline import tracking
+
         tracking.register(config.register_as, ranker, "candidate")
 
 

@@ -11,7 +11,6 @@ from jobs import program
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import require
-from pipeline.corpora.report import page, survey, text
 from pipeline.retrieval.pools import survey as pool_survey
 from pipeline.retrieval.pools.pool import Pool, describe
 
@@ -53,6 +52,9 @@ def run(config: Config) -> program.Summary:
 
 def _corpus(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
+
+    from pipeline.corpora.report import page, survey, text
+
     found = survey.survey(corpus, config.sample_rows, config.examples, config.seed)
     for line in text.lines(found):
         print(line)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jobs import cluster, program
-from pipeline import storage, tracking
+from pipeline import storage
 from pipeline.artifact import Artifact, Draft, draft
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, reddit
@@ -94,6 +94,8 @@ FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], Sequence[
 
 def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
+    if config.corpus == "pairs":
+        pairs.require_columns(files, config.pairs, config.reading)
     fingerprint = storage.raw_fingerprint(files)
     inputs: dict[str, Any] = {
         "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
@@ -110,6 +112,9 @@ def run(config: Config) -> program.Summary:
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)
         return program.published(out, already_there=True)
+
+    from pipeline import tracking
+
     with cluster.session(), tracking.start("prepare_corpus", out) as tracked:
         privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
         options = getattr(config, config.corpus, None)

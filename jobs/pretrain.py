@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jobs import cluster, program, tokenize_corpus
-from pipeline import storage, tracking
-from pipeline.artifact import Artifact, Draft, draft, open_artifact
+from jobs import program, tokenize_corpus
+from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
-from pipeline.models.sources import Source, open_encoder
-from pipeline.models.transformer import Shape
-from pipeline.records import FileEntry
-from pipeline.resources import best_device
-from pipeline.training import curves, launch
-from pipeline.training.estimate import estimate
-from pipeline.training.loop import validation_steps
-from pipeline.training.pretraining import Pretraining
-from pipeline.training.pretraining_settings import PretrainConfig
-from pipeline.training.settings import LoopConfig, Workers
-from pipeline.training.tokenized_corpus import KIND, TokenizeConfig, TokenizedCorpus
+from pipeline.models.shape import Shape
+from pipeline.models.sources import Source, open_encoder, open_tokenizer
+from pipeline.training.pretraining_settings import TOKENS, PretrainConfig, TokenizeConfig
+from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +57,27 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     _check(config)
+    corpora_given = [open_artifact(uri, TOKENS, "corpus") for uri in config.corpus]
     inputs: dict[str, Artifact | dict[str, object]] = {}
     start: Shape | Source = config.encoder
     if config.start:
         start, inputs["start"] = open_encoder(config.start)
     if config.continue_from:
         inputs["continue_from"] = _with_state(config)
-    corpora = tuple(_tokens(config, number) for number in range(len(config.corpus)))
+
+    from jobs import cluster
+    from pipeline import tracking
+    from pipeline.resources import best_device
+    from pipeline.training import curves, launch
+    from pipeline.training.estimate import estimate
+    from pipeline.training.loop import validation_steps
+    from pipeline.training.pretraining import Pretraining
+    from pipeline.training.tokenized_corpus import TokenizedCorpus
+
+    corpora = tuple(
+        TokenizedCorpus(_tokens(config, number, given))
+        for number, given in enumerate(corpora_given)
+    )
     inputs |= {f"corpus.{number}": corpus.artifact for number, corpus in enumerate(corpora)}
     weights = config.weights or tuple(float(corpus.train_tokens) for corpus in corpora)
     recipe = Pretraining(corpora, weights, start, config.pretrain, config.loop)
@@ -90,9 +96,13 @@ def run(config: Config) -> program.Summary:
         parameters = sum(value.numel() for value in task.module.parameters())
         counts = {"steps": int(trained.metrics["step"]), "parameters": parameters}
         kept = trained.checkpoint if config.keep_training_state else ""
-        files = [*launch.collect_model(out, kept), _curves(out, tracked)]
+        files = launch.collect_model(out, kept)
+        # MLflow has the whole run, also the time before it was resumed.
+        picture = curves.draw({name: tracked.history(name) for name in curves.NAMES}, out.uri)
+        tracked.attach({"curves.png": picture})
+        files.append(out.write_file("curves.png", picture))
         encoder = out.publish(files, counts, run_id=tracked.run_id, metrics=trained.metrics)
-        tracking.finish(tracked, encoder)
+        tracking.finish(tracked, encoder, delivered=trained.delivered)
     return program.published(encoder, already_there=False, metrics=trained.metrics)
 
 
@@ -102,38 +112,38 @@ def _check(config: Config) -> None:
             f"none, or {len(config.corpus)}: one for each corpus")  # fmt: skip
     require(not (config.start and config.continue_from), "start", config.start,
             "empty with --continue-from, which has an encoder")  # fmt: skip
+    if config.tokenizer:
+        open_tokenizer(config.tokenizer)
     workers, lanes = config.resources.workers, config.pretrain.lanes
     require(not config.resources.shard_weights or lanes % workers == 0, "resources.workers", workers,
             f"a divisor of {lanes}, the micro-batches of a step, with "
             "resources.shard_weights")  # fmt: skip
 
 
-def _tokens(config: Config, number: int) -> TokenizedCorpus:
+def _tokens(config: Config, number: int, given: Artifact) -> Artifact:
     """The tokens of a corpus; those of a plain corpus are made first."""
-    uri = config.corpus[number]
-    artifact = open_artifact(uri, KIND, "corpus")
-    if artifact.kind == KIND:
-        return TokenizedCorpus(artifact)
+    if given.kind == TOKENS:
+        return given
     tokenizer = config.tokenizer or config.start
     if not tokenizer:
-        raise BadInput(f"--corpus {uri}: not tokenized; allowed: a corpus of jobs.tokenize_corpus, or "
-                       "--tokenizer")  # fmt: skip
-    output = storage.join(f"{config.output.rstrip('/')}.tokens", str(number))
+        raise BadInput(f"--corpus {given.uri}: not tokenized; allowed: a corpus of "
+                       "jobs.tokenize_corpus, or --tokenizer")  # fmt: skip
+    output = f"{config.output.rstrip('/')}.tokens/{number}"
     kept = TokenizeConfig(
         max_context_tokens=config.pretrain.max_context_tokens - 2,
         max_response_tokens=config.pretrain.max_response_tokens - 2,
     )
     tokenize_corpus.run(
-        tokenize_corpus.Config(corpus=uri, tokenizer=tokenizer, output=output, tokenize=kept)
+        tokenize_corpus.Config(corpus=given.uri, tokenizer=tokenizer, output=output, tokenize=kept)
     )
-    return TokenizedCorpus.open(output)
+    return open_artifact(output, TOKENS)
 
 
 def _with_state(config: Config) -> Artifact:
     """The encoder whose run goes on. Raises BadInput where it has no training state, or as many steps."""
     artifact = open_artifact(config.continue_from, "encoder")
-    if not artifact.paths(f"{launch.TRAINING_STATE}/"):
-        raise BadInput(f"--continue-from {artifact.uri}: has no {launch.TRAINING_STATE}; allowed: an "
+    if not artifact.paths(f"{TRAINING_STATE}/"):
+        raise BadInput(f"--continue-from {artifact.uri}: has no {TRAINING_STATE}; allowed: an "
                        "encoder of jobs.pretrain --keep-training-state true")  # fmt: skip
     done = artifact.counts["steps"]
     require(config.pretrain.steps > done, "pretrain.steps", config.pretrain.steps,
@@ -148,13 +158,6 @@ def _finished(encoder: Artifact, config: Config) -> Artifact:
         raise BadInput(f"{encoder.uri}: was trained for {steps} steps, not {config.pretrain.steps}; to "
                        f"train it on: --continue-from {encoder.uri} and another --output")  # fmt: skip
     return encoder
-
-
-def _curves(out: Draft, tracked: tracking.Run) -> FileEntry:
-    """Draws what MLflow has of the run, also of the time before it was resumed."""
-    picture = curves.draw({name: tracked.history(name) for name in curves.NAMES}, out.uri)
-    tracked.attach({"curves.png": picture})
-    return out.write_file("curves.png", picture)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from croniter import croniter
-from ray.job_submission import JobSubmissionClient
 
 from jobs import program
 from pipeline.config import BadInput, require
@@ -153,6 +152,8 @@ class Scheduler:
 
 
 def run(config: Config) -> program.Summary:
+    from ray.job_submission import JobSubmissionClient
+
     stop = threading.Event()
     with _told_by_signals(stop):
         try:

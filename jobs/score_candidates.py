@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jobs import cluster, program
-from pipeline import tracking
+from pipeline.actors import Actors
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.records import sum_counts
-from pipeline.shards import Actors
-from pipeline.training import teaching
-from pipeline.training.teaching import TeachingConfig
+from pipeline.training.settings import TeachingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +38,10 @@ def run(config: Config) -> program.Summary:
     teachers = [open_artifact(uri, "ranker") for uri in config.teacher]
     known = [teacher.fingerprint for teacher in teachers]
     require(len(set(known)) == len(known), "teacher", config.teacher, "each ranker once")
+
+    from pipeline import tracking
+    from pipeline.training import teaching
+
     names = ["teacher", *(f"teacher-{number}" for number in range(2, len(teachers) + 1))]
     teaching.teachers_of(corpus, teachers, config.teaching)  # refuses before the draft
     inputs = dict(zip(names, teachers, strict=True))

@@ -6,18 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import numpy as np
-import torch
-
 from jobs import program
 from pipeline.arrays import Floats
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, require
-from pipeline.models import inference
 from pipeline.models.precision import Precision
-from pipeline.models.ranker import load_ranker
+from pipeline.retrieval.methods import Method
 from pipeline.retrieval.pools.pool import Pool, describe
-from pipeline.retrieval.search import Method, filters, rerank, top_rows, weights_of_vectors
 
 _SHOWN_VECTORS, _SHOWN_CHARACTERS = 3, 80
 
@@ -72,12 +67,20 @@ def run(config: Config) -> program.Summary:
     model = open_artifact(config.model, "ranker")
     pool = Pool.open(config.pool)
     pool.require_model(model)
+    cross_model = open_artifact(config.cross, "ranker") if config.cross else None
+
+    import torch
+
+    from pipeline.models import inference
+    from pipeline.models.ranker import load_ranker
+    from pipeline.retrieval.search import rerank, top_rows, weights_of_vectors
+
     device = torch.device("cpu")
     ranker = inference.place(load_ranker(model.local()), device, config.precision)
     attention = ranker.config.search_attention
     cross = None
-    if config.cross:
-        cross = rerank.load_cross_encoder(open_artifact(config.cross, "ranker"))
+    if cross_model:
+        cross = rerank.load_cross_encoder(cross_model)
         inference.place(cross, device, config.precision)
     among = _among(config, pool)
     count = config.cross_candidates if cross else config.top_k
@@ -128,6 +131,8 @@ def run(config: Config) -> program.Summary:
 def _among(config: Config, pool: Pool) -> Any:
     if not (config.allow or config.deny or config.where):
         return None
+    from pipeline.retrieval.search import filters
+
     where: dict[str, list[str]] = {}
     for condition in config.where:
         column, _, value = condition.partition("=")
@@ -140,7 +145,7 @@ def _among(config: Config, pool: Pool) -> Any:
 
 def _heaviest(weights_M: Floats) -> dict[str, float]:
     """The vectors that carried most of a score, by their number, and their shares."""
-    heaviest = np.argsort(-weights_M, kind="stable")[:_SHOWN_VECTORS].tolist()
+    heaviest = (-weights_M).argsort(kind="stable")[:_SHOWN_VECTORS].tolist()
     return {str(at): round(float(weights_M[at]), 3) for at in heaviest if weights_M[at] > 0}
 
 

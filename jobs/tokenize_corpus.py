@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jobs import cluster, program
-from pipeline import tracking
+from jobs import program
 from pipeline.artifact import Artifact, draft, open_artifact
-from pipeline.models.tokens import Tokenizer
-from pipeline.training import tokenized_corpus
-from pipeline.training.tokenized_corpus import KIND, TokenizeConfig, Vocabulary
+from pipeline.config import NOT_IDENTITY
+from pipeline.models.sources import open_tokenizer
+from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,7 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     tokenizer: str
     """A tokenizer (of jobs.train_tokenizer), or any `transformers` directory with a tokenizer.json."""
-    output: str
+    output: str = field(metadata=NOT_IDENTITY)
     """Folder of the tokens: train/, valid/, tokenizer/ and manifest.json."""
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     """What is kept of each example."""
@@ -28,10 +27,16 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
+    source, reference = open_tokenizer(config.tokenizer)
+
+    from jobs import cluster
+    from pipeline import tracking
+    from pipeline.models.tokens import Tokenizer
+    from pipeline.training import tokenized_corpus
+
     tokenized_corpus.require_train(corpus)
-    source, reference = tokenized_corpus.open_tokenizer(config.tokenizer)
-    vocabulary = Vocabulary.of(Tokenizer.load(source.local()), config.tokenizer)
-    out = draft(config.output, KIND, config, {"corpus": corpus, "tokenizer": reference})
+    vocabulary = tokenized_corpus.Vocabulary.of(Tokenizer.load(source.local()), config.tokenizer)
+    out = draft(config.output, TOKENS, config, {"corpus": corpus, "tokenizer": reference})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
     with cluster.session(), tracking.start("tokenize_corpus", out) as tracked:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs import program
-from pipeline import storage, tracking
+from pipeline import storage
 from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
 from pipeline.config import NOT_IDENTITY
-from pipeline.training import tokenizer
-from pipeline.training.tokenizer import TokenizerConfig
+from pipeline.training.settings import TokenizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +31,10 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, "tokenizer", config, inputs)
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
+
+    from pipeline import tracking
+    from pipeline.training import tokenizer
+
     with tracking.start("train_tokenizer", out) as tracked, tempfile.TemporaryDirectory() as folder:
         learnt = tokenizer.learn(list(corpora.values()), config.tokenizer)
         tokenizer.save(learnt, Path(folder))

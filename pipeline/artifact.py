@@ -31,6 +31,8 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _TASKS = "_tasks"
 _REQUEST = "_request.json"
+RUN = "_run.json"
+"""In a draft, the tracking run of the job that makes it (see pipeline.tracking)."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +301,8 @@ def draft(
         raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
     if resumed:
         earlier = json.loads(storage.read_bytes(request_uri))
-        if digest(earlier) != request and storage.names_in(staging) == [_REQUEST]:
-            resumed = False  # a refused job left no more than its request
+        if digest(earlier) != request and set(storage.names_in(staging)) <= {_REQUEST, RUN}:
+            resumed = False  # a refused job left no more than its request and its tracking run
         elif digest(earlier) != request:
             raise BadInput(f"{staging}: holds an unfinished job ({_difference(earlier, wanted)}); "
                            "finish that one, choose another --output, or remove it")  # fmt: skip

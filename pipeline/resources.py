@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import ray
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 
@@ -13,6 +15,8 @@ def cpus_each(processes: int) -> int:
 
     Nodes that an autoscaler has yet to start do not count; a process gets one core at least.
     """
+    import ray
+
     nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     return max(1, min(int(sum(nodes)) // processes, int(max(nodes, default=0))))
 
@@ -22,6 +26,9 @@ def best_device() -> torch.device:
 
     A task or an actor may use those it asked for; since Ray 2.60 it sees all of its node.
     """
+    import ray
+    import torch
+
     allowed = torch.cuda.is_available()
     if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
         allowed = allowed and bool(ray.get_gpu_ids())
@@ -32,6 +39,8 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
     """What a precision is where the cluster's tasks run, on GPUs or not: one of them looks."""
     if precision != "auto":
         return precision
+    import ray
+
     task = ray.remote(num_cpus=0, num_gpus=int(gpu))(_precision_here)
     found: Resolved = ray.get(task.remote(precision))
     return found

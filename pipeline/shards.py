@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import ray.data
 from tqdm import tqdm
 
+from pipeline.actors import Actors
 from pipeline.artifact import Draft
-from pipeline.config import BadInput, require
+from pipeline.config import BadInput
 from pipeline.records import RecordT
 from pipeline.resources import cpus_each
 
 Work = Callable[[Draft, str, Any], RecordT]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Actors:
-    """Processes that keep a model in memory. They never change what comes out."""
-
-    actors: int = 0
-    """Processes; 0: one for each GPU, or else for each core, that the cluster has."""
-    max_actors: int = 0
-    """While work waits, there come to be so many, as far as the cluster can grow; 0: no more."""
-    cpus_per_actor: int = 0
-    """Cores, and threads, of each; 0: the cluster's cores shared out among the actors."""
-    gpu: bool = False
-    """One GPU per actor."""
-
-    def __post_init__(self) -> None:
-        require(self.actors >= 0, "resources.actors", self.actors, ">= 0")
-        require(self.max_actors == 0 or self.max_actors >= self.actors, "resources.max_actors",
-                self.max_actors, f"0, or resources.actors {self.actors} at least")  # fmt: skip
-        require(self.cpus_per_actor >= 0, "resources.cpus_per_actor", self.cpus_per_actor, ">= 0")
-
-    def count(self, tasks: int) -> int:
-        """Processes at the start, no more than there are tasks."""
-        found = ray.cluster_resources().get("GPU" if self.gpu else "CPU", 0)
-        fitting = int(found) if self.gpu else int(found) // max(1, self.cpus_per_actor)
-        return max(1, min(tasks, self.actors or fitting))
 
 
 def run_tasks(
@@ -77,6 +50,8 @@ def run_tasks_on_actors(
 
     `rows`: how many each task has, where that tells better how long it takes.
     """
+    import ray.data
+
     least = actors.count(len(tasks))
     most = max(least, actors.max_actors)
     cpus = actors.cpus_per_actor or cpus_each(most)
@@ -116,6 +91,8 @@ def _run(
     run: Callable[[Any], Any],
     rows: Mapping[str, int] | None = None,
 ) -> list[RecordT]:
+    import ray.data
+
     done = draft.marks()
     missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in done]
     size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")

@@ -7,6 +7,7 @@ owns the run and logs what its workers tell it; other processes log to it by id.
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import math
 import os
@@ -18,8 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+from mlflow.entities import LifecycleStage
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
-from pipeline.artifact import Artifact, Draft, git_revision
+from pipeline import storage
+from pipeline.artifact import RUN, Artifact, Draft, git_revision
 from pipeline.config import flatten
 
 _SQLITE = "sqlite:///"
@@ -64,9 +69,17 @@ class Run:
 
 @contextmanager
 def start(job: str, draft: Draft) -> Iterator[Run]:
-    """Opens the run of a job that makes `draft`; a failure inside ends it as FAILED."""
+    """Opens the run of a job that makes `draft`; a failure inside ends it as FAILED.
+
+    A job that continues an unfinished draft continues its run, so that one curve shows all attempts.
+    """
     name = f"{job} {Path(draft.uri).name}"
-    with _open(job, name, draft.inputs, draft.config, {"output_uri": draft.uri}) as run:
+    note = draft.path(RUN)
+    with _open(
+        job, name, draft.inputs, draft.config, {"output_uri": draft.uri}, _earlier_run(draft)
+    ) as run:
+        record = {"run_id": run.run_id, "request": draft.request}
+        storage.write_bytes(note, json.dumps(record).encode())
         yield run
 
 
@@ -99,11 +112,13 @@ def _open(
     inputs: Mapping[str, Mapping[str, Any]],
     settings: dict[str, Any],
     more_tags: dict[str, str],
+    earlier_run: str = "",
 ) -> Iterator[Run]:
+    """Continues the run `earlier_run` if the server has it; else opens a new one."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(server())
-    _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
+    experiment_id = _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
     tags = {
         "job": job,
         "git_revision": git_revision() or "unknown",
@@ -112,21 +127,29 @@ def _open(
     }
     for input_name, reference in inputs.items():
         for field in ("uri", "fingerprint", "run_id"):
-            tags[f"input.{input_name}.{field}"] = str(reference.get(field))
-    with mlflow.start_run(run_name=name, tags=tags) as active:
-        params = flatten(settings)
-        mlflow.log_params({k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in params.items()})
+            if value := reference.get(field):  # an encoder from elsewhere has no run
+                tags[f"input.{input_name}.{field}"] = str(value)
+    run_id = earlier_run if _can_continue(earlier_run, experiment_id) else None
+    with mlflow.start_run(run_id, run_name=name, tags=tags) as active:
+        params = {k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in flatten(settings).items()}
+        # MLflow refuses a second value of a parameter: those of the first attempt stay.
+        mlflow.log_params({k: v for k, v in params.items() if k not in active.data.params})
         run = Run(active.info.run_id, mlflow.get_tracking_uri())
         yield run
         run.flush()
 
 
-def finish(run: Run, artifact: Artifact, metrics: Mapping[str, float] | None = None) -> None:
-    """Records what came out: fingerprint, counts, drop reasons, the manifest itself."""
+def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None = None) -> None:
+    """Records what came out: fingerprint, counts, drop reasons, the manifest itself.
+
+    `delivered`: metrics of the weights in the artifact, logged as `delivered_<name>`. The last point
+    of a curve is that of the last validation, and the weights may be those of an earlier one.
+    """
     counts = {f"count.{name}": float(n) for name, n in artifact.counts.items()}
     dropped = {f"dropped.{name}": float(n) for name, n in artifact.manifest["dropped"].items()}
+    metrics = {f"delivered_{name}": value for name, value in (delivered or {}).items()}
     # Waits: to start the threads that would log it later and to end them again takes 2 s.
-    run.log({**counts, **dropped, **(metrics or {})}, wait=True)
+    run.log({**counts, **dropped, **metrics}, wait=True)
     mlflow.set_tag("output_fingerprint", artifact.fingerprint)
     mlflow.log_dict(artifact.manifest, "manifest.json")
 
@@ -151,21 +174,46 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
     return str(version.version)
 
 
-def _set_experiment(name: str) -> None:
-    """Files of runs lie beside a data base of our own, not in whichever directory a job runs.
+def _earlier_run(draft: Draft) -> str:
+    """The run of an earlier attempt at this draft, "" if there was none."""
+    uri = draft.path(RUN)
+    if not storage.exists(uri):
+        return ""
+    record = json.loads(storage.read_bytes(uri))
+    return str(record["run_id"]) if record["request"] == draft.request else ""
+
+
+def _can_continue(run_id: str, experiment_id: str) -> bool:
+    """Whether the server has the run in the experiment, and it is not deleted."""
+    if not run_id:
+        return False
+    try:
+        info = mlflow.get_run(run_id).info
+    except MlflowException as error:
+        if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            return False
+        raise
+    return bool(
+        info.lifecycle_stage == LifecycleStage.ACTIVE and info.experiment_id == experiment_id
+    )
+
+
+def _set_experiment(name: str) -> str:
+    """Returns the experiment's id; makes the experiment if there is none.
+
+    Files of runs lie beside a data base of our own, not in whichever directory a job runs.
 
     One process after the other: of two that find no data base, MLflow lets both make its tables, and one
     dies of it.
     """
     uri = mlflow.get_tracking_uri()
     if not uri.startswith(_SQLITE):
-        mlflow.set_experiment(name)
-        return
+        return str(mlflow.set_experiment(name).experiment_id)
     base = Path(uri.removeprefix(_SQLITE))
     with _alone(base.with_name(f"{base.name}.lock")):
         if mlflow.get_experiment_by_name(name) is None:
             mlflow.create_experiment(name, artifact_location=str(base.parent / "mlruns"))
-        mlflow.set_experiment(name)
+        return str(mlflow.set_experiment(name).experiment_id)
 
 
 @contextmanager

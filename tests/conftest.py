@@ -45,8 +45,9 @@ from pipeline.corpora.made_up import sample
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config
+from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder, Shape
+from pipeline.models.transformer import Encoder
 from pipeline.retrieval.pools import build, candidates, embed
 from pipeline.retrieval.pools.vector_format import encode
 

@@ -7,13 +7,17 @@ a threshold, for scorers that never saw one: whatever scores below it is no answ
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from pipeline.arrays import Bools
 from pipeline.config import BadInput
 from pipeline.corpora.formats.dstc7 import NONE
 from pipeline.evaluation.questions import Questions
-from pipeline.evaluation.ranking import Ranking
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.ranking import Ranking
 
 
 def require_none(asked: Questions, option: str) -> None:

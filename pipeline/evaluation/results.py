@@ -5,21 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import ray
 from tqdm import tqdm
 
-from pipeline.evaluation import none, ranking, significance
+from pipeline.actors import HERE, Actors
+from pipeline.evaluation import none, significance
 from pipeline.evaluation.metrics import summarise
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.questions import Questions
-from pipeline.evaluation.ranking import Latency, Ranking, Scorer
 from pipeline.evaluation.significance import Comparison, Interval
 from pipeline.resources import cpus_each
-from pipeline.shards import Actors
 
-HERE = Actors()
+if TYPE_CHECKING:
+    from pipeline.evaluation.ranking import Latency, Ranking, Scorer
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,11 @@ def ask(
     """
     if actors == HERE:
         return _ask(name, make, asked, queries, none_score)
+
+    import ray
+
+    from pipeline.evaluation import ranking
+
     count = actors.count(len(asked))
     task = ray.remote(_ask).options(
         num_cpus=actors.cpus_per_actor or cpus_each(count), num_gpus=int(actors.gpu)
@@ -107,6 +112,8 @@ def _ask(
     queries: int,
     none_score: float | None,
 ) -> tuple[Ranking, Latency | None]:
+    from pipeline.evaluation import ranking
+
     ready = make().prepare(asked)
     found = ranking.rank(ready, asked, name, none_score)
     return found, ranking.latency(ready, asked, queries) if queries else None

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import binomtest
 
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.evaluation.metrics import earned
@@ -53,6 +52,8 @@ def compare(
     first: str, second: str, right_first_N: Bools, right_second_N: Bools, seed: int = 0
 ) -> Comparison:
     """`right_…`: whether the model ranked the right candidate first."""
+    from scipy.stats import binomtest
+
     questions = len(right_first_N)
     wins = int((right_first_N & ~right_second_N).sum())
     losses = int((right_second_N & ~right_first_N).sum())

@@ -20,8 +20,9 @@ from transformers import AutoModelForMaskedLM
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.config import BadInput
+from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, Shape, load_pretrained, new_config
+from pipeline.models.transformer import Encoder, load_pretrained, new_config
 
 NEXT_HEAD = "next_head.safetensors"
 # Predicted positions whose logits are in memory at once. Each takes some 360 kB on the way back with a

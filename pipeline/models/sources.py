@@ -79,6 +79,19 @@ def open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
     return open_external(uri)
 
 
+def open_tokenizer(uri: str) -> tuple[Source, dict[str, Any]]:
+    """A tokenizer, and what a manifest says of it: ours, an encoder's, or any `transformers` directory.
+
+    Raises BadInput where there is none.
+    """
+    if storage.exists(storage.join(uri, MANIFEST)):
+        artifact = open_artifact(uri, "tokenizer", "encoder")
+        return artifact, artifact.reference()
+    if not storage.exists(storage.join(uri, "tokenizer.json")):
+        raise BadInput(f"--tokenizer {uri}: not a tokenizer (tokenizer.json is missing)")
+    return open_external(uri)
+
+
 def open_external(uri: str) -> tuple[External, dict[str, Any]]:
     """A folder that no job made, and what a manifest says of it."""
     source = External(storage.absolute(uri), storage.raw_fingerprint(storage.list_files(uri)))

@@ -2,9 +2,9 @@
 
 An epoch is the files of a split in a random order, and the row groups of each in a random order;
 each rank takes an equal, contiguous piece of that stream of rows. A rank reads its piece in windows,
-shuffles a window and cuts it into batches: of so many rows as they come, or, sorted by length, of so many
-tokens; those are shuffled again. Everything follows from (seed, epoch, window), so a
-cursor of a few numbers is all that a checkpoint needs.
+shuffles a window and cuts it into batches of a fixed number of rows. Everything follows from (seed, epoch,
+window), so a cursor of a few numbers is all that a checkpoint needs. Pre-training's batches are bounded by
+tokens instead: pretraining_batches.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import queue
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
@@ -179,18 +179,14 @@ class Batches(Generic[BatchT]):
 
     rows: Rows
     collator: Collator[BatchT]
-    examples: int = 0
-    """Rows in every batch; 0: as many as `tokens` allow."""
-    tokens: int = 0
-    """Tokens in a batch at most, padding included."""
-    length: Callable[[Any], int] = len
-    """Tokens that an item takes in a batch of so many."""
+    examples: int
+    """Rows in every batch."""
     window_rows: int = 16_384
     """Rows that are mixed. Of 4,096, half of ConvAI2's dialogues, all-MiniLM learnt less: R@1/20 0.611
     after half an epoch, not 0.623."""
 
     def __post_init__(self) -> None:
-        if len(self.rows) < max(1, self.examples):
+        if len(self.rows) < self.examples:
             have = len(self.rows) * self.rows.world
             raise BadInput(f"the split has {have:,} examples, too few for a batch of "
                            f"{self.examples} on each of {self.rows.world} workers")  # fmt: skip
@@ -212,17 +208,15 @@ class Batches(Generic[BatchT]):
         read, but not the same rows: some rows of this epoch are read twice, some never."""
         if cursor.world in (0, self.rows.world):
             return cursor
-        if self.examples:  # a step has as many rows in all, so as many batches are done
-            before = self.examples * self.rows.world // cursor.world
-            done = cursor.window * self._window_size(before) // before + cursor.batch
-            window, batch = divmod(done, self._window_size() // self.examples)
-        else:
-            window, batch = cursor.window * cursor.world // self.rows.world, 0
+        # A step has as many rows in all, so as many batches are done.
+        before = self.examples * self.rows.world // cursor.world
+        done = cursor.window * self._window_size(before) // before + cursor.batch
+        window, batch = divmod(done, self._window_size(self.examples) // self.examples)
         return Cursor(cursor.epoch, window, batch, self.rows.world)
 
     def _walk(self, cursor: Cursor) -> Iterator[tuple[BatchT, Cursor]]:
         epoch, window, skip, _ = cursor
-        size = self._window_size()
+        size = self._window_size(self.examples)
         while True:
             rows = self.rows.epoch(epoch)
             while window * size < len(self.rows):
@@ -236,34 +230,19 @@ class Batches(Generic[BatchT]):
                 window, skip = window + 1, 0
             epoch, window = epoch + 1, 0
 
-    def _window_size(self, examples: int = 0) -> int:
-        """Of batches of so many rows, or of this one's own."""
-        examples = examples or self.examples
-        if not examples:
-            return self.window_rows
-        # A whole number of batches, so that only an epoch's last window leaves rows over.
+    def _window_size(self, examples: int) -> int:
+        """A whole number of batches, so that only an epoch's last window leaves rows over."""
         return max(1, self.window_rows // examples) * examples
 
     def _window(self, table: pa.Table, epoch: int, window: int) -> list[list[Any]]:
         rng = np.random.default_rng([self.rows.seed, epoch, window, self.rows.rank])
         rows = table.take(rng.permutation(table.num_rows)).to_pylist()
         items = self.collator.prepare(rows, self._generator(epoch, window))
-        if self.examples:
-            # Not sorted: a batch of contexts of one length is one of equally old dialogues. What that
-            # costs is within a seed's chance (half an epoch of ConvAI2, all-MiniLM: R@1/20 0.623 ± 0.015
-            # sorted, 0.628 and 0.626 not), and packed rows pay no pads for it.
-            starts = range(0, len(items) - self.examples + 1, self.examples)
-            return [items[start : start + self.examples] for start in starts]
-        batches = self._cut(items)
-        return [batches[i] for i in rng.permutation(len(batches))]
-
-    def _cut(self, items: list[Any]) -> list[list[Any]]:
-        batches: list[list[Any]] = [[]]
-        for item in sorted(items, key=self.length):  # the longest of its batch so far
-            if batches[-1] and (len(batches[-1]) + 1) * self.length(item) > self.tokens:
-                batches.append([])
-            batches[-1].append(item)
-        return batches
+        # Not sorted by length: a batch of contexts of one length is one of equally old dialogues, and its
+        # negatives are too easy. What that costs is within a seed's chance (half an epoch of ConvAI2,
+        # all-MiniLM: R@1/20 0.623 ± 0.015 sorted, 0.628 and 0.626 not), and packed rows have no padding.
+        starts = range(0, len(items) - self.examples + 1, self.examples)
+        return [items[start : start + self.examples] for start in starts]
 
     def _generator(self, *place: int) -> torch.Generator:
         seed = np.random.SeedSequence([self.rows.seed, self.rows.rank, *place])

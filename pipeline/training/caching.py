@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.training.loop import Autocast, Backward, Shown
+from pipeline.training.loop import Autocast, Backward
+from pipeline.training.meter import Shown
 from pipeline.training.objectives import Objective
 
 

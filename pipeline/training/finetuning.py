@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.artifact import Artifact, corpora_of
@@ -12,16 +12,15 @@ from pipeline.evaluation.questions import validation_questions
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
 from pipeline.models.sources import Source, Tower
-from pipeline.models.transformer import Encoder, TrainLayers, freeze, set_dropout, shorten
+from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import TEACHER, DualCollator, PairCollator, has_candidates
+from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.loop import Task
-from pipeline.training.mining import COLUMNS, Miner, Mining
+from pipeline.training.mining import COLUMNS, Miner
 from pipeline.training.objectives import (
-    Distillation,
     DualModule,
-    NegativesFrom,
     Objective,
     PairModule,
 )
@@ -30,76 +29,18 @@ from pipeline.training.settings import LoopConfig
 from pipeline.training.validation import Validation
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinetuneConfig:
-    """Which examples, against which negatives, for how long."""
-
-    batch_examples: int = 64
-    """Examples in a batch over all workers."""
-    chunk_examples: int = 0
-    """Examples of a worker's batch in memory at once (gradient caching): the same gradients, a third
-    more time; 0: all of them."""
-    negatives_from: NegativesFrom = "batch"
-    """bi and poly: a context's wrong candidates are all other responses of the batch, or `negatives`
-    of those that the corpus gives it, or both; mined: the batch's, and `negatives` of those in all of
-    train that the model scores highest."""
-    negatives: int = 15
-    """cross, given, both and mined: wrong candidates per example, of those given or mined; where they
-    are too few, other examples' responses."""
-    share_negatives: bool = False
-    """given, both and mined: wrong candidates count for every context of the global batch, not only for
-    their own."""
-    mine: Mining = field(default_factory=Mining)
-    """mined: how they are found."""
-    distill: Distillation = field(default_factory=Distillation)
-    """Learning from another ranker's scores; needs candidates that are given."""
-    folds: int = 1
-    """The files of train go to so many folds in turn; above 1: one of them is not read, and the ranker
-    can score it as a teacher that has not seen it (jobs.score_candidates --teaching.held-out)."""
-    held_out: int = 0
-    """Which fold, from 0."""
-    epochs: float = 3.0
-    """Passes over the training examples; 0: none, for a ranker as its encoder makes it."""
-    max_steps: int = 0
-    """Stop after so many steps, whatever the epochs; 0: no limit."""
-    train_layers: TrainLayers = "all"
-    """Of the encoders; the head always trains. top, top4: the last one or four layers. The paper
-    freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its own."""
-    keep_layers: int = 0
-    """Of the encoder's layers, the first so many; 0: all. A smaller, faster model, that a whole one may
-    teach."""
-    dropout: float | None = None
-    """Of the encoder while it is fine-tuned; null: as it comes. On CPUs dropout costs a third."""
-    valid_examples: int = 1000
-    """Examples of the valid split that a validation ranks, at most; drawn at random."""
-    valid_candidates: int = 20
-    """Where an example of the valid split has no candidates: responses of the split that its context is
-    ranked against, its own among them."""
-
-    def __post_init__(self) -> None:
-        require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")
-        require(self.negatives >= 1, "finetune.negatives", self.negatives, ">= 1")
-        require(not self.share_negatives or self.negatives_from != "batch",
-                "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
-                "shares all that there are")  # fmt: skip
-        require(self.folds >= 1, "finetune.folds", self.folds, ">= 1")
-        require(0 <= self.held_out < self.folds, "finetune.held_out", self.held_out,
-                f"0 to {self.folds - 1}, with finetune.folds {self.folds}")  # fmt: skip
-        require(self.epochs >= 0, "finetune.epochs", self.epochs, ">= 0")
-        for name in ("max_steps", "keep_layers"):
-            require(getattr(self, name) >= 0, f"finetune.{name}", getattr(self, name), ">= 0")
-        require(self.dropout is None or 0 <= self.dropout < 1, "finetune.dropout", self.dropout,
-                "0 to below 1, or null")  # fmt: skip
-        require(self.chunk_examples >= 0, "finetune.chunk_examples", self.chunk_examples, ">= 0")
-        for name in ("valid_examples", "valid_candidates"):
-            require(getattr(self, name) >= 2, f"finetune.{name}", getattr(self, name), ">= 2")
-
-
 @dataclass(kw_only=True)
 class FinetuneTask(Task):
     """One rank's part of fine-tuning a ranker."""
 
     ranker: Ranker
+
+    @property
+    def validated(self) -> tuple[int, dict[str, int]]:
+        """How many examples of valid/ a validation asks, and by reason how many it leaves out."""
+        if not isinstance(self.validation, Validation):
+            return 0, {}
+        return len(self.validation.asked), dict(self.validation.asked.left_out)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from pipeline.training.checkpoints import (
 from pipeline.training.data_parallel import distribute
 from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, train
 from pipeline.training.pace import Pace
-from pipeline.training.settings import LoopConfig, Workers
+from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 
 if TYPE_CHECKING:
     from pipeline.tracking import Run
@@ -79,6 +79,15 @@ class Trained:
     """The last ones."""
     checkpoint: str
     """URI of the last checkpoint, in the draft; "": there was no step to train."""
+
+    @property
+    def delivered(self) -> dict[str, float]:
+        """Those of the best validation, whose weights are the result; none without validations."""
+        return {
+            name.removeprefix("best_"): value
+            for name, value in self.metrics.items()
+            if name.startswith("best_")
+        }
 
 
 def fit(
@@ -177,10 +186,6 @@ def progress_line(metrics: Mapping[str, float]) -> str:
         if name in metrics and (name != "skipped_steps" or metrics[name])
     ]
     return ", ".join(parts)
-
-
-TRAINING_STATE = "training_state"
-"""Folder of a published model that holds what a longer run starts from."""
 
 
 def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:

@@ -8,12 +8,11 @@ the ranks' cursors. A run that was killed ends with the weights of one that was 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from pipeline.training.checkpoints import (
     training_state,
     weights_of,
 )
+from pipeline.training.meter import UNSAVED, Meter, Shown
 from pipeline.training.optimization import Optimization
 from pipeline.training.selection import Measured, Selection
 from pipeline.training.settings import LoopConfig
@@ -37,15 +37,6 @@ Cursor = Any
 """JSON-ready: where a rank stands in its batches."""
 
 
-class Weighted(NamedTuple):
-    """A sum and what it is divided by; shown is the mean over all steps and ranks of a report."""
-
-    total: Tensor
-    weight: float
-
-
-Shown = Mapping[str, Tensor | Weighted]
-"""Numbers to show by name; a plain tensor is a mean that counts once a step."""
 Backward = Callable[[nn.Module, Any, Autocast], tuple[Tensor, Shown]]
 """(model, batch, autocast) → the loss, whose gradients are added up, and numbers to show."""
 
@@ -181,7 +172,7 @@ def train(
     batches = task.batches.start(cursors)
     bf16 = resolve_precision(config.precision, device) == "bf16"
     model.train()
-    meter, skipped = _Meter(device), 0
+    meter, skipped = Meter(device), 0
     while done < steps and not chosen.stop:
         batch, cursor = meter.timed(next, batches)
         rate = optimization.learning_rate * optimization.rate_share(done) * chosen.share
@@ -215,7 +206,7 @@ def train(
         if not (validate or save or done % config.log_every_steps == 0):
             continue
         metrics = meter.read()
-        unsaved = metrics.pop(_UNSAVED)
+        unsaved = metrics.pop(UNSAVED)
         save |= 0 < config.checkpoint_every_minutes <= unsaved
         if validate and task.validation is not None:
             metrics |= chosen.judge(task.validation(), done, weights_of(module))
@@ -270,93 +261,6 @@ def _of_all_ranks(cursor: Cursor) -> list[Cursor]:
     cursors: list[Cursor] = [None] * dist.get_world_size()
     dist.all_gather_object(cursors, cursor)
     return cursors
-
-
-_UNSAVED = "minutes_unsaved"
-
-
-@dataclass
-class _Meter:
-    """Means of numbers over steps and ranks, without waiting for the device at each step."""
-
-    device: torch.device
-    _sums: dict[str, Tensor] = field(default_factory=dict)
-    _weights: dict[str, float] = field(default_factory=dict)
-    _work: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.restart()
-        self.saved()
-
-    def saved(self) -> None:
-        """A checkpoint is there."""
-        self._saved = time.perf_counter()
-
-    def restart(self) -> None:
-        self._sums, self._weights, self._work = {}, {}, {}
-        self._steps = self._skipped = 0
-        self._waited_s = 0.0
-        self._began = time.perf_counter()
-
-    def timed(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Calls `function` and counts its time as waiting for data."""
-        began = time.perf_counter()
-        result = function(argument)
-        self._waited_s += time.perf_counter() - began
-        return result
-
-    def add(self, shown: Shown, work: Mapping[str, float]) -> None:
-        for name, value in shown.items():
-            total, weight = value if isinstance(value, Weighted) else (value, 1.0)
-            total = total.detach()
-            self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
-            self._weights[name] = self._weights.get(name, 0.0) + weight
-        for name, amount in work.items():
-            self._work[name] = self._work.get(name, 0.0) + amount
-        self._steps += 1
-
-    def skip(self) -> None:
-        """A step that changed nothing."""
-        self._steps += 1
-        self._skipped += 1
-
-    def read(self) -> dict[str, float]:
-        """The means since the last call, rates per second, and minutes since `saved`.
-
-        A collective call; ranks may have shown different names.
-        """
-        names, work = sorted(self._sums), sorted(self._work)
-        if dist.is_initialized():
-            names, work = _union(names), _union(work)
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        minutes = (time.perf_counter() - self._saved) / 60
-        numbers = torch.stack([
-            *(self._sums.get(name, zero).double() for name in names),
-            *(zero + self._weights.get(name, 0.0) for name in names),
-            *(zero + self._work.get(name, 0.0) for name in work),
-            zero + minutes,
-        ])  # fmt: skip
-        ranks = 1
-        if dist.is_initialized():
-            dist.all_reduce(numbers)
-            ranks = dist.get_world_size()
-        values = numbers.tolist()
-        seconds = time.perf_counter() - self._began
-        n = len(names)
-        means = {
-            name: values[at] / values[n + at] for at, name in enumerate(names) if values[n + at]
-        }
-        rates = {f"{name}_per_s": values[2 * n + at] / seconds for at, name in enumerate(work)}
-        speed = {"steps_per_s": self._steps / seconds, "data_wait_share": self._waited_s / seconds}
-        skipped = {"skipped_steps": float(self._skipped)}
-        self.restart()
-        return {**means, **rates, **speed, **skipped, _UNSAVED: values[-1] / ranks}
-
-
-def _union(names: list[str]) -> list[str]:
-    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, names)
-    return sorted({name for own in every for name in own})
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -32,7 +32,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,45 +42,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.config import require
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker
 from pipeline.training.batches import Epoch, Rows
 from pipeline.training.distributed import gather, gather_texts
+from pipeline.training.finetune_settings import Mining
 
 COLUMNS = ("context", "response")
 _CONTEXTS_AT_ONCE = 64
 _LOGITS_AT_ONCE = 1 << 23  # of float32; scoring holds some four arrays of them: 128 MB
 _ROWS_AT_ONCE = 1 << 16  # exchanged; 8 MB a rank with 30 places each
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mining:
-    """How hard negatives are found, for `negatives_from: mined`."""
-
-    every_epochs: float = 1.0
-    """Found again so often; before the first time wrong candidates are any."""
-    responses: int = 20_000
-    """Train rows whose responses are searched, others each time; equal responses are searched once."""
-    top_k: int = 30
-    """Nearest that an example keeps; `finetune.negatives` of them are drawn for a batch."""
-    margin: float = 0.0
-    """Wrong ones score at least so much lower than the right one."""
-    max_share: float = 0.95
-    """And at most this share of the right one's score, where that is above 0."""
-
-    def __post_init__(self) -> None:
-        name = "finetune.mine"
-        require(self.every_epochs > 0, f"{name}.every_epochs", self.every_epochs, "above 0")
-        require(self.responses >= 2, f"{name}.responses", self.responses, ">= 2")
-        require(self.top_k >= 1, f"{name}.top_k", self.top_k, ">= 1")
-        require(self.margin >= 0, f"{name}.margin", self.margin, ">= 0")
-        require(0 < self.max_share <= 1, f"{name}.max_share", self.max_share, "above 0, up to 1")
-
-    def limit(self, right_B: Tensor) -> Tensor:
-        """The highest score of a wrong one, given the right one's."""
-        by_share_B = torch.where(right_B > 0, right_B * self.max_share, math.inf)
-        return torch.minimum(right_B - self.margin, by_share_B)
 
 
 class _Round(NamedTuple):
@@ -218,7 +189,7 @@ class Miner:
             [dual.scores(vectors_BMD, mask_BM, part) for part in torch.split(vectors_PD, columns)],
             dim=1,
         ).cpu()
-        scores_BP[scores_BP > self._config.limit(right_B.cpu())[:, None]] = -torch.inf
+        scores_BP[scores_BP > _limit(self._config, right_B.cpu())[:, None]] = -torch.inf
         for number, text in enumerate(responses):
             if text in place:
                 scores_BP[number, place[text]] = -torch.inf
@@ -241,3 +212,9 @@ def _mapped(rows: int, columns: int) -> NDArray[np.int32]:
     with tempfile.TemporaryFile() as file:
         os.posix_fallocate(file.fileno(), 0, rows * columns * np.dtype(np.int32).itemsize)
         return np.memmap(file, np.int32, "r+", shape=(rows, columns))
+
+
+def _limit(config: Mining, right_B: Tensor) -> Tensor:
+    """The highest score of a wrong one, given the right one's."""
+    by_share_B = torch.where(right_B > 0, right_B * config.max_share, math.inf)
+    return torch.minimum(right_B - config.margin, by_share_B)

@@ -5,44 +5,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import require
 from pipeline.models.losses import distillation_kl, false_negatives, margin_mse, ranking_loss
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualBatch, PairBatch
+from pipeline.training.finetune_settings import Distillation, NegativesFrom
 
-NegativesFrom = Literal["batch", "given", "both", "mined"]
 Shown = dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distillation:
-    """What is learnt from a teacher's scores (of jobs.score_candidates), beside the right answers."""
-
-    loss: Literal["none", "kl", "margin_mse"] = "none"
-    """kl: the teacher's distribution over a context's candidates. margin_mse: its margins between
-    the right candidate and each other."""
-    weight: float = 1.0
-    """Factor on that loss; that of the right answers has 1."""
-    temperature: float = 1.0
-    """kl: both scores are divided by it."""
-
-    def __post_init__(self) -> None:
-        for name in ("weight", "temperature"):
-            value = getattr(self, name)
-            require(value > 0, f"finetune.distill.{name}", value, "above 0")
-
-    def __call__(self, student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
-        """Weighted; the right candidate is the first column."""
-        if self.loss == "kl":
-            return distillation_kl(student_BC, teacher_BC, self.temperature) * self.weight
-        return margin_mse(student_BC, teacher_BC) * self.weight
 
 
 class Objective(nn.Module):
@@ -136,7 +110,9 @@ class DualModule(Objective):
             scores_BC = torch.cat(columns, dim=1)
             losses.append(ranking_loss(scores_BC, label_B, excluded_BC))
             if self._distill.loss != "none":
-                distilled.append(self._distill(scores_BC.gather(1, own_BC), teacher_BC))
+                distilled.append(
+                    _distillation_loss(self._distill, scores_BC.gather(1, own_BC), teacher_BC)
+                )
         with torch.no_grad():
             best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
         loss = torch.stack(losses).mean()
@@ -169,6 +145,13 @@ class PairModule(Objective):
         shown = {"accuracy": (best_B == batch.label_B).float().mean()}
         if self._distill.loss != "none":
             teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)
-            teaching = self._distill(scores_BC, teacher_BC)
+            teaching = _distillation_loss(self._distill, scores_BC, teacher_BC)
             loss, shown["distill_loss"] = loss + teaching, teaching.detach()
         return loss, shown
+
+
+def _distillation_loss(config: Distillation, student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
+    """Weighted; the right candidate is the first column."""
+    if config.loss == "kl":
+        return distillation_kl(student_BC, teacher_BC, config.temperature) * config.weight
+    return margin_mse(student_BC, teacher_BC) * config.weight

@@ -21,10 +21,11 @@ from pipeline.config import BadInput, require
 from pipeline.models.flops import TrainingFlops
 from pipeline.models.precision import resolve_precision
 from pipeline.models.pretraining_heads import PretrainingModel, PretrainingSums
+from pipeline.models.shape import Shape
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Shape
-from pipeline.training.loop import Autocast, Shown, Task, Weighted
+from pipeline.training.loop import Autocast, Task
+from pipeline.training.meter import Shown, Weighted
 from pipeline.training.optimization import optimization
 from pipeline.training.pretraining_batches import (
     MicroBatch,

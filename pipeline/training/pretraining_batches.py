@@ -221,14 +221,17 @@ class PretrainingBatches:
         saved = {int(lane): at for cursor in cursors for lane, at in cursor.items()}
         if not saved:
             return dict.fromkeys(self.lanes, beginning)
-        require(sorted(saved) == list(range(count)), "pretrain.micro_batch_tokens",
-                f"{count} micro-batches in a step",
-                f"the {len(saved)} of the checkpoint, which does not fit")  # fmt: skip
-        require(len({at["micro_batches"] for at in saved.values()}) == 1, "cursors",
-                "of several steps", "those that all workers saved after one step")  # fmt: skip
+        if sorted(saved) != list(range(count)):
+            raise BadInput(f"the checkpoint has {len(saved)} micro-batches in a step, this run {count}; "
+                           "pretrain.batch_tokens and pretrain.micro_batch_tokens have to stay")  # fmt: skip
+        if len({position["micro_batches"] for position in saved.values()}) != 1:
+            raise BadInput(
+                "the checkpoint has cursors of several steps; resume from a whole checkpoint"
+            )
         for position in saved.values():
-            require(len(position["corpora"]) == len(self.readers), "corpora", len(self.readers),
-                    f"the {len(position['corpora'])} of the checkpoint")  # fmt: skip
+            if len(position["corpora"]) != len(self.readers):
+                raise BadInput(f"the checkpoint has {len(position['corpora'])} corpora, this run "
+                               f"{len(self.readers)}; resume with the same ones")  # fmt: skip
         return {lane: saved[lane] for lane in self.lanes}
 
     def _walk(

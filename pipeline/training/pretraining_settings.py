@@ -7,6 +7,8 @@ from typing import Literal
 
 from pipeline.config import NOT_IDENTITY, require
 
+TOKENS = "tokens"
+"""The kind of artifact that a tokenized corpus is."""
 Objective = Literal["joint", "alternate", "mlm"]
 MaskingRule = Literal["bert", "xlm"]
 
@@ -90,3 +92,22 @@ class PretrainConfig:
     def lane_tokens(self) -> int:
         """Tokens of a micro-batch at most, padding included."""
         return self.batch_tokens // self.lanes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig:
+    """What is kept of each example."""
+
+    max_context_tokens: int = 510
+    """The newest tokens of a context that are kept, special tokens not counted."""
+    max_response_tokens: int = 510
+    """The first tokens of a response that are kept, special tokens not counted."""
+    valid_share: float = 0.01
+    """Share of the groups (threads, dialogues, articles) of train that validation gets, where the corpus
+    has no valid split."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_context_tokens", "max_response_tokens"):
+            require(getattr(self, name) >= 1, f"tokenize.{name}", getattr(self, name), ">= 1")
+        require(0 <= self.valid_share < 1, "tokenize.valid_share", self.valid_share,
+                "at least 0 and less than 1")  # fmt: skip

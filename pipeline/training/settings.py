@@ -1,4 +1,4 @@
-"""Settings of the training loop; importing them loads no torch, so that `--help` is quick."""
+"""Settings of what is trained and taught; importing them loads no torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.config import NOT_IDENTITY, require
+
+TRAINING_STATE = "training_state"
+"""Folder of a published model that holds what a longer run starts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,3 +130,47 @@ class Workers:
                 f"0 to resources.workers {self.workers}")  # fmt: skip
         for name in ("cpus_per_worker", "max_restarts"):
             require(getattr(self, name) >= 0, f"resources.{name}", getattr(self, name), ">= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeachingConfig:
+    """What is scored."""
+
+    random_candidates: int = 0
+    """A train example without candidates gets its response and so many other responses of its shard;
+    0: it stays without, and without scores."""
+    hardest_of: int = 0
+    """Of so many others those are taken that its first bi- or poly-encoder among the teachers scores
+    highest: any other one is told from the response at once, and teaches little; 0: any."""
+    batch_tokens: int = 0
+    """Tokens in a batch at most, padding included; 0: what suits the device."""
+    held_out: bool = False
+    """A shard of train is scored only by those teachers that were not trained on it (finetune.folds)."""
+    seed: int = 0
+    """Of the candidates that are drawn."""
+
+    def __post_init__(self) -> None:
+        for name in ("random_candidates", "batch_tokens", "seed"):
+            require(getattr(self, name) >= 0, f"teaching.{name}", getattr(self, name), ">= 0")
+        require(self.hardest_of == 0 or self.hardest_of > self.random_candidates > 0,
+                "teaching.hardest_of", self.hardest_of,
+                f"0, or more than teaching.random_candidates, {self.random_candidates}, above 0")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """What is learnt."""
+
+    kind: Literal["wordpiece", "bpe"] = "wordpiece"
+    """wordpiece: BERT's pieces and normalisation. bpe: byte-level, nothing is ever unknown."""
+    vocabulary: int = 30_000
+    """Pieces, the special ones included."""
+    min_frequency: int = 2
+    """Pieces that are rarer are not kept."""
+    max_examples: int = 1_000_000
+    """Examples to learn from; more than a million change little."""
+
+    def __post_init__(self) -> None:
+        require(self.vocabulary >= 100, "tokenizer.vocabulary", self.vocabulary, ">= 100")
+        require(self.min_frequency >= 1, "tokenizer.min_frequency", self.min_frequency, ">= 1")
+        require(self.max_examples >= 1, "tokenizer.max_examples", self.max_examples, ">= 1")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,48 +19,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import storage
+from pipeline.actors import Actors
 from pipeline.artifact import Artifact, Draft, corpora_of
 from pipeline.config import require
 from pipeline.evaluation.ranking import own_scores
-from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
 from pipeline.records import TaskRecord
 from pipeline.resources import best_device
-from pipeline.shards import Actors, Work, run_tasks_on_actors
+from pipeline.shards import Work, run_tasks_on_actors
 from pipeline.training.batches import Row
 from pipeline.training.examples import TEACHER
+from pipeline.training.settings import TeachingConfig
 
 # Rows that are scored together, their texts sorted by length and each candidate embedded once: 7,316 of
 # ConvAI2, 20 candidates each of 6,965 in all, embed 101,695 by 256 rows.
 # Contexts of poly-360, d = 768, take 1.1 GB.
 _AT_ONCE = 1024
 _ADDED = pa.field(TEACHER, pa.list_(pa.float32()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TeachingConfig:
-    """What is scored."""
-
-    random_candidates: int = 0
-    """A train example without candidates gets its response and so many other responses of its shard;
-    0: it stays without, and without scores."""
-    hardest_of: int = 0
-    """Of so many others those are taken that its first bi- or poly-encoder among the teachers scores
-    highest: any other one is told from the response at once, and teaches little; 0: any."""
-    batch_tokens: int = inference.BATCH_TOKENS
-    """Tokens in a batch at most, padding included; 0: what suits the device."""
-    held_out: bool = False
-    """A shard of train is scored only by those teachers that were not trained on it (finetune.folds)."""
-    seed: int = 0
-    """Of the candidates that are drawn."""
-
-    def __post_init__(self) -> None:
-        for name in ("random_candidates", "batch_tokens", "seed"):
-            require(getattr(self, name) >= 0, f"teaching.{name}", getattr(self, name), ">= 0")
-        require(self.hardest_of == 0 or self.hardest_of > self.random_candidates > 0,
-                "teaching.hardest_of", self.hardest_of,
-                f"0, or more than teaching.random_candidates, {self.random_candidates}, above 0")  # fmt: skip
 
 
 def score(

@@ -29,19 +29,18 @@ import pyarrow.parquet as pq
 from pipeline import shards, storage
 from pipeline.arrays import Ints
 from pipeline.artifact import (
-    MANIFEST,
     Artifact,
     Draft,
     file_entry,
     folder_entries,
     open_artifact,
 )
-from pipeline.config import BadInput, digest, require
-from pipeline.models.sources import External, Source, open_external
+from pipeline.config import BadInput, digest
+from pipeline.models.sources import External, Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.records import FileEntry, TaskRecord, sum_counts
+from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 
-KIND = "tokens"
 _COUNTS = "token_counts.npy"
 _TASK_COUNTS = (
     "_token_counts"  # the draft drops folders whose names begin with "_" when it is published
@@ -50,25 +49,6 @@ _TOKENIZER = "tokenizer"
 _ROWS_PER_GROUP = 16_384
 _ROWS_AT_ONCE = 4096
 _LARGEST_UINT16_VOCABULARY = 65_535
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizeConfig:
-    """What is kept of each example."""
-
-    max_context_tokens: int = 510
-    """The newest tokens of a context that are kept, special tokens not counted."""
-    max_response_tokens: int = 510
-    """The first tokens of a response that are kept, special tokens not counted."""
-    valid_share: float = 0.01
-    """Share of the groups (threads, dialogues, articles) of train that validation gets, where the corpus
-    has no valid split."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_context_tokens", "max_response_tokens"):
-            require(getattr(self, name) >= 1, f"tokenize.{name}", getattr(self, name), ">= 1")
-        require(0 <= self.valid_share < 1, "tokenize.valid_share", self.valid_share,
-                "at least 0 and less than 1")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,7 +82,7 @@ class TokenizedCorpus:
     @classmethod
     def open(cls, uri: str) -> TokenizedCorpus:
         """Raises BadInput where there is none."""
-        return cls(open_artifact(uri, KIND))
+        return cls(open_artifact(uri, TOKENS))
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -135,19 +115,6 @@ class TokenizedCorpus:
         data = storage.read_bytes(storage.join(self.artifact.uri, _COUNTS))
         counts: Ints = np.load(io.BytesIO(data), allow_pickle=False)
         return counts
-
-
-def open_tokenizer(uri: str) -> tuple[Source, dict[str, Any]]:
-    """A tokenizer, and what a manifest says of it: ours, an encoder's, or any `transformers` directory.
-
-    Raises BadInput where there is none.
-    """
-    if storage.exists(storage.join(uri, MANIFEST)):
-        artifact = open_artifact(uri, "tokenizer", "encoder")
-        return artifact, artifact.reference()
-    if not storage.exists(storage.join(uri, "tokenizer.json")):
-        raise BadInput(f"--tokenizer {uri}: not a tokenizer (tokenizer.json is missing)")
-    return open_external(uri)
 
 
 def require_train(corpus: Artifact) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -14,30 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline import storage
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput, require
+from pipeline.config import BadInput
+from pipeline.training.settings import TokenizerConfig
 
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
             "mask_token": "[MASK]"}  # fmt: skip
 _LETTERS = 1000  # kinds of letters that have pieces of their own; a text with others has [UNK]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """What is learnt."""
-
-    kind: Literal["wordpiece", "bpe"] = "wordpiece"
-    """wordpiece: BERT's pieces and normalisation. bpe: byte-level, nothing is ever unknown."""
-    vocabulary: int = 30_000
-    """Pieces, the special ones included."""
-    min_frequency: int = 2
-    """Pieces that are rarer are not kept."""
-    max_examples: int = 1_000_000
-    """Examples to learn from; more than a million change little."""
-
-    def __post_init__(self) -> None:
-        require(self.vocabulary >= 100, "tokenizer.vocabulary", self.vocabulary, ">= 100")
-        require(self.min_frequency >= 1, "tokenizer.min_frequency", self.min_frequency, ">= 1")
-        require(self.max_examples >= 1, "tokenizer.max_examples", self.max_examples, ">= 1")
 
 
 def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokenizerFast:

@@ -9,8 +9,9 @@ import torch
 
 from jobs.benchmarks import inference_time
 from pipeline.evaluation import ranking
+from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder, Shape
+from pipeline.models.transformer import Encoder
 
 MODELS = ["bi", "poly-16", "poly-64", "poly-360", "cross"]
 

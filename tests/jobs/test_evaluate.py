@@ -95,9 +95,9 @@ def test_models_are_named_by_folder_where_their_architecture_is_not_enough(tiny_
     copies = [tmp_path / "poly-64", tmp_path / "poly-360"]
     for seed, copy in enumerate(copies):
         shutil.copytree(tiny_ranker("poly", seed).uri, copy)
-    uris = (*map(str, copies), tiny_ranker("bi").uri)
-    assert list(evaluate_job._open(uris)) == ["poly-64", "poly-360", "bi"]
-    assert list(evaluate_job._open(uris[1:])) == ["poly", "bi"]
+    models = [*(open_artifact(str(copy), "ranker") for copy in copies), tiny_ranker("bi")]
+    assert list(evaluate_job._load(models)) == ["poly-64", "poly-360", "bi"]
+    assert list(evaluate_job._load(models[1:])) == ["poly", "bi"]
 
 
 def test_the_table_is_written_to_a_file_and_is_the_same_every_time(evaluate, tmp_path):
@@ -171,7 +171,11 @@ def test_the_run_has_the_models_metrics_and_ancestry(evaluate, tiny_ranker, conv
         assert metrics.pop(name) == pytest.approx(value)
         assert metrics.pop(f"{name}.low") == pytest.approx(low)
         assert metrics.pop(f"{name}.high") == pytest.approx(high)
-    assert metrics.keys() == {"ms.median", "ms.p95"}
+    for scorer in ("chance", "tf-idf", "bm25"):
+        for name, value in summary["table"][scorer].items():
+            logged = metrics.pop(f"{scorer}/{name.replace('@', '_at_')}")
+            assert logged == pytest.approx(value)
+    assert {name for name in metrics if "/" not in name} == {"ms.median", "ms.p95"}
     assert found.data.params["seed"] == "3"
     assert found.data.tags["input.model.fingerprint"] == tiny_ranker("poly").fingerprint
     assert found.data.tags["input.corpus.fingerprint"] == convai2_corpus.fingerprint

@@ -29,7 +29,13 @@ GATE = {
 }
 LOOP = {
     f"loop.{name}"
-    for name in ("checkpoint_every_steps", "checkpoint_every_minutes", "log_every_steps")
+    for name in (
+        "checkpoint_every_steps",
+        "checkpoint_every_minutes",
+        "log_every_steps",
+        "keep_checkpoints",
+        "max_skipped_steps",
+    )
 }
 EXCLUDED = {
     "clean_corpus": {"output"},
@@ -39,7 +45,7 @@ EXCLUDED = {
     "evaluate": ACTORS,
     "finetune": {"output", "register_as"} | LOOP | WORKERS,
     "prepare_corpus": {"output", "expect"} | READING,
-    "pretrain": {"output"} | LOOP | WORKERS,
+    "pretrain": {"output", "dry_run", "keep_training_state", "pretrain.steps"} | LOOP | WORKERS,
     "score_candidates": {"output"} | ACTORS,
     "train_tokenizer": {"output"},
 }  # fmt: skip

@@ -38,10 +38,10 @@ def tokenizer_folder(folder: Path, size: int = 260, leave_out: str = "") -> Path
 def tokenize(run_job, convai2_corpus, tmp_path, monkeypatch):
     """Runs the job with its tasks in this process, which Ray would start in seconds."""
 
-    def tasks(draft, tasks, work, label):
-        for name in [name for name in tasks if name not in draft.records()]:
+    def tasks(draft, tasks, work, label, kind):
+        for name in [name for name in tasks if name not in draft.marks()]:
             draft.mark(name, work(draft, name, tasks[name]))
-        return [draft.records()[name] for name in tasks]
+        return [draft.marks().record(name, kind) for name in tasks]
 
     monkeypatch.setattr(tokenized_corpus.shards, "run_tasks", tasks)
 

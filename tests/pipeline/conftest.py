@@ -19,8 +19,9 @@ from pipeline.artifact import Artifact
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import ranker_config
+from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokenizer
-from pipeline.models.transformer import Encoder, Shape
+from pipeline.models.transformer import Encoder
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = 200

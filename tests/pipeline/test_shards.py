@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.actors import Actors
 from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput
 from pipeline.records import TaskRecord
-from pipeline.shards import Actors, run_tasks, run_tasks_on_actors
+from pipeline.shards import run_tasks, run_tasks_on_actors
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 TASKS = {"c": 3, "a": 1, "b": 2, "d": 4}

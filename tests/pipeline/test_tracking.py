@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import pytest
 
 from pipeline import tracking
 from pipeline.artifact import Artifact, Draft, draft
+from pipeline.config import NOT_IDENTITY, BadInput
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Config:
-    output: str = ""
+    output: str = field(default="", metadata=NOT_IDENTITY)
     name: str = "x"
     loop: Loop = field(default_factory=Loop)
 
@@ -42,7 +44,7 @@ def make(folder: Path, text: bytes = b"one", **inputs: object) -> Artifact:
     with tracking.start("make_thing", out) as run:
         file = out.write_file("x", text)
         made = out.publish([file], {"rows": 5}, {"field a(b) is no string": 2}, run.run_id)
-        tracking.finish(run, made, {"R@1/20": 0.5, "loss": math.nan})
+        tracking.finish(run, made, delivered={"R@1/20": 0.5, "loss": math.nan})
     return made
 
 
@@ -57,8 +59,8 @@ def test_a_run_holds_settings_counts_drops_and_metrics(tmp_path):
     assert run.data.params["name"] == "x"
     assert run.data.metrics["count.rows"] == 5
     assert run.data.metrics["dropped.field a_b_ is no string"] == 2
-    assert "loss" not in run.data.metrics
-    assert run.data.metrics["R_1/20"] == 0.5
+    assert "delivered_loss" not in run.data.metrics
+    assert run.data.metrics["delivered_R_1/20"] == 0.5
 
 
 def test_a_run_names_its_inputs_its_code_and_what_came_out(tmp_path):
@@ -70,6 +72,7 @@ def test_a_run_names_its_inputs_its_code_and_what_came_out(tmp_path):
     assert tags["git_revision"] == (made.manifest["git_revision"] or "unknown")
     assert tags["input.input.uri"] == SOURCE["uri"]
     assert tags["input.input.fingerprint"] == SOURCE["fingerprint"]
+    assert "input.input.run_id" not in tags  # no run made it
 
 
 def test_a_run_shows_the_whole_ancestry_with_the_runs_that_made_it(tmp_path):
@@ -197,3 +200,99 @@ def test_jobs_that_start_at_once_make_one_data_base(tmp_path):
     runs = [job.communicate(timeout=120)[0].strip() for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0]
     assert {mlflow.MlflowClient(uri).get_run(run).info.status for run in runs} == {"FINISHED"}
+
+
+KILLED_ATTEMPT = """
+import os, signal, sys
+from pathlib import Path
+from tests.pipeline.test_tracking import begin
+from pipeline import tracking
+with tracking.start("train", begin(Path(sys.argv[1]))) as run:
+    run.log({"loss": 2.0}, step=1, wait=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def kill_an_attempt(folder: Path) -> mlflow.entities.Run:
+    """Returns the run that a killed process left behind."""
+    command = [sys.executable, "-c", KILLED_ATTEMPT, str(folder)]
+    killed = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = runs_of(folder)[0]
+    assert left.info.status == "RUNNING"
+    return left
+
+
+def runs_of(folder: Path) -> list[mlflow.entities.Run]:
+    """All runs that made the folder, newest first."""
+    experiment = mlflow.get_experiment_by_name("polyrank").experiment_id
+    client = mlflow.MlflowClient()
+    return client.search_runs(
+        [experiment], f"tags.output_uri = '{folder}'", order_by=["start_time DESC"]
+    )
+
+
+def finish_attempt(folder: Path) -> tuple[tracking.Run, Artifact]:
+    out = begin(folder)
+    with tracking.start("train", out) as run:
+        assert mlflow.get_run(run.run_id).info.status == "RUNNING"
+        run.log({"loss": 1.0}, step=2, wait=True)
+        made = out.publish([], {}, run_id=run.run_id)
+        tracking.finish(run, made)
+    return run, made
+
+
+def test_a_job_that_resumes_after_a_kill_continues_its_run(tmp_path):
+    left = kill_an_attempt(tmp_path / "a")
+    run, made = finish_attempt(tmp_path / "a")
+    assert run.run_id == left.info.run_id == made.manifest["run_id"]
+    (only,) = runs_of(tmp_path / "a")
+    assert only.info.status == "FINISHED"
+    history = mlflow.MlflowClient().get_metric_history(run.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(1, 2.0), (2, 1.0)]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["manifest.json"]
+
+
+def test_a_resumed_job_that_fails_ends_its_run_as_failed(tmp_path):
+    left = kill_an_attempt(tmp_path / "a")
+    with pytest.raises(ZeroDivisionError), tracking.start("train", begin(tmp_path / "a")):
+        raise ZeroDivisionError
+    (only,) = runs_of(tmp_path / "a")
+    assert (only.info.run_id, only.info.status) == (left.info.run_id, "FAILED")
+
+
+def test_a_resumed_job_may_have_other_settings_that_do_not_change_the_output(tmp_path):
+    with tracking.start("train", begin(tmp_path / "a", Config(output="first"))) as first:
+        pass
+    with tracking.start("train", begin(tmp_path / "a", Config(output="second"))) as second:
+        pass
+    assert first == second
+    assert mlflow.get_run(first.run_id).data.params["output"] == "first"
+
+
+def test_a_run_that_was_deleted_is_not_continued(tmp_path):
+    left = kill_an_attempt(tmp_path / "a")
+    mlflow.delete_run(left.info.run_id)
+    run, _ = finish_attempt(tmp_path / "a")
+    assert run.run_id != left.info.run_id
+    assert mlflow.get_run(run.run_id).info.status == "FINISHED"
+
+
+def test_a_server_that_does_not_know_the_run_gets_a_new_one(tmp_path, tracking_uri):
+    left = kill_an_attempt(tmp_path / "a")
+    try:
+        mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/other.db")
+        run, _ = finish_attempt(tmp_path / "a")
+        assert mlflow.get_run(run.run_id).info.status == "FINISHED"
+    finally:
+        mlflow.set_tracking_uri(tracking_uri)
+    assert run.run_id != left.info.run_id
+
+
+def test_another_job_in_the_place_of_a_refused_one_has_a_run_of_its_own(tmp_path):
+    with pytest.raises(BadInput), tracking.start("train", begin(tmp_path / "a")) as refused:
+        raise BadInput("name: 'x' is not allowed")
+    with tracking.start("train", begin(tmp_path / "a", Config(name="y"))) as run:
+        pass
+    assert run.run_id != refused.run_id
+    assert mlflow.get_run(run.run_id).data.params["name"] == "y"

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from jobs import cluster, evaluate, finetune
 from jobs.benchmarks.paper.tables import Trial
 from pipeline import storage, tracking
+from pipeline.actors import Actors
 from pipeline.arrays import Ints
 from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_of
 from pipeline.config import BadInput, Stopped, parse, to_dict
@@ -37,7 +38,6 @@ from pipeline.failures import cause_of
 from pipeline.models.precision import Precision
 from pipeline.models.sources import Source, open_encoder
 from pipeline.resources import cpus_each
-from pipeline.shards import Actors
 from pipeline.task_messages import listening
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 
 from pipeline import shards, storage
 from pipeline.arrays import Bools, Ints
@@ -158,6 +157,8 @@ class Index:
 
 def drop(draft: Draft, plan: Plan, index: Index, options: Options) -> list[TaskRecord]:
     """Files the drops of the tasks "contaminated-…"; returns their records."""
+    import ray
+
     work = functools.partial(_look_up, plan=plan, index=ray.put(index), options=options)
     return shards.run_tasks(
         draft, plan.tasks("contaminated", "train"), work, "contaminated", TaskRecord
@@ -168,6 +169,8 @@ def _look_up(
     draft: Draft, task: str, number: int, plan: Plan, index: Any, options: Options
 ) -> TaskRecord:
     """`index` lies in Ray's object store: all processes of a node read one copy of it."""
+    import ray
+
     found: Index = ray.get(index)
     tables = [DROPS.empty_table()]
     for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):

@@ -22,8 +22,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from pipeline.arrays import Floats, Ints
 from pipeline.corpora.dedup.hashing import Hashes, Tokens, mix, random_hashes, segments
@@ -144,6 +142,9 @@ def components(first: Ints, second: Ints) -> tuple[Ints, Ints]:
     """(nodes, sorted; the number of the cluster of each): what the edges connect is one cluster."""
     nodes, places = np.unique(np.concatenate([first, second]), return_inverse=True)
     edges = (places[: len(first)], places[len(first) :])
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
     graph: Any = coo_array((np.ones(len(first), bool), edges), shape=(len(nodes), len(nodes)))
     _, labels = connected_components(graph, directed=False)
     return nodes, labels.astype(np.int64)

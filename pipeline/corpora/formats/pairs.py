@@ -96,6 +96,11 @@ class Malformed(Exception):
     """The row makes no example; the message is the reason."""
 
 
+def require_columns(uris: list[str], options: Options, reading: raw.Reading) -> None:
+    """Raises BadInput where the first file lacks a column that the options name."""
+    tables.require_columns(uris, options.columns, reading, options.quotes == "on")
+
+
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
 ) -> Sequence[TaskRecord]:

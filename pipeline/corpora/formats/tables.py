@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -64,6 +64,17 @@ def read(
         return _json_rows(uri, lines, wanted, account)
     records = csv_records(uri, lines, account, "\t" if kind == "tsv" else ",", quotes)
     return _csv_rows(uri, records, wanted, account)
+
+
+def require_columns(
+    uris: Sequence[str], wanted: Mapping[str, str], reading: raw.Reading, quotes: bool = True
+) -> None:
+    """Raises BadInput as `read`, for the first file; of JSON lines it reads 1,000, of others one.
+
+    A job can call it before it starts Ray. Its tasks check the other files.
+    """
+    for uri in uris[:1]:
+        next(read(uri, wanted, reading, file_tasks.Account(), quotes=quotes), None)
 
 
 def text_lines(

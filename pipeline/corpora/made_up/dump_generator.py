@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray.data
 import zstandard
 from tqdm import tqdm
 
@@ -95,6 +94,8 @@ def generate(options: Options, folder: str) -> int:
 
     Raises BadInput where the folder holds anything but files of the same dump.
     """
+    import ray.data
+
     wanted = {**to_dict(options), "files": options.months}
     request = storage.join(folder, _REQUEST)
     if not storage.exists(request):

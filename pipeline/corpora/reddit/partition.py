@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray
-import ray.data
 from tqdm import tqdm
 
 from pipeline.arrays import Ints
@@ -95,6 +93,8 @@ def _blocks(
     privacy: Privacy,
 ) -> Iterator[dict[str, Any]]:
     """A row per block, parsed and filed, and one per file, at its end."""
+    import ray.data
+
     cores = int(ray.cluster_resources()["CPU"])
     context = ray.data.DataContext.get_current().copy()
     # What is decompressed waits in Ray's object store, and decompression is the faster half.

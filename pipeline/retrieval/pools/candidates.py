@@ -125,6 +125,19 @@ def _stage(
     )
 
 
+def require_columns(files: list[str], columns: tuple[str, ...], reading: raw.Reading) -> None:
+    """Raises BadInput where the first file lacks one of the `columns` (see `stage`)."""
+    tables.require_columns(files, _by_option(columns), reading)
+
+
+def _by_option(columns: tuple[str, ...]) -> dict[str, str]:
+    """The columns to read by the option that names each."""
+    id_column, text_column, *kept = columns
+    wanted = {"embed.text_column": text_column, "embed.id_column": id_column}
+    wanted |= {f"embed.filter_columns[{at}]": name for at, name in enumerate(kept)}
+    return {option: column for option, column in wanted.items() if column}
+
+
 def _rows(
     uri: str,
     columns: tuple[str, ...],
@@ -134,9 +147,7 @@ def _rows(
 ) -> Iterator[Row]:
     """What can be a candidate; everything else is in `account`."""
     id_column, text_column, *kept = columns
-    wanted = {"embed.text_column": text_column, "embed.id_column": id_column}
-    wanted |= {f"embed.filter_columns[{at}]": name for at, name in enumerate(kept)}
-    wanted = {option: column for option, column in wanted.items() if column}
+    wanted = _by_option(columns)
     for at, row in tables.read(uri, wanted, reading, account):
         text, name = row.get(text_column), row.get(id_column)
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name

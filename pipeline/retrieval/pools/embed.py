@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import storage
+from pipeline.actors import Actors
 from pipeline.artifact import MANIFEST, Draft
 from pipeline.config import BadInput, require
 from pipeline.corpora import raw
@@ -26,7 +27,7 @@ from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read
 from pipeline.retrieval.pools.plan import Plan, make
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
-from pipeline.shards import Actors, Work, run_tasks_on_actors
+from pipeline.shards import Work, run_tasks_on_actors
 
 _PLAN = "plan"
 _CANARY_CHARACTERS = 300
@@ -65,6 +66,11 @@ class EmbedConfig:
         require(self.batch_tokens >= 0, "embed.batch_tokens", self.batch_tokens, ">= 0")
         for name in ("rows_per_shard", "max_text_bytes"):
             require(getattr(self, name) >= 1, f"embed.{name}", getattr(self, name), ">= 1")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read: the id's ("": none), the text's, those to filter by."""
+        return (self.id_column, self.text_column, *self.filter_columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +130,7 @@ def prepare(
         if not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
             return record
     began = time.perf_counter()
-    columns = (config.id_column, config.text_column, *config.filter_columns)
-    staged = candidates.stage(draft, files, columns, config.max_text_bytes, reading)
+    staged = candidates.stage(draft, files, config.columns, config.max_text_bytes, reading)
     dropped = sum_counts(record.dropped for record in staged)
     parts = [part for record in staged for part in record.parts]
     if not parts:

@@ -1,10 +1,10 @@
 """Search of a pool: exact with proofs, pruned by bounds, or approximate with exact re-scoring."""
 
+from pipeline.retrieval.methods import Method
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.search.exact import (
     Answer,
     Found,
-    Method,
     search,
     top_rows,
     weights_of_vectors,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import torch
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.config import BadInput, require
 from pipeline.models.polyencoder import Attention
+from pipeline.retrieval.methods import Method
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.vector_format import Layer, decode
 from pipeline.retrieval.search import approximate
@@ -34,8 +35,6 @@ from pipeline.retrieval.search.bounds import (
     upper_bounds,
     vector_columns,
 )
-
-Method = Literal["auto", "exact", "pruned", "approximate"]
 
 # Below, a pass over the vectors takes under 2 ms, which a sketch and its further steps do not better.
 _SMALL_POOL = 32_768

@@ -20,7 +20,8 @@ from transformers import (
 from pipeline.config import BadInput
 from pipeline.models import pretraining_heads
 from pipeline.models.pretraining_heads import NEXT_HEAD, PretrainingModel
-from pipeline.models.transformer import Encoder, Shape, set_dropout
+from pipeline.models.shape import Shape
+from pipeline.models.transformer import Encoder, set_dropout
 
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
 SPECIAL = torch.tensor([0, 1, 2, 3, 4])

@@ -14,9 +14,11 @@ from pipeline.config import BadInput
 from pipeline.models import sources
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import BiConfig, PolyConfig
+from pipeline.models.shape import Shape
 from pipeline.models.sources import open_encoder, open_external
-from pipeline.models.transformer import Encoder, Shape
-from pipeline.training.finetuning import FinetuneConfig, Finetuning
+from pipeline.models.transformer import Encoder
+from pipeline.training.finetune_settings import FinetuneConfig
+from pipeline.training.finetuning import Finetuning
 from pipeline.training.pretraining import PretrainConfig, Pretraining
 from pipeline.training.settings import LoopConfig
 

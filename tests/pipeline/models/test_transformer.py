@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModel, DistilBertConfig, DistilBertModel
 
 from pipeline.config import BadInput
+from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, Shape
+from pipeline.models.transformer import Encoder
 
 SPECIAL = {"pad": 0, "cls": 1, "sep": 2}
 SMALL = {"layers": 4, "width": 16, "heads": 2, "positions": 300}

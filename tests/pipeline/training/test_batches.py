@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from operator import itemgetter
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def rows_of(corpus, rank=0, world=1, seed=0):
 
 
 def batches_of(corpus, rank=0, world=1, seed=0, **settings):
-    return Batches(rows_of(corpus, rank, world, seed), Lengths(), length=itemgetter(1), **settings)
+    return Batches(rows_of(corpus, rank, world, seed), Lengths(), **settings)
 
 
 def take(batches, count, cursor=None):
@@ -144,30 +143,10 @@ def test_with_other_workers_as_many_steps_of_an_epoch_are_left(corpora, before, 
     assert done + len(left) == second.steps_per_epoch == 10
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
-def test_with_other_workers_as_many_rows_are_left_to_batches_of_so_many_tokens(
-    corpora, before, after
-):
-    """To a window of 5 rows."""
-    first = batches_of(corpora(61), 0, before, tokens=40, window_rows=5)
-    at = next(cursor for _, cursor in first.start() if cursor.window == 2)
-    second = [
-        batches_of(corpora(61), rank, after, tokens=40, window_rows=5) for rank in range(after)
-    ]
-    left = 0
-    for batches in second:
-        for (items, _), cursor in batches.start([at]):
-            if cursor.epoch:
-                break
-            left += len(items)
-    assert abs(left - (61 - 2 * 5 * before)) <= 5 * after
-
-
-@pytest.mark.parametrize("settings", [{"examples": 5}, {"tokens": 40}])
 @pytest.mark.parametrize("window_rows", [5, 20, 4096])
-def test_an_epoch_sees_each_row_once(corpora, settings, window_rows):
+def test_an_epoch_sees_each_row_once(corpora, window_rows):
     for epoch in (0, 1):
-        batches = batches_of(corpora(50), window_rows=window_rows, **settings)
+        batches = batches_of(corpora(50), window_rows=window_rows, examples=5)
         assert sorted(numbers(epoch_of(batches, epoch))) == list(range(50))
 
 
@@ -195,25 +174,10 @@ def test_rows_left_over_by_an_epoch_are_not_always_the_longest(corpora):
     assert min(lengths(50)[number] for number in left) < 8
 
 
-@settings(max_examples=30)
-@given(st.integers(1, 120), st.sampled_from([7, 20, 4096]), st.integers(0, 5))
-def test_batches_stay_within_their_tokens_padding_included(corpora, tokens, window_rows, seed):
-    epoch = epoch_of(batches_of(corpora(50), seed=seed, tokens=tokens, window_rows=window_rows))
-    for items in epoch:
-        assert len(items) == 1 or len(items) * max(length for _, length in items) <= tokens
-    assert sorted(numbers(epoch)) == list(range(50))
-
-
 def spans(epoch):
     """The shortest and the longest length of each batch."""
     lengths = [[length for _, length in items] for items in epoch]
     return [(min(row), max(row)) for row in lengths]
-
-
-def test_batches_of_so_many_tokens_hold_similar_lengths_in_random_order(corpora):
-    found = spans(epoch_of(batches_of(corpora(130), tokens=60)))
-    assert all(longest - shortest <= 1 for shortest, longest in found)
-    assert found != sorted(found)
 
 
 def test_batches_of_so_many_rows_are_drawn_whatever_their_length(corpora):
@@ -222,14 +186,13 @@ def test_batches_of_so_many_rows_are_drawn_whatever_their_length(corpora):
     assert all(longest - shortest >= 3 for shortest, longest in found)
 
 
-@pytest.mark.parametrize("settings", [{"examples": 4}, {"tokens": 30}])
-def test_any_cursor_goes_on_with_the_same_batches(corpora, settings):
+def test_any_cursor_goes_on_with_the_same_batches(corpora):
     """Over more than two epochs: same rows and the same chance in `collate`."""
-    batches = batches_of(corpora(50), rank=1, world=2, window_rows=9, **settings)
+    batches = batches_of(corpora(50), rank=1, world=2, window_rows=9, examples=4)
     whole = take(batches, 30)
     assert whole[-1][1].epoch >= 2
     for place, (_, cursor) in enumerate(whole[:-2]):
-        again = batches_of(corpora(50), rank=1, world=2, window_rows=9, **settings)
+        again = batches_of(corpora(50), rank=1, world=2, window_rows=9, examples=4)
         assert take(again, 2, cursor) == whole[place + 1 : place + 3]
 
 
@@ -255,7 +218,7 @@ def test_chance_in_collate_differs_between_batches_and_ranks(corpora):
     draws = [
         draw
         for rank in (0, 1)
-        for (_, draw), _ in take(batches_of(corpora(50), rank, 2, tokens=30), 20)
+        for (_, draw), _ in take(batches_of(corpora(50), rank, 2, examples=3), 20)
     ]
     assert len(set(draws)) == 40
 
@@ -269,7 +232,7 @@ def test_too_few_examples_for_one_batch_are_refused(corpora, world, examples):
 
 def test_fewer_examples_than_workers_are_refused(corpora):
     with pytest.raises(BadInput, match="too few"):
-        batches_of(corpora(2), 0, 3, tokens=30)
+        batches_of(corpora(2), 0, 3, examples=1)
 
 
 def test_a_corpus_without_the_split_is_refused(tiny, corpora):

@@ -12,7 +12,8 @@ import torch
 from pipeline.models.transformer import set_dropout
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import DualCollator, PairCollator
-from pipeline.training.objectives import Distillation, DualModule, PairModule
+from pipeline.training.finetune_settings import Distillation
+from pipeline.training.objectives import DualModule, PairModule
 
 ROWS = [
     {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),
@@ -110,7 +111,8 @@ import torch
 from pipeline.models.polyencoder import PolyEncoder
 from pipeline.models.settings import PolyConfig
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, Shape
+from pipeline.models.transformer import Encoder
+from pipeline.models.shape import Shape
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.examples import DualBatch
 from pipeline.training.objectives import DualModule

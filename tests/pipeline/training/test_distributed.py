@@ -22,8 +22,9 @@ from pipeline.training.batches import Epoch, Rows
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualCollator
-from pipeline.training.mining import COLUMNS, Miner, Mining
-from pipeline.training.objectives import Distillation, DualModule
+from pipeline.training.finetune_settings import Distillation, Mining
+from pipeline.training.mining import COLUMNS, Miner
+from pipeline.training.objectives import DualModule
 
 KINDS = {
     "bi": {"architecture": "bi"},

@@ -18,10 +18,10 @@ from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External, Tower
 from pipeline.training import finetuning
 from pipeline.training.examples import DualCollator, PairCollator, has_candidates
-from pipeline.training.finetuning import FinetuneConfig, Finetuning
+from pipeline.training.finetune_settings import Distillation, FinetuneConfig, Mining
+from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
-from pipeline.training.mining import Mining
-from pipeline.training.objectives import Distillation, DualModule, PairModule
+from pipeline.training.objectives import DualModule, PairModule
 from pipeline.training.settings import LoopConfig
 
 

@@ -16,15 +16,15 @@ from torch import nn
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.models.settings import ranker_config
+from pipeline.models.shape import Shape
 from pipeline.models.sources import External
-from pipeline.models.transformer import Shape
-from pipeline.training import loop
+from pipeline.training import meter
 from pipeline.training.caching import backward
 from pipeline.training.checkpoints import read_state, write_state
-from pipeline.training.finetuning import FinetuneConfig, Finetuning
+from pipeline.training.finetune_settings import FinetuneConfig, Mining
+from pipeline.training.finetuning import Finetuning
 from pipeline.training.launch import read_saved
 from pipeline.training.loop import Listener, Task, train
-from pipeline.training.mining import Mining
 from pipeline.training.optimization import optimization, rate_share
 from pipeline.training.pretraining import PretrainConfig, Pretraining
 from pipeline.training.selection import Measured
@@ -409,7 +409,7 @@ def test_slow_steps_are_saved_by_the_clock(monkeypatch, minutes, saved):
         now[0] += 120
         return zero(module, batch)
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     each = {"checkpoint_every_steps": 6, "log_every_steps": 2}
     run = Run(toy(slow), 10, checkpoint_every_minutes=minutes, **each)
     assert list(run.checkpoints) == saved

@@ -15,7 +15,8 @@ from pipeline.models import inference
 from pipeline.training import mining
 from pipeline.training.batches import PLACE, Epoch, Rows
 from pipeline.training.examples import DualCollator
-from pipeline.training.mining import COLUMNS, Miner, Mining
+from pipeline.training.finetune_settings import Mining
+from pipeline.training.mining import COLUMNS, Miner
 
 # Some responses stand twice.
 ROWS = [
@@ -194,7 +195,8 @@ import torch
 from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.training.batches import Rows
-from pipeline.training.mining import COLUMNS, Miner, Mining
+from pipeline.training.mining import COLUMNS, Miner
+from pipeline.training.finetune_settings import Mining
 
 class Ranker:
     device = torch.device("cpu")

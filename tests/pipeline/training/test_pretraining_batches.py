@@ -338,13 +338,13 @@ def test_what_does_not_fit_is_refused_in_one_line(corpus_of):
 def test_cursors_of_another_run_are_refused(corpus_of):
     corpus = corpus_of(70)
     _, saved = global_batches(corpus, 2, 3)
-    with pytest.raises(BadInput, match="5 micro-batches in a step"):
+    with pytest.raises(BadInput, match="has 4 micro-batches in a step, this run 5"):
         batches_of(corpus, batch_tokens=200).start(saved[-1])
-    with pytest.raises(BadInput, match="the 2 of the checkpoint"):
+    with pytest.raises(BadInput, match="has 2 micro-batches in a step, this run 4"):
         batches_of(corpus).start(saved[-1][:1])
-    with pytest.raises(BadInput, match="of several steps"):
+    with pytest.raises(BadInput, match="cursors of several steps"):
         batches_of(corpus).start([saved[0][0], saved[1][1]])
-    with pytest.raises(BadInput, match="the 1 of the checkpoint"):
+    with pytest.raises(BadInput, match="has 1 corpora, this run 2"):
         batches_of([corpus, corpus_of(40, first=1000)]).start(saved[-1])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -106,12 +104,12 @@ def test_micro_batches_hold_each_row_once_within_their_tokens(lengths, tokens):
     lengths_R = np.array(lengths)
     batches = cut(lengths_R, tokens, np.random.default_rng(0))
     assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
-    assert all(len(rows) * lengths_R[rows].max() <= tokens for rows in batches)
-    # Neighbours by length: no batch reaches into another, and none could take the next row too.
-    spans = sorted((lengths_R[rows].min(), lengths_R[rows].max(), len(rows)) for rows in batches)
-    for (_, longest, size), (shortest, _, _) in itertools.pairwise(spans):
-        assert longest <= shortest
-        assert (size + 1) * shortest > tokens
+    wanted = [[]]
+    for length in sorted(lengths):  # the longest of its batch so far
+        if (len(wanted[-1]) + 1) * length > tokens:
+            wanted.append([])
+        wanted[-1].append(length)
+    assert sorted(sorted(lengths_R[rows].tolist()) for rows in batches) == sorted(wanted)
 
 
 def test_micro_batches_come_in_random_order_and_equal_lengths_are_mixed():

@@ -17,8 +17,9 @@ from pipeline.models import cpu
 from pipeline.models.cpu import attention as cpu_attention
 from pipeline.models.cpu.dropout import Dropout, drop
 from pipeline.models.precision import use_bf16
+from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
-from pipeline.models.transformer import Encoder, Shape, set_dropout
+from pipeline.models.transformer import Encoder, set_dropout
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from pipeline.actors import Actors
 from pipeline.artifact import Artifact, draft
 from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
@@ -26,7 +27,6 @@ from pipeline.retrieval.pools import build, embed
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.pool import Pool
-from pipeline.shards import Actors
 
 PRECISION = resolve_precision("auto", torch.device("cpu"))
 RECORDS = [{"id": n, "text": f"text {n}"} for n in range(7)]

@@ -1,0 +1,25 @@
+"""A ranker from a folder of any format that can be read; its files say which one it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.models.exchange import from_parlai, from_sentence_transformers
+from pipeline.models.exchange.from_sentence_transformers import Lengths
+from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.settings import SETTINGS
+
+
+def load(folder: Path, max_context_tokens: int, max_candidate_tokens: int) -> Ranker:
+    """The lengths hold for models of sentence-transformers, which keep none for two texts; 0: what the
+    model takes.
+
+    Raises BadInput for a folder of no known format.
+    """
+    if (folder / SETTINGS).exists():
+        return load_ranker(folder)
+    if (folder / f"{from_parlai.CHECKPOINT}.opt").exists():
+        return from_parlai.load(folder)
+    return from_sentence_transformers.load(
+        folder, Lengths(max_context_tokens, max_candidate_tokens)
+    )
