@@ -15,6 +15,7 @@ from torch import nn
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
+from pipeline.models.placement import prepare_for_training
 from pipeline.models.settings import ranker_config
 from pipeline.models.shape import Shape
 from pipeline.models.sources import External
@@ -70,6 +71,7 @@ class Run:
             return "there"
 
         listener = Listener(self.progress.append, on_checkpoint, on_bad_batch)
+        prepare_for_training(self.task.module, CPU)
         train(self.task, self.task.module, loop_config, CPU, 0, listener, resume)
 
     @property
