@@ -30,6 +30,7 @@ from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.models.polyencoder import PolyEncoder
 from pipeline.models.precision import Precision
+from pipeline.models.pretraining_heads import read_next_head
 from pipeline.models.settings import (
     SETTINGS,
     BiConfig,
@@ -114,6 +115,8 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     """A ranker on a pre-trained encoder: its head is new, both towers start from the same weights.
 
     Where the folder is the contexts' tower of a ranker, the other one starts from its candidates' tower.
+    A cross-encoder without pooler starts from the encoder's next-utterance head, if there is one beside
+    it: that head has learnt which response follows a context.
 
     Raises BadInput where the encoder has no tokenizer, or fewer positions than the settings need.
     """
@@ -123,7 +126,12 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
         other = Encoder.load(beside) if beside.exists() else None
     tokenizer = Tokenizer.load(encoder_folder)
     torch.manual_seed(seed)
-    return Ranker(config, tokenizer, new_network(config, encoder, other))
+    network = new_network(config, encoder, other)
+    if isinstance(network, CrossEncoder) and network.pooler is None:
+        next_head = read_next_head(encoder_folder, encoder.width)
+        if next_head:
+            network.score.load_state_dict(next_head)
+    return Ranker(config, tokenizer, network)
 
 
 def load_ranker(folder: Path) -> Ranker:

@@ -19,8 +19,10 @@ from transformers import (
 
 from pipeline.config import BadInput
 from pipeline.models import inference
+from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import BiConfig, PolyConfig, ranker_config
+from pipeline.models.shape import Shape
 from pipeline.models.transformer import Encoder, set_dropout
 
 CONTEXTS = [["w1 w2", "w3"], ["w4 w5 w6 w7"], ["w8"]]
@@ -325,3 +327,19 @@ def test_dropout_of_a_loaded_model_can_be_changed(tiny, tmp_path, encoder):
     ranker.save(tmp_path)
     again = load_ranker(tmp_path).train()
     assert not torch.equal(*(again.dual.encode_candidates(tokens) for _ in range(2)))
+
+
+@pytest.mark.parametrize("pooler", [False, True])
+def test_a_cross_encoder_starts_from_the_next_utterance_head(tiny, tmp_path, pooler):
+    """A published encoder of jobs.pretrain has that head beside it; with a pooler the score is new."""
+    torch.manual_seed(5)
+    model = PretrainingModel.new(
+        Shape(**tiny.shape), tiny.vocabulary, {"pad": 0, "cls": 2, "sep": 3}
+    )
+    model.save(tmp_path)
+    tiny.tokenizer().save(tmp_path)
+    config = ranker_config({"architecture": "cross", "pooler": pooler, "max_context_tokens": 24,
+                            "max_candidate_tokens": 12})  # fmt: skip
+    score = new_ranker(config, tmp_path, seed=0).cross.score
+    assert torch.equal(score.weight, model.next.weight) is not pooler
+    assert torch.equal(score.bias, model.next.bias) is not pooler
