@@ -336,6 +336,7 @@ def test_a_cross_encoder_starts_from_the_next_utterance_head(tiny, tmp_path, poo
     model = PretrainingModel.new(
         Shape(**tiny.shape), tiny.vocabulary, {"pad": 0, "cls": 2, "sep": 3}
     )
+    torch.nn.init.constant_(model.next.bias, 0.5)
     model.save(tmp_path)
     tiny.tokenizer().save(tmp_path)
     config = ranker_config({"architecture": "cross", "pooler": pooler, "max_context_tokens": 24,
