@@ -79,7 +79,13 @@ def test_a_later_config_wins_and_leaves_what_it_does_not_name(tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_every_recipe_is_a_config_of_its_job(recipe):
     verb = "pretrain" if recipe.parent.name == "pretrain" else "finetune"
-    required = ["--corpus", "c", "--output", "o", *(["--encoder", "e"] if verb == "finetune" else [])]
+    required = [
+        "--corpus",
+        "c",
+        "--output",
+        "o",
+        *(["--encoder", "e"] if verb == "finetune" else []),
+    ]
     config = parse(config_of(verb), ["--config", str(recipe), *required], "test")
     written = yaml.safe_load(recipe.read_text())
     for group, values in written.items():
@@ -193,7 +199,11 @@ def commands(page: Path) -> list[str]:
     return [line.split("#")[0] for line in lines if re.match(r"\s{4}.*python -m jobs\.\w+ ", line)]
 
 
-PAGES = (ROOT / "README.md", ROOT / "pipeline/training/README.md", ROOT / "pipeline/training/PRETRAINING.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "pipeline/training/README.md",
+    ROOT / "pipeline/training/PRETRAINING.md",
+)
 
 
 @pytest.mark.parametrize("line", [line for page in PAGES for line in commands(page)])

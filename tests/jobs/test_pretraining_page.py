@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from transformers import AutoModel, AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from pipeline.training import estimate
 
@@ -64,6 +64,24 @@ def home(tmp_path, sample_files, convai2_corpus, tiny_ranker, monkeypatch) -> Pa
     return tmp_path
 
 
+def test_a_dry_run_of_the_smallest_recipe(home, run_job):
+    run_job("tokenize_corpus", "--corpus", "corpora/convai2", "--tokenizer",
+            "models/bert-base-uncased", "--output", "tokens")  # fmt: skip
+    done = run_job("pretrain", "--config", "jobs/configs/pretrain/tiny-cpu.yaml",
+                   "--corpus", "tokens", "--output", "encoder", "--dry-run")  # fmt: skip
+    found = done.summary
+    assert (found["steps"], found["batch_tokens"], found["micro_batches_per_step"]) == (
+        2000,
+        1024,
+        2,
+    )
+    assert found["tokens_to_train"] == 2000 * 1024
+    assert found["epochs"] == pytest.approx(2000 * 1024 / found["corpus_tokens"], abs=0.01)
+    vocabulary = len(AutoTokenizer.from_pretrained(home / "tokens" / "tokenizer"))
+    assert found["parameters"] > 64 * vocabulary and found["tokens_per_s_per_worker"] > 0
+    assert not (home / "encoder").exists()
+
+
 def test_every_command_of_the_page_works_as_written(home, run_job):
     summaries = []
     for verb, *argv in commands():
@@ -78,7 +96,9 @@ def test_every_command_of_the_page_works_as_written(home, run_job):
     encoder = home / "encoders" / "reddit"
     assert AutoModel.from_pretrained(encoder).config.hidden_size == 16
     assert AutoModelForMaskedLM.from_pretrained(encoder).config.num_hidden_layers == 1
-    files = re.findall(r"^\| (`.*`) \| ", PAGE.read_text().partition("then holds:")[2], re.MULTILINE)
+    files = re.findall(
+        r"^\| (`.*`) \| ", PAGE.read_text().partition("then holds:")[2], re.MULTILINE
+    )
     named = [name.strip("`") for row in files[:5] for name in row.split(", ")]
     assert [name for name in named if not (encoder / name).exists()] == [] and len(named) == 7
     assert (home / "rankers" / "poly" / "ranker.json").is_file()
