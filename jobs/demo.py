@@ -153,9 +153,11 @@ def _pretrain(work: Path) -> str:
     _stage("A tokenizer", "train_tokenizer", "--corpus", f"{corpora}/reddit", f"{corpora}/convai2",
            f"{corpora}/articles", "--tokenizer.vocabulary", "2000",
            "--output", f"{work}/tokenizer")  # fmt: skip
+    _stage("Reddit's examples to tokens", "tokenize_corpus", "--corpus", f"{corpora}/reddit",
+           "--tokenizer", f"{work}/tokenizer", "--output", f"{work}/tokens")  # fmt: skip
     _stage("An encoder: masked tokens and next utterance, on Reddit", "pretrain",
-           "--config", _recipe("demo-pretrain"), "--corpus", f"{corpora}/reddit",
-           "--tokenizer", f"{work}/tokenizer", "--output", f"{work}/encoder")  # fmt: skip
+           "--config", _recipe("pretrain/tiny-cpu"), "--corpus", f"{work}/tokens",
+           "--output", f"{work}/encoder")  # fmt: skip
     return f"{work}/encoder"
 
 
@@ -170,17 +172,19 @@ def _rankers(work: Path, encoder: str, recipes: str) -> None:
     quick = lean if real_on_cpu else ()
     brief = (*quick, "--finetune.max-steps", "100") if real_on_cpu else ()
     models = {
-        "bi": ("convai2-bi", "convai2", encoder, quick),
-        "cross": ("convai2-cross", "convai2", start, brief),
-        "poly": ("convai2-poly", "convai2", start, quick),
-        "articles": ("wikipedia-poly", "articles", start, brief),
+        "bi": ("bi", "convai2", "convai2", encoder, quick),
+        "cross": ("cross", "convai2", "convai2", start, brief),
+        "poly": ("poly", "convai2", "convai2", start, quick),
+        "articles": ("poly", "wikipedia", "articles", start, brief),
     }
 
     def begun(name: str, *resources: str) -> Callable[[], program.Summary]:
-        small, corpus, origin, more = models[name]
-        recipe = f"finetune/{small}-small" if recipes == "finetune" else f"{recipes}-{name}"
+        architecture, task, corpus, origin, more = models[name]
+        files = [f"demo-{name}"]
+        if recipes == "finetune":
+            files = [f"finetune/{architecture}-small", f"finetune/tasks/{task}-small"]
         return _begun(
-            f"A ranker, {name}", "finetune", "--config", _recipe(recipe),
+            f"A ranker, {name}", "finetune", "--config", *map(_recipe, files),
             "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *more, *resources,
             "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}",
         )  # fmt: skip

@@ -77,10 +77,10 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     """Returns the configuration that `argv` describes.
 
     On the command line `--max-steps 3` and `--max_steps=3` are the same, a list field takes several
-    values (`--input a b c`), and a boolean field alone (`--keep`) means true. A dataclass whose
-    `POSITIONAL` names a field takes its value as the first argument, without a name. Where `PASSED_ON`
-    names a list field and groups of another job's options, `--group.name value` goes unread into that
-    field.
+    values (`--input a b c`), and a boolean field alone (`--keep`) means true. `--config a b` reads both
+    files; the later one wins. A dataclass whose `POSITIONAL` names a field takes its value as the first
+    argument, without a name. Where `PASSED_ON` names a list field and groups of another job's options,
+    `--group.name value` goes unread into that field.
 
     A field may be a union of dataclasses (see `Variants`): files and command line say by its tag which one
     is meant, its default says so where they do not, and only the options of that one are known.
@@ -95,7 +95,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     parser = jsonargparse.ArgumentParser(
         prog=prog, description=description, exit_on_error=False, allow_abbrev=False
     )
-    parser.add_argument("--config", action="config", help="A YAML file with any of the options.")
+    help_of_config = "YAML files with any of the options; a later file wins over an earlier one."
+    parser.add_argument("--config", action="config", help=help_of_config)
     fields = _option_types(config_class)
     try:
         normal = _passed_on(config_class, _normalise(argv, fields))
@@ -282,7 +283,8 @@ def _mapping(value: str) -> dict[str, Any]:
 def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:
     """Dashes to underscores; `--list a b` to one JSON value; a bare `--flag` to `--flag true`.
 
-    `--config` comes first, wherever it stands: jsonargparse lets the later one win.
+    `--config a b` becomes `--config a --config b`, and comes first, wherever it stands: jsonargparse lets
+    the later one win.
     """
     normal: list[str] = []
     config: list[str] = []
@@ -298,7 +300,7 @@ def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:
         hint = fields.get(name[2:])
         values = [value] if equals else []
         if not equals:
-            is_list = typing.get_origin(hint) is tuple
+            is_list = typing.get_origin(hint) is tuple or name == "--config"
             while position < len(argv) and not argv[position].startswith("--"):
                 if values and not is_list:
                     break
@@ -308,7 +310,10 @@ def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:
             values = ["true"]
         if typing.get_origin(hint) is tuple and not (len(values) == 1 and values[0][:1] == "["):
             values = [json.dumps(values)]
-        (config if name == "--config" else normal).extend([name, *values])
+        if name == "--config" and values:
+            config.extend(part for file in values for part in (name, file))
+        else:
+            normal.extend([name, *values])
     return config + normal
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 import shlex
@@ -19,7 +20,8 @@ from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 import jobs
-from pipeline.config import BadInput, parse
+from jobs.benchmarks.paper.trials import recipe as recipe_of
+from pipeline.config import BadInput, flatten, identity, parse, to_dict
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -60,11 +62,30 @@ def test_help_lists_every_option_with_its_meaning(verb, capsys):
         assert meaning and not meaning.startswith("("), f"{name} has no meaning"
 
 
+def test_a_later_config_wins_and_leaves_what_it_does_not_name(tmp_path):
+    (tmp_path / "a.yaml").write_text("ranker: {architecture: poly, m: 8}\nloop: {seed: 1}\n")
+    (tmp_path / "b.yaml").write_text("ranker: {max_context_tokens: 99}\nloop: {seed: 2}\n")
+    required = ["--corpus", "c", "--encoder", "e", "--output", "o"]
+    one, other = str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")
+    for files in (["--config", one, other], ["--config", one, "--config", other]):
+        argv = ["--loop.log-every-steps", "7", *files, *required]
+        config = parse(config_of("finetune"), argv, "t")
+        assert (config.ranker.m, config.ranker.max_context_tokens) == (8, 99)
+        assert (config.loop.seed, config.loop.log_every_steps) == (2, 7)
+    swapped = parse(config_of("finetune"), ["--config", other, one, *required], "t")
+    assert (swapped.ranker.m, swapped.loop.seed) == (8, 1)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_every_recipe_is_a_config_of_its_job(recipe):
-    verb = "pretrain" if recipe.stem == "demo-pretrain" else "finetune"
-    start = "tokenizer" if verb == "pretrain" else "encoder"
-    required = ["--corpus", "c", f"--{start}", "s", "--output", "o"]
+    verb = "pretrain" if recipe.parent.name == "pretrain" else "finetune"
+    required = [
+        "--corpus",
+        "c",
+        "--output",
+        "o",
+        *(["--encoder", "e"] if verb == "finetune" else []),
+    ]
     config = parse(config_of(verb), ["--config", str(recipe), *required], "test")
     written = yaml.safe_load(recipe.read_text())
     for group, values in written.items():
@@ -75,43 +96,118 @@ def test_every_recipe_is_a_config_of_its_job(recipe):
 
 def test_every_recipe_is_used_or_documented():
     demo = (ROOT / "jobs" / "demo.py").read_text()
-    assert "demo-pretrain" in demo
-    demos = {"demo-pretrain", *(f"demo-{name}" for name in ("bi", "poly", "cross", "articles"))}
-    tasks, sizes = ("convai2", "dstc7", "ubuntu", "wikipedia"), ("", "-small")
-    each = {f"{task}-{kind}{size}" for task in tasks for kind in KINDS for size in sizes}
-    assert {recipe.stem for recipe in RECIPES} == demos | each
+    assert "pretrain/tiny-cpu" in demo
+    page = (ROOT / "pipeline" / "training" / "PRETRAINING.md").read_text()
+    for recipe in (r for r in RECIPES if r.parent.name == "pretrain"):
+        assert f"`{recipe.stem}`" in page
+    demos = {f"demo-{name}.yaml" for name in (*KINDS, "articles")}
+    used = {Path(file) for key in RANKERS for file in recipe_of(*key)[1:]}
+    finetuning = {ROOT / "jobs" / "configs" / name for name in demos} | used
+    assert {r for r in RECIPES if r.parent.name != "pretrain"} == finetuning
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.parent.name == "finetune"],
-                         ids=lambda file: file.stem)  # fmt: skip
-def test_recipes_are_what_their_names_say(recipe):
-    """The paper's: its batches, epochs, rates and decay."""
-    task, kind, *small = recipe.stem.split("-")
+# The resolved settings of each (task, architecture, size) that are not the job's defaults:
+# (context tokens, candidate tokens, batch, negatives, validation examples).
+RANKERS = {
+    ("convai2", "bi", "full"): (362, 72, 512, 15, 8000),
+    ("convai2", "poly", "full"): (362, 72, 256, 15, 8000),
+    ("convai2", "cross", "full"): (362, 72, 16, 19, 2500),
+    ("dstc7", "bi", "full"): (362, 72, 256, 15, 8000),
+    ("dstc7", "poly", "full"): (362, 72, 256, 15, 8000),
+    ("dstc7", "cross", "full"): (362, 72, 16, 15, 8000),
+    ("ubuntu", "bi", "full"): (362, 72, 256, 15, 8000),
+    ("ubuntu", "poly", "full"): (362, 72, 256, 15, 8000),
+    ("ubuntu", "cross", "full"): (362, 72, 16, 15, 8000),
+    ("wikipedia", "bi", "full"): (96, 256, 256, 15, 8000),
+    ("wikipedia", "poly", "full"): (96, 256, 256, 15, 8000),
+    ("wikipedia", "cross", "full"): (96, 256, 16, 15, 8000),
+    ("convai2", "bi", "small"): (360, 72, 64, 15, 200),
+    ("convai2", "poly", "small"): (360, 72, 64, 15, 200),
+    ("convai2", "cross", "small"): (360, 72, 16, 7, 100),
+    ("dstc7", "bi", "small"): (128, 48, 64, 15, 200),
+    ("dstc7", "poly", "small"): (128, 48, 64, 15, 200),
+    ("dstc7", "cross", "small"): (128, 48, 16, 7, 30),
+    ("ubuntu", "bi", "small"): (128, 48, 64, 15, 200),
+    ("ubuntu", "poly", "small"): (128, 48, 64, 15, 200),
+    ("ubuntu", "cross", "small"): (128, 48, 16, 7, 100),
+    ("wikipedia", "bi", "small"): (96, 256, 32, 15, 200),
+    ("wikipedia", "poly", "small"): (96, 256, 32, 15, 200),
+    ("wikipedia", "cross", "small"): (96, 256, 8, 3, 60),
+}
+
+
+@pytest.mark.parametrize("key", RANKERS, ids="-".join)
+def test_the_settings_of_each_task_architecture_and_size(key):
+    """Nothing but these fields differs from the defaults of jobs.finetune."""
+    _, kind, size = key
     required = ["--corpus", "c", "--encoder", "e", "--output", "o"]
-    config = parse(config_of("finetune"), ["--config", str(recipe), *required], "test")
-    assert config.ranker.architecture == kind
-    if small:
-        assert not config.resources.gpu and config.finetune.epochs <= 1
-        return
-    batches = {"bi": 512 if task == "convai2" else 256, "poly": 256, "cross": 16}
-    assert config.finetune.batch_examples == batches[kind]
-    assert config.finetune.epochs == {"bi": 10, "poly": 8, "cross": 12}[kind]
-    assert (config.loop.learning_rate, config.loop.plateau_decay) == (5e-5, 0.4)
-    assert (config.loop.schedule, config.loop.validate_every_epochs) == ("plateau", 0.5)
-    if kind == "cross":
-        assert config.finetune.negatives == (19 if task == "convai2" else 15)
+    read = functools.partial(parse, config_of("finetune"), prog="test")
+    found = flatten(to_dict(read([*recipe_of(*key), *required])))
+    expected = flatten(to_dict(read(["--ranker.architecture", kind, *required])))
+    lengths, others = RANKERS[key][:2], RANKERS[key][2:]
+    expected |= dict(
+        zip(("ranker.max_context_tokens", "ranker.max_candidate_tokens"), lengths, strict=True)
+    )
+    names = ("batch_examples", "negatives", "valid_examples")
+    expected |= {f"finetune.{name}": value for name, value in zip(names, others, strict=True)}
+    if size == "small":
+        expected |= {"finetune.dropout": 0.0, "finetune.epochs": 1.0, "loop.log_every_steps": 5}
+    else:
+        expected |= {
+            "finetune.epochs": {"bi": 10.0, "poly": 8.0, "cross": 12.0}[kind],
+            "finetune.chunk_examples": 0 if kind == "cross" else 64,
+            "loop.warmup_steps": 1000.0 if kind == "cross" else 100.0,
+            "loop.schedule": "plateau", "loop.optimizer": "adamax", "loop.weight_decay": 0.0,
+            "loop.max_gradient_norm": 0.1, "resources.workers": 8, "resources.gpu": True,
+        }  # fmt: skip
+    assert found == expected
+
+
+def pretraining(name: str, *more: str):
+    file = ROOT / "jobs" / "configs" / "pretrain" / f"{name}.yaml"
+    argv = ["--config", str(file), "--corpus", "c", "--output", "o", *more]
+    return parse(config_of("pretrain"), argv, "test")
+
+
+@pytest.mark.parametrize("name", ["reddit-base", "wikipedia-base"])
+def test_the_papers_pretraining(name):
+    config = pretraining(name)
+    assert (config.encoder.layers, config.encoder.width, config.encoder.heads) == (12, 768, 12)
+    assert config.encoder.positions == 1024
+    assert config.pretrain.lanes == config.resources.workers == 32
+    assert config.pretrain.lane_tokens == 32_000
+    assert (config.pretrain.objective, config.pretrain.masking) == ("alternate", "xlm")
+    loop = config.loop
+    assert (loop.schedule, loop.warmup_steps, loop.learning_rate) == ("inverse_sqrt", 4000, 2e-4)
+    assert (loop.betas, loop.weight_decay) == ((0.9, 0.98), 0.0)
+    on_8 = pretraining(name, "--resources.workers", "8")
+    assert identity(on_8) == identity(config), "the same job on other hardware"
+
+
+@pytest.mark.parametrize("name", ["reddit-base", "wikipedia-base", "modern-base"])
+def test_lanes_are_shared_evenly_also_by_8_workers(name):
+    config = pretraining(name)
+    assert config.pretrain.lanes % config.resources.workers == 0 == config.pretrain.lanes % 8
+    assert config.pretrain.longest_pair <= config.encoder.positions
 
 
 # README
 
 
-def readme_commands() -> list[str]:
-    lines = README.replace("\\\n", " ").splitlines()
+def commands(page: Path) -> list[str]:
+    lines = page.read_text().replace("\\\n", " ").splitlines()
     return [line.split("#")[0] for line in lines if re.match(r"\s{4}.*python -m jobs\.\w+ ", line)]
 
 
-@pytest.mark.parametrize("line", readme_commands())
-def test_the_commands_of_the_readme_are_commands(line, monkeypatch: pytest.MonkeyPatch):
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "pipeline/training/README.md",
+    ROOT / "pipeline/training/PRETRAINING.md",
+)
+
+
+@pytest.mark.parametrize("line", [line for page in PAGES for line in commands(page)])
+def test_the_commands_of_the_pages_are_commands(line, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     program, *argv = shlex.split(line.partition("python -m jobs.")[2])
     assert program in VERBS

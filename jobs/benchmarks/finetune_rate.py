@@ -115,7 +115,7 @@ class _Pair:
         self._encoder, self._corpus, self._work = encoder, corpus, work / precision
         self._task = trials.task_of(corpus)
         self._options = list(map(str, (
-            "--config", trials.recipe(self._task, "bi", "small"), "--corpus", corpus.uri, "--encoder",
+            *trials.recipe(self._task, "bi", "small"), "--corpus", corpus.uri, "--encoder",
             encoder, "--output", self._work / "ours", "--loop.validate-every-epochs", 0,
             "--loop.precision", precision, "--ranker.share-towers", "true",
             "--ranker.vector-length", math.sqrt(20), *options,

@@ -112,10 +112,14 @@ def task_of(corpus: Artifact) -> str:
     raise BadInput(f"{corpus.uri}: the corpus has no examples")
 
 
-def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> Path:
-    """The file of jobs/configs/finetune that suits a task."""
+def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> tuple[str, ...]:
+    """`--config` with two files of jobs/configs/finetune: the architecture's, and the task's for it."""
     ending = "-small.yaml" if size == "small" else ".yaml"
-    return _CONFIGS / f"{_TASKS.get(task, _OTHER)[0]}-{architecture}{ending}"
+    name = _TASKS.get(task, _OTHER)[0]
+    own = _CONFIGS / "tasks" / f"{name}-{architecture}{ending}"
+    common = _CONFIGS / "tasks" / f"{name}{ending}"
+    of_task = own if own.exists() else common
+    return "--config", str(_CONFIGS / f"{architecture}{ending}"), str(of_task)
 
 
 def paper_task(task: str) -> str:
@@ -130,8 +134,8 @@ def protocol(task: str) -> protocols.Name:
 
 def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting) -> Job:
     """Raises BadInput for overrides that jobs.finetune does not know."""
-    file = recipe(task, trial.architecture, setting.size)
-    given = ["--config", str(file), "--corpus", corpus.uri, "--encoder", setting.encoder,
+    files = recipe(task, trial.architecture, setting.size)
+    given = [*files, "--corpus", corpus.uri, "--encoder", setting.encoder,
              "--output", "not yet known"]  # fmt: skip
     read = functools.partial(parse, finetune.Config, prog="jobs.finetune")
     changes = dict(trial.changes)

@@ -39,7 +39,7 @@ def rerank(
     """The candidates by the cross-encoder's scores, best first; ties stay in their order.
 
     `first`: the search's scores; the order is then that of the mean of both. A cross-encoder of few
-    examples errs elsewhere than the bi-encoder does: pipeline/training/README.md, Measured.
+    examples errs elsewhere than the bi-encoder does: pipeline/training/experiments.md.
     """
     if not texts:
         return []
