@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jobs import program, tokenize_corpus
+from pipeline import storage
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.models.shape import Shape
@@ -91,7 +92,8 @@ def run(config: Config) -> program.Summary:
     with cluster.session(), tracking.start("pretrain", out) as tracked:
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
-            start=config.continue_from,
+            # absolute: workers have another working directory
+            start=storage.absolute(config.continue_from) if config.continue_from else "",
         )  # fmt: skip
         parameters = sum(value.numel() for value in task.module.parameters())
         counts = {"steps": int(trained.metrics["step"]), "parameters": parameters}
