@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from jobs import benchmark
 from jobs import pretrain as pretrain_job
 from jobs.benchmarks import gpu, pretrain, pretraining_peers
 from jobs.benchmarks.measure import Run
@@ -138,12 +139,13 @@ def test_without_accelerate_a_row_is_left_out(in_process, corpus, tmp_path, monk
     assert "pretrain.vs_hf_trainer" not in {row.row for row in found}
 
 
-def test_without_a_gpu_nothing_is_measured(run_job, tmp_path, monkeypatch):
+def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = run_job("benchmark", "gpu", "--work", tmp_path, "--json", tmp_path / "rows.json")
-    assert done.code == 0
-    assert "gpu: there is no GPU here, so nothing is measured" in done.stdout
-    assert json.loads((tmp_path / "rows.json").read_text()) == []
+    file = tmp_path / "rows.json"
+    done = benchmark.run(benchmark.Config(name="gpu", work=str(tmp_path), json=str(file)))
+    assert done["rows"] == {}
+    assert "gpu: there is no GPU here, so nothing is measured" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == []
 
 
 def test_what_a_gpu_runs_runs_on_a_cpu(in_process, convai2_corpus, tmp_path):
