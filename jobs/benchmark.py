@@ -19,12 +19,13 @@ class Config:
     """Measures a part of polyrank: `python -m jobs.benchmark corpora --size full`.
 
     Only ratios of what ran in turn in one run mean anything on a shared machine. For finetune and paper,
-    options of jobs.finetune (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings.
+    options of jobs.finetune (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings; for
+    pretrain those of jobs.pretrain (--pretrain.*, --loop.*).
     """
 
     POSITIONAL = "name"
-    PASSED_ON = ("overrides", ("ranker", "finetune", "loop", "resources"))
-    name: Literal["corpora", "embed", "finetune", "paper", "search"]
+    PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
+    name: Literal["corpora", "embed", "finetune", "gpu", "paper", "pretrain", "search"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
     """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
@@ -38,10 +39,13 @@ class Config:
     7 reduction, 8 context vectors. distill: what poly-64 learns from a cross-encoder, on a corpus of
     jobs.score_candidates."""
     encoder: str = ""
-    """For finetune and paper: an encoder, as for jobs.finetune."""
+    """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default."""
     corpus: tuple[str, ...] = ()
     """For finetune: a corpus. For paper: corpora, of a task each. For search: the first one's contexts
-    ask, all turns answer."""
+    ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for pretrain it may
+    be tokenized."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
     """For search: a trained poly-encoder (of jobs.finetune)."""
     only: tuple[str, ...] = ()
@@ -53,7 +57,8 @@ class Config:
     max_examples: int = 100_000
     """For paper: at most so many examples are ranked."""
     overrides: tuple[str, ...] = ()
-    """For finetune and paper: options of jobs.finetune; as a rule they are written beside the others."""
+    """For finetune and paper: options of jobs.finetune, for pretrain of jobs.pretrain; as a rule they are
+    written beside the others."""
     json: str = ""
     """File for the rows of the report."""
     work: str = ".benchmark"
@@ -76,8 +81,10 @@ class Config:
         reads_only = self.name == "finetune" or (self.name == "paper" and self.table != 5)
         require(reads_only or not self.only, "only", self.only,
                 "none, but for finetune, and paper's tables other than 5")  # fmt: skip
-        require(self.name in ("finetune", "paper") or not self.overrides, "name", self.name,
-                f"finetune, paper, with {' '.join(self.overrides)}")  # fmt: skip
+        if self.name in ("gpu", "pretrain"):
+            require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
+        require(self.name in ("finetune", "paper", "pretrain") or not self.overrides, "name", self.name,
+                f"finetune, paper, pretrain, with {' '.join(self.overrides)}")  # fmt: skip
 
 
 def run(config: Config) -> program.Summary:
@@ -115,6 +122,14 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import search
 
         rows = search.measure(config.size, model, asked, work)
+    elif config.name == "pretrain":
+        from jobs.benchmarks import pretrain
+
+        rows = pretrain.measure(config.size, config.corpus, config.overrides, work)
+    elif config.name == "gpu":
+        from jobs.benchmarks import gpu
+
+        rows = gpu.measure(config.device, config.encoder, config.corpus, work)
     elif config.name == "embed":
         from jobs.benchmarks import embed
 

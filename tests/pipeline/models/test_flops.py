@@ -103,3 +103,13 @@ def test_a_cpu_is_measured(monkeypatch):
     found = peak_flops(torch.device("cpu"), "fp32")
     assert found.source == "measured"
     assert 1e8 < found.flops < 1e14  # of any CPU of these decades
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_makes_less_than_its_stated_peak():
+    """A device that is not in the table has no stated peak: add a row with its data sheet's number."""
+    device = torch.device("cuda")
+    peak = peak_flops(device, "bf16")
+    assert peak.source == "stated", torch.cuda.get_device_name(device)
+    assert 0.3 < flops._measured(device, "bf16") / peak.flops < 1.05

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from transformers import (
 
 from pipeline.config import BadInput
 from pipeline.models import pretraining_heads
+from pipeline.models.placement import prepare_for_training
 from pipeline.models.pretraining_heads import NEXT_HEAD, PretrainingModel
 from pipeline.models.shape import Shape
 from pipeline.models.transformer import Encoder, set_dropout
@@ -286,3 +289,27 @@ def test_an_encoder_with_missing_weights_is_refused(model, tmp_path):
     )
     with pytest.raises(BadInput, match="the weights lack 1 of the encoder's tensors"):
         PretrainingModel.from_encoder(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_training_step_on_a_gpu_has_the_gradients_of_a_cpu(tiny, model, batch):
+    """bf16 with float32 weights there, float32 here; bf16 has three digits."""
+    tokens, *targets = batch
+    set_dropout(model.train(), 0.0)
+    gpu, device = copy.deepcopy(model), torch.device("cuda")
+    gpu.to(device)
+    prepare_for_training(gpu, device, "bf16")
+    expected = model(tokens, *targets)
+    (expected.mlm_sum + expected.next_sum).backward()
+    with torch.autocast("cuda", torch.bfloat16):
+        found = gpu(tokens.to(device), *(target.to(device) for target in targets))
+    (found.mlm_sum + found.next_sum).backward()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.detach().float().cpu(), other.detach(), rtol=0.05, atol=0.05)
+    here, there = (
+        torch.cat([value.grad.float().cpu().flatten() for value in each.parameters()])
+        for each in (model, gpu)
+    )
+    assert torch.nn.functional.cosine_similarity(here, there, dim=0) > 0.99
+    assert float(there.norm() / here.norm()) == pytest.approx(1, abs=0.05)

@@ -427,3 +427,22 @@ def test_a_step_has_as_many_micro_batches_as_its_tokens_need(settings, lanes, to
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(BadInput, match=message):
         config_of(**settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_batches_for_a_gpu_are_pinned_and_arrive_whole(corpus_of):
+    """A copy from memory that is not pinned waits for the device."""
+    [(parts, _)] = take(batches_of(corpus_of(70)), 1)
+    for part in parts:
+        tensors = [
+            *part.tokens[:2],
+            part.tokens.segments_BT,
+            part.predicted_N,
+            part.labels_N,
+            part.is_next_B,
+        ]
+        assert all(tensor.is_pinned() for tensor in tensors)
+        there = part.to(torch.device("cuda"))
+        assert there.tokens.ids_BT.device.type == "cuda"
+        assert plain(there) == plain(part)

@@ -1,0 +1,265 @@
+"""What only a GPU can show, in ten minutes: tests, the speed of pre-training, fine-tuning and embedding.
+
+Searching has no row: pools are searched on CPUs. With the device "cpu" the same code runs on tiny shapes,
+to see that it runs.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.parquet as pq
+import torch
+
+from jobs.benchmarks import pretrain
+from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.pretraining_peers import bare_step
+from pipeline import storage
+from pipeline.artifact import open_artifact
+from pipeline.models import inference
+from pipeline.models.flops import TrainingFlops, peak_flops
+from pipeline.models.placement import prepare_for_training
+from pipeline.models.pretraining_heads import PretrainingModel
+from pipeline.models.ranker import load_ranker
+from pipeline.models.shape import Shape
+from pipeline.models.tokens import Tokens
+from pipeline.training.optimization import optimization
+from pipeline.training.pretraining_batches import MicroBatch
+from pipeline.training.settings import LoopConfig
+
+Device = Literal["cuda", "cpu"]
+
+_ROOT = Path(__file__).parents[2]
+_RECIPE = _ROOT / "jobs" / "configs" / "finetune" / "convai2-bi-small.yaml"
+_LENGTHS = (128, 512)
+_MASKED_SHARE = 0.15
+_WARM_UP_STEPS = 3
+_JOB_TOKENS = 65_536  # of a step of jobs.pretrain, one micro-batch
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How much is computed on a device."""
+
+    shape: Shape
+    vocabulary: int
+    micro_batch_tokens: tuple[int, ...]
+    """Tried in turn, until one does not fit."""
+    seconds: float
+    """Of each measurement, at least."""
+    steps: int
+    """Of jobs.pretrain and jobs.finetune."""
+    texts: int
+    """To embed, at most."""
+    compiler: str
+    """Backend of torch.compile; "eager" traces the model and runs it as it is."""
+
+
+_SCALES: dict[Device, _Scale] = {
+    "cuda": _Scale(
+        Shape(), 30_522, (16_384, 32_768, 65_536, 131_072), seconds=5.0, steps=100, texts=200_000,
+        compiler="inductor",
+    ),
+    "cpu": _Scale(
+        Shape(layers=2, width=64, heads=2), 300, (1_024,), seconds=0.0, steps=4, texts=50,
+        compiler="eager",
+    ),
+}  # fmt: skip
+
+
+def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> list[Row]:
+    """Rows of one GPU; none, and a line that says so, where there is none.
+
+    `corpus`: what is pre-trained and fine-tuned on; none: the sample corpora. `encoder` is fine-tuned; "":
+    the one that jobs.pretrain has made.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        print("gpu: there is no GPU here, so nothing is measured", flush=True)
+        return []
+    work, scale = work / "gpu", _SCALES[device]
+    sizes: pretrain.Size = "full" if device == "cuda" else "small"
+    rows = [_tests()] if device == "cuda" else []
+    for length in _LENGTHS:
+        rows.append(_utilisation(length, torch.device(device), scale))
+    tokens = pretrain.tokens(sizes, corpus[0] if corpus else "", work)
+    made, row = _pretraining_job(tokens, device, scale, work)
+    rows.append(row)
+    conversations = corpus[0] if corpus else pretrain.sample_corpora(sizes, work)["convai2"]
+    ranker, more = _finetuning(encoder or made, conversations, device, scale, work)
+    rows += more
+    rows.append(_embedding(ranker, conversations, torch.device(device), scale))
+    return rows
+
+
+def _tests() -> Row:
+    """The tests that are marked `gpu`; they stand in the checkout only."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    last = done.stdout.strip().splitlines()[-1:] or [done.stderr.strip()[-200:]]
+    counts = {
+        name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last[0])
+    }
+    passed = counts.get("passed", 0) if done.returncode == 0 else None
+    return Row("gpu.tests", passed, "passed", detail={"pytest": last[0]})
+
+
+# -------------------------------------------------------------------------------------------------
+# Pre-training
+
+
+def _utilisation(length: int, device: torch.device, scale: _Scale) -> Row:
+    """MFU of joint pre-training on made-up texts of exactly `length` tokens, without Ray.
+
+    The micro-batches double until one does not fit; the fastest is measured with torch.compile, too.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for tokens in scale.micro_batch_tokens:
+        try:
+            found[f"eager, {tokens:,} tokens"] = _rate(tokens, length, device, scale, False)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            break
+    best = max(found.values(), key=lambda values: values["mfu"])
+    at = int(best["micro_batch_tokens"])
+    found[f"compiled, {at:,} tokens"] = _rate(at, length, device, scale, True)
+    peak = peak_flops(device, "bf16")
+    return Row(
+        f"gpu.pretrain.mfu_bert_base_{length}", max(values["mfu"] for values in found.values()),
+        "MFU", floor=1.0,
+        detail={**found, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
+                "device": _name(device)},
+    )  # fmt: skip
+
+
+def _rate(
+    tokens: int, length: int, device: torch.device, scale: _Scale, compiled: bool
+) -> dict[str, float]:
+    """Steps of one micro-batch each, with the optimizer."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    torch.manual_seed(0)
+    model = PretrainingModel.new(scale.shape, scale.vocabulary, {"pad": 0, "cls": 1, "sep": 2})
+    model.to(device).train()
+    prepare_for_training(model, device, "bf16")
+    step = torch.compile(model, backend=scale.compiler) if compiled else model
+    optimizer = optimization(LoopConfig(precision="bf16"), model, steps=1_000)
+    batch = made_up_micro_batch(max(1, tokens // length), length, scale.vocabulary).to(device)
+    steps, began, elapsed = 0, 0.0, 0.0
+    while steps <= _WARM_UP_STEPS or elapsed < scale.seconds:
+        if steps == _WARM_UP_STEPS:
+            _wait(device)
+            began = time.perf_counter()
+        bare_step(step, [batch], optimizer, device, bf16=True)
+        steps += 1
+        if steps > _WARM_UP_STEPS:
+            _wait(device)
+            elapsed = time.perf_counter() - began
+    per_second = (steps - _WARM_UP_STEPS) / elapsed
+    cost = TrainingFlops.of(model.encoder, model.mlm)
+    flops = cost.step(batch.tokens.lengths, batch.predicted_count) * per_second
+    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    return {
+        "mfu": flops / peak_flops(device, "bf16").flops,
+        "tokens_per_s": round(batch.token_count * per_second),
+        "micro_batch_tokens": tokens,
+        "memory_gib": round(memory, 1),
+    }
+
+
+def made_up_micro_batch(texts: int, length: int, vocabulary: int) -> MicroBatch:
+    """Random ids without padding, with BERT's share of predicted tokens, and a next utterance."""
+    draw = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(5, vocabulary, (texts, length), generator=draw)
+    predicted = max(1, round(_MASKED_SHARE * ids_BT.numel()))
+    predicted_N = torch.randperm(ids_BT.numel(), generator=draw)[:predicted].sort().values
+    segments_BT = (torch.arange(length) >= length // 2).long().repeat(texts, 1)
+    tokens = Tokens(
+        ids_BT, torch.ones_like(ids_BT, dtype=torch.bool), (length,) * texts, segments_BT
+    )
+    is_next_B = torch.rand(texts, generator=draw) < 0.5
+    return MicroBatch(tokens, predicted_N, ids_BT.flatten()[predicted_N], is_next_B)
+
+
+def _wait(device: torch.device) -> None:
+    """Calls to a GPU return before it has computed anything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _pretraining_job(corpus: str, device: Device, scale: _Scale, work: Path) -> tuple[str, Row]:
+    """(the encoder of jobs.pretrain, its row)"""
+    output, shape = work / "encoder", scale.shape
+    shutil.rmtree(output, ignore_errors=True)
+    tokens = min(_JOB_TOKENS, max(scale.micro_batch_tokens))
+    done = run_job(
+        "pretrain", "--corpus", corpus, "--output", output,
+        "--encoder.layers", shape.layers, "--encoder.width", shape.width,
+        "--encoder.heads", shape.heads, "--pretrain.steps", scale.steps,
+        "--pretrain.batch-tokens", tokens, "--pretrain.micro-batch-tokens", tokens,
+        "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
+        "--loop.log-every-steps", max(1, scale.steps // 4), "--keep-training-state", "false",
+        *_resources(device),
+    )  # fmt: skip
+    metrics = done.summary["metrics"]
+    names = ("tokens_per_s", "data_wait_share", "peak_memory_mib")
+    detail: dict[str, Any] = {name: metrics[name] for name in names}
+    return str(output), Row("gpu.pretrain.job_mfu", metrics["mfu"], "MFU", detail=detail)
+
+
+# -------------------------------------------------------------------------------------------------
+# Rankers
+
+
+def _finetuning(
+    encoder: str, corpus: str, device: Device, scale: _Scale, work: Path
+) -> tuple[str, list[Row]]:
+    """(a bi-encoder, its rows)"""
+    output = work / "ranker"
+    shutil.rmtree(output, ignore_errors=True)
+    done = run_job(
+        "finetune", "--config", _RECIPE, "--corpus", corpus, "--encoder", encoder,
+        "--output", output, "--finetune.max-steps", scale.steps, *_resources(device),
+    )  # fmt: skip
+    batch = int(
+        open_artifact(str(output), "ranker").manifest["config"]["finetune"]["batch_examples"]
+    )
+    metrics = done.summary["metrics"]
+    rate = float(metrics["mean_steps_per_s"]) * batch
+    detail = {"steps": metrics["step"], "batch": batch}
+    return str(output), [
+        Row("gpu.finetune.samples_per_s", rate, "samples/s", detail=detail),
+        Row("gpu.finetune.valid_r1", metrics["best_valid_r1"], "R@1"),
+    ]
+
+
+def _embedding(ranker_uri: str, corpus: str, device: torch.device, scale: _Scale) -> Row:
+    """Responses of the train split, tokenizing included."""
+    ranker = inference.place(load_ranker(open_artifact(ranker_uri, "ranker").local()), device)
+    texts = list[str]()
+    for uri in open_artifact(corpus, "corpus").files("train/", ".parquet"):
+        with storage.open_input(uri) as stream:
+            texts += pq.read_table(stream, columns=["response"])["response"].to_pylist()
+    texts = texts[: scale.texts]
+    inference.candidate_vectors(ranker, texts[:1_000])  # the first call loads kernels
+    began = time.perf_counter()
+    inference.candidate_vectors(ranker, texts)
+    seconds = time.perf_counter() - began
+    return Row(
+        "gpu.embed.texts_per_s", len(texts) / seconds, "texts/s", detail={"texts": len(texts)}
+    )
+
+
+def _resources(device: Device) -> tuple[str, ...]:
+    return ("--resources.gpu", "true") if device == "cuda" else ("--resources.cpus-per-worker", "1")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,185 @@
+"""jobs.pretrain beside a bare PyTorch loop and beside the Trainer of `transformers`, on CPUs.
+
+All sides train the same shape on the same tokens in the same precision, one thread a process. They run in
+turn, some rounds; a rate is the median over the intervals of all rounds, the first ones of each left out.
+The bare loop gets the very micro-batches of the job, from memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median
+from typing import Literal
+
+import torch
+
+from jobs import cluster, prepare_corpus, tokenize_corpus, train_tokenizer
+from jobs import pretrain as pretrain_job
+from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.pretraining_peers import Arm, Rates, bare_loops, hf_trainer
+from pipeline import tracking
+from pipeline.artifact import open_artifact
+from pipeline.config import digest, parse
+from pipeline.corpora.made_up import sample
+from pipeline.models.precision import resolve_precision
+from pipeline.training.pretraining import Pretraining
+from pipeline.training.settings import TokenizerConfig
+from pipeline.training.tokenized_corpus import KIND, TokenizedCorpus
+
+Size = Literal["small", "full"]
+
+_SAMPLE = {
+    "small": sample.Size(),
+    "full": sample.Size(reddit_threads=40_000, train_dialogues=30_000),
+}
+_VOCABULARY = {"small": 2_000, "full": 30_000}
+_SHAPE = {"small": (4, 256, 4), "full": (6, 384, 12)}  # full: all-MiniLM's
+_STEPS = {"small": 24, "full": 40}
+_ROUNDS = {"small": 2, "full": 3}
+_INTERVAL = 2
+_WARM_UP = 2  # intervals: memory is mapped, and the first window of pairs is read
+_STEP_TOKENS = {"small": 4_096, "full": 16_384}
+_MICRO_BATCHES = 2  # of a step: two workers have one each
+
+
+def measure(size: Size, corpus: Sequence[str], overrides: Sequence[str], work: Path) -> list[Row]:
+    """`corpus`: one corpus, tokenized or not; none: the sample corpora. `overrides`: options of
+    jobs.pretrain, for all sides."""
+    work = work / "pretrain"
+    uri = tokens(size, corpus[0] if corpus else "", work)
+    layers, width, heads = _SHAPE[size]
+    options = list(map(str, (
+        "--corpus", uri, "--encoder.layers", layers, "--encoder.width", width,
+        "--encoder.heads", heads, "--pretrain.steps", _STEPS[size],
+        "--pretrain.batch-tokens", _STEP_TOKENS[size],
+        "--pretrain.micro-batch-tokens", _STEP_TOKENS[size] // _MICRO_BATCHES,
+        "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
+        "--loop.log-every-steps", _INTERVAL, "--keep-training-state", "false",
+        "--resources.cpus-per-worker", 1, *overrides,
+    )))  # fmt: skip
+    joint, mlm = _Side(options, work), _Side([*options, "--pretrain.objective", "mlm"], work)
+    two = _Side([*options, "--resources.workers", "2"], work)
+    bare, theirs, two_bare = Rates(), Rates(), Rates()
+    has_trainer = find_spec("accelerate") is not None
+    for _ in range(_ROUNDS[size]):
+        joint.run()
+        bare += bare_loops(joint.arm, 1)[_WARM_UP:]
+        if has_trainer:
+            mlm.run()
+            theirs += hf_trainer(mlm.arm, mlm.tokens_per_step())[_WARM_UP:]
+        two.run()
+        two_bare += bare_loops(two.arm, 2)[_WARM_UP:]
+    detail = {
+        "shape": f"{layers} layers of {width}", "precision": joint.arm.precision,
+        "steps": joint.config.pretrain.steps, "rounds": _ROUNDS[size], "load": os.getloadavg()[0],
+    }  # fmt: skip
+    rows = [
+        _row("pretrain.vs_bare_loop", joint.rates, bare, detail),
+        _row("pretrain.scaling_two_workers", two.rates, two_bare),
+        Row("pretrain.data_wait_share", fmean(joint.waits), "share of the time",
+            detail={"largest of an interval": round(max(joint.waits), 4)}),
+    ]  # fmt: skip
+    if has_trainer:
+        rows.append(_row("pretrain.vs_hf_trainer", mlm.rates, theirs))
+    else:
+        print("pretrain.vs_hf_trainer is left out: the Trainer of transformers needs the package "
+              "accelerate; pip install -e .[bench]", flush=True)  # fmt: skip
+    return rows
+
+
+def _row(name: str, ours: Rates, peer: Rates, detail: dict[str, object] | None = None) -> Row:
+    mine, other = median(ours), median(peer)
+    spread = {
+        "spread of ours": _spread(ours),
+        "spread of the peer": _spread(peer),
+    }
+    return Row(name, mine, "tokens/s", peer=other, ratio=mine / other,
+               detail={**(detail or {}), **spread})  # fmt: skip
+
+
+def _spread(rates: Rates) -> str:
+    """On a shared machine intervals differ by what others do."""
+    return f"{min(rates):,.0f} to {max(rates):,.0f}"
+
+
+@dataclass
+class _Side:
+    """jobs.pretrain with some options, and what it has shown."""
+
+    options: list[str]
+    work: Path
+    rates: Rates = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.output = str(self.work / "encoder")
+        self.options = [*self.options, "--output", self.output]
+        self.config = parse(pretrain_job.Config, self.options, "jobs.pretrain")
+        corpora = tuple(map(TokenizedCorpus.open, self.config.corpus))
+        weights = tuple(float(corpus.train_tokens) for corpus in corpora)
+        config = self.config
+        recipe = Pretraining(corpora, weights, config.encoder, config.pretrain, config.loop)
+        precision = resolve_precision(config.loop.precision, torch.device("cpu"))
+        self.arm = Arm(recipe, precision, config.loop.log_every_steps)
+
+    def run(self) -> None:
+        """Once more."""
+        shutil.rmtree(self.output, ignore_errors=True)
+        run_job("pretrain", *self.options)
+        manifest = open_artifact(self.output, "encoder").manifest
+        shown = tracking.Run(manifest["run_id"], tracking.server())
+        self.rates += [value for _, value in shown.history("tokens_per_s")][_WARM_UP:]
+        self.waits += [value for _, value in shown.history("data_wait_share")][_WARM_UP:]
+        self._steps_per_s = [value for _, value in shown.history("steps_per_s")][_WARM_UP:]
+
+    def tokens_per_step(self) -> float:
+        """Without padding, in the last run."""
+        rates = self.rates[-len(self._steps_per_s) :]
+        return fmean(a / b for a, b in zip(rates, self._steps_per_s, strict=True))
+
+
+def tokens(size: Size, corpus: str, work: Path) -> str:
+    """A tokenized corpus: `corpus`, or made of it, or of the sample corpora (""). What an earlier call
+    has made is used again."""
+    if corpus and open_artifact(corpus, KIND, "corpus").kind == KIND:
+        return corpus
+    with cluster.session():
+        source = corpus or sample_corpora(size, work)["reddit"]
+        made = work / f"tokens-{digest([source, size])}"
+        learnt = TokenizerConfig(vocabulary=_VOCABULARY[size])
+        tokenizer = str(made / "tokenizer")
+        train_tokenizer.run(
+            train_tokenizer.Config(corpus=(source,), output=tokenizer, tokenizer=learnt)
+        )
+        output = str(made / "tokens")
+        tokenize_corpus.run(
+            tokenize_corpus.Config(corpus=source, tokenizer=tokenizer, output=output)
+        )
+    return output
+
+
+def sample_corpora(size: Size, work: Path) -> dict[str, str]:
+    """URIs of the sample corpora, by format."""
+    raw, made = work / f"sample-{size}", work / f"corpora-{size}"
+    if not raw.is_dir():
+        beside = work / f"sample-{size}.part"  # a run that was killed leaves no half of the files
+        shutil.rmtree(beside, ignore_errors=True)
+        sample.generate(beside, size=_SAMPLE[size])
+        beside.rename(raw)
+    inputs: dict[Literal["reddit", "convai2"], str] = {
+        "reddit": "reddit_dump",
+        "convai2": "convai2",
+    }
+    with cluster.session():
+        for name, folder in inputs.items():
+            prepare_corpus.run(
+                prepare_corpus.Config(
+                    corpus=name, input=(str(raw / folder),), output=str(made / name)
+                )
+            )
+    return {name: str(made / name) for name in inputs}

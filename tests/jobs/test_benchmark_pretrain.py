@@ -1,0 +1,181 @@
+"""`jobs.benchmark pretrain` and `gpu`: all sides train the same; without a GPU the latter says so."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from jobs import benchmark
+from jobs import pretrain as pretrain_job
+from jobs.benchmarks import gpu, pretrain, pretraining_peers
+from jobs.benchmarks.measure import Run
+from jobs.benchmarks.pretraining_peers import bare_step
+from pipeline.training.optimization import optimization
+from pipeline.training.pretraining import Pretraining
+from pipeline.training.tokenized_corpus import TokenizedCorpus
+
+TINY = ("--encoder.layers", "1", "--encoder.width", "16", "--encoder.heads", "2",
+        "--encoder.dropout", "0", "--pretrain.steps", "8", "--pretrain.batch-tokens", "512",
+        "--pretrain.micro-batch-tokens", "256", "--pretrain.max-context-tokens", "48",
+        "--pretrain.max-response-tokens", "32", "--loop.precision", "fp32")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(reddit_corpus, tmp_path_factory) -> str:
+    work = tmp_path_factory.mktemp("tokens")
+    uri = pretrain.tokens("small", reddit_corpus.uri, work)
+    assert pretrain.tokens("small", reddit_corpus.uri, work) == uri  # found, not made again
+    assert pretrain.tokens("small", uri, work) == uri
+    return uri
+
+
+@pytest.fixture
+def recipe(corpus, tmp_path) -> Pretraining:
+    options = ["--corpus", corpus, "--output", str(tmp_path / "encoder"), *TINY]
+    config = pretrain.parse(pretrain_job.Config, options, "test")
+    tokens = TokenizedCorpus.open(corpus)
+    return Pretraining((tokens,), (1.0,), config.encoder, config.pretrain, config.loop)
+
+
+@pytest.fixture
+def in_process(run_job, monkeypatch):
+    """Jobs run on the tests' Ray; returns the options that each was given."""
+    asked: list[tuple[str, ...]] = []
+
+    def run(verb, *options):
+        asked.append((verb, *map(str, options)))
+        return Run(run_job(verb, *options).summary, 1.0, 1.0)
+
+    for module in (pretrain, gpu):
+        monkeypatch.setattr(module, "run_job", run)
+    return asked
+
+
+def test_a_bare_step_moves_the_weights_as_the_job_does(recipe):
+    task = recipe.build(0, 1)
+    theirs = copy.deepcopy(task.module)
+    batches = task.batches.start(())
+    batch, _ = next(batches)
+    batches.close()
+    for module, step in (
+        (
+            task.module,
+            lambda module: task.backward(module, batch, torch.autocast("cpu", enabled=False)),
+        ),
+        (theirs, None),
+    ):
+        optimizer = optimization(recipe.loop, module, 8)
+        optimizer.set_rate(0.01)
+        if step is None:
+            bare_step(module, batch.parts, optimizer, torch.device("cpu"), bf16=False)
+            continue
+        step(module)
+        optimizer.clip()
+        optimizer.optimizer.step()
+    start, _ = recipe.model()
+    pairs = zip(task.module.parameters(), theirs.parameters(), start.parameters(), strict=True)
+    for ours, bare, before in pairs:
+        torch.testing.assert_close(ours, bare)
+        assert not torch.equal(ours, before)
+
+
+def test_the_trainer_reads_the_pairs_of_the_job(recipe):
+    """As many as have the tokens that are asked for, each as the job lays it out."""
+    corpus = recipe.corpora[0]
+    facts = corpus.vocabulary
+    rows = list(pretraining_peers._rows(corpus, recipe, 3_000))
+    total = sum(len(row["input_ids"]) for row in rows)
+    assert 3_000 <= total < 3_000 + len(rows[-1]["input_ids"])
+    task = recipe.build(0, 1)
+    walk = task.batches.start(())
+    seen = Counter[tuple[int, ...]]()
+    for _ in range(200):
+        for part in next(walk)[0].parts:
+            for ids, segments, length in zip(
+                part.tokens.ids_BT, part.tokens.segments_BT, part.tokens.lengths, strict=True
+            ):
+                assert ids[0] == facts.cls and ids[length - 1] == facts.sep
+                seen[tuple(segments[:length].tolist())] += 1
+    walk.close()
+    for row in rows:
+        ids, special = row["input_ids"], row["special_tokens_mask"]
+        assert ids[0] == facts.cls and ids[-1] == facts.sep
+        assert sum(special) == 3 and all(special[at] for at, i in enumerate(ids) if i == facts.sep)
+        assert (
+            len(ids) == len(special) == len(row["token_type_ids"]) <= recipe.pretrain.longest_pair
+        )
+    assert {tuple(row["token_type_ids"]) for row in rows[:50]} & set(seen)
+
+
+def test_rows(in_process, corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
+    found = pretrain.measure("small", [corpus], TINY, tmp_path)
+    rows = {row.row: row for row in found}
+    names = {"pretrain.vs_bare_loop", "pretrain.scaling_two_workers", "pretrain.data_wait_share"}
+    if find_spec("accelerate"):
+        names.add("pretrain.vs_hf_trainer")
+    assert set(rows) == names
+    for name in names - {"pretrain.data_wait_share"}:
+        row = rows[name]
+        assert row.ours > 0
+        assert row.ratio == pytest.approx(row.ours / row.peer)
+    assert 0 <= rows["pretrain.data_wait_share"].ours <= 1
+    workers = {options[options.index("--resources.workers") + 1] for options in in_process
+               if "--resources.workers" in options}  # fmt: skip
+    assert workers == {"2"}
+    assert sum("mlm" in options for options in in_process) == bool(find_spec("accelerate"))
+
+
+def test_without_accelerate_a_row_is_left_out(in_process, corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
+    monkeypatch.setattr(pretrain, "find_spec", lambda name: None)
+    monkeypatch.setattr(pretrain, "bare_loops", lambda arm, processes: [1.0] * 4)
+    found = pretrain.measure("small", [corpus], TINY, tmp_path)
+    assert "pretrain.vs_hf_trainer" not in {row.row for row in found}
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "rows.json"
+    done = benchmark.run(benchmark.Config(name="gpu", work=str(tmp_path), json=str(file)))
+    assert done["rows"] == {}
+    assert "gpu: there is no GPU here, so nothing is measured" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == []
+
+
+def test_what_a_gpu_runs_runs_on_a_cpu(in_process, convai2_corpus, tmp_path):
+    rows = {row.row: row for row in gpu.measure("cpu", "", [convai2_corpus.uri], tmp_path)}
+    assert list(rows) == [
+        "gpu.pretrain.mfu_bert_base_128",
+        "gpu.pretrain.mfu_bert_base_512",
+        "gpu.pretrain.job_mfu",
+        "gpu.finetune.samples_per_s",
+        "gpu.finetune.valid_r1",
+        "gpu.embed.texts_per_s",
+    ]
+    for row in rows.values():
+        assert row.ours is not None and row.ours >= 0
+    kinds = [name for name in rows["gpu.pretrain.mfu_bert_base_512"].detail if "tokens" in name]
+    assert kinds == ["eager, 1,024 tokens", "compiled, 1,024 tokens"]
+
+
+def test_made_up_micro_batches_are_full():
+    batch = gpu.made_up_micro_batch(4, 128, 300)
+    assert batch.token_count == batch.tokens.ids_BT.numel() == 512
+    assert batch.tokens.mask_BT.all()
+    assert batch.predicted_count == 77  # 15 %
+    assert len(set(batch.predicted_N.tolist())) == 77
+    torch.testing.assert_close(batch.labels_N, batch.tokens.ids_BT.flatten()[batch.predicted_N])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_utilisation_of_a_gpu_is_a_share():
+    """More than the peak would be a wrong count, or a clock that does not wait for the device."""
+    found = gpu._rate(16_384, 512, torch.device("cuda"), gpu._SCALES["cuda"], compiled=False)
+    assert 0.05 < found["mfu"] < 1
