@@ -108,7 +108,6 @@ class Tiny:
             files.append({"path": path, "rows": len(part), "bytes": (folder / path).stat().st_size})
         return Artifact(str(folder), {"kind": "corpus", "fingerprint": folder.name, "files": files})
 
-
     def tokens(self, corpus: Artifact, **kept: Any) -> TokenizedCorpus:
         """The corpus tokenized for pre-training; without a valid split of its own a share is held out."""
         source = External(str(self.encoder_folder()), "")

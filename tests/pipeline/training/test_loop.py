@@ -89,7 +89,9 @@ def cursor_in(checkpoint):
 
 def in_mid_epoch(cursor):
     if isinstance(cursor, dict):  # by lane; (epoch, window, micro-batch) of each corpus
-        return any(window or batch for lane in cursor.values() for _, window, batch in lane["corpora"])
+        return any(
+            window or batch for lane in cursor.values() for _, window, batch in lane["corpora"]
+        )
     _, _, batch, _ = cursor
     return batch > 0
 
