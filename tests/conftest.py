@@ -197,7 +197,8 @@ def tokenize_in_process() -> Callable[..., TokenizedCorpus]:
             corpus="", tokenizer="", output=str(output), tokenize=settings
         )
         vocabulary = Vocabulary.of(Tokenizer.load(tokenizer.local()), "test")
-        inputs = {"corpus": {"fingerprint": corpus.fingerprint}, "tokenizer": {"fingerprint": "t"}}
+        uris = {"corpus": corpus.uri, "tokenizer": str(tokenizer.local())}
+        inputs = {name: {"uri": uri, "fingerprint": name} for name, uri in uris.items()}
         out = draft(str(output), tokenized_corpus.KIND, config, inputs)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tokenized_corpus.shards, "run_tasks", run_tasks)
