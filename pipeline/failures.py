@@ -46,9 +46,9 @@ def cause_of(error: BaseException, *kinds: type[ErrorT]) -> ErrorT | None:
     return None
 
 
-def storage_failure(error: BaseException) -> OSError | SafetensorError | None:
+def storage_failure(error: BaseException) -> BaseException | None:
     """What the storage of a task, a worker or this process refused; None: it was something else."""
     failure = cause_of(error, OSError, SafetensorError)
     if isinstance(failure, OSError):
         return failure if failure.errno in _STORAGE_ERRORS else None
-    return failure if "I/O error" in str(failure) else None
+    return failure if "I/O error" in str(failure) else None  # safetensors gives no errno
