@@ -53,7 +53,8 @@ from pipeline.models.transformer import Encoder
 from pipeline.retrieval.pools import build, candidates, embed
 from pipeline.retrieval.pools.vector_format import encode
 from pipeline.training import tokenized_corpus
-from pipeline.training.tokenized_corpus import TokenizeConfig, TokenizedCorpus, Vocabulary
+from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
+from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 
 ROOT = Path(__file__).parents[1]
 
@@ -199,7 +200,7 @@ def tokenize_in_process() -> Callable[..., TokenizedCorpus]:
         vocabulary = Vocabulary.of(Tokenizer.load(tokenizer.local()), "test")
         uris = {"corpus": corpus.uri, "tokenizer": str(tokenizer.local())}
         inputs = {name: {"uri": uri, "fingerprint": name} for name, uri in uris.items()}
-        out = draft(str(output), tokenized_corpus.KIND, config, inputs)
+        out = draft(str(output), TOKENS, config, inputs)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tokenized_corpus.shards, "run_tasks", run_tasks)
             made = tokenized_corpus.tokenize(out, corpus, tokenizer, vocabulary, settings)

@@ -270,7 +270,7 @@ def faulty(monkeypatch, run_job, command, tmp_path):
         notes.mkdir()
         recipe = functools.partial(Faulty, fault=fault, notes=notes, driver=os.getpid())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pretrain, "Pretraining", recipe)
+            patch.setattr("pipeline.training.pretraining.Pretraining", recipe)
             finished = run_job("pretrain", *command(output, *more))
         return finished, len(list(notes.iterdir()))
 
