@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TypeVar
+
+from safetensors import SafetensorError
 
 from pipeline.config import BadInput, Stopped
 
@@ -14,6 +17,12 @@ DETERMINISTIC = (
     BadInput, Stopped, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
     NameError, NotImplementedError, TypeError, ValueError,
 )  # fmt: skip
+
+# A disk is full or over its quota, a place is not to be written to, or a file is too large for it.
+_STORAGE_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EFBIG,
+    errno.EIO,
+}  # fmt: skip
 
 _WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")
 
@@ -35,3 +44,11 @@ def cause_of(error: BaseException, *kinds: type[ErrorT]) -> ErrorT | None:
             return at
         waiting += [found for found in inner if isinstance(found, BaseException)]
     return None
+
+
+def storage_failure(error: BaseException) -> BaseException | None:
+    """What the storage of a task, a worker or this process refused; None: it was something else."""
+    failure = cause_of(error, OSError, SafetensorError)
+    if isinstance(failure, OSError):
+        return failure if failure.errno in _STORAGE_ERRORS else None
+    return failure if "I/O error" in str(failure) else None  # safetensors gives no errno

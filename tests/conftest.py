@@ -38,7 +38,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jobs import cluster, finetune, prepare_corpus  # `jobs` sets Ray's defaults before ray is there
+# `jobs` sets Ray's defaults before ray is there
+from jobs import cluster, finetune, prepare_corpus, tokenize_corpus
 from pipeline import resources, storage
 from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
 from pipeline.corpora.made_up import sample
@@ -46,10 +47,14 @@ from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.shape import Shape
+from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 from pipeline.retrieval.pools import build, candidates, embed
 from pipeline.retrieval.pools.vector_format import encode
+from pipeline.training import tokenized_corpus
+from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
+from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
 
 ROOT = Path(__file__).parents[1]
 
@@ -174,6 +179,32 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
             return out
         storage.upload(folder / "files", out.staging)
         return out.publish(folder_entries(folder / "files"), {"steps": 0})
+
+    return publish
+
+
+@pytest.fixture(scope="session")
+def tokenize_in_process() -> Callable[..., TokenizedCorpus]:
+    """`tokenize_in_process(corpus, tokenizer, output)`: what jobs.tokenize_corpus publishes, without Ray."""
+
+    def run_tasks(draft, tasks, work, label, kind):
+        return [work(draft, name, tasks[name]) for name in tasks]
+
+    def publish(
+        corpus: Artifact, tokenizer: Source, output: Path, **kept: object
+    ) -> TokenizedCorpus:
+        settings = TokenizeConfig(**kept)
+        config = tokenize_corpus.Config(
+            corpus="", tokenizer="", output=str(output), tokenize=settings
+        )
+        vocabulary = Vocabulary.of(Tokenizer.load(tokenizer.local()), "test")
+        uris = {"corpus": corpus.uri, "tokenizer": str(tokenizer.local())}
+        inputs = {name: {"uri": uri, "fingerprint": name} for name, uri in uris.items()}
+        out = draft(str(output), TOKENS, config, inputs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenized_corpus.shards, "run_tasks", run_tasks)
+            made = tokenized_corpus.tokenize(out, corpus, tokenizer, vocabulary, settings)
+        return TokenizedCorpus(out.publish(made.files, made.counts, made.dropped, **made.facts))
 
     return publish
 

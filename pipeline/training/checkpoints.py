@@ -55,28 +55,49 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def training_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and the optimizer's moments. A collective call where they are sharded."""
-    if is_sharded(module):
-        weights, moments = get_state_dict(module, optimizer, options=_WHOLE)
-        return {"module": weights, "optimizer": moments}
-    return {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+    """Weights and the optimizer's moments. A collective call where they are sharded, and then empty on
+    all ranks but the first."""
+    if not is_sharded(module):
+        return {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+    weights, moments = get_state_dict(module, optimizer, options=_WHOLE)
+    numbers = {name: number for number, name in _names(module, optimizer).items()}
+    return {"module": weights, "optimizer": _renamed(moments, numbers)}
 
 
 def load_training_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Puts a `training_state` back."""
-    if is_sharded(module):
-        set_state_dict(
-            module,
-            optimizer,
-            model_state_dict=dict(state["module"]),
-            optim_state_dict=dict(state["optimizer"]),
-            options=StateDictOptions(full_state_dict=True),
-        )
+    """Puts a `training_state` back, of sharded weights or of whole ones."""
+    if not is_sharded(module):
+        module.load_state_dict(dict(state["module"]))
+        optimizer.load_state_dict(dict(state["optimizer"]))
         return
-    module.load_state_dict(dict(state["module"]))
-    optimizer.load_state_dict(dict(state["optimizer"]))
+    set_state_dict(
+        module,
+        optimizer,
+        model_state_dict=dict(state["module"]),
+        optim_state_dict=_renamed(state["optimizer"], _names(module, optimizer)),
+        options=StateDictOptions(full_state_dict=True),
+    )
+
+
+def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """The parameters' names by their numbers in the optimizer's state, where the functions for sharded
+    weights have names."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return {number: names[parameter] for number, parameter in enumerate(parameters)}
+
+
+def _renamed(optimizer_state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other keys for its parameters."""
+    return {
+        "state": {names[key]: value for key, value in optimizer_state.get("state", {}).items()},
+        "param_groups": [
+            {**group, "params": [names[key] for key in group["params"]]}
+            for group in optimizer_state.get("param_groups", [])
+        ],
+    }
 
 
 def write_state(state: Mapping[str, Any], folder: Path) -> None:

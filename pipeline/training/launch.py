@@ -304,5 +304,10 @@ def _saved(start: str) -> Saved | None:
 
 def read_saved(folder: Path) -> Saved:
     """A checkpoint's folder. Raises BadInput for one that is not whole."""
-    cursors = [json.loads(path.read_text()) for path in sorted(folder.glob("cursor-*.json"))]
+    try:
+        cursors = [json.loads(path.read_text()) for path in sorted(folder.glob("cursor-*.json"))]
+    except ValueError as error:
+        raise BadInput(f"{folder}: a cursor is truncated ({error})") from None
+    if not cursors:
+        raise BadInput(f"{folder}: no cursor, so the place in the training data is unknown")
     return Saved(read_state(folder), cursors)

@@ -52,6 +52,7 @@ def made(cluster, submit_job, sample_files, tmp_path_factory: pytest.TempPathFac
         ("pretrain", "--corpus", corpus, "--tokenizer", tokenizer, "--output", encoder,
          "--encoder.layers", 1, "--encoder.width", 16, "--encoder.heads", 2,
          "--encoder.positions", 128, "--pretrain.steps", 6, "--pretrain.batch-tokens", 800,
+         "--pretrain.micro-batch-tokens", 400,
          "--pretrain.max-context-tokens", 64, "--pretrain.max-response-tokens", 32,
          "--resources.workers", 2),
         ("finetune", "--corpus", corpus, "--encoder", encoder, "--output", ranker,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.shape import Shape
+from pipeline.models.sources import External
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
+from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = 200
@@ -32,7 +34,8 @@ class Tiny:
 
     vocabulary = len(SPECIAL) + WORDS
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tokenize: Callable[..., TokenizedCorpus]) -> None:
+        self._tokenize = tokenize
         self.shape = {"layers": 2, "width": 16, "heads": 2, "positions": 64, "init_std": 0.2}
         self._folders = (folder / str(number) for number in itertools.count())
         self._encoders: dict[str, Path] = {}
@@ -105,8 +108,15 @@ class Tiny:
             files.append({"path": path, "rows": len(part), "bytes": (folder / path).stat().st_size})
         return Artifact(str(folder), {"kind": "corpus", "fingerprint": folder.name, "files": files})
 
+    def tokens(self, corpus: Artifact, **kept: Any) -> TokenizedCorpus:
+        """The corpus tokenized for pre-training; without a valid split of its own a share is held out."""
+        source = External(str(self.encoder_folder()), "")
+        return self._tokenize(corpus, source, next(self._folders), **kept)
+
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(
+    tmp_path_factory: pytest.TempPathFactory, tokenize_in_process: Callable[..., TokenizedCorpus]
+) -> Tiny:
     torch.set_num_threads(1)
-    return Tiny(tmp_path_factory.mktemp("tiny"))
+    return Tiny(tmp_path_factory.mktemp("tiny"), tokenize_in_process)

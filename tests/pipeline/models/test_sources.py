@@ -14,12 +14,12 @@ from pipeline.config import BadInput
 from pipeline.models import sources
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import BiConfig, PolyConfig
-from pipeline.models.shape import Shape
 from pipeline.models.sources import open_encoder, open_external
 from pipeline.models.transformer import Encoder
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.finetuning import Finetuning
-from pipeline.training.pretraining import PretrainConfig, Pretraining
+from pipeline.training.pretraining import Pretraining
+from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.settings import LoopConfig
 
 
@@ -121,6 +121,11 @@ def test_recipes_build_on_other_nodes_than_the_drivers(tiny, tmp_path, node):
         assert one.equal(other), name
 
     config = PretrainConfig(batch_tokens=100, max_context_tokens=24, max_response_tokens=12)
-    pretraining = Pretraining(corpus, encoder, Shape(**tiny.shape), config, LoopConfig())
-    pretraining.build(0, 1)
-    assert moved(pretraining, node).build(0, 1).batches.rows == pretraining.build(0, 1).batches.rows
+    pretraining = Pretraining((tiny.tokens(corpus),), (1.0,), encoder, config, LoopConfig())
+    here, there = (made.build(0, 1) for made in (pretraining, moved(pretraining, node)))
+    for (name, one), other in zip(
+        here.module.named_parameters(), there.module.parameters(), strict=True
+    ):
+        assert one.equal(other), name
+    first = [next(task.batches.start(()))[0].parts[0].tokens.ids_BT for task in (here, there)]
+    assert first[0].equal(first[1])

@@ -1,0 +1,402 @@
+"""jobs.pretrain when something dies: what is left, what the job says, and that the same command goes on."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import numpy as np
+import pyarrow as pa
+import pytest
+import ray.cloudpickle
+import torch
+from safetensors.torch import load_file
+
+from jobs import pretrain
+from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.config import BadInput, parse
+from pipeline.corpora.schema import EXAMPLE
+from pipeline.models.sources import External
+from pipeline.training.checkpoints import read_state
+from pipeline.training.launch import read_saved
+from pipeline.training.pretraining import Pretraining
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
+
+STEPS = 90
+SETTINGS = (
+    "--encoder.layers", 1, "--encoder.width", 16, "--encoder.heads", 2, "--encoder.positions", 96,
+    "--pretrain.batch-tokens", 480, "--pretrain.micro-batch-tokens", 120,
+    "--pretrain.max-context-tokens", 40, "--pretrain.max-response-tokens", 20,
+    "--pretrain.window-rows", 16, "--pretrain.valid-examples", 20,
+    "--loop.warmup-steps", 10, "--loop.learning-rate", 0.003, "--loop.precision", "fp32",
+    "--loop.epsilon", 1e-4,  # Adam makes no step of a gradient that is 0 but for rounding
+    "--loop.log-every-steps", 1, "--loop.checkpoint-every-steps", 5,
+    "--resources.cpus-per-worker", 1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_ranker, tokenize_in_process, tmp_path_factory) -> Artifact:
+    """300 pairs of made-up words, of various lengths; a byte is a token."""
+    folder, rng = tmp_path_factory.mktemp("pretraining"), np.random.default_rng(0)
+
+    def words(most: int) -> str:
+        return " ".join(f"w{rng.integers(50)}" for _ in range(rng.integers(1, most)))
+
+    rows = [
+        {"example_id": str(n), "group_id": str(n), "context": [words(9)], "response": words(5),
+         "candidates": None, "label": None, "source": "test", "split": "train"}
+        for n in range(300)
+    ]  # fmt: skip
+    config = pretrain.Config(corpus=(), output=str(folder / "corpus"))
+    out = draft(config.output, "corpus", config, {})
+    file = out.write_table("train/0.parquet", pa.Table.from_pylist(rows, schema=EXAMPLE), 50)
+    corpus = out.publish([file], {"examples": len(rows)})
+    tokenizer = External(str(tiny_ranker("bi").local() / "context_encoder"), "")
+    made = tokenize_in_process(corpus, tokenizer, folder / "tokens", valid_share=0.1)
+    return made.artifact
+
+
+@pytest.fixture(scope="module")
+def command(tokens) -> Callable[..., list[str]]:
+    """`command(output, workers=2, …)`: the job's arguments; later ones replace earlier ones."""
+
+    def arguments(output: Path, *more: object, workers: int = 2, steps: int = STEPS) -> list[str]:
+        given = ("--corpus", tokens.uri, "--output", output, *SETTINGS,
+                 "--resources.workers", workers, "--pretrain.steps", steps, *more)  # fmt: skip
+        return [str(argument) for argument in given]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def whole(local_ray, command, tmp_path_factory) -> SimpleNamespace:
+    """A run that nothing disturbs, by two workers."""
+    output = tmp_path_factory.mktemp("whole") / "encoder"
+    summary = pretrain.run(parse(pretrain.Config, command(output), "test"))
+    return SimpleNamespace(artifact=open_artifact(str(output), "encoder"), summary=summary)
+
+
+def weights(encoder: Artifact) -> dict[str, torch.Tensor]:
+    files = [path for path in sorted(encoder.local().glob("*.safetensors"))]
+    assert len(files) == 2  # the masked language model and the next head
+    return {
+        f"{file.name} {name}": value for file in files for name, value in load_file(file).items()
+    }
+
+
+def same_weights(one: Artifact, other: Artifact) -> bool:
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    return all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def curve(encoder: Artifact, since_ms: int = 0, name: str = "loss") -> dict[int, float]:
+    run_id = encoder.manifest["run_id"]
+    points = mlflow.MlflowClient().get_metric_history(run_id, name)
+    return {point.step: point.value for point in points if point.timestamp >= since_ms}
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The folders that Ray has registered, the oldest first; the others may be in the making."""
+    root = Path(f"{output}.partial") / "_checkpoints" / "training"
+    try:
+        snapshot = json.loads((root / "checkpoint_manager_snapshot.json").read_text())
+    except (OSError, ValueError):  # not there, or being written
+        return []
+    return [root / entry["checkpoint_dir_name"] for entry in snapshot["checkpoint_results"]]
+
+
+def processes(title: bytes) -> Iterator[int]:
+    """Those of this test session's own clusters whose command line has the title."""
+    token = f"RAY_AUTH_TOKEN={os.environ['RAY_AUTH_TOKEN']}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            named = title in (folder / "cmdline").read_bytes()
+            if named and token in (folder / "environ").read_bytes():
+                yield int(folder.name)
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    while not condition():
+        try:
+            process.wait(timeout=0.02)
+        except subprocess.TimeoutExpired:
+            continue
+        pytest.fail("the job ended too early")
+
+
+# A process dies
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_weights_are_the_same(
+    run_job, command, whole, tmp_path
+):
+    output, killed, over = tmp_path / "encoder", [], threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.02):
+            if len(checkpoints(output)) == 2:
+                killed.append(max(processes(b"RayTrainWorker")))
+                os.kill(killed[0], signal.SIGKILL)
+                return
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        finished = run_job("pretrain", *command(output))
+    finally:
+        over.set()
+        killer.join()
+    assert finished.summary["counts"]["steps"] == STEPS
+    assert len(killed) == 1
+    encoder = open_artifact(str(output), "encoder")
+    assert same_weights(encoder, whole.artifact)
+    assert curve(encoder) == curve(whole.artifact)
+
+
+@pytest.mark.parametrize("dies", ["driver and cluster", "cluster"])
+def test_a_job_that_is_killed_goes_on_to_the_same_weights(
+    start_job, run_job, command, whole, tmp_path, dies
+):
+    """Also with more steps than it was started for, and past a checkpoint that was not complete."""
+    output, titles = tmp_path / "encoder", (b"raylet", b"gcs_server", b"ray::")
+    others = {pid for title in titles for pid in processes(title)}
+    process = start_job("pretrain", *command(output, steps=STEPS - 1))
+    wait_until(lambda: len(checkpoints(output)) == 2, process)
+    if dies == "cluster":
+        for pid in {pid for title in titles for pid in processes(title)} - others:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert process.wait() != 0
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not output.exists()
+    last = checkpoints(output)[-1]
+    partial = last.with_name("checkpoint_2100-01-01_00-00-00.000000")
+    partial.mkdir()
+    data = (last / "state.safetensors").read_bytes()
+    (partial / "state.safetensors").write_bytes(data[: len(data) // 2])
+
+    finished = run_job("pretrain", *command(output))
+    assert finished.summary["already_done"] is False
+    encoder = open_artifact(str(output), "encoder")
+    assert same_weights(encoder, whole.artifact)
+    assert curve(encoder) == curve(whole.artifact)
+    assert [path.name for path in tmp_path.iterdir()] == ["encoder"]
+
+
+# Another number of workers
+
+
+def test_a_run_starts_with_fewer_workers_where_no_more_fit(run_job, command, whole, tmp_path):
+    """Of two workers with two cores each, Ray has room for one."""
+    argv = command(tmp_path / "one", "--resources.min-workers", 1, "--resources.cpus-per-worker", 2)
+    assert run_job("pretrain", *argv).summary["counts"]["steps"] == STEPS
+    encoder = open_artifact(str(tmp_path / "one"), "encoder")
+    assert [len(e.paths("training_state/cursor-")) for e in (encoder, whole.artifact)] == [1, 2]
+    assert curve(encoder) == pytest.approx(curve(whole.artifact), abs=1e-3)
+
+
+def test_sharded_weights_are_published_whole(run_job, command, whole, tmp_path):
+    argv = command(tmp_path / "sharded", "--resources.shard-weights", "true")
+    assert run_job("pretrain", *argv).summary["counts"]["steps"] == STEPS
+    found = weights(open_artifact(str(tmp_path / "sharded"), "encoder"))
+    for name, value in weights(whole.artifact).items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=name)
+
+
+# Faults that are said in one line
+
+
+@dataclass(frozen=True)
+class Faulty(Pretraining):
+    """Workers have a fault; each attempt of the first rank leaves a file in `notes`."""
+
+    fault: str = ""
+    notes: Path = Path()
+    driver: int = 0
+
+    def build(self, rank, world):
+        task = Pretraining.build(self, rank, world)
+        if os.getpid() == self.driver:
+            return task
+        if rank == 0:
+            (self.notes / str(os.getpid())).write_text("")
+        if self.fault == "bad input" and rank == world - 1:
+            raise BadInput("pretrain.made_up: 1 is not allowed; allowed: 2")
+        backward, before_step = task.backward, task.before_step
+
+        def not_finite(model, batch, autocast):
+            loss, shown = backward(model, batch, autocast)
+            return loss * math.nan, shown
+
+        def fail(step):
+            before_step(step)
+            if self.fault == "dies" and step == 7:
+                os._exit(1)
+            if self.fault == "full disk" and step == 12:  # a checkpoint has some 100 kB
+                hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+                resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, hard))
+
+        task.before_step = fail
+        if self.fault == "not finite":
+            task.backward = not_finite
+        return task
+
+
+@pytest.fixture
+def faulty(monkeypatch, run_job, command, tmp_path):
+    """`faulty("dies", output, …)`: how the job ended, and how many attempts there were."""
+
+    def run(fault: str, output: Path, *more: object):
+        notes = tmp_path / "attempts"
+        notes.mkdir()
+        recipe = functools.partial(Faulty, fault=fault, notes=notes, driver=os.getpid())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipeline.training.pretraining.Pretraining", recipe)
+            finished = run_job("pretrain", *command(output, *more))
+        return finished, len(list(notes.iterdir()))
+
+    return run
+
+
+def line_of(finished) -> str:
+    """The one line that says why the job failed."""
+    lines = [line for line in finished.stderr.splitlines() if line.startswith("python -m jobs.")]
+    assert len(lines) == 1, finished.stderr
+    assert "Traceback" not in finished.stderr
+    return lines[0]
+
+
+def test_bad_input_that_a_worker_finds_is_not_tried_again(faulty, tmp_path):
+    finished, attempts = faulty("bad input", tmp_path / "out")
+    assert "pretrain.made_up: 1 is not allowed" in finished.refusal
+    assert attempts == 1
+
+
+def test_losses_that_are_not_finite_end_the_run_and_leave_the_batch(faulty, tmp_path):
+    finished, attempts = faulty("not finite", tmp_path / "out", "--loop.max-skipped-steps", 3)
+    assert (finished.code, attempts) == (1, 1)
+    line = line_of(finished)
+    assert "step 3" in line and "3 times in a row" in line
+    batch = read_state(Path(line.rpartition("the last batch: ")[2]))
+    ids_BT = batch["parts"][0]["tokens"]["ids_BT"]
+    assert ids_BT.dtype == torch.int64 and ids_BT.shape[0] >= 1
+
+
+def test_a_machine_failure_is_tried_again_as_often_as_allowed(faulty, tmp_path):
+    with pytest.raises(Exception, match=r"died|exited|worker"):
+        faulty("dies", tmp_path / "out", "--resources.max-restarts", 1)
+    assert len(list((tmp_path / "attempts").iterdir())) == 2
+
+
+def test_a_full_disk_is_one_line_and_the_job_goes_on_when_there_is_room(
+    faulty, run_job, command, whole, tmp_path
+):
+    output = tmp_path / "out"
+    finished, attempts = faulty("full disk", output, "--resources.max-restarts", 0)
+    assert (finished.code, attempts) == (1, 1)
+    assert "File too large" in line_of(finished)
+    assert read_saved(checkpoints(output)[-1]).state["step"] == 10
+    assert not output.exists()
+    assert run_job("pretrain", *command(output)).code == 0
+    encoder = open_artifact(str(output), "encoder")
+    assert same_weights(encoder, whole.artifact)
+    assert curve(encoder) == curve(whole.artifact)
+
+
+def test_an_output_that_cannot_be_written_is_one_line(run_job, command, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    finished = run_job("pretrain", *command(tmp_path / "file" / "out"))
+    assert finished.code == 1
+    assert os.strerror(errno.ENOTDIR) in line_of(finished)
+
+
+# More steps
+
+
+def test_a_published_run_continues_with_more_steps(run_job, command, whole, tmp_path):
+    """To the weights of one long run."""
+    assert run_job("pretrain", *command(tmp_path / "short", steps=30)).code == 0
+    more = ("--continue-from", tmp_path / "short")
+    assert (
+        run_job("pretrain", *command(tmp_path / "long", *more)).summary["counts"]["steps"] == STEPS
+    )
+    encoder = open_artifact(str(tmp_path / "long"), "encoder")
+    assert same_weights(encoder, whole.artifact)
+    short = open_artifact(str(tmp_path / "short"), "encoder")
+    assert {**curve(short), **curve(encoder)} == curve(whole.artifact)
+    assert not same_weights(short, whole.artifact)
+
+    def refusal(*options: object, **changed: int) -> str:
+        refused = run_job("pretrain", *command(tmp_path / "no", *options, **changed)).refusal
+        assert not list(tmp_path.glob("no*"))
+        return refused
+
+    assert "pretrain.steps: 30" in refusal(*more, steps=30)
+    assert "pretrain.steps: 20" in refusal(*more, steps=20)
+    assert "was trained for 30 steps, not 20" in (
+        run_job("pretrain", *command(tmp_path / "short", steps=20)).refusal
+    )
+    for state in (tmp_path / "short" / "training_state").iterdir():
+        state.unlink()
+    manifest = tmp_path / "short" / "manifest.json"
+    kept = json.loads(manifest.read_text())
+    kept["files"] = [e for e in kept["files"] if not e["path"].startswith("training_state/")]
+    manifest.write_text(json.dumps(kept))
+    assert "has no training_state" in refusal(*more)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--weights", "[1, 2]"], ["weights", "1: one for each corpus"]),
+        (["--resources.workers", 5], ["resources.workers: 5", "at most 4"]),
+        (
+            ["--resources.workers", 3, "--resources.shard-weights", "true"],
+            ["resources.workers: 3", "a divisor of 4"],
+        ),
+        (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
+        (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
+        (["--loop.schedule", "plateau", "--loop.validate-every-epochs", 0], ["loop.schedule"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    run_job, command, tmp_path, options, parts
+):
+    more = ["--pretrain.batch-tokens", 480, "--pretrain.micro-batch-tokens", 120]
+    if "--pretrain.max-context-tokens" in options:
+        more = ["--pretrain.micro-batch-tokens", 0]
+    refusal = run_job("pretrain", *command(tmp_path / "out", *more, *options)).refusal
+    assert [part for part in parts if part not in refusal] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_what_it_takes_and_writes_nothing(run_job, command, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.2)
+    said = run_job("pretrain", *command(tmp_path / "out", "--dry-run", "true")).summary
+    assert set(said) >= {
+        "parameters", "corpus_tokens", "tokens_to_train", "epochs", "memory_gib_per_worker",
+        "tokens_per_s_per_worker", "flops_per_token", "hours",
+    }  # fmt: skip
+    assert (said["steps"], said["batch_tokens"], said["workers"]) == (STEPS, 480, 2)
+    assert said["tokens_to_train"] == STEPS * 480
+    assert said["micro_batches_per_step"] == 4
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,75 @@
+"""A checkpoint comes back as it was, and one that is not whole is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from pipeline.config import BadInput
+from pipeline.training.checkpoints import (
+    load_training_state,
+    read_state,
+    tensors_in,
+    training_state,
+    write_state,
+)
+from pipeline.training.launch import read_saved
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A model of two layers that share weights, and Adam after one step."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = {**training_state(module, optimizer), "step": 7, "best": None, "text": "a"}
+    write_state(state, tmp_path)
+    (tmp_path / "cursor-00000.json").write_text(json.dumps([1, 2]))
+    return module, optimizer, tmp_path
+
+
+def test_a_state_comes_back_with_its_types(checkpoint):
+    module, optimizer, folder = checkpoint
+    saved = read_saved(folder)
+    assert (saved.state["step"], saved.state["best"], saved.cursors) == (7, None, [[1, 2]])
+    for name, value in module.state_dict().items():
+        assert torch.equal(saved.state["module"][name], value)
+    other = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    other[1].weight = other[0].weight
+    again = torch.optim.AdamW(other.parameters())
+    load_training_state(other, again, saved.state)
+    for one, two in zip(optimizer.state.values(), again.state.values(), strict=True):
+        assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json", "cursor-00000.json"])
+@pytest.mark.parametrize("share", [None, 0.0, 0.5, 0.99])
+def test_a_truncated_or_missing_file_is_refused(checkpoint, name, share):
+    """As an upload leaves it that was killed; `share` of the file is there, None: no file."""
+    folder = checkpoint[-1]
+    data = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if share is not None:
+        (folder / name).write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(BadInput) as refused:
+        read_saved(folder)
+    assert str(folder) in str(refused.value)
+
+
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    lengths: tuple[int, ...]
+
+
+def test_a_batch_is_kept_with_the_names_of_its_fields(tmp_path):
+    batch = [Pair(torch.arange(3), (1, 2)), None]
+    write_state({"batch": tensors_in(batch)}, tmp_path)
+    (pair, nothing) = read_state(tmp_path)["batch"]
+    assert pair["ids"].tolist() == [0, 1, 2]
+    assert (pair["lengths"], nothing) == ([1, 2], None)

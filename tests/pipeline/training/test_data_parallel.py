@@ -1,0 +1,273 @@
+"""Two gloo ranks pre-train what one does: whole weights (DistributedDataParallel) or sharded ones (FSDP2)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForMaskedLM
+
+from pipeline.models.shape import Shape
+from pipeline.training.checkpoints import is_sharded, read_state, weights_of, write_state
+from pipeline.training.data_parallel import distribute
+from pipeline.training.launch import read_saved
+from pipeline.training.loop import Listener, train
+from pipeline.training.pretraining import Pretraining
+from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.settings import LoopConfig
+
+ROOT = Path(__file__).parents[3]
+CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 8, 4
+OBJECTIVES = ("joint", "alternate")
+
+
+def gradients(recipe, rank, world):
+    """Of the first two steps, without an update between them, and the micro-batches of each."""
+    task = recipe.build(rank, world)
+    model = DistributedDataParallel(task.module) if world > 1 else task.module
+    found, walk = [], task.batches.start(())
+    for step, (batch, _) in enumerate(islice(walk, 2)):
+        task.module.zero_grad()
+        task.before_step(step)
+        task.backward(model, batch, torch.autocast("cpu", enabled=False))
+        found.append({name: value.grad.clone() for name, value in task.module.named_parameters()})
+    walk.close()
+    return found
+
+
+def trained(recipe, rank, world, *, shard=False, disk=None, start=None):
+    """The whole weights after the last step, and the losses by step."""
+    task, losses = recipe.build(rank, world), {}
+    if shard:
+        model = distribute(task.module, CPU, shard=True)
+        assert is_sharded(model)
+    else:
+        model = DistributedDataParallel(task.module) if world > 1 else task.module
+
+    def checkpoint(state, cursor):
+        if disk is None:
+            return
+        folder = disk / str(state.get("step"))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"cursor-{rank:05d}.json").write_text(json.dumps(cursor))
+        if rank == 0:
+            write_state(state, folder)
+
+    listener = Listener(
+        lambda progress: losses.__setitem__(progress.step, dict(progress.metrics)), checkpoint
+    )
+    train(
+        task, model, recipe.loop, CPU, rank, listener, lambda: read_saved(start) if start else None
+    )
+    return {"weights": {k: v.clone() for k, v in weights_of(task.module).items()}, "shown": losses}
+
+
+def work(folder, rank):
+    """One of the two processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
+    )
+    recipes = pickle.loads((folder / "recipes").read_bytes())
+    found = {
+        f"gradients {objective}": gradients(recipes[objective], rank, WORLD)
+        for objective in OBJECTIVES
+    }
+    for name, shard in {"whole": False, "sharded": True}.items():
+        found[name] = trained(recipes["dropout"], rank, WORLD, shard=shard, disk=folder / name)
+    dist.barrier()
+    for name, shard in {"whole": False, "sharded": True}.items():
+        for start in ("whole", "sharded"):
+            found[f"{name} from {start}"] = trained(
+                recipes["dropout"], rank, WORLD, shard=shard, start=folder / start / str(HALF)
+            )
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def recipes(tiny):
+    """By objective, without dropout; "dropout": joint, with it, validated after every second step."""
+    rows = [
+        {"context": [f"w{n}"] * (1 + n % 7), "response": f"w{n} w{n + 60}" + " w9" * (n % 4)}
+        for n in range(60)
+    ]
+    corpus = tiny.tokens(tiny.corpus(rows, rows_per_group=16), valid_share=0.2)
+    # A gradient that is 0 but for rounding (of the key's bias) must not become a step of Adam.
+    loop = LoopConfig(
+        precision="fp32", learning_rate=0.003, epsilon=1e-4, warmup_steps=2, log_every_steps=1,
+        checkpoint_every_steps=HALF, validate_every_steps=2, stop_after_validations=0,
+        schedule="constant",
+    )  # fmt: skip
+    config = PretrainConfig(
+        batch_tokens=160, micro_batch_tokens=40, max_context_tokens=20, max_response_tokens=10,
+        window_rows=16, masked_share=0.3, steps=STEPS,
+    )  # fmt: skip
+    shape = Shape(**{**tiny.shape, "dropout": 0.0})
+    recipe = Pretraining((corpus,), (1.0,), shape, config, loop)
+    made = {name: replace(recipe, pretrain=replace(config, objective=name)) for name in OBJECTIVES}
+    return {**made, "dropout": replace(recipe, start=replace(shape, dropout=0.2))}
+
+
+@pytest.fixture(scope="module")
+def folder(recipes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "recipes").write_bytes(pickle.dumps(recipes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """What each of the two processes found."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": str(ROOT)}  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(number)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for number in range(WORLD)
+    ]  # fmt: skip
+    try:
+        output = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
+    return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def alone(recipes, folder):
+    """One process, uninterrupted."""
+    return trained(recipes["dropout"], 0, 1, disk=folder / "alone")
+
+
+def assert_close(found, wanted, tolerance=1e-5):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+def oracle(recipe, folder):
+    """Gradients of both steps by plain `transformers` in float64, each global batch at once."""
+    task = recipe.build(0, 1)
+    task.module.save(folder)
+    found = []
+    for batch, _ in islice(task.batches.start(()), 2):
+        plain = AutoModelForMaskedLM.from_pretrained(folder).double().eval()
+        head = torch.nn.Linear(16, 1).double()
+        head.load_state_dict(task.module.next.state_dict())
+        longest = max(part.tokens.ids_BT.shape[1] for part in batch.parts)
+
+        def together(tensors, longest=longest):
+            padded = [F.pad(value, (0, longest - value.shape[1])) for value in tensors]
+            return torch.cat(padded)
+
+        tokens = [part.tokens for part in batch.parts]
+        ids, mask, segments = (
+            together([getattr(one, name).long() for one in tokens])
+            for name in ("ids_BT", "mask_BT", "segments_BT")
+        )
+        out = plain(ids, attention_mask=mask, token_type_ids=segments, output_hidden_states=True)
+        labels = [
+            torch.full(part.tokens.ids_BT.shape, -100).flatten().index_put(
+                (part.predicted_N,), part.labels_N
+            ).view_as(part.tokens.ids_BT)
+            if part.predicted_N is not None
+            else None
+            for part in batch.parts
+        ]  # fmt: skip
+        loss = torch.zeros((), dtype=torch.float64)
+        if labels[0] is not None:
+            wanted = torch.cat(
+                [F.pad(one, (0, longest - one.shape[1]), value=-100) for one in labels]
+            )
+            loss = loss + F.cross_entropy(out.logits.flatten(0, 1), wanted.flatten())
+        if batch.parts[0].is_next_B is not None:
+            wanted = torch.cat([part.is_next_B for part in batch.parts]).double()
+            logits = head(out.hidden_states[-1][:, 0])[:, 0]
+            loss = loss + F.binary_cross_entropy_with_logits(logits, wanted)
+        loss.backward()
+        named = {
+            **dict(plain.named_parameters()),
+            "next.weight": head.weight,
+            "next.bias": head.bias,
+        }
+        found.append({name: value.grad for name, value in named.items()})
+    return found
+
+
+def theirs(name):
+    """Our parameter's name, as `transformers` has it."""
+    if name.startswith("encoder.hf."):
+        return name.replace("encoder.hf.", "bert.", 1)
+    return name.removeprefix("mlm.")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gradients_do_not_depend_on_ranks_or_micro_batches(recipes, ranks, tmp_path, objective):
+    """Of four micro-batches with unequal numbers of predicted tokens; float32 against float64."""
+    recipe = recipes[objective]
+    batch = next(recipe.build(0, 1).batches.start(()))[0]
+    assert len({part.predicted_count for part in batch.parts}) > 1
+    wanted = oracle(recipe, tmp_path)
+    one = gradients(recipe, 0, 1)
+    for found in (one, *(rank[f"gradients {objective}"] for rank in ranks)):
+        for step in (0, 1):
+            for name, gradient in found[step].items():
+                true = wanted[step][theirs(name)]
+                true = torch.zeros_like(gradient) if true is None else true.float()
+                torch.testing.assert_close(gradient, true, rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", ["whole", "sharded"])
+def test_two_ranks_train_what_one_does(ranks, alone, name):
+    """With dropout, which is seeded by micro-batch; the best weights by validation are left."""
+    for rank in ranks:
+        assert_close(rank[name]["weights"], alone["weights"])
+        for step, shown in alone["shown"].items():
+            for metric in ("loss", "mlm_loss", "next_loss", "gradient_norm", "valid_loss"):
+                if metric in shown:
+                    found = rank[name]["shown"][step][metric]
+                    assert found == pytest.approx(shown[metric], abs=1e-4), (step, metric)
+
+
+@pytest.mark.parametrize("start", ["whole", "sharded"])
+def test_one_rank_goes_on_from_the_checkpoint_of_two(recipes, ranks, folder, alone, start):
+    assert ranks
+    resumed = trained(recipes["dropout"], 0, 1, start=folder / start / str(HALF))
+    assert sorted(resumed["shown"]) == list(range(HALF + 1, STEPS + 1))
+    assert_close(resumed["weights"], alone["weights"])
+    for step, shown in resumed["shown"].items():
+        assert shown["loss"] == pytest.approx(alone["shown"][step]["loss"], abs=1e-3)
+
+
+@pytest.mark.parametrize("start", ["whole", "sharded"])
+@pytest.mark.parametrize("name", ["whole", "sharded"])
+def test_two_ranks_go_on_from_each_others_checkpoints(ranks, alone, name, start):
+    for rank in ranks:
+        assert_close(rank[f"{name} from {start}"]["weights"], alone["weights"])
+
+
+def test_a_checkpoint_of_sharded_weights_holds_whole_ones(ranks, folder, alone):
+    assert ranks
+    states = [read_state(folder / name / str(HALF)) for name in ("alone", "sharded")]
+    assert_close(states[1]["module"], states[0]["module"])
+    assert is_sharded(torch.nn.Linear(1, 1)) is False
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,132 @@
+"""What a pre-training starts from, what it validates, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForMaskedLM
+
+from pipeline.config import BadInput
+from pipeline.models.pretraining_heads import PretrainingModel
+from pipeline.models.shape import Shape
+from pipeline.models.sources import External
+from pipeline.training.pretraining import Pretraining
+from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.settings import LoopConfig
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny):
+    rows = [
+        {"context": [f"w{n}"] * (1 + n % 7), "response": f"w{n} w{n + 60}" + " w9" * (n % 4)}
+        for n in range(60)
+    ]
+    corpus = tiny.tokens(tiny.corpus(rows, rows_per_group=16), valid_share=0.3)
+    config = PretrainConfig(
+        batch_tokens=160, micro_batch_tokens=40, max_context_tokens=20, max_response_tokens=10,
+        window_rows=16, masked_share=0.3, steps=10,
+    )  # fmt: skip
+    shape = Shape(**{**tiny.shape, "dropout": 0.0})
+    return Pretraining((corpus,), (1.0,), shape, config, LoopConfig(precision="fp32"))
+
+
+@pytest.fixture(scope="module")
+def published(tiny, tmp_path_factory):
+    """A masked language model as `transformers` publishes it, and its folder."""
+    folder = tmp_path_factory.mktemp("published")
+    torch.manual_seed(5)
+    special = {"pad": 0, "cls": 2, "sep": 3}
+    model = PretrainingModel.new(Shape(**tiny.shape, dropout=0.1), tiny.vocabulary, special)
+    model.save(folder)
+    (folder / "next_head.safetensors").unlink()
+    tiny.tokenizer().save(folder)
+    return AutoModelForMaskedLM.from_pretrained(folder).eval(), folder
+
+
+def plain_mlm(model, parts):
+    """(sum of the cross-entropies, predicted tokens, hits) by `transformers` alone."""
+    total, count, hits = 0.0, 0, 0
+    for part in parts:
+        tokens = part.tokens
+        with torch.no_grad():
+            logits = model(
+                tokens.ids_BT, attention_mask=tokens.mask_BT.long(),
+                token_type_ids=tokens.segments_BT,
+            ).logits.flatten(0, 1)[part.predicted_N]  # fmt: skip
+        total += F.cross_entropy(logits, part.labels_N, reduction="sum").item()
+        hits += int((logits.argmax(1) == part.labels_N).sum())
+        count += len(part.labels_N)
+    return total, count, hits
+
+
+def test_training_starts_from_a_published_encoder_with_its_mlm_head(recipe, published):
+    """The loss before the first step is that of the published model; only the next head is new."""
+    model, folder = published
+    task = replace(recipe, start=External(str(folder), "")).build(0, 1)
+    task.module.eval()
+    batch = next(task.batches.start(()))[0]
+    _, shown = task.backward(task.module, batch, torch.autocast("cpu", enabled=False))
+    total, count, _ = plain_mlm(model, batch.parts)
+    assert shown["mlm_loss"].total.item() / count == pytest.approx(total / count, rel=1e-5)
+    assert replace(recipe, start=External(str(folder), "")).model()[1] == (
+        "MLM head loaded, next head new"
+    )
+
+
+def test_validation_measures_every_held_out_token_once(recipe, published):
+    model, folder = published
+    task = replace(recipe, start=External(str(folder), "")).build(0, 1)
+    measured = task.validation()
+    total, count, hits = plain_mlm(model, task.validation.batches)
+    assert measured.metrics["mlm_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert measured.metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert measured.metrics["mlm_accuracy"] == pytest.approx(hits / count)
+    both = measured.metrics["mlm_loss"] + measured.metrics["next_loss"]
+    assert measured.metrics["loss"] == pytest.approx(both)
+    assert (measured.selection, measured.higher_is_better) == ("loss", False)
+    again = recipe.build(1, 2).validation.batches
+    assert len(again) == len(task.validation.batches)  # all ranks know all of them
+
+
+@pytest.mark.parametrize("objective", ["joint", "alternate", "mlm"])
+def test_each_objective_shows_its_losses(recipe, objective):
+    task = replace(recipe, pretrain=replace(recipe.pretrain, objective=objective)).build(0, 1)
+    walk, names = task.batches.start(()), []
+    for step in (0, 1):
+        task.before_step(step)
+        _, shown = task.backward(task.module, next(walk)[0], torch.autocast("cpu", enabled=False))
+        names.append({name.split("_")[0] for name in shown})
+    walk.close()
+    wanted = {
+        "joint": [{"mlm", "next"}] * 2,
+        "alternate": [{"mlm"}, {"next"}],
+        "mlm": [{"mlm"}] * 2,
+    }
+    assert names == wanted[objective]
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(recipe, tiny, tmp_path):
+    special = {"pad": 0, "cls": 2, "sep": 3}
+    PretrainingModel.new(Shape(**tiny.shape), tiny.vocabulary - 1, special).save(tmp_path)
+    with pytest.raises(BadInput, match=r"--start: the encoder has 204 tokens, .* 205; allowed"):
+        replace(recipe, start=External(str(tmp_path), "")).build(0, 1)
+
+
+def test_more_workers_than_micro_batches_are_refused(recipe):
+    with pytest.raises(BadInput, match=r"resources\.workers: 5 .* at most 4"):
+        recipe.build(0, 5)
+
+
+def test_pairs_longer_than_the_encoders_positions_are_refused(recipe, tiny):
+    long = replace(recipe.pretrain, max_context_tokens=60, batch_tokens=300, micro_batch_tokens=100)
+    with pytest.raises(BadInput, match=r"max_context_tokens: 60 .* positions, 64"):
+        replace(recipe, pretrain=long).build(0, 1)
+
+
+def test_without_a_valid_split_nothing_is_validated(recipe, tiny):
+    corpus = tiny.tokens(tiny.corpus([{"context": ["w1"]}] * 8), valid_share=0.0)
+    assert replace(recipe, corpora=(corpus,)).build(0, 1).validation is None
