@@ -28,8 +28,9 @@ from pipeline.config import digest, parse
 from pipeline.corpora.made_up import sample
 from pipeline.models.precision import resolve_precision
 from pipeline.training.pretraining import Pretraining
+from pipeline.training.pretraining_settings import TOKENS
 from pipeline.training.settings import TokenizerConfig
-from pipeline.training.tokenized_corpus import KIND, TokenizedCorpus
+from pipeline.training.tokenized_corpus import TokenizedCorpus
 
 Size = Literal["small", "full"]
 
@@ -146,7 +147,7 @@ class _Side:
 def tokens(size: Size, corpus: str, work: Path) -> str:
     """A tokenized corpus: `corpus`, or made of it, or of the sample corpora (""). What an earlier call
     has made is used again."""
-    if corpus and open_artifact(corpus, KIND, "corpus").kind == KIND:
+    if corpus and open_artifact(corpus, TOKENS, "corpus").kind == TOKENS:
         return corpus
     with cluster.session():
         source = corpus or sample_corpora(size, work)["reddit"]
