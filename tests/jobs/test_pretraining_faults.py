@@ -36,6 +36,9 @@ from pipeline.training.launch import read_saved
 from pipeline.training.pretraining import Pretraining
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
+pytestmark = pytest.mark.timeout(
+    900
+)  # some tests train three times, and Ray starts each in seconds
 
 STEPS = 90
 SETTINGS = (
