@@ -92,8 +92,9 @@ def run(config: Config) -> program.Summary:
     with cluster.session(), tracking.start("pretrain", out) as tracked:
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
-            # absolute: workers have another working directory
-            start=storage.absolute(config.continue_from) if config.continue_from else "",
+            start=storage.join(storage.absolute(config.continue_from), TRAINING_STATE)
+            if config.continue_from
+            else "",  # absolute: workers have another working directory
         )  # fmt: skip
         parameters = sum(value.numel() for value in task.module.parameters())
         counts = {"steps": int(trained.metrics["step"]), "parameters": parameters}

@@ -6,7 +6,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ import ray.train
 import ray.train.torch
 import torch
 from ray.train import CheckpointUploadMode, UserCallback
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.util.queue import Queue
 from tqdm import tqdm
 
@@ -45,6 +46,7 @@ from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 if TYPE_CHECKING:
     from pipeline.tracking import Run
 
+_CHECKPOINTS, _RUN = "_checkpoints", "training"  # folders of the draft
 _STEPS_TO_TIDY = 50  # memory on CPUs: all-MiniLM grows from 2.9 GB at step 10 to 4.0 at step 68
 
 Watch = Callable[[int, int], None]
@@ -68,7 +70,7 @@ class _Assignment:
     draft: Draft
     messages: Queue
     start: str
-    """A published model whose training state is where the run begins; "": none."""
+    """URI of the state that the run begins with where Ray Train has no checkpoint of it; "": none."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def fit(
 ) -> Trained:
     """Trains on the cluster and leaves the model in the draft.
 
-    `watch` hears of the steps that are done, of how many. `start` is a published model that was saved with
-    its training state (`TRAINING_STATE`): the run goes on from there.
+    `watch` hears of the steps that are done, of how many. `start` is the URI of the state of another run
+    (`TRAINING_STATE` of a published model), which this one continues.
 
     Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
     """
@@ -112,6 +114,7 @@ def fit(
     per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
     number = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
     with _progress(label, steps, run, watch) as messages:
+        start = _unlisted_checkpoint(draft) or start
         assignment = _Assignment(recipe, loop, workers, threads, draft, messages, start)
         trainer = ray.train.torch.TorchTrainer(
             functools.partial(_work, assignment),
@@ -119,8 +122,8 @@ def fit(
                 num_workers=number, use_gpu=workers.gpu, resources_per_worker=per_worker
             ),
             run_config=ray.train.RunConfig(
-                name="training",
-                storage_path=draft.path("_checkpoints"),
+                name=_RUN,
+                storage_path=draft.path(_CHECKPOINTS),
                 failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=loop.keep_checkpoints),
                 callbacks=[_RetryMachinesOnly()],
@@ -134,7 +137,7 @@ def fit(
             raise
     metrics = {name: float(value) for name, value in (result.metrics or {}).items()}
     last = result.checkpoint  # None: there was no step to train
-    where = draft.path("_checkpoints", "training", Path(last.path).name) if last else ""
+    where = draft.path(_CHECKPOINTS, _RUN, Path(last.path).name) if last else ""
     return Trained({"step": 0.0, **metrics}, where)
 
 
@@ -274,7 +277,7 @@ class _Reports:
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         (folder / f"cursor-{self._rank:05d}.json").write_text(json.dumps(cursor))
         if self._rank == 0:
-            write_state(state, folder)
+            write_state({**state, "ranks": self._world}, folder)
         ray.train.report(
             dict(self._metrics),
             checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
@@ -295,11 +298,31 @@ def _saved(start: str) -> Saved | None:
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             return read_saved(Path(folder))
-    if start:
-        with tempfile.TemporaryDirectory() as local:
-            storage.download(storage.join(start, TRAINING_STATE), Path(local))
-            return read_saved(Path(local))
-    return None
+    return _read_saved_at(start) if start else None
+
+
+def _unlisted_checkpoint(draft: Draft) -> str:
+    """The newest whole checkpoint, where Ray Train's list of them was cut off while it was written; then the
+    list is removed, as Ray Train would end at it. "": the list is whole, or there is none."""
+    folder = draft.path(_CHECKPOINTS, _RUN)
+    listed = storage.join(folder, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME)
+    if not storage.exists(listed):
+        return ""
+    with suppress(ValueError):
+        json.loads(storage.read_bytes(listed))
+        return ""
+    storage.delete(listed)
+    for checkpoint in reversed(storage.list_folders(folder)):  # named by the time
+        with suppress(BadInput):
+            _read_saved_at(checkpoint)
+            return checkpoint
+    return ""
+
+
+def _read_saved_at(uri: str) -> Saved:
+    with tempfile.TemporaryDirectory() as local:
+        storage.download(uri, Path(local))
+        return read_saved(Path(local))
 
 
 def read_saved(folder: Path) -> Saved:
@@ -308,6 +331,9 @@ def read_saved(folder: Path) -> Saved:
         cursors = [json.loads(path.read_text()) for path in sorted(folder.glob("cursor-*.json"))]
     except ValueError as error:
         raise BadInput(f"{folder}: a cursor is truncated ({error})") from None
-    if not cursors:
-        raise BadInput(f"{folder}: no cursor, so the place in the training data is unknown")
-    return Saved(read_state(folder), cursors)
+    state = read_state(folder)
+    ranks = state.pop("ranks", 1)
+    if len(cursors) != ranks:
+        raise BadInput(f"{folder}: {len(cursors)} cursors of {ranks} ranks, so the place in the training "
+                       "data is unknown")  # fmt: skip
+    return Saved(state, cursors)

@@ -321,7 +321,7 @@ def test_starspaces_articles_are_the_papers_wikipedia(paper, monkeypatch):
         (("--table", "distil"), "table"),
         (("--table", 4, "--ranker.m"), "ranker.m"),
         (
-            ("--table", 4, "--ranker.m", 32),
+            ("--table", 4, "--only", "poly-16", "--ranker.m", 32),
             "ranker.m: 32 is not allowed; allowed: 16 in row poly-16",
         ),
         (("--table", 7, "--ranker.architecture", "poly"), "allowed: 'bi' in row first"),
@@ -343,7 +343,7 @@ def test_two_corpora_of_one_task_are_refused(paper, convai2_corpus):
 def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job, tmp_path):
     done = run_job("benchmark", "corpora", "--finetune.epochs", 2, "--work", tmp_path)
     assert (
-        "name: 'corpora' is not allowed; allowed: finetune, paper, with --finetune.epochs 2"
+        "name: 'corpora' is not allowed; allowed: finetune, paper, pretrain, with --finetune.epochs 2"
         in done.refusal
     )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from pipeline.artifact import Draft
 from pipeline.config import BadInput
 from pipeline.training.checkpoints import (
     load_training_state,
@@ -16,7 +19,7 @@ from pipeline.training.checkpoints import (
     training_state,
     write_state,
 )
-from pipeline.training.launch import read_saved
+from pipeline.training.launch import _unlisted_checkpoint, read_saved
 
 
 @pytest.fixture
@@ -73,3 +76,34 @@ def test_a_batch_is_kept_with_the_names_of_its_fields(tmp_path):
     (pair, nothing) = read_state(tmp_path)["batch"]
     assert pair["ids"].tolist() == [0, 1, 2]
     assert (pair["lengths"], nothing) == ([1, 2], None)
+
+
+@pytest.mark.parametrize(("listed", "newest_is_whole", "expected"), [
+    ("{}", True, ""), ('{"checkpoint_results": [', True, "checkpoint_2"),
+    ("", False, "checkpoint_1"), (None, True, ""),
+])  # fmt: skip
+def test_a_list_of_checkpoints_that_was_cut_off_loses_none(
+    checkpoint, tmp_path_factory, listed, newest_is_whole, expected
+):
+    """Ray Train writes its list in place, so a kill at that moment truncates it."""
+    root = tmp_path_factory.mktemp("draft")
+    folder = root / "_checkpoints" / "training"
+    for name in ("checkpoint_1", "checkpoint_2"):
+        shutil.copytree(checkpoint[-1], folder / name)
+    if not newest_is_whole:
+        (folder / "checkpoint_2" / "state.safetensors").write_bytes(b"")
+    path = folder / "checkpoint_manager_snapshot.json"
+    if listed is not None:
+        path.write_text(listed)
+    draft = Draft(str(root), str(root), "encoder", {}, {}, "")
+    found = _unlisted_checkpoint(draft)
+    assert Path(found).name == expected
+    assert path.exists() is (listed == "{}")
+
+
+def test_a_checkpoint_without_the_cursors_of_all_ranks_is_refused(checkpoint):
+    folder = checkpoint[-1]
+    state = read_saved(folder).state
+    write_state({**state, "ranks": 2}, folder)
+    with pytest.raises(BadInput, match="1 cursors of 2 ranks"):
+        read_saved(folder)
