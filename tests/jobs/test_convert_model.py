@@ -96,7 +96,7 @@ def test_vectors_are_cut_to_a_width_that_was_trained(run_job, tiny_ranker, tmp_p
 
 @pytest.mark.parametrize(("architecture", "options", "message"), [
     ("poly", ("--to", "sentence-transformers"), "'poly' is unknown to sentence-transformers"),
-    ("cross", ("--dimensions", 4), "ranker.dimensions: 4 is not allowed"),
+    ("cross", ("--dimensions", 4), "'cross' has no candidate vectors"),
     ("bi", ("--dimensions", -1), "dimensions: -1 is not allowed; allowed: >= 0"),
     ("bi", ("--to", "onnx"), "onnx"),
 ])  # fmt: skip
