@@ -21,6 +21,7 @@ import torch
 
 from jobs.benchmarks import pretrain
 from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.paper import trials
 from jobs.benchmarks.pretraining_peers import bare_step
 from pipeline import storage
 from pipeline.artifact import open_artifact
@@ -38,7 +39,6 @@ from pipeline.training.settings import LoopConfig
 Device = Literal["cuda", "cpu"]
 
 _ROOT = Path(__file__).parents[2]
-_RECIPE = _ROOT / "jobs" / "configs" / "finetune" / "convai2-bi-small.yaml"
 _LENGTHS = (128, 512)
 _MASKED_SHARE = 0.15
 _WARM_UP_STEPS = 3
@@ -225,7 +225,7 @@ def _finetuning(
     output = work / "ranker"
     shutil.rmtree(output, ignore_errors=True)
     done = run_job(
-        "finetune", "--config", _RECIPE, "--corpus", corpus, "--encoder", encoder,
+        "finetune", *trials.recipe("convai2", "bi", "small"), "--corpus", corpus, "--encoder", encoder,
         "--output", output, "--finetune.max-steps", scale.steps, *_resources(device),
     )  # fmt: skip
     batch = int(

@@ -56,7 +56,9 @@ def _padded(
     **more: Any,
 ) -> Tensor:
     # Without dropout, and not in bf16, the fused attention is as fast as it gets.
+    # torch's compiler takes none of our functions with a way back of their own.
     own = module.training and (dropout or query.dtype == torch.bfloat16)
+    own = own and not torch.compiler.is_compiling()
     if not own:
         fused = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 class Dropout(nn.Dropout):
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.training and self.p:
+        if self.training and self.p and not torch.compiler.is_compiling():
             return drop(hidden, self.p)
         whole: Tensor = super().forward(hidden)
         return whole
