@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from pipeline import shards
 from pipeline.artifact import Artifact, draft
@@ -63,7 +64,8 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         return value
 
     monkeypatch.setattr(shards, "run_tasks", run_tasks)
-    monkeypatch.setattr(decontaminate, "ray", SimpleNamespace(put=same, get=same))
+    monkeypatch.setattr(ray, "put", same)
+    monkeypatch.setattr(ray, "get", same)
 
     def run(
         corpus: Artifact,
