@@ -192,6 +192,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_weights(
         assert process.wait() == -signal.SIGKILL
     assert not output.exists()
     last = checkpoints(output)[-1]
+    resumed_at = read_saved(last).state["step"]
     partial = last.with_name("checkpoint_2100-01-01_00-00-00.000000")
     partial.mkdir()
     data = (last / "state.safetensors").read_bytes()
@@ -201,7 +202,11 @@ def test_a_job_that_is_killed_goes_on_to_the_same_weights(
     assert finished.summary["already_done"] is False
     encoder = open_artifact(str(output), "encoder")
     assert same_weights(encoder, whole.artifact)
-    assert curve(encoder) == curve(whole.artifact)
+    # Points that the driver had not sent to MLflow yet when it was killed are lost; none is wrong, and
+    # none is missing after the checkpoint.
+    shown, expected = curve(encoder), curve(whole.artifact)
+    assert {step: expected[step] for step in shown} == shown
+    assert set(range(resumed_at + 1, STEPS + 1)) <= shown.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["encoder"]
 
 
