@@ -332,7 +332,7 @@ def read_saved(folder: Path) -> Saved:
     except ValueError as error:
         raise BadInput(f"{folder}: a cursor is truncated ({error})") from None
     state = read_state(folder)
-    ranks = state.pop("ranks", 1)
+    ranks = state.pop("ranks", len(cursors) or 1)
     if len(cursors) != ranks:
         raise BadInput(f"{folder}: {len(cursors)} cursors of {ranks} ranks, so the place in the training "
                        "data is unknown")  # fmt: skip

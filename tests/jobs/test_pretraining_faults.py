@@ -383,7 +383,17 @@ def test_a_published_run_continues_with_more_steps(run_job, command, whole, tmp_
         ),
         (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
         (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
-        (["--loop.schedule", "plateau", "--loop.validate-every-epochs", 0], ["loop.schedule"]),
+        (
+            [
+                "--loop.schedule",
+                "plateau",
+                "--loop.validate-every-epochs",
+                0,
+                "--loop.validate-every-steps",
+                0,
+            ],
+            ["loop.schedule"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
