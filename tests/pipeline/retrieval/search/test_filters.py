@@ -89,14 +89,14 @@ def test_columns_come_along_from_the_candidates_as_text(tmp_path):
     assert isinstance(out, Draft)
     columns = ("id", "text", "kind", "size")
     record = candidates._stage(out, "file-00000", str(file), columns, 1000, Reading())
-    table = candidates.read_rows(out, record["parts"][0][0])
+    table = candidates.read_rows(out, record.parts[0][0])
     assert table.select(["id", "kind", "size"]).to_pylist() == [
         {"id": "1", "kind": "hat", "size": "3"},
         {"id": "2", "kind": "coat", "size": "3"},
         {"id": "3", "kind": None, "size": "2.5"},
     ]
     assert len(set(table["content_hash"].to_pylist())) == 3
-    assert record["dropped"] == {
+    assert record.dropped == {
         "no column kind": 1, "a column to filter by has neither text nor a number": 1,
     }  # fmt: skip
     assert record["counts"] == {"records": 5}
