@@ -99,7 +99,7 @@ def test_columns_come_along_from_the_candidates_as_text(tmp_path):
     assert record.dropped == {
         "no column kind": 1, "a column to filter by has neither text nor a number": 1,
     }  # fmt: skip
-    assert record["counts"] == {"records": 5}
+    assert record.counts == {"records": 5}
 
 
 @pytest.mark.parametrize("name", ["id", "text", "content_hash", ""])
