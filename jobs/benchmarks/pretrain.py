@@ -1,7 +1,7 @@
 """jobs.pretrain beside a bare PyTorch loop and beside the Trainer of `transformers`, on CPUs.
 
 All sides train the same shape on the same tokens in the same precision, one thread a process. They run in
-turn, some rounds; a rate is the median over the intervals of all rounds, the first ones of each left out.
+turn, some rounds; a rate is the median over the intervals of all rounds, the first half of each run left out.
 The bare loop gets the very micro-batches of the job, from memory.
 """
 
@@ -40,12 +40,15 @@ _SAMPLE = {
 }
 _VOCABULARY = {"small": 2_000, "full": 30_000}
 _SHAPE = {"small": (4, 256, 4), "full": (6, 384, 12)}  # full: all-MiniLM's
-_STEPS = {"small": 24, "full": 40}
-_ROUNDS = {"small": 2, "full": 3}
-_INTERVAL = 2
-_WARM_UP = 2  # intervals: memory is mapped, and the first window of pairs is read
-_STEP_TOKENS = {"small": 4_096, "full": 16_384}
-_MICRO_BATCHES = 2  # of a step: two workers have one each
+_STEPS, _STEPS_BESIDE_TRAINER = 40, 16  # the Trainer takes twice the time and more
+_ROUNDS = {"small": 1, "full": 3}
+_INTERVAL = 4  # steps of a rate, some 6 s
+# The first half of each run is left out: until a process has touched all the memory that its longest
+# batches need (2 GB, 15 to 20 steps), its pages are mapped and zeroed.
+_LEFT_OUT = 0.5
+# BERT's has 65,536: two workers exchange gradients eight times as often here.
+_STEP_TOKENS = 8_192
+_MICRO_BATCHES = 4  # of a step: two workers have two each
 
 
 def measure(size: Size, corpus: Sequence[str], overrides: Sequence[str], work: Path) -> list[Row]:
@@ -56,25 +59,26 @@ def measure(size: Size, corpus: Sequence[str], overrides: Sequence[str], work: P
     layers, width, heads = _SHAPE[size]
     options = list(map(str, (
         "--corpus", uri, "--encoder.layers", layers, "--encoder.width", width,
-        "--encoder.heads", heads, "--pretrain.steps", _STEPS[size],
-        "--pretrain.batch-tokens", _STEP_TOKENS[size],
-        "--pretrain.micro-batch-tokens", _STEP_TOKENS[size] // _MICRO_BATCHES,
+        "--encoder.heads", heads,
+        "--pretrain.batch-tokens", _STEP_TOKENS,
+        "--pretrain.micro-batch-tokens", _STEP_TOKENS // _MICRO_BATCHES,
         "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
         "--loop.log-every-steps", _INTERVAL, "--keep-training-state", "false",
         "--resources.cpus-per-worker", 1, *overrides,
     )))  # fmt: skip
-    joint, mlm = _Side(options, work), _Side([*options, "--pretrain.objective", "mlm"], work)
-    two = _Side([*options, "--resources.workers", "2"], work)
+    joint = _Side(options, _STEPS, work)
+    mlm = _Side([*options, "--pretrain.objective", "mlm"], _STEPS_BESIDE_TRAINER, work)
+    two = _Side([*options, "--resources.workers", "2"], _STEPS, work)
     bare, theirs, two_bare = Rates(), Rates(), Rates()
     has_trainer = find_spec("accelerate") is not None
     for _ in range(_ROUNDS[size]):
         joint.run()
-        bare += bare_loops(joint.arm, 1)[_WARM_UP:]
+        bare += steady(bare_loops(joint.arm, 1))
         if has_trainer:
             mlm.run()
-            theirs += hf_trainer(mlm.arm, mlm.tokens_per_step())[_WARM_UP:]
+            theirs += steady(hf_trainer(mlm.arm, mlm.tokens_per_step()))
         two.run()
-        two_bare += bare_loops(two.arm, 2)[_WARM_UP:]
+        two_bare += steady(bare_loops(two.arm, 2))
     detail = {
         "shape": f"{layers} layers of {width}", "precision": joint.arm.precision,
         "steps": joint.config.pretrain.steps, "rounds": _ROUNDS[size], "load": os.getloadavg()[0],
@@ -91,6 +95,11 @@ def measure(size: Size, corpus: Sequence[str], overrides: Sequence[str], work: P
         print("pretrain.vs_hf_trainer is left out: the Trainer of transformers needs the package "
               "accelerate; pip install -e .[bench]", flush=True)  # fmt: skip
     return rows
+
+
+def steady(rates: Rates) -> Rates:
+    """Those of the end of a run."""
+    return rates[int(len(rates) * _LEFT_OUT) :]
 
 
 def _row(name: str, ours: Rates, peer: Rates, detail: dict[str, object] | None = None) -> Row:
@@ -113,13 +122,14 @@ class _Side:
     """jobs.pretrain with some options, and what it has shown."""
 
     options: list[str]
+    steps: int
     work: Path
     rates: Rates = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.output = str(self.work / "encoder")
-        self.options = [*self.options, "--output", self.output]
+        self.options = [*self.options, "--output", self.output, "--pretrain.steps", str(self.steps)]
         self.config = parse(pretrain_job.Config, self.options, "jobs.pretrain")
         corpora = tuple(map(TokenizedCorpus.open, self.config.corpus))
         weights = tuple(float(corpus.train_tokens) for corpus in corpora)
@@ -134,9 +144,9 @@ class _Side:
         run_job("pretrain", *self.options)
         manifest = open_artifact(self.output, "encoder").manifest
         shown = tracking.Run(manifest["run_id"], tracking.server())
-        self.rates += [value for _, value in shown.history("tokens_per_s")][_WARM_UP:]
-        self.waits += [value for _, value in shown.history("data_wait_share")][_WARM_UP:]
-        self._steps_per_s = [value for _, value in shown.history("steps_per_s")][_WARM_UP:]
+        self.rates += steady([value for _, value in shown.history("tokens_per_s")])
+        self.waits += steady([value for _, value in shown.history("data_wait_share")])
+        self._steps_per_s = steady([value for _, value in shown.history("steps_per_s")])
 
     def tokens_per_step(self) -> float:
         """Without padding, in the last run."""
