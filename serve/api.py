@@ -1,34 +1,40 @@
-"""The HTTP interface: routes, the shapes of requests and answers, and one shape for every error.
+"""polyrank's own HTTP interface: rankings, and what a replica says of itself.
 
-{"error": {"code": "invalid_request", "message": "context: …", "field": "context"}}
+The other formats that clients speak are in `wire.py`, the errors in `errors.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StrictStr,
+    model_validator,
+)
+from starlette.middleware.cors import CORSMiddleware
 
-from pipeline.config import BadInput
-from serve.ranker import Engine, Ranked, UnknownPool
+from serve import errors
+from serve.engine import Engine
+from serve.errors import Refusal, documented
+from serve.guard import Guard
+from serve.limits import MAX_CANDIDATES, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
+from serve.service import Answer, Question, Service, Text
 
-MAX_BODY_BYTES = 2_000_000
-MAX_CANDIDATES = 1000
-MAX_TURNS = 1000
-MAX_TOP_K = 1000
-
-_log = logging.getLogger("polyrank.serve")
-ResultT = TypeVar("ResultT")
+REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
+            "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
+"""Codes that every route with a body may answer with."""
 
 
 def _not_blank(text: str) -> str:
@@ -45,41 +51,93 @@ def _encodable(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_not_blank)]
-Turn = Annotated[str, AfterValidator(_encodable)]
+def _number(value: Any) -> Any:
+    """JSON knows one kind of number: 10.0 is 10; a text or a truth value is none."""
+    if isinstance(value, (bool, str)):
+        raise ValueError("input should be a valid integer")
+    return value
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+FilledText = Annotated[
+    StrictStr, AfterValidator(_not_blank), Field(json_schema_extra={"pattern": r"\S"})
+]
+Turn = Annotated[StrictStr, AfterValidator(_encodable)]
+Integer = Annotated[int, BeforeValidator(_number)]
 
 
-class RankRequest(_Strict):
+class Strict(BaseModel):
+    """Fields that are not known are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Candidate(Strict):
+    """A text with the client's own id."""
+
+    id: StrictStr
+    text: FilledText
+
+
+class RankRequest(Strict):
     """Candidates come with the request, or from a pool that is served."""
 
-    context: list[Turn] = Field(
-        min_length=1, max_length=MAX_TURNS, description="The turns so far, oldest first."
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"oneOf": [{"required": ["candidates"]}, {"required": ["pool"]}]},
     )
-    candidates: list[Text] | None = Field(
-        None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
+
+    context: FilledText | Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS)] = Field(
+        description="The turns so far, oldest first, newest last; a text is one turn."
     )
-    pool: str | None = Field(None, min_length=1, description="The pool to search.")
-    top_k: int = Field(10, ge=1, le=MAX_TOP_K, description="Results at most.")
+    candidates: list[FilledText | Candidate] | None = Field(
+        default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
+    )
+    pool: StrictStr | None = Field(default=None, min_length=1, description="The pool to search.")
+    top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Results at most.")
+    where: dict[str, list[StrictStr]] | None = Field(
+        default=None,
+        max_length=10,
+        description="Of a pool: columns that it keeps, and the values that count there.",
+    )
+    allow: list[StrictStr] | None = Field(
+        default=None, max_length=MAX_CANDIDATES, description="Of a pool: the ids that count."
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> RankRequest:
-        if not any(turn.strip() for turn in self.context):
+        if not any(turn.strip() for turn in self.turns):
             raise ValueError("context: every turn is empty")
         if (self.candidates is None) == (self.pool is None):
             raise ValueError("candidates, pool: exactly one of them is needed")
+        for name in ("where", "allow"):
+            if self.pool is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: allowed: only with a pool")
         return self
+
+    @property
+    def turns(self) -> list[str]:
+        return [self.context] if isinstance(self.context, str) else self.context
+
+    def question(self) -> Question:
+        candidates = None
+        if self.candidates is not None:
+            candidates = [
+                Text(str(place), given) if isinstance(given, str) else Text(given.id, given.text)
+                for place, given in enumerate(self.candidates)
+            ]
+        where = tuple((name, tuple(values)) for name, values in (self.where or {}).items())
+        allow = None if self.allow is None else tuple(self.allow)
+        return Question(self.turns, candidates, self.pool, self.top_k, where, allow)
 
 
 class Result(BaseModel):
-    """A candidate: `id` is its id in the pool, or its place among the request's candidates."""
+    """A candidate: `id` is the client's or the pool's, or its place among the request's texts; `columns`
+    are those that the pool keeps."""
 
     id: str
     text: str
     score: float
+    columns: dict[str, JsonValue] = {}
 
 
 class PoolVersion(BaseModel):
@@ -90,162 +148,107 @@ class PoolVersion(BaseModel):
 
 
 class RankResponse(BaseModel):
-    """Best first; `model` is the fingerprint of the ranker that scored."""
+    """Best first; `model` is the fingerprint of the ranker that scored, `certified` whether this is
+    provably the exact top k, `milliseconds` what the replica took."""
 
     results: list[Result]
+    certified: bool
     model: str
     pool: PoolVersion | None
+    milliseconds: float
 
 
 class Health(BaseModel):
-    """The replica is loaded."""
+    """`ok`: the process answers; of /ready: and a model is loaded."""
 
     status: str
 
 
-class Problem(BaseModel):
-    """`code` is for programs, `message` for people, `field` names what is wrong in the request."""
+def create_app(
+    service: Service | None,
+    limits: Limits | None = None,
+    token_hashes: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    state: Callable[[], dict[str, Any]] = dict,
+    close: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """The application over a service; None is enough to write the interface down. `state`: what /info
+    says of the versions beside the engine's own. `close` is called at the end."""
 
-    code: str
-    message: str
-    field: str | None = None
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        close()
 
-
-class ErrorResponse(BaseModel):
-    """Every answer that is no 200."""
-
-    error: Problem
-
-
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": text}
-    for status, text in {
-        400: "The body is not JSON.",
-        404: "No such pool.",
-        413: f"The body has more than {MAX_BODY_BYTES:,} bytes.",
-        422: "A field is missing, unknown, or not allowed.",
-        429: "Overloaded; Retry-After says when to come again.",
-    }.items()
-}
-
-
-def create_app(engine: Engine | None) -> FastAPI:
-    """The application over an engine; None is enough to write the interface down."""
     app = FastAPI(
+        lifespan=lifespan,
         title="polyrank",
-        version="1",
+        version="2",
         description="Ranks candidate texts for a context: replies for a dialogue, articles for a sentence.",
+        redirect_slashes=False,  # to the caller's Host
     )
-    app.add_middleware(_BodyLimit)
-    # The event loop stays free for other requests; torch has its own threads inside a call.
-    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ranker")
+    errors.install(app)
+    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
 
-    async def compute(work: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(worker, work, *arguments)
+    def loaded() -> Service:
+        if service is None:
+            raise Refusal("not_ready", "no model is loaded", None, 1.0)
+        return service
 
-    def loaded() -> Engine:
-        if engine is None:
-            raise HTTPException(503, "no model is loaded")
-        return engine
-
-    @app.post("/rank", responses=_ERRORS)
-    async def rank(request: RankRequest) -> RankResponse:
-        """Ranks candidates for a context."""
-        ranker = loaded()
-        if request.pool is not None:
-            opened = ranker.pool(request.pool)
-            ranked = await compute(ranker.rank_pool, request.context, request.pool, request.top_k)
-            version = PoolVersion(name=opened.name, version=opened.version)
-            return _response(ranked, ranker, version)
-        ranked = await compute(ranker.rank, request.context, request.candidates, request.top_k)
-        return _response(ranked, ranker, None)
+    @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool"))
+    async def rank(
+        asked: RankRequest
+        | Annotated[list[RankRequest], Field(min_length=1, max_length=MAX_REQUESTS)],
+        request: Request,
+    ) -> RankResponse | list[RankResponse]:
+        """Ranks candidates for a context; of a list of questions each, all by the same versions."""
+        ranker, began = loaded(), time.monotonic()
+        engine = ranker.engine
+        several = asked if isinstance(asked, list) else [asked]
+        deadline: float = request.state.deadline
+        answers = await asyncio.gather(
+            *(ranker.rank(one.question(), deadline, engine) for one in several)
+        )
+        took = 1000 * (time.monotonic() - began)
+        responses = [_response(answer, took) for answer in answers]
+        return responses if isinstance(asked, list) else responses[0]
 
     @app.get("/health")
     async def health() -> Health:
-        """Whether the replica can answer."""
+        """Whether the process answers; it does not wait for rankings."""
+        return Health(status="ok")
+
+    @app.get("/ready", responses=documented("not_ready"))
+    async def ready() -> Health:
+        """Whether a model is loaded."""
         loaded()
         return Health(status="ok")
 
-    @app.get("/info")
+    @app.get("/info", responses=documented("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
-        """Which model and which pools are served."""
-        return loaded().info()
+        """Which model and which pools are served, by which settings."""
+        return {**loaded().engine.info(), **state()}
 
-    app.exception_handler(RequestValidationError)(_invalid)
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(BadInput)(_bad_input)
-    app.exception_handler(Exception)(_unexpected)
     return app
 
 
-def _response(ranked: list[Ranked], engine: Engine, pool: PoolVersion | None) -> RankResponse:
-    results = [Result(id=one.id, text=one.text, score=one.score) for one in ranked]
-    return RankResponse(results=results, model=engine.model.fingerprint, pool=pool)
-
-
-def _error(status: int, code: str, message: str, field: str | None = None) -> JSONResponse:
-    problem = {"code": code, "message": message, "field": field}
-    return JSONResponse({"error": problem}, status_code=status)
-
-
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return _error(400, "invalid_json", "the body is not JSON")
-    place = [str(part) for part in first["loc"] if part != "body"]
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if not place:  # said by a rule over several fields, which names them itself
-        return _error(422, "invalid_request", message)
-    field = ".".join(place)
-    return _error(422, "invalid_request", f"{field}: {message}", field)
-
-
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 503: "not_ready"}
-    code = codes.get(error.status_code, "http_error")
-    return _error(error.status_code, code, f"{request.url.path}: {error.detail}")
-
-
-async def _bad_input(request: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, UnknownPool):
-        return _error(404, "unknown_pool", str(error), "pool")
-    return _error(422, "invalid_request", str(error))
-
-
-async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    _log.error("%s failed", request.url.path, exc_info=error)
-    return _error(500, "internal", "the request failed; the service's log says why")
-
-
-class _BodyLimit:
-    """Answers 413 to a body over MAX_BODY_BYTES, and keeps none of it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        messages: list[Message] = []
-        size, more = 0, True
-        while more:  # to the end, so that the client has finished sending when it hears of it
-            message = await receive()
-            size += len(message.get("body", b""))
-            more = message["type"] == "http.request" and message.get("more_body", False)
-            messages = [*messages, message] if size <= MAX_BODY_BYTES else []
-        if size > MAX_BODY_BYTES:
-            text = f"the body has {size:,} bytes; allowed: at most {MAX_BODY_BYTES:,}"
-            await _error(413, "too_large", text)(scope, receive, send)
-            return
-        waiting = iter(messages)
-
-        async def replay() -> Message:
-            return next(waiting, None) or await receive()
-
-        await self._app(scope, replay, send)
+def _response(answer: Answer, milliseconds: float) -> RankResponse:
+    engine: Engine = answer.engine
+    return RankResponse(
+        results=[
+            Result(id=one.id, text=one.text, score=one.score, columns=one.columns)
+            for one in answer.results
+        ],
+        certified=answer.certified,
+        model=engine.model.fingerprint,
+        pool=PoolVersion(name=answer.pool, version=answer.pool_version) if answer.pool else None,
+        milliseconds=round(milliseconds, 3),
+    )
 
 
 if __name__ == "__main__":

@@ -8,25 +8,42 @@ more than most rankings. Replicas of one node share the pools' pages.
 
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
+import logging
+import os
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import BackpressureConfig, DeploymentActorConfig
 
 from pipeline import storage
+from pipeline.config import BadInput
 from pipeline.models.precision import Precision
 from serve.api import create_app
-from serve.ranker import Engine, open_pools
+from serve.engine import Engine, open_pools
+from serve.guard import token_hashes
+from serve.limits import Limits
+from serve.metrics import Metrics
+from serve.service import Service
+from serve.versions import Decider, Decision, Follower, Report, Targets, Versions, resolve
+
+_DECIDER = "versions"
+_ANSWER_S = 30.0  # the decider may have to list an object store
+
+_log = logging.getLogger("polyrank.serve")
 
 
 class Args(BaseModel):
-    """What is served."""
+    """What is served, and how."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(min_length=1, description="A ranker (of jobs.finetune).")
+    model: str = Field(
+        min_length=1,
+        description="A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry.",
+    )
     pools: list[str] = Field(
         default=[], description="Pools that it embedded; on the command line a,b."
     )
@@ -35,36 +52,93 @@ class Args(BaseModel):
         description="What the encoder computes in; auto: bf16 where the hardware multiplies it.",
     )
     name: str = Field(default="ranker", description="Name of the deployment.")
+    poll_s: float = Field(
+        default=2.0, gt=0, description="How often new versions are looked for, and followed."
+    )
+    origins: list[str] = Field(
+        default=[], description="Origins whose pages may ask (CORS); on the command line a,b."
+    )
+    limits: Limits = Field(default_factory=Limits, description="What a client may ask for.")
 
-    @field_validator("pools", mode="before")
+    @field_validator("pools", "origins", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
 @serve.deployment(
-    max_ongoing_requests=32,
-    max_queued_requests=128,
+    # Requests are admitted by the service itself, by the work that waits; Serve's router hands a standing
+    # queue on at 4 requests a second, so it gets none.
+    max_ongoing_requests=512,
+    max_queued_requests=16,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
+    graceful_shutdown_timeout_s=30,
 )
 @serve.ingress()
 class Ranker:
     """A replica."""
 
     def __init__(self, args: Args) -> None:
-        self._engine = Engine(args.model, args.pools, args.precision)
+        # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
+        os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        self._args = args
+        context = serve.get_replica_context()
+        metrics = Metrics()
+        self._follower = Follower(context.replica_id.unique_id, _ask, self._load, args.poll_s)
+        self._follower.start()
+        self._service = Service(lambda: self._follower.engine, args.limits.waiting_s, metrics.batch)
+
+    def _load(self, versions: Versions) -> Engine:
+        engine = Engine(versions.model, versions.pools, self._args.precision)
+        if engine.model.fingerprint != versions.fingerprint:
+            engine.close()
+            raise BadInput(f"{versions.model}: is {engine.model.fingerprint} now, not "
+                           f"{versions.fingerprint}")  # fmt: skip
+        _log.warning("loaded %s with %s", versions.model, ", ".join(versions.pools) or "no pools")
+        return engine
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._engine)
+        args = self._args
+        return create_app(
+            self._service,
+            args.limits,
+            token_hashes(),
+            args.origins,
+            self._follower.state,
+            self._close,
+        )
+
+    def _close(self) -> None:
+        self._service.close()
+        self._follower.close()
+
+
+def _ask(report: Report) -> Decision:
+    """The decider may have been started again since: it is looked up each time."""
+    decider = serve.get_deployment_actor(_DECIDER)
+    answer: Decision = ray.get(decider.follow.remote(report), timeout=_ANSWER_S)
+    return answer
 
 
 def build(args: Args) -> serve.Application:
-    """The application; refuses a pool of another model before any replica starts.
+    """The application; refuses what cannot be served before any replica starts.
 
     Raises BadInput.
     """
-    model = storage.absolute(args.model)  # a replica's directory is not this process'
+    model = args.model if "://" in args.model or args.model.startswith("models:/") else ""
+    model = model or storage.absolute(args.model)  # a replica's directory is not this process'
     pools = [storage.absolute(uri) for uri in args.pools]
-    open_pools(model, pools)
+    targets = Targets(model, tuple(pools))
+    versions, _ = resolve(targets)
+    open_pools(versions.model, versions.pools)
+    token_hashes()
     args = args.model_copy(update={"model": model, "pools": pools})
-    return Ranker.options(name=args.name).bind(args)  # type: ignore[attr-defined]
+    decider = DeploymentActorConfig(
+        name=_DECIDER,
+        actor_class=ray.remote(Decider),
+        init_kwargs={"targets": targets, "poll_s": args.poll_s},
+        actor_options={"num_cpus": 0},
+    )
+    options = Ranker.options(name=args.name, deployment_actors=[decider])  # type: ignore[attr-defined]
+    application: serve.Application = options.bind(args)
+    return application

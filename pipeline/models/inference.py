@@ -16,7 +16,6 @@ from torch import Tensor
 from pipeline.models import cpu
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
-from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder
 
 BATCH_TOKENS = 0
@@ -68,7 +67,13 @@ def context_vectors(
     ranker: Ranker, contexts: Sequence[Sequence[str]], batch_tokens: int = BATCH_TOKENS
 ) -> tuple[Tensor, Tensor]:
     """Vectors [N, M, D] and their mask [N, M] for N contexts, in their order."""
-    rows = ranker.context_rows(contexts)
+    return context_row_vectors(ranker, ranker.context_rows(contexts), batch_tokens)
+
+
+def context_row_vectors(
+    ranker: Ranker, rows: Sequence[Sequence[int]], batch_tokens: int = BATCH_TOKENS
+) -> tuple[Tensor, Tensor]:
+    """As `context_vectors`, for contexts that `Ranker.context_rows` has tokenised."""
     dual = ranker.dual
 
     def forward(places: list[int]) -> Tensor:
@@ -88,20 +93,30 @@ def pair_scores(
     batch_tokens: int = BATCH_TOKENS,
 ) -> list[Tensor]:
     """A cross-encoder's scores: for each context those of its own candidates, [C] each."""
-    network = ranker.cross
     context_rows = ranker.context_rows(contexts)
     flat = ranker.candidate_rows([text for texts in candidates for text in texts])
     owner = [place for place, texts in enumerate(candidates) for _ in texts]
+    pairs = [(context_rows[owner[place]], row) for place, row in enumerate(flat)]
+    scores = pair_row_scores(ranker, pairs, batch_tokens)
+    return list(torch.split(scores, [len(texts) for texts in candidates]))
+
+
+def pair_row_scores(
+    ranker: Ranker,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch_tokens: int = BATCH_TOKENS,
+) -> Tensor:
+    """[N] scores of N pairs of a row of `Ranker.context_rows` and one of `Ranker.candidate_rows`."""
+    network = ranker.cross
 
     def forward(places: list[int]) -> Tensor:
-        tokens: Tokens = ranker.tokenizer.pairs(
-            [context_rows[owner[place]] for place in places], [flat[place] for place in places]
+        contexts, candidates = zip(*(pairs[place] for place in places), strict=True)
+        return network.score_pairs(
+            ranker.tokenizer.pairs(contexts, candidates).to(ranker.device)
         )
-        return network.score_pairs(tokens.to(ranker.device))
 
-    lengths = [len(context_rows[owner[place]]) + len(row) - 1 for place, row in enumerate(flat)]
-    scores = _in_batches(ranker, lengths, batch_tokens, forward)
-    return list(torch.split(scores, [len(texts) for texts in candidates]))
+    lengths = [len(context) + len(candidate) - 1 for context, candidate in pairs]
+    return _in_batches(ranker, lengths, batch_tokens, forward)
 
 
 def _in_batches(

@@ -92,24 +92,26 @@ class Tokenizer:
 
     def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
         """One row of ids per context, at most `max_tokens` with [CLS] and [SEP]."""
-        keep = max_tokens - 2
-        rows = self.ids(["\n".join(turns) for turns in contexts])
-        return [[self.cls, *row[max(0, len(row) - keep) :], self.sep] for row in rows]
+        rows = self._kept_ids(["\n".join(turns) for turns in contexts], max_tokens - 2, newest=True)
+        return [[self.cls, *row, self.sep] for row in rows]
 
     def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP]."""
-        return [[self.cls, *row, self.sep] for row in self._first_ids(texts, max_tokens - 2)]
+        rows = self._kept_ids(texts, max_tokens - 2, newest=False)
+        return [[self.cls, *row, self.sep] for row in rows]
 
-    def _first_ids(self, texts: Sequence[str], keep: int) -> list[list[int]]:
-        """The first `keep` ids of each text; of a long one no more is tokenised than they need."""
+    def _kept_ids(self, texts: Sequence[str], keep: int, newest: bool) -> list[list[int]]:
+        """The last or the first `keep` ids of each text; of a long one no more is tokenised than they
+        need."""
         rows: list[list[int]] = [[] for _ in texts]
         places, characters = list(range(len(texts))), keep * _CHARACTERS_PER_TOKEN
+        part_of = _tail if newest else _head
         while places:
-            heads = [_head(texts[place], characters) for place in places]
+            parts = [part_of(texts[place], characters) for place in places]
             short = []
-            for place, head, ids in zip(places, heads, self.ids(heads), strict=True):
-                rows[place] = ids[:keep]
-                if len(head) < len(texts[place]) and len(ids) < keep + _SPARE_TOKENS:
+            for place, part, ids in zip(places, parts, self.ids(parts), strict=True):
+                rows[place] = ids[max(0, len(ids) - keep) :] if newest else ids[:keep]
+                if len(part) < len(texts[place]) and len(ids) < keep + _SPARE_TOKENS:
                     short.append(place)
             places, characters = short, characters * 4
         return rows
@@ -141,6 +143,13 @@ def _head(text: str, characters: int) -> str:
     """A beginning that ends before a space, and so between words; the whole text if it is short."""
     end = text.rfind(" ", characters // 2, characters) if len(text) > characters else -1
     return text if end < 0 else text[:end]
+
+
+def _tail(text: str, characters: int) -> str:
+    """An end that begins with a space, and so between words; the whole text if it is short."""
+    first = len(text) - characters
+    start = text.find(" ", first, first + characters // 2) if first > 0 else -1
+    return text if start < 0 else text[start:]
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> int:

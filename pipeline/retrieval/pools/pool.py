@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,10 +156,17 @@ class Pool:
 
     def row(self, place: int) -> Row:
         """The candidate at a place from 0 to len - 1."""
-        shard = bisect_right(self.ends, place)
-        at = place - (self.ends[shard - 1] if shard else 0)
-        table = self.shards[shard].rows
+        table, at = self._table_at(place)
         return Row(table["id"][at].as_py(), table["text"][at].as_py())
+
+    def columns_at(self, place: int, names: Sequence[str]) -> dict[str, str]:
+        """Further columns of the candidate at a place."""
+        table, at = self._table_at(place)
+        return {name: table[name][at].as_py() for name in names}
+
+    def _table_at(self, place: int) -> tuple[pa.Table, int]:
+        shard = bisect_right(self.ends, place)
+        return self.shards[shard].rows, place - (self.ends[shard - 1] if shard else 0)
 
     def ids_at(self, places: Ints) -> list[str]:
         """The ids at ascending places."""

@@ -1,0 +1,244 @@
+"""A loaded model with the pools that it embedded, and what can be computed with them in batches.
+
+An engine never changes: another model, or another version of a pool, is another engine. No HTTP, no Ray.
+M vectors a context, D dimensions, C candidates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline import storage
+from pipeline.arrays import Bools, Floats, Ints
+from pipeline.artifact import open_artifact
+from pipeline.config import BadInput
+from pipeline.models import inference
+from pipeline.models.precision import Precision
+from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.settings import SETTINGS, parse_settings
+from pipeline.resources import best_device
+from pipeline.retrieval.pools.lock import lease
+from pipeline.retrieval.pools.pool import Pool, describe
+from pipeline.retrieval.search import filters, top_rows
+from serve.scheduling import Kind
+
+# Tokens in a batch for each thread; `inference` cuts it further, by length. Larger ones gain nothing and
+# keep small requests waiting: of all-MiniLM 4,096 tokens take a core some 0.1 s.
+_TOKENS_A_THREAD, _TOKENS_A_GPU = 4_096, 65_536
+_SEARCHES = 16  # contexts that one pass over a pool answers
+_PRODUCTS = 2.0e8  # multiplications in a batch of scores, some 10 ms of a core
+_CANARIES = 8
+_NEAR = 0.05  # how far a vector may be off its pool's, as a share of its length: bf16 and float32
+_FILTERS = 64  # masks that are kept
+
+Where = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class Asked(NamedTuple):
+    """A question to a pool."""
+
+    vectors_MD: Tensor
+    mask_M: Tensor
+    top_k: int
+    among: Bools | None
+    """[rows of the pool] that count; None: all."""
+
+
+class Answered(NamedTuple):
+    """The best rows of a pool for one question, best first."""
+
+    places_K: Ints
+    scores_K: Floats
+    certified: bool
+
+
+class Engine:
+    """Calls may come from any thread; a `Kind` is computed by one at a time."""
+
+    def __init__(
+        self, model: str, pools: Sequence[str] = (), precision: Precision = "auto"
+    ) -> None:
+        """Loads and checks a model and versions of pools; a pool's own URI means its CURRENT one.
+
+        Raises BadInput for a model or a pool that cannot be served, or whose vectors are not the model's.
+        """
+        self.model = open_artifact(model, "ranker")
+        self.pools = open_pools(model, pools)
+        self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]
+        self.ranker: Ranker = inference.place(
+            load_ranker(self.model.local()), best_device(), precision
+        )
+        if self.ranker.precision == "bf16":
+            inference.to_bf16(self.ranker)
+        gpu = self.ranker.device.type == "cuda"
+        tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
+        self.contexts = Kind("contexts", self._encode_contexts, tokens)
+        self.candidates = Kind("candidates", self._encode_candidates, tokens)
+        self.pairs = Kind("pairs", self._score_pairs, tokens)
+        self.scores = Kind("scores", self._score, _PRODUCTS)
+        self.searches = {
+            name: Kind("search", functools.partial(self._search, pool), _SEARCHES)
+            for name, pool in self.pools.items()
+        }
+        self._masks = functools.lru_cache(_FILTERS)(self._mask)
+        self._warm_up()
+        for pool in self.pools.values():
+            self._check(pool)
+
+    @property
+    def has_vectors(self) -> bool:
+        return self.ranker.config.has_vectors
+
+    def close(self) -> None:
+        """Gives the pools' versions back, so that old ones may be removed."""
+        for held in self._leases:
+            if held is not None:
+                held.stop()
+
+    # Kinds of rows
+
+    def _encode_contexts(self, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+        """Rows of `Ranker.context_rows` → ([M, D], [M]) each."""
+        vectors_NMD, mask_NM = inference.context_row_vectors(self.ranker, rows)
+        return list(zip(vectors_NMD, mask_NM, strict=True))
+
+    def _encode_candidates(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Rows of `Ranker.candidate_rows` → [D] each."""
+        return list(inference.row_vectors(self.ranker, rows))
+
+    def _score_pairs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+        """Pairs of a context's and a candidate's row → their scores."""
+        found: list[float] = inference.pair_row_scores(self.ranker, pairs).tolist()
+        return found
+
+    def _score(self, asked: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
+        """([M, D], [M], candidates [C, D]) → C scores each."""
+        device, found = self.ranker.device, list[list[float]]()
+        with torch.inference_mode():
+            for vectors_MD, mask_M, candidates_CD in asked:
+                scores_1C = self.ranker.dual.scores(
+                    vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device)
+                )
+                found.append(scores_1C[0].tolist())
+        return found
+
+    def _search(self, pool: Pool, asked: Sequence[Asked]) -> list[Answered]:
+        """Questions without filter share their passes over the pool."""
+        found: dict[int, Answered] = {}
+        attention = self.ranker.config.search_attention
+        by_filter: dict[int, list[int]] = {}
+        for place, one in enumerate(asked):
+            by_filter.setdefault(id(one.among), []).append(place)
+        for places in by_filter.values():
+            some = [asked[place] for place in places]
+            answer = top_rows(
+                pool,
+                torch.stack([one.vectors_MD for one in some]).numpy(),
+                max(one.top_k for one in some),
+                torch.stack([one.mask_M for one in some]).numpy(),
+                attention,
+                among=some[0].among,
+            )
+            for at, (place, one) in enumerate(zip(places, some, strict=True)):
+                found[place] = Answered(
+                    answer.places[at, : one.top_k],
+                    answer.scores[at, : one.top_k],
+                    bool(answer.certified[at]),
+                )
+        return [found[place] for place in range(len(asked))]
+
+    # Pools
+
+    def among(self, pool: str, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
+        """The rows of a pool that a filter leaves; None: all.
+
+        Raises BadInput for a column that the pool does not keep.
+        """
+        return self._masks(pool, where, allow) if where or allow is not None else None
+
+    def _mask(self, pool: str, where: Where, allow: tuple[str, ...] | None) -> Bools:
+        return filters.select(self.pools[pool], allow, where=dict(where))
+
+    def info(self) -> dict[str, Any]:
+        """What is served, for people and for checks; no paths."""
+        config = self.ranker.config
+        return {
+            "model": {
+                "fingerprint": self.model.fingerprint,
+                "architecture": config.architecture,
+                "created_at": self.model.manifest["created_at"],
+            },
+            "limits": {
+                "max_context_tokens": config.max_context_tokens,
+                "max_candidate_tokens": config.max_candidate_tokens,
+            },
+            "device": str(self.ranker.device),
+            "precision": self.ranker.precision,
+            "pools": [
+                {**describe(pool), "columns": filters.columns(pool)} for pool in self.pools.values()
+            ],
+        }
+
+    # Before it answers
+
+    def _warm_up(self) -> None:
+        """The first pass allocates and compiles."""
+        contexts = self.ranker.context_rows([["warm up"], ["a longer text to warm up"]])
+        candidates = self.ranker.candidate_rows(["one", "two"])
+        if self.has_vectors:
+            self._encode_contexts(contexts)
+            self._encode_candidates(candidates)
+        else:
+            self._score_pairs(list(zip(contexts, candidates, strict=True)))
+
+    def _check(self, pool: Pool) -> None:
+        """Asks with some of the pool's texts: their vectors must be the pool's, and searches have answers.
+
+        Raises BadInput.
+        """
+        if not len(pool):
+            return
+        places = np.unique(np.linspace(0, len(pool) - 1, _CANARIES).astype(np.int64))
+        texts = [pool.row(place).text for place in places.tolist()]
+        ours_ND = inference.candidate_vectors(self.ranker, texts).numpy()
+        theirs_ND = pool.vectors_at(places)
+        off_N = np.linalg.norm(ours_ND - theirs_ND, axis=1)
+        if not (off_N <= _NEAR * np.linalg.norm(ours_ND, axis=1) + 1e-6).all():
+            worst = pool.row(int(places[int(np.argmax(off_N))])).id
+            raise BadInput(f"{pool.artifact.uri}: the vector of {worst!r} is not what the model makes "
+                           "of its text; embed the pool again")  # fmt: skip
+        vectors = self._encode_contexts(self.ranker.context_rows([[text] for text in texts]))
+        for answer in self._search(pool, [Asked(*one, 10, None) for one in vectors]):
+            if not np.isfinite(answer.scores_K).all():
+                raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
+
+
+def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
+    """Opens pools by name.
+
+    Raises BadInput for a pool of another model, for two of one name, and for any pool where the
+    model is a cross-encoder.
+    """
+    artifact = open_artifact(model, "ranker")
+    settings = storage.join(artifact.uri, SETTINGS)
+    config = parse_settings(storage.read_bytes(settings), settings)
+    if pools and not config.has_vectors:
+        raise BadInput(
+            "pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model"
+        )
+    if pools:
+        _ = config.search_attention  # refuses what cannot search
+    opened: dict[str, Pool] = {}
+    for uri in pools:
+        pool = Pool.open(uri)
+        pool.require_model(artifact)
+        if pool.name in opened:
+            raise BadInput(f"pools: two are named {pool.name!r}")
+        opened[pool.name] = pool
+    return opened

@@ -1,0 +1,210 @@
+"""What stands before every route: request ids, tokens, and bounds on what a client may send and when.
+
+It runs in each replica, and in Serve's proxies too where their environment says
+
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.guard:in_proxy
+
+so that slow senders hold no place in a replica, and Ray's own answers have the one shape of errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.errors import CODES, Refusal
+from serve.limits import MAX_TIMEOUT_MS, Limits
+
+TOKENS = "POLYRANK_TOKENS_SHA256"
+"""Environment variable: SHA-256 of the tokens that are let in, in hex, with commas; empty: everybody is."""
+PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+TIMEOUT = "x-timeout-ms"
+_OPEN_TO_ALL = frozenset({"/", "/health", "/ready"})  # the playground asks for a token itself
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_LONGEST_PATH = 200  # in the log
+
+_access = logging.getLogger("polyrank.serve.access")
+
+
+class Guard:
+    """An ASGI application before another one."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits | None = None,
+        token_hashes: Sequence[str] = (),
+        is_proxy: bool = False,
+    ) -> None:
+        self._app, self._limits = app, limits or Limits()
+        self._tokens, self._is_proxy = tuple(token_hashes), is_proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        headers = MutableHeaders(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        headers["x-request-id"] = request_id  # of a megabyte nothing is logged, here or by Serve
+        answer = _Answer(send, request_id, scope["method"], self._is_proxy)
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        try:
+            self._let_in(scope, headers)
+            state = scope.setdefault("state", {})
+            state["request_id"] = request_id
+            state["deadline"] = began + self._timeout_s(headers)
+            receive = await self._whole_body(scope, headers, receive)
+        except Refusal as refusal:
+            # What is left of the body is not read: the connection is of no more use.
+            response = refusal.response()
+            response.headers["connection"] = "close"
+            await response(scope, receive, answer)
+        except _Gone:
+            return
+        else:
+            await self._app(scope, receive, answer)
+        if not self._is_proxy:
+            _access.info(
+                "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_LONGEST_PATH],
+                answer.status, 1000 * (time.monotonic() - began),
+            )  # fmt: skip
+
+    def _let_in(self, scope: Scope, headers: Headers) -> None:
+        if not self._tokens or scope["path"] in _OPEN_TO_ALL or scope["method"] == "OPTIONS":
+            return
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        found = hashlib.sha256(token.strip().encode()).hexdigest()
+        known = [hmac.compare_digest(found, one) for one in self._tokens]  # as long for any token
+        if scheme.lower() != "bearer" or not any(known):
+            raise Refusal("unauthorized", CODES["unauthorized"].text)
+
+    def _timeout_s(self, headers: Headers) -> float:
+        asked = headers.get(TIMEOUT)
+        if asked is None:
+            return self._limits.timeout_ms / 1000
+        if not asked.isdecimal() or not 1 <= int(asked[:9]) <= MAX_TIMEOUT_MS:
+            raise Refusal("invalid_request", f"{TIMEOUT}: allowed: 1 to {MAX_TIMEOUT_MS}", TIMEOUT)
+        return int(asked) / 1000
+
+    async def _whole_body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
+        """Reads the body, and gives it again to the application."""
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return receive
+        most = self._limits.body_bytes
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:18]) > most:
+            raise Refusal(
+                "too_large", f"the body has {int(length[:18]):,} bytes; allowed: {most:,}"
+            )
+        media = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media != "application/json" and not media.endswith("+json"):
+            raise Refusal("unsupported_media_type",
+                          "content-type: allowed: application/json", "content-type")  # fmt: skip
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.upload_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise Refusal(
+                            "too_large", f"the body has over {most:,} bytes, which is the most"
+                        )
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise Refusal("upload_too_slow",
+                          f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
+        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def again() -> Message:
+            return first.pop() if first else await receive()
+
+        return again
+
+
+class _Gone(Exception):
+    """The client has closed the connection."""
+
+
+class _Answer:
+    """Sends an answer on: with the request's id, without a body for HEAD, and in a proxy with Ray's own
+    errors in the one shape."""
+
+    def __init__(self, send: Send, request_id: str, method: str, is_proxy: bool) -> None:
+        self._send, self._request_id = send, request_id
+        self._head_only, self._is_proxy = method == "HEAD", is_proxy
+        self._replaced = False
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = int(message["status"])
+            headers = MutableHeaders(scope=message)
+            media = headers.get("content-type", "")
+            if self._is_proxy and self.status >= 400 and not media.startswith("application/json"):
+                self._replaced = True
+                await self._replace(headers)
+                return
+            headers["x-request-id"] = self._request_id
+        elif message["type"] == "http.response.body":
+            if self._replaced:
+                return
+            if self._head_only:
+                message = {**message, "body": b""}
+        await self._send(message)
+
+    async def _replace(self, headers: Headers) -> None:
+        """Ray's answers are text; a route that is not there is one whose replicas still start."""
+        ours = {
+            408: "too_late",
+            404: "not_ready",
+            429: "overloaded",
+            500: "internal",
+            503: "not_ready",
+        }
+        code = ours.get(self.status, "internal" if self.status >= 500 else "invalid_request")
+        wait = headers.get("retry-after", "1")
+        retry = float(wait) if code in ("overloaded", "not_ready") and wait.isdecimal() else 0.0
+        response = Refusal(code, CODES[code].text, None, retry).response()
+        self.status = response.status_code
+        response.headers["x-request-id"] = self._request_id
+        start = {
+            "type": "http.response.start",
+            "status": response.status_code,
+            "headers": response.raw_headers,
+        }
+        await self._send(start)
+        body = b"" if self._head_only else response.body
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def token_hashes(environment: str | None = None) -> list[str]:
+    """The SHA-256 hashes of the tokens that are let in. Raises ValueError for something else."""
+    given = os.environ.get(TOKENS, "") if environment is None else environment
+    hashes = [part.strip().lower() for part in given.split(",") if part.strip()]
+    if not all(re.fullmatch(r"[0-9a-f]{64}", one) for one in hashes):
+        raise ValueError(f"{TOKENS}: allowed: SHA-256 in hex, 64 digits each, with commas")
+    return hashes
+
+
+def in_proxy() -> list[Middleware]:
+    """What Serve's proxies put before the requests that they hand on."""
+    return [Middleware(Guard, is_proxy=True)]

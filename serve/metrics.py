@@ -1,0 +1,47 @@
+"""What a replica tells Prometheus, beside Serve's own numbers; Ray puts `ray_` before each name."""
+
+from __future__ import annotations
+
+from ray.serve import metrics
+
+from serve.scheduling import Batch
+
+_SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
+_ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+class Metrics:
+    """`stage` is tokenize, contexts, candidates, pairs, scores or search."""
+
+    def __init__(self) -> None:
+        self._seconds = metrics.Histogram(
+            "polyrank_stage_seconds",
+            description="Seconds that a batch of a stage took.",
+            boundaries=_SECONDS,
+            tag_keys=("stage",),
+        )
+        self._waited = metrics.Histogram(
+            "polyrank_waited_seconds",
+            description="Seconds that the first row of a batch waited for its turn.",
+            boundaries=_SECONDS,
+            tag_keys=("stage",),
+        )
+        self._rows = metrics.Histogram(
+            "polyrank_batch_rows",
+            description="Rows of a batch.",
+            boundaries=_ROWS,
+            tag_keys=("stage",),
+        )
+        self._units = metrics.Counter(
+            "polyrank_units_total",
+            description="Tokens encoded, products of scores, questions searched.",
+            tag_keys=("stage",),
+        )
+
+    def batch(self, batch: Batch) -> None:
+        """A batch was computed."""
+        tags = {"stage": batch.kind}
+        self._seconds.observe(batch.seconds, tags)
+        self._waited.observe(batch.waited_s, tags)
+        self._rows.observe(batch.rows, tags)
+        self._units.inc(batch.units, tags)

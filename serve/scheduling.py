@@ -1,0 +1,208 @@
+"""Work of many requests in batches, by one thread: the shortest deadline first, and no more than can be done.
+
+A request hands in rows: contexts to encode, pairs to score, questions to a pool. Rows of one kind are
+computed together. A row's turn is its request's deadline, later by the time that the request's rows before
+it take, so that a small request passes between the rows of a large one. While a batch is computed others
+gather; none waits for others to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve.errors import Refusal
+
+_SMOOTHING = 0.1  # how much the last batch counts in the time that a unit takes
+_FIRST_GUESS_S = 1e-5  # of a unit, before one was computed
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Rows that can be computed together."""
+
+    name: str
+    run: Callable[[list[Any]], Sequence[Any]]
+    """Rows to their results, in order."""
+    batch_units: float
+    """Units (as a rule tokens) in a batch; one row may have more."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is told of a batch that was computed."""
+
+    kind: str
+    rows: int
+    units: float
+    waited_s: float
+    """The row that waited longest."""
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Call:
+    """The rows of one request, of one kind."""
+
+    results: list[Any]
+    left: int
+    deadline: float
+    future: asyncio.Future[list[Any]]
+    loop: asyncio.AbstractEventLoop
+
+
+@dataclass(order=True)
+class _Row:
+    turn: float
+    number: int
+    kind: Kind = field(compare=False)
+    row: Any = field(compare=False)
+    units: float = field(compare=False)
+    place: int = field(compare=False)
+    call: _Call = field(compare=False)
+    since: float = field(compare=False)
+
+
+class WorkQueue:
+    """Computes rows in batches on a thread of its own. Deadlines are of `time.monotonic`."""
+
+    def __init__(
+        self, most_waiting_s: float, watch: Callable[[Batch], None] = lambda batch: None
+    ) -> None:
+        """`most_waiting_s`: of work that is accepted; more is refused."""
+        self._most_waiting_s, self._watch = most_waiting_s, watch
+        self._changed = threading.Condition()
+        self._rows: dict[Kind, list[_Row]] = {}
+        self._numbers = itertools.count()
+        self._unit_s: dict[str, float] = {}
+        self._waiting_s = 0.0
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="work-queue", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Lets the thread end after the batch it computes; rows that wait are given up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds that the work takes which is waiting, by what such work took before."""
+        return max(0.0, self._waiting_s)
+
+    def admit(self, deadline: float) -> None:
+        """Raises Refusal (overloaded) where so much is waiting that a new request would be late."""
+        waiting = self.waiting_s
+        if waiting > min(self._most_waiting_s, deadline - time.monotonic()):
+            raise Refusal("overloaded", f"{waiting:.1f} s of work are waiting", None,
+                          max(1.0, waiting))  # fmt: skip
+
+    async def run(
+        self, kind: Kind, rows: Sequence[Any], units: Sequence[float], deadline: float
+    ) -> list[Any]:
+        """The rows' results, in order. Raises Refusal (too_late) where the deadline comes first."""
+        if not rows:
+            return []
+        loop = asyncio.get_running_loop()
+        call = _Call([None] * len(rows), len(rows), deadline, loop.create_future(), loop)
+        now, turn = time.monotonic(), deadline
+        unit_s = self._unit_s.get(kind.name, _FIRST_GUESS_S)
+        with self._changed:
+            heap = self._rows.setdefault(kind, [])
+            for place, (row, size) in enumerate(zip(rows, units, strict=True)):
+                heapq.heappush(
+                    heap, _Row(turn, next(self._numbers), kind, row, size, place, call, now)
+                )
+                turn += size * unit_s
+                self._waiting_s += size * unit_s
+            self._changed.notify()
+        return await call.future
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not any(self._rows.values()):
+                    self._rows.clear()  # kinds of models that are not served any more
+                    self._waiting_s = 0.0  # no sum of rounded numbers
+                    self._changed.wait()
+                if self._closed:
+                    return
+                rows = self._next_batch()
+            rows = self._in_time(rows)
+            if rows:
+                self._compute(rows)
+
+    def _next_batch(self) -> list[_Row]:
+        """The row whose turn it is, and others of its kind."""
+        heap = min((heap for heap in self._rows.values() if heap), key=lambda heap: heap[0])
+        kind = heap[0].kind
+        batch: list[_Row] = []
+        units = 0.0
+        while heap and (not batch or units + heap[0].units <= kind.batch_units):
+            batch.append(heapq.heappop(heap))
+            units += batch[-1].units
+        self._waiting_s -= units * self._unit_s.get(kind.name, _FIRST_GUESS_S)
+        return batch
+
+    def _in_time(self, rows: list[_Row]) -> list[_Row]:
+        now = time.monotonic()
+        late = {row.call for row in rows if row.call.deadline < now}
+        for call in late:
+            problem = Refusal("too_late", "the request's time was over before it was computed")
+            _deliver(call.loop, [(call, problem)])
+        return [row for row in rows if row.call not in late and not row.call.future.done()]
+
+    def _compute(self, rows: list[_Row]) -> None:
+        kind, began = rows[0].kind, time.monotonic()
+        try:
+            results = kind.run([row.row for row in rows])
+        except Exception as error:
+            self._compute_apart(rows, error)
+            return
+        seconds, units = time.monotonic() - began, sum(row.units for row in rows)
+        before = self._unit_s.get(kind.name, seconds / units)
+        with self._changed:
+            self._unit_s[kind.name] = before + _SMOOTHING * (seconds / units - before)
+        waited = began - min(row.since for row in rows)
+        self._watch(Batch(kind.name, len(rows), units, waited, seconds))
+        done: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Exception | None]]] = {}
+        for row, result in zip(rows, results, strict=True):
+            row.call.results[row.place] = result
+            row.call.left -= 1
+            if not row.call.left:
+                done.setdefault(row.call.loop, []).append((row.call, None))
+        for loop, calls in done.items():
+            _deliver(loop, calls)
+
+    def _compute_apart(self, rows: list[_Row], error: Exception) -> None:
+        """What one request is at fault for does not fail the others of its batch."""
+        calls = {row.call for row in rows}
+        if len(calls) == 1:
+            _deliver(rows[0].call.loop, [(rows[0].call, error)])
+            return
+        for call in calls:
+            self._compute([row for row in rows if row.call is call])
+
+
+def _deliver(
+    loop: asyncio.AbstractEventLoop, calls: Sequence[tuple[_Call, Exception | None]]
+) -> None:
+    def set_all() -> None:
+        for call, error in calls:
+            if call.future.done():  # the client is gone, or it failed before
+                continue
+            if error is not None:
+                call.future.set_exception(error)
+            else:
+                call.future.set_result(call.results)
+
+    with suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(set_all)

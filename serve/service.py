@@ -1,0 +1,181 @@
+"""From questions to answers: tokenise, hand the rows to the work queue, put results in order.
+
+Everything that a question needs comes from one engine, taken when it begins: no answer mixes two versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from pipeline.retrieval.search import filters
+from serve.engine import Asked, Engine, Where
+from serve.errors import Refusal
+from serve.scheduling import Batch, WorkQueue
+
+ResultT = TypeVar("ResultT")
+
+
+class Text(NamedTuple):
+    """A candidate that came with the question."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """Candidates come with it, or from a pool."""
+
+    context: Sequence[str]
+    candidates: Sequence[Text] | None
+    pool: str | None
+    top_k: int
+    where: Where = ()
+    allow: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate with its score."""
+
+    place: int
+    """Among the question's candidates, or in the pool."""
+    id: str
+    text: str
+    score: float
+    columns: dict[str, Any]
+    """Those that a pool keeps to filter by."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Best first; ties in the order given, in a pool by id."""
+
+    results: list[Ranked]
+    certified: bool
+    """Whether this is provably the exact top k."""
+    engine: Engine
+    pool: str = ""
+    """"": the candidates came with the question."""
+    pool_version: str = ""
+
+
+class Service:
+    """Answers for a replica. Deadlines are of `time.monotonic`."""
+
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        most_waiting_s: float,
+        watch: Callable[[Batch], None] = lambda batch: None,
+    ) -> None:
+        """`engine` says which one is served now."""
+        self._engine = engine
+        self.queue = WorkQueue(most_waiting_s, watch)
+        self._watch = watch
+        # Rust tokenises without the interpreter's lock, beside the thread that computes.
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self.queue.close()
+        self._tokenizing.shutdown(wait=False)
+
+    @property
+    def engine(self) -> Engine:
+        """The one that is served now; a request takes it once."""
+        return self._engine()
+
+    async def rank(
+        self, question: Question, deadline: float, engine: Engine | None = None
+    ) -> Answer:
+        """Raises Refusal where too much is waiting, the deadline is over, or there is no such pool."""
+        engine = engine or self.engine
+        self.queue.admit(deadline)
+        if question.pool is not None:
+            return await self._search(engine, question, question.pool, deadline)
+        candidates = question.candidates or []
+        texts = [candidate.text for candidate in candidates]
+        scores = await self.scores(engine, question.context, texts, deadline)
+        order = sorted(range(len(texts)), key=lambda place: -scores[place])[: question.top_k]
+        results = [
+            Ranked(place, candidates[place].id, texts[place], scores[place], {}) for place in order
+        ]
+        return Answer(results, True, engine)
+
+    async def scores(
+        self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
+    ) -> list[float]:
+        """One for each text; equal texts are scored once, and so score alike."""
+        distinct = list(dict.fromkeys(texts))
+        context_row = (await self._tokenize(engine.ranker.context_rows, [context]))[0]
+        rows = await self._tokenize(engine.ranker.candidate_rows, distinct)
+        if engine.has_vectors:
+            context_vectors, vectors = await asyncio.gather(
+                self.queue.run(engine.contexts, [context_row], [len(context_row)], deadline),
+                self.queue.run(engine.candidates, rows, list(map(len, rows)), deadline),
+            )
+            vectors_MD, mask_M = context_vectors[0]
+            products = len(rows) * vectors_MD.numel()
+            asked = (vectors_MD, mask_M, torch.stack(vectors))
+            (found,) = await self.queue.run(engine.scores, [asked], [products], deadline)
+        else:
+            pairs = [(context_row, row) for row in rows]
+            sizes = [len(context_row) + len(row) for row in rows]
+            found = await self.queue.run(engine.pairs, pairs, sizes, deadline)
+        by_text = dict(zip(distinct, found, strict=True))
+        return [by_text[text] for text in texts]
+
+    async def candidate_vectors(
+        self, engine: Engine, texts: Sequence[str], deadline: float
+    ) -> tuple[torch.Tensor, int]:
+        """([N, D], tokens read)"""
+        self.queue.admit(deadline)
+        rows = await self._tokenize(engine.ranker.candidate_rows, texts)
+        vectors = await self.queue.run(engine.candidates, rows, list(map(len, rows)), deadline)
+        return torch.stack(vectors), sum(map(len, rows))
+
+    async def context_vectors(
+        self, engine: Engine, contexts: Sequence[Sequence[str]], deadline: float
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+        """(([M, D], [M]) of each context, tokens read)"""
+        self.queue.admit(deadline)
+        rows = await self._tokenize(engine.ranker.context_rows, contexts)
+        found = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
+        return found, sum(map(len, rows))
+
+    async def _search(
+        self, engine: Engine, question: Question, name: str, deadline: float
+    ) -> Answer:
+        if name not in engine.pools:
+            there = ", ".join(sorted(engine.pools)) or "none"
+            raise Refusal("unknown_pool", f"pool: not served here; there are: {there}", "pool")
+        pool = engine.pools[name]
+        (row,) = await self._tokenize(engine.ranker.context_rows, [question.context])
+        among = engine.among(name, question.where, question.allow)
+        if among is not None and not among.any():
+            return Answer([], True, engine, name, pool.version)
+        ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
+        asked = Asked(vectors_MD, mask_M, question.top_k, among)
+        (found,) = await self.queue.run(engine.searches[name], [asked], [1.0], deadline)
+        kept = filters.columns(pool)
+        results = []
+        for place, score in zip(found.places_K.tolist(), found.scores_K.tolist(), strict=True):
+            candidate = pool.row(place)
+            columns = pool.columns_at(place, kept) if kept else {}
+            results.append(Ranked(place, candidate.id, candidate.text, score, columns))
+        return Answer(results, found.certified, engine, name, pool.version)
+
+    async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
+        began = time.monotonic()
+        loop = asyncio.get_running_loop()
+        rows = await loop.run_in_executor(self._tokenizing, functools.partial(rows_of, texts))
+        self._watch(Batch("tokenize", len(texts), len(texts), 0.0, time.monotonic() - began))
+        return rows

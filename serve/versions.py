@@ -1,0 +1,307 @@
+"""Which model and which versions of its pools a service answers with, and how it goes over to others.
+
+One `Decider` for all replicas looks what there is (a pool's CURRENT, an alias in MLflow's registry) and
+proposes it. Each replica's `Follower` loads the proposal beside what it serves, checks it, and says so. When
+all have, the proposal is decided, and each goes over by one assignment at its next question to the decider,
+within `poll_s`. What one replica refuses is not taken, and reported; the old versions serve on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from pipeline import storage
+from pipeline.artifact import Artifact, read_artifact
+from pipeline.config import BadInput, digest
+from pipeline.retrieval.pools.pool import CURRENT, KIND
+from serve.engine import Engine
+
+_REGISTRY = "models:/"
+_SILENT_POLLS = 5  # a replica that has not asked for so long is gone
+_LEASE_S = 90.0  # an old version is given back when the longest request has ended
+
+
+@dataclass(frozen=True)
+class Versions:
+    """A model and versions of pools that it embedded."""
+
+    model: str
+    """URI"""
+    fingerprint: str
+    """Of the model: what lies at the URI may change."""
+    pools: tuple[str, ...]
+    """URIs, one version of each pool."""
+
+    @property
+    def key(self) -> str:
+        return digest([self.model, self.fingerprint, *self.pools])
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What an operator wants to be served."""
+
+    model: str
+    """URI of a ranker, or `models:/name@alias` of MLflow's registry."""
+    pools: tuple[str, ...]
+    """Pools, of which the CURRENT version is wanted, or single versions."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replica says of itself."""
+
+    replica: str
+    serving: Versions | None
+    prepared: str = ""
+    """Key of what it has loaded beside."""
+    refused: str = ""
+    """Key of what it could not load, and why:"""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a replica is told."""
+
+    decided: Versions | None
+    """To be served; None: nothing has been proved to load yet."""
+    proposed: Versions | None
+    """To be loaded beside it."""
+    problems: tuple[str, ...]
+    """Why something else is served than what is wanted."""
+
+
+def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, list[str]]:
+    """The versions that fit together and are nearest to what is wanted, and what is not as it is wanted.
+
+    A pool whose CURRENT version another model embedded, or which cannot be read or is `refused` (its URI),
+    is served in its newest version that this model embedded. Raises BadInput where there is none.
+    """
+    model = read_artifact(_model_uri(targets.model), "ranker")
+    problems: list[str] = []
+    pools = tuple(_version(uri, model, refused, problems) for uri in targets.pools)
+    return Versions(model.uri, model.fingerprint, pools), problems
+
+
+def _model_uri(target: str) -> str:
+    """The alias' model of now."""
+    if not target.startswith(_REGISTRY):
+        return target
+    name, _, alias = target.removeprefix(_REGISTRY).partition("@")
+    if not alias:
+        raise BadInput(f"model: {target!r} is not allowed; allowed: models:/name@alias, or a URI")
+    import mlflow  # a second and a half
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return str(mlflow.MlflowClient().get_model_version_by_alias(name, alias).source)
+    except MlflowException as error:
+        raise BadInput(f"model: {target}: {str(error).splitlines()[0]}") from None
+
+
+def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[str]) -> str:
+    uri = storage.absolute(uri.rstrip("/"))
+    if not storage.exists(storage.join(uri, CURRENT)):
+        return _of_model(uri, model)
+    wanted = _current(uri, problems)
+    reason = f"{wanted} was refused"
+    if wanted and wanted not in refused:
+        try:
+            return _of_model(wanted, model)
+        except BadInput as error:
+            reason = str(error)
+    for version in _newest_first(uri):
+        if version in refused or version == wanted:
+            continue
+        with suppress(BadInput):
+            found = _of_model(version, model)
+            problems.append(f"{reason}; {storage.name_of(found)} is served")
+            return found
+    raise BadInput(f"{uri}: no version to serve: {reason}")
+
+
+def _current(uri: str, problems: list[str]) -> str:
+    """The URI of the version that CURRENT names, "" where it names none."""
+    try:
+        name = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
+    except (UnicodeDecodeError, OSError) as error:
+        problems.append(f"{storage.join(uri, CURRENT)}: {error}")
+        return ""
+    return storage.join(uri, storage.name_of(name)) if name else ""
+
+
+def _newest_first(uri: str) -> list[str]:
+    made: list[tuple[str, str]] = []
+    for version in storage.list_folders(uri):
+        with suppress(BadInput):
+            made.append((str(read_artifact(version, KIND).manifest["created_at"]), version))
+    return [version for _, version in sorted(made, reverse=True)]
+
+
+def _of_model(version: str, model: Artifact) -> str:
+    """Raises BadInput unless the model embedded this version of a pool."""
+    pool = read_artifact(version, KIND)
+    embedded = str(pool.manifest["inputs"]["model"]["fingerprint"])
+    if embedded != model.fingerprint:
+        raise BadInput(f"{version}: embedded by the model {embedded}, not by {model.fingerprint}")
+    return pool.uri
+
+
+@dataclass
+class _Replica:
+    seen: float
+    prepared: str
+    serving: str
+
+
+class Decider:
+    """One for all replicas of a service. It keeps nothing: a new one goes on from what replicas serve."""
+
+    def __init__(self, targets: Targets, poll_s: float) -> None:
+        self._targets, self._poll_s = targets, poll_s
+        self._decided: Versions | None = None
+        self._proposed: Versions | None = None
+        self._replicas: dict[str, _Replica] = {}
+        self._refused: dict[str, str] = {}
+        self._refused_pools: set[str] = set()
+        self._problems: list[str] = []
+        self._looked = -poll_s
+
+    def follow(self, report: Report) -> Decision:
+        """Hears a replica, and tells it what to serve and what to load.
+
+        Raises BadInput where nothing can be served and nothing is.
+        """
+        now = time.monotonic()
+        serving = report.serving.key if report.serving else ""
+        self._replicas[report.replica] = _Replica(now, report.prepared, serving)
+        self._decided = self._decided or report.serving
+        if report.refused:
+            self._refuse(report)
+        if now - self._looked >= self._poll_s or self._decided is None:
+            self._looked = now
+            self._look()
+        living = [r for r in self._replicas.values() if now - r.seen < _SILENT_POLLS * self._poll_s]
+        proposed = self._proposed
+        if proposed and all(proposed.key in (r.prepared, r.serving) for r in living):
+            self._decided, self._proposed = proposed, None
+        return Decision(self._decided, self._proposed, (*self._problems, *self._refused.values()))
+
+    def _look(self) -> None:
+        try:
+            found, self._problems = resolve(self._targets, sorted(self._refused_pools))
+        except (BadInput, OSError) as error:
+            if self._decided is None:
+                raise
+            self._problems = [str(error).splitlines()[0]]
+            return
+        wanted = found.key != getattr(self._decided, "key", "") and found.key not in self._refused
+        self._proposed = found if wanted else None
+
+    def _refuse(self, report: Report) -> None:
+        """Remembers what could not be loaded: the pools' versions that the problem names, or all of it."""
+        self._refused[report.refused] = report.problem
+        versions = self._proposed or self._decided
+        for pool in versions.pools if versions else ():
+            if pool in report.problem:
+                self._refused_pools.add(pool)
+        self._proposed = None
+        self._looked = -self._poll_s
+        decided = self._decided
+        if decided and decided.key == report.refused:
+            others = (r.serving for r in self._replicas.values())
+            if decided.key not in others:  # it has gone since: start anew with what there is
+                self._decided = None
+
+
+@dataclass
+class Follower:
+    """A replica's part."""
+
+    replica: str
+    ask: Callable[[Report], Decision]
+    load: Callable[[Versions], Engine]
+    poll_s: float
+    problems: tuple[str, ...] = ()
+    _engine: Engine | None = None
+    _serving: Versions | None = None
+    _beside: tuple[Versions, Engine] | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Loads what is to be served, and follows from then on. Raises BadInput where nothing can be."""
+        while self._engine is None:
+            self._step()
+        threading.Thread(target=self._follow, name="follow-versions", daemon=True).start()
+
+    def close(self) -> None:
+        self._stop.set()
+        for engine in (self._engine, self._beside[1] if self._beside else None):
+            if engine is not None:
+                engine.close()
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def state(self) -> dict[str, object]:
+        """What /info says."""
+        return {"problems": list(self.problems)}
+
+    def _follow(self) -> None:
+        while not self._stop.wait(self.poll_s):
+            with suppress(Exception):  # the decider starts again: the old versions serve on
+                self._step()
+
+    def _step(self) -> None:
+        decision = self._report()
+        for versions in (decision.decided, decision.proposed):
+            if versions is None or versions.key in (_key(self._serving), self._beside_key):
+                continue
+            try:
+                self._put_beside(versions, self.load(versions))
+            except (BadInput, OSError) as error:
+                text = str(error).splitlines()[0]
+                decision = self._report(versions.key, text)
+                if self._serving is None and decision.decided is None and not decision.proposed:
+                    raise
+                return
+            decision = self._report()
+            break
+        decided = decision.decided
+        if self._beside is not None and _key(decided) == self._beside_key:
+            old, (self._serving, engine) = self._engine, self._beside
+            self._engine, self._beside = engine, None  # the swap: later requests take the new one
+            if old is not None:
+                _close_later(old)
+
+    def _put_beside(self, versions: Versions, engine: Engine) -> None:
+        if self._beside is not None:
+            self._beside[1].close()
+        self._beside = (versions, engine)
+
+    def _report(self, refused: str = "", problem: str = "") -> Decision:
+        report = Report(self.replica, self._serving, self._beside_key, refused, problem)
+        decision = self.ask(report)
+        self.problems = decision.problems
+        return decision
+
+    @property
+    def _beside_key(self) -> str:
+        return _key(self._beside[0]) if self._beside else ""
+
+
+def _key(versions: Versions | None) -> str:
+    return versions.key if versions else ""
+
+
+def _close_later(engine: Engine) -> None:
+    timer = threading.Timer(_LEASE_S, engine.close)
+    timer.daemon = True
+    timer.start()
