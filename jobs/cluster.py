@@ -26,6 +26,8 @@ def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[str]:
     if address := os.environ.get("RAY_ADDRESS"):
         context = ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
     else:
+        # Serve's proxies answer errors in our shape, and bound what a client sends, before a replica does.
+        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve.guard:in_proxy")
         context = ray.init(
             "local",
             num_cpus=cpus or os.cpu_count(),

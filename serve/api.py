@@ -18,9 +18,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     JsonValue,
     StrictStr,
+    Tag,
     model_validator,
 )
 from starlette.middleware.cors import CORSMiddleware
@@ -78,6 +80,12 @@ class Candidate(Strict):
     text: FilledText
 
 
+GivenCandidate = Annotated[
+    Annotated[FilledText, Tag("<text>")] | Annotated[Candidate, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, (dict, Candidate)) else "<text>"),
+]
+
+
 class RankRequest(Strict):
     """Candidates come with the request, or from a pool that is served."""
 
@@ -86,10 +94,12 @@ class RankRequest(Strict):
         json_schema_extra={"oneOf": [{"required": ["candidates"]}, {"required": ["pool"]}]},
     )
 
-    context: FilledText | Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS)] = Field(
-        description="The turns so far, oldest first, newest last; a text is one turn."
-    )
-    candidates: list[FilledText | Candidate] | None = Field(
+    context: Annotated[
+        Annotated[FilledText, Tag("<text>")]
+        | Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
+        Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
+    ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
+    candidates: list[GivenCandidate] | None = Field(
         default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
     )
     pool: StrictStr | None = Field(default=None, min_length=1, description="The pool to search.")
@@ -202,8 +212,13 @@ def create_app(
 
     @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool"))
     async def rank(
-        asked: RankRequest
-        | Annotated[list[RankRequest], Field(min_length=1, max_length=MAX_REQUESTS)],
+        asked: Annotated[
+            Annotated[RankRequest, Tag("<object>")]
+            | Annotated[
+                list[RankRequest], Field(min_length=1, max_length=MAX_REQUESTS), Tag("<list>")
+            ],
+            Discriminator(lambda value: "<list>" if isinstance(value, list) else "<object>"),
+        ],
         request: Request,
     ) -> RankResponse | list[RankResponse]:
         """Ranks candidates for a context; of a list of questions each, all by the same versions."""

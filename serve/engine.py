@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline import storage
 from pipeline.arrays import Bools, Floats, Ints
-from pipeline.artifact import open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.precision import Precision
@@ -223,17 +223,10 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     """Opens pools by name.
 
     Raises BadInput for a pool of another model, for two of one name, and for any pool where the
-    model is a cross-encoder.
+    model cannot search one.
     """
     artifact = open_artifact(model, "ranker")
-    settings = storage.join(artifact.uri, SETTINGS)
-    config = parse_settings(storage.read_bytes(settings), settings)
-    if pools and not config.has_vectors:
-        raise BadInput(
-            "pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model"
-        )
-    if pools:
-        _ = config.search_attention  # refuses what cannot search
+    require_search(artifact, pools)
     opened: dict[str, Pool] = {}
     for uri in pools:
         pool = Pool.open(uri)
@@ -242,3 +235,16 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
             raise BadInput(f"pools: two are named {pool.name!r}")
         opened[pool.name] = pool
     return opened
+
+
+def require_search(model: Artifact, pools: Sequence[str]) -> None:
+    """Raises BadInput where there are pools, and the model has no vectors or cannot be searched with."""
+    if not pools:
+        return
+    uri = storage.join(model.uri, SETTINGS)
+    config = parse_settings(storage.read_bytes(uri), uri)
+    if not config.has_vectors:
+        raise BadInput(
+            "pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model"
+        )
+    _ = config.search_attention  # refuses what cannot search

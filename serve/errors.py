@@ -120,7 +120,8 @@ def invalid(errors: Any) -> JSONResponse:
     first = errors[0]
     if first["type"] == "json_invalid":
         return _response("invalid_json", "the body is not JSON", None, {})
-    place = [_short(part) for part in first["loc"] if part != "body"]
+    # In <> stands which of several types a value was read as.
+    place = [_short(part) for part in first["loc"] if part != "body" and str(part)[:1] != "<"]
     message = str(first["msg"]).removeprefix("Value error, ")
     if not place:  # said by a rule over several fields, which names them itself
         return _response("invalid_request", message, None, {})

@@ -65,6 +65,8 @@ class _Row:
     kind: Kind = field(compare=False)
     row: Any = field(compare=False)
     units: float = field(compare=False)
+    seconds: float = field(compare=False)
+    """That it takes, as it seemed when it came."""
     place: int = field(compare=False)
     call: _Call = field(compare=False)
     since: float = field(compare=False)
@@ -95,7 +97,7 @@ class WorkQueue:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds that the work takes which is waiting, by what such work took before."""
+        """Seconds that the work takes which is waiting or at work, by what such work took before."""
         return max(0.0, self._waiting_s)
 
     def admit(self, deadline: float) -> None:
@@ -118,11 +120,10 @@ class WorkQueue:
         with self._changed:
             heap = self._rows.setdefault(kind, [])
             for place, (row, size) in enumerate(zip(rows, units, strict=True)):
-                heapq.heappush(
-                    heap, _Row(turn, next(self._numbers), kind, row, size, place, call, now)
-                )
-                turn += size * unit_s
-                self._waiting_s += size * unit_s
+                number, seconds = next(self._numbers), size * unit_s
+                heapq.heappush(heap, _Row(turn, number, kind, row, size, seconds, place, call, now))
+                turn += seconds
+                self._waiting_s += seconds
             self._changed.notify()
         return await call.future
 
@@ -136,9 +137,10 @@ class WorkQueue:
                 if self._closed:
                     return
                 rows = self._next_batch()
-            rows = self._in_time(rows)
-            if rows:
-                self._compute(rows)
+            if in_time := self._in_time(rows):
+                self._compute(in_time)
+            with self._changed:
+                self._waiting_s -= sum(row.seconds for row in rows)
 
     def _next_batch(self) -> list[_Row]:
         """The row whose turn it is, and others of its kind."""
@@ -149,7 +151,6 @@ class WorkQueue:
         while heap and (not batch or units + heap[0].units <= kind.batch_units):
             batch.append(heapq.heappop(heap))
             units += batch[-1].units
-        self._waiting_s -= units * self._unit_s.get(kind.name, _FIRST_GUESS_S)
         return batch
 
     def _in_time(self, rows: list[_Row]) -> list[_Row]:

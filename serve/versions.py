@@ -18,7 +18,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, digest
 from pipeline.retrieval.pools.pool import CURRENT, KIND
-from serve.engine import Engine
+from serve.engine import Engine, require_search
 
 _REGISTRY = "models:/"
 _SILENT_POLLS = 5  # a replica that has not asked for so long is gone
@@ -83,6 +83,7 @@ def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, li
     is served in its newest version that this model embedded. Raises BadInput where there is none.
     """
     model = read_artifact(_model_uri(targets.model), "ranker")
+    require_search(model, targets.pools)
     problems: list[str] = []
     pools = tuple(_version(uri, model, refused, problems) for uri in targets.pools)
     return Versions(model.uri, model.fingerprint, pools), problems

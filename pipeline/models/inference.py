@@ -111,9 +111,7 @@ def pair_row_scores(
 
     def forward(places: list[int]) -> Tensor:
         contexts, candidates = zip(*(pairs[place] for place in places), strict=True)
-        return network.score_pairs(
-            ranker.tokenizer.pairs(contexts, candidates).to(ranker.device)
-        )
+        return network.score_pairs(ranker.tokenizer.pairs(contexts, candidates).to(ranker.device))
 
     lengths = [len(context) + len(candidate) - 1 for context, candidate in pairs]
     return _in_batches(ranker, lengths, batch_tokens, forward)

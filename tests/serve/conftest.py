@@ -1,17 +1,22 @@
-"""Published pools of tiny rankers, and engines over them."""
+"""Published pools of tiny rankers, services over them, and real HTTP."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import http.client
 import json
-from collections.abc import Callable, Iterator
-from contextlib import closing
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import uvicorn
 
 from jobs import embed_pool
 from pipeline.artifact import Artifact, draft
@@ -19,6 +24,8 @@ from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.pool import make_current
+from serve.engine import Engine
+from serve.service import Answer, Question, Ranked, Service, Text
 
 REPLIES = {f"r{number:02d}": text for number, text in enumerate((
     "i am a nurse .", "it rains .", "we sold the boat last year", "hi !", "my dog likes snow",
@@ -65,13 +72,71 @@ def tiny_pool(
     return pool
 
 
+class Asking:
+    """A service over an engine, asked from outside of an event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.service = Service(lambda: engine, most_waiting_s=60.0)
+
+    def rank(self, context: Sequence[str], texts: Sequence[str], top_k: int) -> list[Ranked]:
+        candidates = [Text(str(place), text) for place, text in enumerate(texts)]
+        return self.answer(Question(context, candidates, None, top_k)).results
+
+    def rank_pool(self, context: Sequence[str], pool: str, top_k: int, **more: Any) -> list[Ranked]:
+        return self.answer(Question(context, None, pool, top_k, **more)).results
+
+    def answer(self, question: Question) -> Answer:
+        return run(self.service.rank(question, time.monotonic() + 60))
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, on a loop of its own."""
+    return asyncio.run(work)
+
+
+@pytest.fixture(scope="module")
+def asking() -> Iterator[Callable[..., Asking]]:
+    """`asking(model, *pools)`: a service over them; `precision` as for Engine."""
+    made: list[Asking] = []
+
+    def make(model: Artifact, *pools: str, precision: Any = "auto") -> Asking:
+        made.append(Asking(Engine(model.uri, pools, precision)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.service.close()
+        one.engine.close()
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[int]:
+    """An application on a free port; connections wait in the socket until it is up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 def ask(
-    port: int, method: str, path: str, body: Any = None, encode_chunked: bool = False
+    port: int,
+    method: str,
+    path: str,
+    body: Any = None,
+    encode_chunked: bool = False,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, Any]:
     """(status, JSON) of a request; a list or dictionary is sent as JSON."""
     data = json.dumps(body) if isinstance(body, (list, dict)) else body
-    headers = {"content-type": "application/json"}
+    sent = {"content-type": "application/json", **(headers or {})}
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request(method, path, data, headers, encode_chunked=encode_chunked)
+        connection.request(method, path, data, sent, encode_chunked=encode_chunked)
         with connection.getresponse() as response:
-            return response.status, json.loads(response.read())
+            text = response.read()
+            return response.status, json.loads(text) if text else None

@@ -1,0 +1,220 @@
+"""What stands before the routes: bounds on bodies and time, tokens, request ids, HEAD."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from serve import api, guard
+from serve.guard import Guard
+from serve.limits import Limits
+
+from .conftest import ask, serving
+
+GOOD = {"context": ["hello"], "candidates": ["a", "b"]}
+
+
+@pytest.fixture(scope="module")
+def service(tiny_ranker, asking):
+    return asking(tiny_ranker("poly")).service
+
+
+@pytest.fixture(scope="module")
+def client(service) -> TestClient:
+    return TestClient(api.create_app(service), raise_server_exceptions=False)
+
+
+# Bodies
+
+
+def read_answer(connection: socket.socket) -> tuple[int, Any]:
+    """The answer to what was sent by hand; ends when the service closes or has sent its length."""
+    text = b""
+    while part := connection.recv(65536):
+        text += part
+        head, found, body = text.partition(b"\r\n\r\n")
+        lengths = [
+            line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+        ]
+        if found and lengths and len(body) >= int(lengths[0].partition(b":")[2]):
+            break
+    return int(text.split(b" ")[1]), json.loads(body)
+
+
+def head(length: int) -> bytes:
+    return (
+        b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % length
+    )
+
+
+def test_a_length_above_the_bound_is_refused_before_the_body_is_sent(service):
+    with serving(api.create_app(service)) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(head(10**9))
+            status, answer = read_answer(connection)
+    assert (status, answer["error"]["code"]) == (413, "too_large")
+
+
+def test_a_body_that_does_not_come_is_given_up(service):
+    limits = Limits(upload_s=0.2)
+    with serving(api.create_app(service, limits)) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(head(100) + b"{")
+            status, answer = read_answer(connection)
+    assert (status, answer["error"]["code"]) == (408, "upload_too_slow")
+
+
+def test_slow_senders_hold_nobody_up(service):
+    """32 of them took the service down for all."""
+    with serving(api.create_app(service)) as port:
+        slow = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(40)]
+        for connection in slow:
+            connection.sendall(head(100) + b"{")
+        assert ask(port, "POST", "/rank", GOOD)[0] == 200
+        for connection in slow:
+            connection.close()
+
+
+@pytest.mark.parametrize("media", ["application/json", "application/json; charset=utf-8",
+                                   "application/problem+json"])  # fmt: skip
+def test_json_is_json_by_any_of_its_names(client, media):
+    content = json.dumps(GOOD).encode()
+    assert client.post("/rank", content=content, headers={"content-type": media}).status_code == 200
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "60001", "9" * 100])
+def test_a_timeout_that_is_not_allowed_is_named(client, value):
+    response = client.post("/rank", json=GOOD, headers={"x-timeout-ms": value})
+    assert (response.status_code, response.json()["error"]["field"]) == (422, "x-timeout-ms")
+
+
+def test_what_cannot_be_answered_in_time_is_not_computed(tiny_ranker, asking, monkeypatch):
+    one = asking(tiny_ranker("poly"))
+    clock = iter(range(0, 10**6, 100))  # each look at the clock is 100 s later
+
+    monkeypatch.setattr("serve.scheduling.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(one.service.queue, "admit", lambda deadline: None)
+    response = TestClient(api.create_app(one.service)).post("/rank", json=GOOD)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
+
+
+def test_overload_is_refused_at_once_with_a_time_to_come_again(tiny_ranker, asking, monkeypatch):
+    one = asking(tiny_ranker("poly"))
+    client = TestClient(api.create_app(one.service))
+    monkeypatch.setattr(one.service.queue, "_waiting_s", 61.5)
+    response = client.post("/rank", json=GOOD)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    assert response.headers["retry-after"] == "62"
+    assert client.get("/health").status_code == 200
+
+
+# Tokens
+
+TOKEN = "s3cret"
+HASH = hashlib.sha256(TOKEN.encode()).hexdigest()
+
+
+def test_a_token_is_needed_where_some_are_set(service):
+    client = TestClient(api.create_app(service, token_hashes=["0" * 64, HASH]))
+    asked = {"url": "/rank", "json": GOOD}
+    assert client.post(**asked, headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
+    for value in ("", "Bearer", "Bearer other", f"Basic {TOKEN}", f"Bearer {HASH}"):
+        response = client.post(**asked, headers={"authorization": value})
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "unauthorized")
+        assert response.headers["www-authenticate"] == "Bearer"
+    assert client.get("/info").status_code == 401
+    assert client.get("/health").status_code == client.get("/ready").status_code == 200
+
+
+def test_token_hashes_come_from_the_environment():
+    assert guard.token_hashes(f" {HASH.upper()} , {'0' * 64}") == [HASH, "0" * 64]
+    assert guard.token_hashes("") == []
+    with pytest.raises(ValueError, match="SHA-256 in hex"):
+        guard.token_hashes(TOKEN)
+
+
+# Request ids, HEAD, other hosts' pages
+
+
+def test_a_request_id_comes_back_and_a_strange_one_is_replaced(client):
+    assert client.get("/health", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
+    for strange in ("x" * 129, "a b", "<script>"):
+        found = client.get("/health", headers={"x-request-id": strange}).headers["x-request-id"]
+        assert len(found) == 32 and found.isalnum()
+    first, second = (client.get("/health").headers["x-request-id"] for _ in range(2))
+    assert first != second
+
+
+def test_refused_requests_have_an_id_too(client):
+    refused = client.post("/rank", content=b"x", headers={"x-request-id": "a-1"})
+    assert refused.status_code == 415
+    assert refused.headers["x-request-id"] == "a-1"
+
+
+def test_head_is_get_without_a_body(client):
+    response = client.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+    assert client.head("/nope").status_code == 404
+
+
+def test_texts_are_not_logged(client, caplog):
+    caplog.set_level("DEBUG")
+    asked = {"context": ["my secret turn"], "candidates": ["my secret candidate"]}
+    assert client.post("/rank", json=asked).status_code == 200
+    assert "/rank 200" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_slash_at_the_end_is_another_route(client):
+    """A redirect would go to whatever host the client names."""
+    response = client.post("/rank/", json=GOOD, headers={"host": "evil"}, follow_redirects=False)
+    assert response.status_code == 404
+
+
+def test_origins_that_are_listed_may_ask(service):
+    client = TestClient(api.create_app(service, origins=["https://a.example"]))
+    asked = {"access-control-request-method": "POST"}
+    allowed = client.options("/rank", headers={"origin": "https://a.example", **asked})
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    other = client.options("/rank", headers={"origin": "https://b.example", **asked})
+    assert "access-control-allow-origin" not in other.headers
+
+
+# In Serve's proxies
+
+
+@pytest.mark.parametrize(
+    ("status", "expected", "code"),
+    [(404, 503, "not_ready"), (408, 504, "too_late"), (429, 429, "overloaded"),
+     (500, 500, "internal"), (503, 503, "not_ready"), (400, 422, "invalid_request")],
+)  # fmt: skip
+def test_rays_own_answers_get_the_one_shape(status, expected, code):
+    async def ray_says(request: Any) -> PlainTextResponse:
+        headers = {"retry-after": "3"} if status == 429 else {}
+        return PlainTextResponse("Internal Server Error /path", status, headers)
+
+    app = Guard(Starlette(routes=[Route("/rank", ray_says)]), is_proxy=True)
+    response = TestClient(app).get("/rank")
+    assert response.status_code == expected
+    assert response.json()["error"]["code"] == code
+    assert response.headers["x-request-id"]
+    if status == 429:
+        assert response.headers["retry-after"] == "3"
+
+
+def test_our_answers_pass_the_proxy_unchanged(service):
+    app = Guard(api.create_app(service), is_proxy=True)
+    response = TestClient(app).get("/nope")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")

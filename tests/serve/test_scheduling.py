@@ -1,0 +1,173 @@
+"""The work queue: who is computed when, with whom, and who is not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from serve.errors import Refusal
+from serve.scheduling import Batch, Kind, WorkQueue
+
+from .conftest import run
+
+
+class Gate:
+    """A kind whose first batch waits until it is opened; it keeps what it computed."""
+
+    def __init__(self, units: float = 100.0) -> None:
+        self.kind = Kind("gated", self._run, units)
+        self.entered, self.opened = threading.Event(), threading.Event()
+        self.batches: list[list[Any]] = []
+
+    def _run(self, rows: list[Any]) -> list[Any]:
+        self.entered.set()
+        assert self.opened.wait(60)
+        self.batches.append(rows)
+        return [f"done {row}" for row in rows]
+
+
+@pytest.fixture
+def queue() -> Iterator[WorkQueue]:
+    made = WorkQueue(most_waiting_s=60.0)
+    yield made
+    made.close()
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+async def behind(gate: Gate, queue: WorkQueue, submit: Callable[[], list[Any]]) -> list[Any]:
+    """What comes of coroutines that are handed in while a first row is computed."""
+    first = asyncio.ensure_future(queue.run(gate.kind, ["first"], [1], soon() - 59))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    waiting = [asyncio.ensure_future(work) for work in submit()]
+    await asyncio.sleep(0)  # so that each has handed in its rows
+    gate.opened.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    await first
+    return results
+
+
+def test_results_come_in_the_order_of_the_rows(queue):
+    square = Kind("square", lambda rows: [row * row for row in rows], 10)
+    found = run(queue.run(square, range(100), [3] * 100, soon()))
+    assert found == [number * number for number in range(100)]
+    assert run(queue.run(square, [], [], soon())) == []
+
+
+def test_rows_that_gathered_are_computed_together_up_to_the_units_of_a_batch(queue):
+    gate = Gate(units=10)
+    rows = [queue.run(gate.kind, [name], [4], soon()) for name in "abcde"]
+    results = run(behind(gate, queue, lambda: rows))
+    assert results == [[f"done {name}"] for name in "abcde"]
+    assert gate.batches == [["first"], ["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_a_row_above_the_units_of_a_batch_is_computed_alone(queue):
+    gate = Gate(units=10)
+    run(behind(gate, queue, lambda: [queue.run(gate.kind, ["a", "b"], [50, 1], soon())]))
+    assert gate.batches == [["first"], ["a"], ["b"]]
+
+
+def test_the_shortest_deadline_comes_first(queue):
+    gate = Gate(units=1)
+    now = time.monotonic()
+    later = [queue.run(gate.kind, [s], [1], now + s) for s in (50, 40, 45)]
+    run(behind(gate, queue, lambda: later))
+    assert gate.batches[1:] == [[40], [45], [50]]
+
+
+def test_a_small_request_passes_between_the_rows_of_a_large_one(queue):
+    gate = Gate(units=1)
+    queue._unit_s["gated"] = 0.1  # what such rows took before
+    now = time.monotonic()
+    large = queue.run(gate.kind, list(range(100)), [1] * 100, now + 30)
+    small = queue.run(gate.kind, ["small"], [1], now + 31)
+    run(behind(gate, queue, lambda: [large, small]))
+    order = [row for batch in gate.batches for row in batch]
+    assert 5 < order.index("small") < 20  # a second of the large one's rows comes before it
+
+
+def test_what_is_too_late_is_not_computed(queue):
+    gate = Gate()
+    late = queue.run(gate.kind, ["late"], [1], time.monotonic() - 1)
+    in_time = queue.run(gate.kind, ["in time"], [1], soon())
+    results = run(behind(gate, queue, lambda: [late, in_time]))
+    assert isinstance(results[0], Refusal) and results[0].code == "too_late"
+    assert results[1] == ["done in time"]
+    assert gate.batches == [["first"], ["in time"]]
+
+
+def test_a_row_whose_client_is_gone_is_not_computed(queue):
+    gate = Gate()
+
+    async def leave():
+        gone = asyncio.ensure_future(queue.run(gate.kind, ["gone"], [1], soon()))
+        await asyncio.sleep(0)
+        gone.cancel()
+
+    run(behind(gate, queue, lambda: [leave(), queue.run(gate.kind, ["there"], [1], soon())]))
+    assert gate.batches == [["first"], ["there"]]
+
+
+def test_one_requests_failure_is_not_that_of_its_batch(queue):
+    def inverse(rows: list[float]) -> list[float]:
+        return [1 / row for row in rows]
+
+    async def three() -> list[Any]:
+        kind = Kind("inverse", inverse, 100)
+        calls = (queue.run(kind, [row], [1], soon()) for row in (1, 0, 2))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    one, zero, two = run(three())
+    assert (one, two) == ([1.0], [0.5])
+    assert isinstance(zero, ZeroDivisionError)
+
+
+def test_so_much_work_is_accepted_and_no_more(queue):
+    gate = Gate(units=1)
+    queue._unit_s["gated"] = 1.0
+
+    async def fill() -> None:
+        queue.admit(soon())
+        waiting = asyncio.ensure_future(queue.run(gate.kind, list(range(61)), [1] * 61, soon()))
+        await asyncio.to_thread(gate.entered.wait, 60)
+        with pytest.raises(Refusal) as refused:
+            queue.admit(soon() + 1000)
+        assert refused.value.code == "overloaded"
+        assert refused.value.retry_after_s == pytest.approx(61, abs=2)
+        gate.opened.set()
+        await waiting
+        queue.admit(soon())  # all is done: nothing of it counts any more
+
+    run(fill())
+
+
+def test_a_request_that_would_be_late_is_refused_at_once(queue):
+    gate = Gate(units=1)
+    queue._unit_s["gated"] = 1.0
+
+    async def fill() -> None:
+        waiting = asyncio.ensure_future(queue.run(gate.kind, list(range(10)), [1] * 10, soon()))
+        await asyncio.to_thread(gate.entered.wait, 60)
+        queue.admit(time.monotonic() + 30)
+        with pytest.raises(Refusal, match="are waiting"):
+            queue.admit(time.monotonic() + 3)
+        gate.opened.set()
+        await waiting
+
+    run(fill())
+
+
+def test_the_watch_hears_of_every_batch():
+    heard: list[Batch] = []
+    queue = WorkQueue(60.0, heard.append)
+    run(queue.run(Kind("k", lambda rows: rows, 3), [1, 2, 3, 4], [1] * 4, soon()))
+    queue.close()
+    assert [(batch.kind, batch.rows, batch.units) for batch in heard] == [("k", 3, 3), ("k", 1, 1)]

@@ -1,0 +1,247 @@
+"""Which versions are served: what is proposed, what is refused, and how replicas go over together."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.artifact import read_artifact
+from pipeline.config import BadInput
+from pipeline.retrieval.pools.pool import make_current
+from serve.engine import Engine
+from serve.versions import Decider, Follower, Report, Targets, Versions, resolve
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Path:
+    return tmp_path / "pools"
+
+
+@pytest.fixture
+def publish(pools, tiny_pool) -> Callable[..., str]:
+    """`publish(model, "v-2")`: a further version of the pool `replies`; made CURRENT."""
+
+    def make(model: Any, version: str, created_at: str = "") -> str:
+        target = pools / "replies" / version
+        shutil.copytree(Path(tiny_pool(model)) / "v-1", target)
+        if created_at:
+            manifest = target / "manifest.json"
+            old = read_artifact(str(target), "pool").manifest["created_at"]
+            manifest.write_text(manifest.read_text().replace(old, created_at))
+        make_current(str(pools), "replies", version)
+        return str(target)
+
+    return make
+
+
+@pytest.fixture
+def model(tiny_ranker):
+    return tiny_ranker("poly")
+
+
+def targets(model: Any, pools: Path) -> Targets:
+    return Targets(model.uri, (str(pools / "replies"),))
+
+
+# What is wanted
+
+
+def test_the_current_version_is_wanted(model, pools, publish):
+    first = publish(model, "v-1")
+    assert resolve(targets(model, pools))[0].pools == (first,)
+    second = publish(model, "v-2")
+    versions, problems = resolve(targets(model, pools))
+    assert (versions.pools, problems) == ((second,), [])
+    assert versions.fingerprint == model.fingerprint
+    pinned = Targets(model.uri, (first,))
+    assert resolve(pinned)[0].pools == (first,)
+
+
+@pytest.mark.parametrize("current", [b"v-9\n", b"\xff\xfe", b"", b"../../etc\n"])
+def test_a_damaged_current_means_the_newest_whole_version(model, pools, publish, current):
+    publish(model, "v-1", "2026-01-01T00:00:00+00:00")
+    newest = publish(model, "v-0", "2026-01-02T00:00:00+00:00")
+    (pools / "replies" / "CURRENT").write_bytes(current)
+    versions, problems = resolve(targets(model, pools))
+    assert versions.pools == (newest,)
+    assert "v-0 is served" in problems[-1]
+
+
+def test_a_pool_of_the_next_model_waits_for_the_model(tiny_ranker, model, pools, publish):
+    """So that a new model and its pool are taken in one step, whichever is published first."""
+    old = publish(model, "v-1")
+    other = tiny_ranker("poly", 1)
+    new = publish(other, "v-2")
+    versions, problems = resolve(targets(model, pools))
+    assert versions.pools == (old,)
+    assert other.fingerprint in problems[0] and "v-1 is served" in problems[0]
+    versions, problems = resolve(targets(other, pools))
+    assert (versions.pools, versions.fingerprint, problems) == ((new,), other.fingerprint, [])
+
+
+def test_no_version_at_all_is_said_in_one_line(tiny_ranker, model, pools, publish):
+    publish(tiny_ranker("poly", 1), "v-1")
+    with pytest.raises(BadInput, match="no version to serve: .*embedded by the model") as refused:
+        resolve(targets(model, pools))
+    assert "\n" not in str(refused.value)
+
+
+# One decision for all replicas
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """Seconds pass when a test says so."""
+    made = Clock()
+    monkeypatch.setattr("serve.versions.time", made)
+    return made
+
+
+def replica(name: str, decider: Decider, load: Callable[[Versions], Any]) -> Follower:
+    return Follower(name, decider.follow, load, poll_s=1.0)
+
+
+def engine_of(versions: Versions) -> Any:
+    """The real one: it checks the vectors."""
+    return Engine(versions.model, versions.pools)
+
+
+def started(follower: Follower) -> Follower:
+    while follower._engine is None:
+        follower._step()
+    return follower
+
+
+def served(follower: Follower) -> str:
+    return follower.engine.pools["replies"].version
+
+
+def test_replicas_go_over_when_all_have_loaded(model, pools, publish, clock):
+    publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    one, two = (started(replica(name, decider, engine_of)) for name in ("one", "two"))
+    publish(model, "v-2")
+    for step in range(2):
+        clock.now += 1
+        one._step()
+        assert (served(one), served(two)) == ("v-1", "v-1"), step
+    two._step()  # loads, and hears that all have
+    assert (served(one), served(two)) == ("v-1", "v-2")
+    one._step()
+    assert (served(one), served(two)) == ("v-2", "v-2")
+
+
+def test_a_replica_that_is_gone_holds_up_nobody(model, pools, publish, clock):
+    publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    one, _gone = (started(replica(name, decider, engine_of)) for name in ("one", "gone"))
+    publish(model, "v-2")
+    for _ in range(7):
+        clock.now += 1
+        one._step()
+    assert served(one) == "v-2"
+
+
+def test_a_new_replica_starts_with_what_is_decided(model, pools, publish, clock):
+    publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    one = started(replica("one", decider, engine_of))
+    publish(model, "v-2")
+    clock.now += 1
+    two = started(replica("two", decider, engine_of))
+    assert (served(one), served(two)) == ("v-1", "v-1")
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+def test_a_damaged_version_is_refused_and_the_old_one_serves_on(model, pools, publish, clock):
+    publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    one = started(replica("one", decider, engine_of))
+    bad = Path(publish(model, "v-2"))
+    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    for _ in range(4):
+        clock.now += 1
+        one._step()
+    assert served(one) == "v-1"
+    assert any("damaged" in problem and "v-2" in problem for problem in one.state()["problems"])
+    publish(model, "v-3")
+    for _ in range(3):
+        clock.now += 1
+        one._step()
+    assert served(one) == "v-3"
+
+
+def test_a_start_with_a_damaged_version_takes_the_last_that_opens(model, pools, publish, clock):
+    publish(model, "v-1")
+    bad = Path(publish(model, "v-2"))
+    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    one = started(replica("one", decider, engine_of))
+    assert served(one) == "v-1"
+    assert any("v-1 is served" in problem for problem in one.state()["problems"])
+
+
+def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish, clock):
+    bad = Path(publish(model, "v-1"))
+    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    with pytest.raises(BadInput, match="no version to serve"):
+        started(replica("one", decider, engine_of))
+
+
+def test_vectors_that_are_not_the_models_are_refused(model, pools, publish, clock):
+    """As another build of the same weights might make them: the manifest cannot tell."""
+    publish(model, "v-1")
+
+    def load(versions: Versions) -> Engine:
+        return Engine(versions.model, versions.pools)
+
+    engine = load(resolve(targets(model, pools))[0])
+    with pytest.raises(BadInput, match="is not what the model makes of its text"):
+        pool = engine.pools["replies"]
+        shards = tuple(
+            replace(shard, vectors=shard.vectors._replace(matrix=shard.vectors.matrix[::-1].copy()))
+            for shard in pool.shards
+        )
+        engine._check(replace(pool, shards=shards))
+
+
+def test_a_decider_that_starts_again_goes_on_from_what_is_served(model, pools, publish, clock):
+    publish(model, "v-1")
+    one = started(replica("one", Decider(targets(model, pools), 1.0), engine_of))
+    publish(model, "v-2")
+    again = Decider(targets(model, pools), 1.0)
+    decision = again.follow(Report("one", one._serving))
+    assert decision.decided == one._serving
+    assert decision.proposed is not None and decision.proposed.pools[0].endswith("v-2")
+
+
+def test_a_rollback_is_a_current_that_names_the_old_version(model, pools, publish, clock):
+    publish(model, "v-1")
+    publish(model, "v-2")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    one = started(replica("one", decider, engine_of))
+    assert served(one) == "v-2"
+    make_current(str(pools), "replies", "v-1")
+    for _ in range(3):
+        clock.now += 1
+        one._step()
+    assert served(one) == "v-1"
