@@ -25,7 +25,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from pipeline import storage
 from pipeline.artifact import RUN, Artifact, Draft, git_revision
-from pipeline.config import flatten
+from pipeline.config import BadInput, flatten
 
 _SQLITE = "sqlite:///"
 _MAX_PARAM_CHARACTERS = 500  # MLflow's own bound is 6,000; nobody reads more than this in a table
@@ -172,6 +172,27 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
         )
     client.set_registered_model_alias(name, alias, version.version)
     return str(version.version)
+
+
+def move_alias(name: str, alias: str, version: str) -> tuple[str, str]:
+    """Lets `name`@`alias` mean another version: a number, or what another alias means. Returns what it
+    meant before ("": nothing), which `previous` means then, and what it means now.
+
+    Raises BadInput where the registry has no such model or version.
+    """
+    client = mlflow.MlflowClient()
+    mlflow.set_tracking_uri(server())
+    try:
+        aliases = dict(client.get_registered_model(name).aliases)
+        number = str(aliases.get(version, version))
+        client.get_model_version(name, number)
+    except MlflowException as error:
+        raise BadInput(f"{name}, version {version}: {str(error).splitlines()[0]}") from None
+    before = str(aliases.get(alias, ""))
+    if before and before != number:
+        client.set_registered_model_alias(name, "previous", before)
+    client.set_registered_model_alias(name, alias, number)
+    return before, number
 
 
 def _earlier_run(draft: Draft) -> str:

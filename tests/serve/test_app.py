@@ -26,7 +26,10 @@ from serve import app
 
 from .conftest import REPLIES, ask
 
-CONFIG = yaml.safe_load(Path(app.__file__).with_name("config.yaml").read_text())
+CONFIGS = {
+    name: yaml.safe_load(Path(app.__file__).with_name(name).read_text())
+    for name in ("config.yaml", "config.cluster.yaml")
+}
 CONTEXT = ["hello there", "what do you do ?"]
 TEXTS = ["i paint", "rain again today", "no"]
 
@@ -134,11 +137,12 @@ def unknown_keys(values: dict[str, Any], schema: type[BaseModel]) -> set[str]:
     return set(values) - set(schema.model_fields)
 
 
-def test_config_yaml_is_a_serve_config_without_unknown_keys():
-    ServeDeploySchema.model_validate(CONFIG)
-    assert unknown_keys(CONFIG, ServeDeploySchema) == set()
-    assert unknown_keys(CONFIG["http_options"], HTTPOptionsSchema) == set()
-    for application in CONFIG["applications"]:
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_config_has_no_unknown_keys(config):
+    ServeDeploySchema.model_validate(config)
+    assert unknown_keys(config, ServeDeploySchema) == set()
+    assert unknown_keys(config["http_options"], HTTPOptionsSchema) == set()
+    for application in config["applications"]:
         assert unknown_keys(application, ServeApplicationSchema) == set()
         for deployment in application["deployments"]:
             assert unknown_keys(deployment, DeploymentSchema) == set()
@@ -146,9 +150,14 @@ def test_config_yaml_is_a_serve_config_without_unknown_keys():
             assert unknown_keys(deployment["ray_actor_options"], RayActorOptionsSchema) == set()
 
 
-def test_config_yaml_names_what_there_is_to_deploy():
-    (application,) = CONFIG["applications"]
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_config_names_what_there_is_to_deploy(config):
+    (application,) = config["applications"]
     module, _, name = application["import_path"].partition(":")
     assert getattr(import_module(module), name) is app.build
     args = app.Args.model_validate(application["args"])
     assert [deployment["name"] for deployment in application["deployments"]] == [args.name]
+
+
+def test_the_config_for_one_machine_lets_nobody_else_in():
+    assert CONFIGS["config.yaml"]["http_options"]["host"] == "127.0.0.1"

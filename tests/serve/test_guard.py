@@ -57,19 +57,23 @@ def head(length: int) -> bytes:
 
 
 def test_a_length_above_the_bound_is_refused_before_the_body_is_sent(service):
-    with serving(api.create_app(service)) as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.sendall(head(10**9))
-            status, answer = read_answer(connection)
+    with (
+        serving(api.create_app(service)) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
+    ):
+        connection.sendall(head(10**9))
+        status, answer = read_answer(connection)
     assert (status, answer["error"]["code"]) == (413, "too_large")
 
 
 def test_a_body_that_does_not_come_is_given_up(service):
     limits = Limits(upload_s=0.2)
-    with serving(api.create_app(service, limits)) as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.sendall(head(100) + b"{")
-            status, answer = read_answer(connection)
+    with (
+        serving(api.create_app(service, limits)) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
+    ):
+        connection.sendall(head(100) + b"{")
+        status, answer = read_answer(connection)
     assert (status, answer["error"]["code"]) == (408, "upload_too_slow")
 
 

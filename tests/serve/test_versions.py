@@ -86,7 +86,7 @@ def test_a_pool_of_the_next_model_waits_for_the_model(tiny_ranker, model, pools,
 
 def test_no_version_at_all_is_said_in_one_line(tiny_ranker, model, pools, publish):
     publish(tiny_ranker("poly", 1), "v-1")
-    with pytest.raises(BadInput, match="no version to serve: .*embedded by the model") as refused:
+    with pytest.raises(BadInput, match="embedded by the model") as refused:
         resolve(targets(model, pools))
     assert "\n" not in str(refused.value)
 

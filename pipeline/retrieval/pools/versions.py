@@ -14,6 +14,7 @@ from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import KIND, Pool, current_uri
 
 _DAY_S = 86_400
+_PREFIX = "v-"
 # Settings that say which rows there are, or how they are filed; all others decide a vector.
 _NOT_OF_VECTORS = {
     f"embed.{name}"
@@ -62,6 +63,13 @@ def has_vectors_of(pool: Pool, model: Artifact, config: Any, precision: Resolved
     return mine == other
 
 
+def is_version(uri: str) -> bool:
+    """Whether a folder of a pool is a published version."""
+    name = storage.name_of(uri)
+    whole = name.startswith(_PREFIX) and not name.endswith(".partial")
+    return whole and storage.exists(storage.join(uri, MANIFEST))
+
+
 def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     """Removes versions, and what abandoned jobs have left; returns their names.
 
@@ -72,9 +80,9 @@ def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     removed = []
     for uri in storage.list_folders(storage.join(pools, name)):
         folder = storage.name_of(uri)
-        if not folder.startswith("v-"):
+        if not folder.startswith(_PREFIX):
             continue
-        if storage.exists(storage.join(uri, MANIFEST)) and not folder.endswith(".partial"):
+        if is_version(uri):
             created = read_artifact(uri, KIND).manifest["created_at"]
             versions[folder] = datetime.fromisoformat(created).timestamp()
         else:
