@@ -4,7 +4,8 @@ It runs in each replica, and in Serve's proxies too where their environment says
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.guard:in_proxy
 
-so that slow senders hold no place in a replica, and Ray's own answers have the one shape of errors.
+so that slow senders hold no place in a replica, a request whose replica died is asked again of another (it is
+the same whenever it is asked), and Ray's own answers have the one shape of errors.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ TIMEOUT = "x-timeout-ms"
 _OPEN_TO_ALL = frozenset({"/", "/health", "/ready"})  # the playground asks for a token itself
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 200  # in the log
+_ATTEMPTS = 2
+_RAYS = {404: "not_ready", 408: "too_late", 429: "overloaded", 500: "internal", 503: "not_ready"}
 
 _access = logging.getLogger("polyrank.serve.access")
 
@@ -68,7 +71,7 @@ class Guard:
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
-            receive = await self._whole_body(scope, headers, receive)
+            body = await self._body(scope, headers, receive)
         except Refusal as refusal:
             # What is left of the body is not read: the connection is of no more use.
             response = refusal.response()
@@ -77,7 +80,7 @@ class Guard:
         except _Gone:
             return
         else:
-            await self._app(scope, receive, answer)
+            await self._ask(scope, receive, body, answer)
         if not self._is_proxy:
             _access.info(
                 "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_LONGEST_PATH],
@@ -101,10 +104,29 @@ class Guard:
             raise Refusal("invalid_request", f"{TIMEOUT}: allowed: 1 to {MAX_TIMEOUT_MS}", TIMEOUT)
         return int(asked) / 1000
 
-    async def _whole_body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """Reads the body, and gives it again to the application."""
+    async def _ask(
+        self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
+    ) -> None:
+        """Hands the request on; in a proxy once more where a replica has died under it."""
+        for _ in range(_ATTEMPTS if self._is_proxy else 1):
+            sent = False
+
+            async def again() -> Message:
+                nonlocal sent
+                if sent or body is None:
+                    return await receive()
+                sent = True
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            await self._app(dict(scope), again, answer)
+            if not answer.died:
+                break
+        await answer.end()
+
+    async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body; None: the method has none."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
-            return receive
+            return None
         most = self._limits.body_bytes
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:18]) > most:
@@ -132,12 +154,7 @@ class Guard:
         except TimeoutError:
             raise Refusal("upload_too_slow",
                           f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
-        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-        async def again() -> Message:
-            return first.pop() if first else await receive()
-
-        return again
+        return bytes(body)
 
 
 class _Gone(Exception):
@@ -151,40 +168,39 @@ class _Answer:
     def __init__(self, send: Send, request_id: str, method: str, is_proxy: bool) -> None:
         self._send, self._request_id = send, request_id
         self._head_only, self._is_proxy = method == "HEAD", is_proxy
-        self._replaced = False
+        self._rays: tuple[int, Headers] | None = None
         self.status = 0
+
+    @property
+    def died(self) -> bool:
+        """Whether Ray says that the replica is gone: our own errors are JSON."""
+        return self._rays is not None and self._rays[0] in (500, 503)
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            self._rays = None
             self.status = int(message["status"])
             headers = MutableHeaders(scope=message)
             media = headers.get("content-type", "")
             if self._is_proxy and self.status >= 400 and not media.startswith("application/json"):
-                self._replaced = True
-                await self._replace(headers)
+                self._rays = self.status, headers
                 return
             headers["x-request-id"] = self._request_id
-        elif message["type"] == "http.response.body":
-            if self._replaced:
-                return
-            if self._head_only:
-                message = {**message, "body": b""}
+        elif self._rays is not None:
+            return
+        elif message["type"] == "http.response.body" and self._head_only:
+            message = {**message, "body": b""}
         await self._send(message)
 
-    async def _replace(self, headers: Headers) -> None:
-        """Ray's answers are text; a route that is not there is one whose replicas still start."""
-        ours = {
-            408: "too_late",
-            404: "not_ready",
-            429: "overloaded",
-            500: "internal",
-            503: "not_ready",
-        }
-        code = ours.get(self.status, "internal" if self.status >= 500 else "invalid_request")
+    async def end(self) -> None:
+        """Sends what Ray said, if it was Ray, in our shape. Its 404: the replicas still start."""
+        if self._rays is None:
+            return
+        status, headers = self._rays
+        code = _RAYS.get(status, "internal" if status >= 500 else "invalid_request")
         wait = headers.get("retry-after", "1")
         retry = float(wait) if code in ("overloaded", "not_ready") and wait.isdecimal() else 0.0
         response = Refusal(code, CODES[code].text, None, retry).response()
-        self.status = response.status_code
         response.headers["x-request-id"] = self._request_id
         start = {
             "type": "http.response.start",

@@ -42,7 +42,7 @@ def test_a_pool_goes_back_step_by_step_and_forward_by_name(run_job, pools):
 
 
 def test_a_version_that_does_not_open_is_refused(run_job, pools):
-    folder, versions = pools
+    folder, _ = pools
     before = current_name(str(folder), "replies")
     refused = run_job("promote", "--pools", folder, "--name", "replies",
                       "--version", "v-nope")  # fmt: skip

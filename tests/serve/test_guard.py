@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from serve import api, guard
@@ -222,3 +222,40 @@ def test_our_answers_pass_the_proxy_unchanged(service):
     app = Guard(api.create_app(service), is_proxy=True)
     response = TestClient(app).get("/nope")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(("deaths", "status"), [(1, 200), (2, 500)])
+def test_a_request_whose_replica_died_is_asked_once_more(deaths, status):
+    bodies: list[Any] = []
+
+    async def replica(request: Any) -> Any:
+        bodies.append(await request.json())
+        if len(bodies) <= deaths:
+            return PlainTextResponse("Internal Server Error", 500)
+        return JSONResponse({"results": []})
+
+    app = Guard(Starlette(routes=[Route("/rank", replica, methods=["POST"])]), is_proxy=True)
+    response = TestClient(app).post("/rank", json=GOOD)
+    assert response.status_code == status
+    assert bodies == [GOOD, GOOD]
+
+
+def test_an_error_of_ours_is_no_reason_to_ask_again(failing_once):
+    response = TestClient(Guard(failing_once.app, is_proxy=True)).post("/rank", json=GOOD)
+    assert (response.status_code, failing_once.calls) == (500, 1)
+
+
+@pytest.fixture
+def failing_once() -> Any:
+    class App:
+        calls = 0
+
+        async def answer(self, request: Any) -> JSONResponse:
+            self.calls += 1
+            return JSONResponse({"error": {"code": "internal"}}, 500)
+
+        @property
+        def app(self) -> Starlette:
+            return Starlette(routes=[Route("/rank", self.answer, methods=["POST"])])
+
+    return App()
