@@ -125,6 +125,11 @@ def build(args: Args) -> serve.Application:
 
     Raises BadInput.
     """
+    return application(args)
+
+
+def application(args: Args, **options: Any) -> serve.Application:
+    """As `build`, with options of the deployment, such as `num_replicas`."""
     model = args.model if "://" in args.model or args.model.startswith("models:/") else ""
     model = model or storage.absolute(args.model)  # a replica's directory is not this process'
     pools = [storage.absolute(uri) for uri in args.pools]
@@ -139,6 +144,8 @@ def build(args: Args) -> serve.Application:
         init_kwargs={"targets": targets, "poll_s": args.poll_s},
         actor_options={"num_cpus": 0},
     )
-    options = Ranker.options(name=args.name, deployment_actors=[decider])  # type: ignore[attr-defined]
-    application: serve.Application = options.bind(args)
-    return application
+    deployment = Ranker.options(  # type: ignore[attr-defined]
+        name=args.name, deployment_actors=[decider], **options
+    )
+    bound: serve.Application = deployment.bind(args)
+    return bound

@@ -121,7 +121,8 @@ class Guard:
             await self._app(dict(scope), again, answer)
             if not answer.died:
                 break
-        await answer.end()
+        if self._is_proxy:
+            await answer.end()
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body; None: the method has none."""
@@ -173,8 +174,8 @@ class _Answer:
 
     @property
     def died(self) -> bool:
-        """Whether Ray says that the replica is gone: our own errors are JSON."""
-        return self._rays is not None and self._rays[0] in (500, 503)
+        """Whether the replica is gone: our own errors are JSON, and Ray's proxy says 503 or nothing."""
+        return not self.status or (self._rays is not None and self._rays[0] in (500, 503))
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -194,9 +195,9 @@ class _Answer:
 
     async def end(self) -> None:
         """Sends what Ray said, if it was Ray, in our shape. Its 404: the replicas still start."""
-        if self._rays is None:
+        if self.status and self._rays is None:
             return
-        status, headers = self._rays
+        status, headers = self._rays or (500, Headers())
         code = _RAYS.get(status, "internal" if status >= 500 else "invalid_request")
         wait = headers.get("retry-after", "1")
         retry = float(wait) if code in ("overloaded", "not_ready") and wait.isdecimal() else 0.0

@@ -139,4 +139,7 @@ def ask(
         connection.request(method, path, data, sent, encode_chunked=encode_chunked)
         with connection.getresponse() as response:
             text = response.read()
-            return response.status, json.loads(text) if text else None
+            try:
+                return response.status, json.loads(text) if text else None
+            except ValueError:
+                raise AssertionError(f"{response.status} {text[:500]!r} is no JSON") from None

@@ -1,0 +1,151 @@
+"""A real service under steady requests: a killed replica, new versions, a bad one. Clients see no failure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+from pipeline.retrieval.pools.pool import make_current
+from serve import app
+
+from .conftest import ask
+
+ASKED = {"context": ["hello there"], "pool": "replies", "top_k": 3}
+_PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tiny_ranker):
+    return tiny_ranker("poly")
+
+
+@pytest.fixture(scope="module")
+def pools(model, tiny_pool, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("served")
+    shutil.copytree(Path(tiny_pool(model)), root / "replies")
+    return root
+
+
+@pytest.fixture(scope="module")
+def port(local_ray, model, pools) -> Iterator[int]:
+    """Two replicas."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+    try:
+        args = app.Args(model=model.uri, pools=[str(pools / "replies")], poll_s=0.5)
+        serve.run(app.application(args, num_replicas=2), logging_config=quiet)
+        serve_replicas(2)
+        yield port
+    finally:
+        serve.shutdown()
+
+
+def serve_replicas(count: int) -> None:
+    """Waits until so many replicas run."""
+    until(lambda: len(replica_pids()) >= count)
+
+
+def replica_pids() -> list[int]:
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if line.startswith("ray::ServeReplica:") or "ServeReplica" in line:
+            found.append(process.info["pid"])
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Looks again and again; fails after two minutes."""
+    end = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        threading.Event().wait(0.05)
+
+
+class Load:
+    """What two clients heard that asked all the time."""
+
+    def __init__(self) -> None:
+        self.statuses: Counter[int] = Counter()
+        self.versions: list[str] = []
+        self.answers = 0
+
+
+@contextmanager
+def steady_load(port: int) -> Iterator[Load]:
+    load, stop = Load(), threading.Event()
+
+    def client() -> None:
+        while not stop.is_set():
+            status, answer = ask(port, "POST", "/rank", ASKED)
+            load.statuses[status] += 1
+            if status == 200:
+                load.versions.append(answer["pool"]["version"])
+            load.answers += 1
+
+    with ThreadPoolExecutor(2) as threads:
+        clients = [threads.submit(client) for _ in range(2)]
+        try:
+            yield load
+        finally:
+            stop.set()
+            for one in clients:
+                one.result(60)
+
+
+def publish(pools: Path, version: str) -> Path:
+    folder = pools / "replies" / version
+    shutil.copytree(pools / "replies" / "v-1", folder)
+    return folder
+
+
+def test_a_killed_replica_is_not_noticed(port):
+    with steady_load(port) as load:
+        until(lambda: load.answers > 20)
+        before = set(replica_pids())
+        os.kill(min(before), signal.SIGKILL)
+        until(lambda: len(set(replica_pids()) - before) >= 1)  # there is another one
+        heard = load.answers
+        until(lambda: load.answers > heard + 20)
+    assert set(load.statuses) <= {200, 429}, load.statuses
+    assert load.statuses[200] > 40
+
+
+def info(port: int) -> Any:
+    return ask(port, "GET", "/info")[1]
+
+
+def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
+    with steady_load(port) as load:
+        until(lambda: load.answers > 10)
+        publish(pools, "v-2")
+        make_current(str(pools), "replies", "v-2")
+        until(lambda: len(load.versions) > 20 and set(load.versions[-20:]) == {"v-2"})
+        bad = publish(pools, "v-3")
+        matrix = next((bad / "vectors").glob("*.npy"))
+        matrix.write_bytes(matrix.read_bytes()[:-64])
+        make_current(str(pools), "replies", "v-3")
+        until(lambda: any("v-3" in problem for problem in info(port)["problems"]))
+        heard = len(load.versions)
+        until(lambda: len(load.versions) > heard + 20)
+    assert set(load.statuses) <= {200, 429}, load.statuses
+    assert set(load.versions[heard:]) == {"v-2"}
+    switches = sum(a != b for a, b in zip(load.versions, load.versions[1:], strict=False))
+    assert switches < 40  # both replicas went over within a moment, and never back
