@@ -1,0 +1,51 @@
+"""serve/README.md: its requests are asked as they stand, and its table of errors is the code's."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from serve import api
+from serve.errors import CODES
+
+PAGE = Path(api.__file__).with_name("README.md").read_text()
+CURLS = [
+    "\n".join(line.strip() for line in block.splitlines())
+    for block in re.findall(r"(?m)^    curl(?:.*\n)(?:    .*\n)*", PAGE)
+]
+
+
+@pytest.fixture(scope="module")
+def client(tiny_ranker, tiny_pool, asking) -> TestClient:
+    model = tiny_ranker("poly")
+    return TestClient(api.create_app(asking(model, tiny_pool(model)).service))
+
+
+def test_there_are_requests_to_try():
+    assert len(CURLS) >= 3
+
+
+@pytest.mark.parametrize("command", CURLS)
+def test_a_request_of_the_page_is_answered(client, command):
+    words = shlex.split(command)
+    path = next(word for word in words if word.startswith("localhost:8000"))
+    body = words[words.index("-d") + 1]
+    (name, _, value) = words[words.index("-H") + 1].partition(": ")
+    answer = client.post(path.removeprefix("localhost:8000"), content=body, headers={name: value})
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.content)
+
+
+def test_the_table_of_errors_is_the_codes():
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\d{3}) \| (.*) \|$", PAGE)
+    assert rows == [(code, str(meaning.status), meaning.text) for code, meaning in CODES.items()]
+
+
+def test_every_route_of_the_interface_is_on_the_page():
+    for path in api.create_app(None).openapi()["paths"]:
+        assert f"{path}`" in PAGE, path
