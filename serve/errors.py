@@ -45,6 +45,10 @@ CODES: Mapping[str, Meaning] = {
     "too_late": Meaning(504, "The request's time was over before its answer was computed."),
 }
 
+REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
+            "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
+"""Codes that every route with a body may answer with."""
+
 
 class Problem(BaseModel):
     """`code` is for programs, `message` for people, `field` names what is wrong in the request."""
@@ -120,7 +124,8 @@ def invalid(errors: Any) -> JSONResponse:
     first = errors[0]
     if first["type"] == "json_invalid":
         return _response("invalid_json", "the body is not JSON", None, {})
-    place = [_short(part) for part in first["loc"] if part != "body"]
+    # In <> stands which of several types a value was read as.
+    place = [_short(part) for part in first["loc"] if part != "body" and str(part)[:1] != "<"]
     message = str(first["msg"]).removeprefix("Value error, ")
     if not place:  # said by a rule over several fields, which names them itself
         return _response("invalid_request", message, None, {})
