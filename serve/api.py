@@ -14,9 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -27,44 +25,13 @@ from pydantic import (
 )
 from starlette.middleware.cors import CORSMiddleware
 
-from serve import errors
+from serve import errors, wire
 from serve.engine import Engine
-from serve.errors import Refusal, documented
+from serve.errors import REFUSALS, Refusal, documented
+from serve.fields import FilledText, Integer, Turn
 from serve.guard import Guard
 from serve.limits import MAX_CANDIDATES, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
 from serve.service import Answer, Question, Service, Text
-
-REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
-            "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
-"""Codes that every route with a body may answer with."""
-
-
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError("the text is empty")
-    return _encodable(text)
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("the text holds half of a surrogate pair") from None
-    return text
-
-
-def _number(value: Any) -> Any:
-    """JSON knows one kind of number: 10.0 is 10; a text or a truth value is none."""
-    if isinstance(value, (bool, str)):
-        raise ValueError("input should be a valid integer")
-    return value
-
-
-FilledText = Annotated[
-    StrictStr, AfterValidator(_not_blank), Field(json_schema_extra={"pattern": r"\S"})
-]
-Turn = Annotated[StrictStr, AfterValidator(_encodable)]
-Integer = Annotated[int, BeforeValidator(_number)]
 
 
 class Strict(BaseModel):
@@ -249,6 +216,7 @@ def create_app(
         """Which model and which pools are served, by which settings."""
         return {**loaded().engine.info(), **state()}
 
+    wire.add_routes(app, loaded)
     return app
 
 

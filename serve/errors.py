@@ -45,6 +45,10 @@ CODES: Mapping[str, Meaning] = {
     "too_late": Meaning(504, "The request's time was over before its answer was computed."),
 }
 
+REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
+            "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
+"""Codes that every route with a body may answer with."""
+
 
 class Problem(BaseModel):
     """`code` is for programs, `message` for people, `field` names what is wrong in the request."""

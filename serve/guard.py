@@ -31,7 +31,7 @@ TOKENS = "POLYRANK_TOKENS_SHA256"
 """Environment variable: SHA-256 of the tokens that are let in, in hex, with commas; empty: everybody is."""
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
-_OPEN_TO_ALL = frozenset({"/", "/health", "/ready"})  # the playground asks for a token itself
+_OPEN_TO_ALL = frozenset({"/", "/health", "/ready"})  # by GET; the playground asks for tokens
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 200  # in the log
 _ATTEMPTS = 2
@@ -88,7 +88,8 @@ class Guard:
             )  # fmt: skip
 
     def _let_in(self, scope: Scope, headers: Headers) -> None:
-        if not self._tokens or scope["path"] in _OPEN_TO_ALL or scope["method"] == "OPTIONS":
+        is_open = scope["method"] == "GET" and scope["path"] in _OPEN_TO_ALL
+        if not self._tokens or is_open or scope["method"] == "OPTIONS":
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         found = hashlib.sha256(token.strip().encode()).hexdigest()

@@ -103,7 +103,7 @@ class Service:
             return await self._search(engine, question, question.pool, deadline)
         candidates = question.candidates or []
         texts = [candidate.text for candidate in candidates]
-        scores = await self.scores(engine, question.context, texts, deadline)
+        scores, _ = await self.scores(engine, question.context, texts, deadline)
         order = sorted(range(len(texts)), key=lambda place: -scores[place])[: question.top_k]
         results = [
             Ranked(place, candidates[place].id, texts[place], scores[place], {}) for place in order
@@ -112,8 +112,8 @@ class Service:
 
     async def scores(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
-    ) -> list[float]:
-        """One for each text; equal texts are scored once, and so score alike."""
+    ) -> tuple[list[float], int]:
+        """(score of each text, tokens read); equal texts are scored once, and so score alike."""
         distinct = list(dict.fromkeys(texts))
         context_row = (await self._tokenize(engine.ranker.context_rows, [context]))[0]
         rows = await self._tokenize(engine.ranker.candidate_rows, distinct)
@@ -126,12 +126,14 @@ class Service:
             products = len(rows) * vectors_MD.numel()
             asked = (vectors_MD, mask_M, torch.stack(vectors))
             (found,) = await self.queue.run(engine.scores, [asked], [products], deadline)
+            tokens = len(context_row) + sum(map(len, rows))
         else:
             pairs = [(context_row, row) for row in rows]
-            sizes = [len(context_row) + len(row) for row in rows]
+            sizes = [len(context_row) + len(row) - 1 for row in rows]  # one [CLS] for both
             found = await self.queue.run(engine.pairs, pairs, sizes, deadline)
+            tokens = sum(sizes)
         by_text = dict(zip(distinct, found, strict=True))
-        return [by_text[text] for text in texts]
+        return [by_text[text] for text in texts], tokens
 
     async def candidate_vectors(
         self, engine: Engine, texts: Sequence[str], deadline: float

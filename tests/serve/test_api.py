@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from serve import api
-from serve.errors import CODES
+from serve.errors import CODES, REFUSALS
 from serve.limits import Limits
 
 from .conftest import REPLIES, Asking, ask, serving
@@ -394,7 +394,7 @@ def test_openapi_json_is_what_the_application_says():
 def test_every_error_of_a_ranking_is_documented_in_the_one_shape():
     interface = api.create_app(None).openapi()
     responses = interface["paths"]["/rank"]["post"]["responses"]
-    codes = {str(CODES[code].status) for code in (*api.REFUSALS, "unknown_pool")}
+    codes = {str(CODES[code].status) for code in (*REFUSALS, "unknown_pool")}
     assert set(responses) == {"200", *codes}
     shapes = {
         response["content"]["application/json"]["schema"].get("$ref", "").rpartition("/")[2]

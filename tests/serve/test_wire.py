@@ -1,0 +1,438 @@
+"""Other vendors' formats: their own clients against a live service, and what they cannot have."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import httpx2
+import jsonschema
+import numpy as np
+import pytest
+
+from pipeline.artifact import Artifact
+from pipeline.models import inference
+from pipeline.models.ranker import Ranker, load_ranker
+from serve.api import create_app
+from serve.engine import Engine
+from serve.service import Service
+
+from .live import serving
+
+QUERY = "hi , what do you do ?"
+TEXTS = ["i sail on the harbour", "tea", "no", "a nurse", "i sail on the harbour", "x" * 200]
+ARCHITECTURES = ["bi", "poly", "cross"]
+NEAR: dict[str, Any] = {"rel": 1e-4, "abs": 1e-6}
+
+
+class Live(NamedTuple):
+    """A service, and the model by itself."""
+
+    url: str
+    artifact: Artifact
+    ranker: Ranker
+
+    def post(self, path: str, body: Any) -> httpx2.Response:
+        headers = {"content-type": "application/json"}
+        return httpx2.post(
+            f"{self.url}{path}", content=json.dumps(body), headers=headers, timeout=60
+        )
+
+    def scores(self, query: str, texts: list[str]) -> np.ndarray:
+        """By the formulas, one candidate at a time."""
+        if self.ranker.config.architecture == "cross":
+            return np.array(
+                [float(inference.pair_scores(self.ranker, [[query]], [[t]])[0]) for t in texts]
+            )
+        vectors, mask = inference.context_vectors(self.ranker, [[query]])
+        logits_MC = vectors[0][mask[0]].double().numpy() @ self.vectors(texts).T
+        weights_MC = np.exp(logits_MC - logits_MC.max(0))
+        return (weights_MC * logits_MC).sum(0) / weights_MC.sum(0)
+
+    def vectors(self, texts: list[str]) -> np.ndarray:
+        """Of candidates, one at a time; as long as they are."""
+        return np.stack(
+            [inference.candidate_vectors(self.ranker, [t])[0].double().numpy() for t in texts]
+        )
+
+    def tokens(self, texts: list[str]) -> int:
+        return sum(map(len, self.ranker.candidate_rows(texts)))
+
+
+@pytest.fixture(scope="module")
+def live(tiny_ranker) -> Iterator[Callable[[str], Live]]:
+    """`live("poly")`: a service of that architecture, started once."""
+    made: dict[str, Live] = {}
+    with ExitStack() as stack:
+
+        def start(architecture: str) -> Live:
+            if architecture not in made:
+                artifact = tiny_ranker(architecture)
+                engine = Engine(artifact.uri)
+                service = Service(lambda: engine, most_waiting_s=60.0)
+                stack.callback(engine.close)
+                stack.callback(service.close)
+                url = stack.enter_context(serving(create_app(service)))
+                made[architecture] = Live(url, artifact, load_ranker(Path(artifact.uri)))
+            return made[architecture]
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def cohere() -> ModuleType:
+    return pytest.importorskip("cohere", reason="cohere's client is not installed")
+
+
+@pytest.fixture
+def cohere_of(cohere) -> Iterator[Callable[..., Any]]:
+    """`cohere_of(live, version)`: Cohere's client of a service."""
+    import httpx
+
+    classes = {1: cohere.Client, 2: cohere.ClientV2}
+    with httpx.Client(timeout=60) as http:
+        yield lambda live, version=1: classes[version](
+            api_key="none", base_url=live.url, httpx_client=http
+        )
+
+
+@pytest.fixture(scope="module")
+def openai() -> ModuleType:
+    return pytest.importorskip("openai", reason="openai's client is not installed")
+
+
+@pytest.fixture
+def openai_of(openai) -> Iterator[Callable[[Live], Any]]:
+    """`openai_of(live)`: OpenAI's client of a service."""
+    with ExitStack() as stack:
+        yield lambda live: stack.enter_context(
+            openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+        )
+
+
+@pytest.fixture
+def hugging_face_of(monkeypatch) -> Iterator[Callable[[Live], Any]]:
+    """`hugging_face_of(live)`: Hugging Face's client of a service."""
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # it refuses any URL
+    with ExitStack() as stack:
+        yield lambda live: stack.enter_context(hub.InferenceClient(model=live.url, token="none"))
+
+
+def sigmoid(scores: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-scores))
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def refusal(response: httpx2.Response, status: int = 422) -> dict[str, Any]:
+    """The error of an answer in the one shape."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"code", "message", "field"}
+    assert "\n" not in error["message"] and "<" not in error["message"]
+    return error
+
+
+def documented(path: str) -> jsonschema.Draft202012Validator:
+    """What OpenAPI says of the body that a route takes."""
+    interface = create_app(None).openapi()
+    body = interface["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return jsonschema.Draft202012Validator({**body, "components": interface["components"]})
+
+
+# Reranking
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("version", [1, 2])
+def test_coheres_client_reranks(live, cohere_of, architecture, version):
+    one = live(architecture)
+    scores = one.scores(QUERY, TEXTS)
+    client = cohere_of(one, version)
+    answer = client.rerank(model="rerank-v3.5", query=QUERY, documents=TEXTS, top_n=3)
+    order = np.argsort(-scores, kind="stable")[:3]
+    assert [result.index for result in answer.results] == order.tolist()
+    found = [result.relevance_score for result in answer.results]
+    assert found == pytest.approx(sigmoid(scores[order]), **NEAR)
+    assert answer.meta.api_version.version == str(version)
+    assert answer.id
+    whole = client.rerank(model="rerank-v3.5", query=QUERY, documents=TEXTS)
+    assert len(whole.results) == len(TEXTS)
+
+
+def test_coheres_client_gets_documents_back(live, cohere_of):
+    client = cohere_of(live("poly"))
+    documents = [{"text": text, "title": "not read"} for text in TEXTS]
+    answer = client.rerank(query=QUERY, documents=documents, return_documents=True)
+    assert [r.document.text for r in answer.results] == [TEXTS[r.index] for r in answer.results]
+    plain = client.rerank(query=QUERY, documents=TEXTS)
+    assert [r.index for r in plain.results] == [r.index for r in answer.results]
+    assert {r.document for r in plain.results} == {None}
+
+
+def test_coheres_client_raises_its_own_error(live, cohere, cohere_of):
+    client = cohere_of(live("bi"), 2)
+    with pytest.raises(cohere.UnprocessableEntityError) as caught:
+        client.rerank(model="any", query=QUERY, documents=[" "])
+    assert caught.value.body["error"]["field"] == "documents.0"
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_jinas_format(live, architecture, path):
+    one = live(architecture)
+    body = {"model": "jina-reranker-v2", "query": QUERY, "documents": TEXTS, "top_n": 2}
+    answer = one.post(path, {**body, "return_documents": True}).json()
+    scores = one.scores(QUERY, TEXTS)
+    order = np.argsort(-scores, kind="stable")[:2].tolist()
+    assert [result["index"] for result in answer["results"]] == order
+    assert [r["relevance_score"] for r in answer["results"]] == pytest.approx(
+        sigmoid(scores[order]), **NEAR
+    )
+    assert [r["document"] for r in answer["results"]] == [{"text": TEXTS[p]} for p in order]
+    assert answer["model"] == one.artifact.fingerprint
+    assert "document" not in one.post(path, body).json()["results"][0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_are_those_that_the_model_reads(live, architecture):
+    one = live(architecture)
+    usage = one.post("/v1/rerank", {"query": QUERY, "documents": TEXTS}).json()["usage"]
+    context, distinct = len(one.ranker.context_rows([[QUERY]])[0]), list(dict.fromkeys(TEXTS))
+    read = context + one.tokens(distinct)
+    if architecture == "cross":  # the context again for each; one [CLS] for a pair
+        read = len(distinct) * (context - 1) + one.tokens(distinct)
+    assert usage == {"prompt_tokens": read, "total_tokens": read}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_teis_format(live, architecture):
+    one = live(architecture)
+    scores = one.scores(QUERY, TEXTS)
+    order = np.argsort(-scores, kind="stable")
+    body = {"query": QUERY, "texts": TEXTS, "truncate": True, "truncation_direction": "Right"}
+    answer = one.post("/rerank", body).json()
+    assert [set(result) for result in answer] == [{"index", "score"}] * len(TEXTS)
+    assert [result["index"] for result in answer] == order.tolist()
+    assert [result["score"] for result in answer] == pytest.approx(sigmoid(scores[order]), **NEAR)
+    raw = one.post("/rerank", {**body, "raw_scores": True, "return_text": True}).json()
+    assert [result["score"] for result in raw] == pytest.approx(scores[order], **NEAR)
+    assert [result["text"] for result in raw] == [TEXTS[place] for place in order]
+
+
+def test_scores_that_are_1_keep_their_order(live, monkeypatch):
+    one = live("bi")
+
+    async def scores(*asked: Any) -> tuple[list[float], int]:
+        return [40.0, 700.0, -800.0, 50.0], 1
+
+    monkeypatch.setattr(Service, "scores", scores)
+    answer = one.post("/rerank", {"query": QUERY, "texts": TEXTS[:4]}).json()
+    assert answer == [
+        {"index": 1, "score": 1.0}, {"index": 3, "score": 1.0}, {"index": 0, "score": 1.0},
+        {"index": 2, "score": 0.0},
+    ]  # fmt: skip
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_teis_embeddings(live, architecture):
+    one = live(architecture)
+    vectors = one.vectors(TEXTS)
+    found = one.post("/embed", {"inputs": TEXTS, "truncate": True}).json()
+    assert np.allclose(found, unit(vectors), atol=1e-5)
+    found = one.post("/embed", {"inputs": TEXTS, "normalize": False}).json()
+    assert np.allclose(found, vectors, atol=1e-4)
+    single = one.post("/embed", {"inputs": TEXTS[0], "normalize": False}).json()
+    assert np.allclose(single, vectors[:1], atol=1e-4)
+    cut = one.post("/embed", {"inputs": TEXTS, "dimensions": 5}).json()
+    assert np.allclose(cut, unit(vectors[:, :5]), atol=1e-5)
+
+
+def test_contexts_are_embedded_where_they_have_one_vector(live):
+    one = live("bi")
+    contexts = [[text] for text in TEXTS]
+    vectors, _ = inference.context_vectors(one.ranker, contexts)
+    asked = {"inputs": TEXTS, "prompt_name": "context", "normalize": False}
+    found = one.post("/embed", asked).json()
+    assert np.allclose(found, vectors[:, 0].numpy(), atol=1e-4)
+    assert not np.allclose(found, one.vectors(TEXTS), atol=1e-2)
+    error = refusal(live("poly").post("/embed", asked))
+    assert (error["code"], error["field"]) == ("invalid_request", "prompt_name")
+    assert "3 vectors" in error["message"]
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64", None])
+def test_openais_client_embeds(live, openai_of, encoding):
+    one = live("bi")
+    more = {} if encoding is None else {"encoding_format": encoding}
+    answer = openai_of(one).embeddings.create(model="any", input=TEXTS, user="me", **more)
+    expected = unit(one.vectors(TEXTS))
+    if encoding == "base64":
+        found = [np.frombuffer(base64.b64decode(e.embedding), "<f4") for e in answer.data]
+    else:
+        found = [e.embedding for e in answer.data]
+    assert np.allclose(found, expected, atol=1e-5)
+    assert [e.index for e in answer.data] == list(range(len(TEXTS)))
+    assert answer.model == one.artifact.fingerprint
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens == one.tokens(TEXTS)
+
+
+def test_openais_client_cuts_vectors(live, openai, openai_of):
+    one = live("poly")
+    client = openai_of(one)
+    answer = client.embeddings.create(model="any", input=TEXTS[0], dimensions=5)
+    assert np.allclose(answer.data[0].embedding, unit(one.vectors(TEXTS[:1])[:, :5])[0], atol=1e-5)
+    with pytest.raises(openai.UnprocessableEntityError, match="allowed: at most 16") as caught:
+        client.embeddings.create(model="any", input=TEXTS[0], dimensions=17)
+    assert caught.value.code == "invalid_request"
+
+
+def test_openais_client_lists_the_model(live, openai_of):
+    one = live("cross")
+    (model,) = openai_of(one).models.list().data
+    assert (model.id, model.object, model.owned_by) == (
+        one.artifact.fingerprint,
+        "model",
+        "polyrank",
+    )
+    assert model.created > 1_700_000_000
+
+
+@pytest.mark.parametrize("ids", [[101, 7592], [[101, 7592]]])
+def test_token_ids_of_another_vocabulary_are_refused(live, openai, openai_of, ids):
+    with pytest.raises(openai.UnprocessableEntityError, match="token ids are not allowed"):
+        openai_of(live("bi")).embeddings.create(model="any", input=ids)
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_hugging_faces_client_embeds(live, hugging_face_of, architecture):
+    one = live(architecture)
+    found = hugging_face_of(one).feature_extraction(TEXTS, normalize=True, truncate=True)
+    assert np.allclose(found, unit(one.vectors(TEXTS)), atol=1e-5)
+    single = hugging_face_of(one).feature_extraction(TEXTS[0], normalize=False)
+    assert np.allclose(single, one.vectors(TEXTS[:1]), atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hugging_faces_client_compares_sentences(live, hugging_face_of, architecture):
+    one = live(architecture)
+    found = hugging_face_of(one).sentence_similarity(QUERY, other_sentences=TEXTS)
+    assert found == pytest.approx(one.scores(QUERY, TEXTS), **NEAR)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/embed", {"inputs": "a"}), ("/", {"inputs": "a"}), ("/v1/embeddings", {"input": "a"})],
+)
+def test_a_cross_encoder_has_no_vectors(live, path, body):
+    error = refusal(live("cross").post(path, body))
+    assert error["code"] == "invalid_request"
+    assert "a cross-encoder has no vectors" in error["message"]
+
+
+# What is refused, and what is ignored
+
+DOCUMENTS = {"query": QUERY, "documents": TEXTS}
+MANY = ["a"] * 1001
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "said"),
+    [
+        ("/rerank", {"query": QUERY}, "documents", "required"),
+        ("/rerank", {"texts": TEXTS}, "query", "required"),
+        ("/rerank", {"query": QUERY, "texts": []}, "texts", "at least 1"),
+        ("/rerank", {"query": QUERY, "texts": MANY}, "texts", "at most 1000"),
+        ("/rerank", {"query": QUERY, "texts": ["a", 5]}, "texts.1", "string"),
+        ("/rerank", {"query": QUERY, "texts": ["a"], "raw_scores": "yes"}, "raw_scores", "boolean"),
+        ("/rerank", {"query": QUERY, "texts": ["a"], "truncation_direction": "left"},
+         "truncation_direction", "right"),
+        ("/rerank", [], None, "object"),
+        ("/v1/rerank", {**DOCUMENTS, "query": " "}, "query", "empty"),
+        ("/v1/rerank", {**DOCUMENTS, "documents": MANY}, "documents", "at most 1000"),
+        ("/v1/rerank", {**DOCUMENTS, "documents": [{"title": "a"}]}, "documents.0.text", "required"),
+        ("/v1/rerank", {**DOCUMENTS, "documents": ["a", 3]}, "documents.1", "string"),
+        ("/v1/rerank", {**DOCUMENTS, "documents": ["\ud800"]}, "documents.0", "surrogate"),
+        ("/v1/rerank", {**DOCUMENTS, "rank_fields": ["title"]}, "rank_fields.0", "'text'"),
+        ("/v2/rerank", {**DOCUMENTS, "top_n": 0}, "top_n", "greater than or equal to 1"),
+        ("/v2/rerank", {**DOCUMENTS, "top_n": True}, "top_n", "integer"),
+        ("/embed", {"inputs": []}, "inputs", "at least 1"),
+        ("/embed", {"inputs": MANY}, "inputs", "at most 1000"),
+        ("/embed", {"inputs": ""}, "inputs.0", "empty"),
+        ("/embed", {"inputs": [101]}, "inputs", "token ids"),
+        ("/embed", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "'context'"),
+        ("/embed", {"inputs": "a", "truncation_direction": "left"}, "truncation_direction", "right"),
+        ("/embed", {"inputs": "a", "dimensions": 0}, "dimensions", "greater"),
+        ("/embed", {"inputs": "a", "dimensions": 17}, "dimensions", "at most 16"),
+        ("/v1/embeddings", {}, "input", "required"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
+        ("/", {}, "inputs", "required"),
+        ("/", {"inputs": {"sentences": ["a"]}}, "inputs.source_sentence", "required"),
+        ("/", {"inputs": {"source_sentence": "a", "sentences": []}}, "inputs.sentences", "at least 1"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_allowed_is_named(live, path, body, field, said):
+    error = refusal(live("bi").post(path, body))
+    assert (error["code"], error["field"]) == ("invalid_request", field)
+    assert said in error["message"]
+    if said not in ("surrogate", "at most 16"):  # which no schema says
+        assert not documented(path).is_valid(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ignored"),
+    [
+        ("/rerank", {"query": QUERY, "texts": TEXTS}, {"truncate": True, "model": "tei"}),
+        ("/v2/rerank", DOCUMENTS, {"model": "rerank-v3.5", "max_tokens_per_doc": 9, "priority": 1}),
+        ("/v1/rerank", DOCUMENTS, {"max_chunks_per_doc": 9, "top_n": None}),
+        ("/embed", {"inputs": TEXTS}, {"truncate": False, "prompt_name": None, "dimensions": None}),
+        ("/v1/embeddings", {"input": TEXTS}, {"model": "text-embedding-3-small", "user": "me"}),
+        ("/", {"inputs": TEXTS}, {"parameters": {}, "truncate": True}),
+    ],
+)
+def test_what_means_nothing_here_changes_nothing(live, path, body, ignored):
+    def answer(asked: Any) -> Any:
+        found = live("bi").post(path, asked).json()
+        return {**found, "id": ""} if isinstance(found, dict) else found
+
+    assert answer({**body, **ignored}) == answer(body)
+    assert documented(path).is_valid({**body, **ignored})
+
+
+def test_all_but_the_page_of_the_playground_ask_for_the_token():
+    app = create_app(None, token_hashes=[hashlib.sha256(b"open sesame").hexdigest()])
+    paths = ["/", "/rerank", "/v1/rerank", "/v2/rerank", "/embed", "/v1/embeddings"]
+    with serving(app) as url:
+        for path in paths:
+            assert httpx2.post(f"{url}{path}", json={}).status_code == 401
+        assert httpx2.get(f"{url}/v1/models").status_code == 401
+        let_in = httpx2.post(f"{url}/", json={}, headers={"authorization": "Bearer open sesame"})
+        assert refusal(let_in)["field"] == "inputs"
+
+
+def test_too_much_work_and_too_little_time_are_refused_in_the_one_shape(live, monkeypatch):
+    one, body = live("bi"), {"query": QUERY, "texts": TEXTS}
+    monkeypatch.setattr("serve.scheduling.WorkQueue.waiting_s", 3600.0)
+    for path, asked in (("/rerank", body), ("/embed", {"inputs": "a"})):
+        response = one.post(path, asked)
+        assert refusal(response, 429)["code"] == "overloaded"
+        assert response.headers["retry-after"] == "3600"
+
+
+def test_without_a_model_nothing_is_ready():
+    with serving(create_app(None)) as url:
+        for path, body in (("/rerank", DOCUMENTS), ("/embed", {"inputs": "a"})):
+            assert refusal(httpx2.post(f"{url}{path}", json=body), 503)["code"] == "not_ready"
+        assert refusal(httpx2.get(f"{url}/v1/models"), 503)["code"] == "not_ready"
