@@ -253,7 +253,7 @@ def test_an_unknown_pool_is_not_found(client):
     ("method", "path", "status", "code"),
     [
         ("GET", "/nope", 404, "not_found"),
-        ("POST", "/", 404, "not_found"),
+        ("POST", "/nope", 404, "not_found"),
         ("GET", "/rank", 405, "method_not_allowed"),
         ("PUT", "/rank", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
