@@ -69,13 +69,26 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     st.lists(st.sampled_from(["", "   ", "a" * 130, " " * 300]), min_size=1, max_size=4),
     st.integers(3, 30),
 )
-def test_a_long_candidate_has_the_tokens_of_its_whole_text(make, pieces, fillers, max_tokens):
+def test_a_long_text_has_the_tokens_of_the_whole(make, pieces, fillers, max_tokens):
     text = "".join(a + b for a, b in itertools.zip_longest(pieces, fillers, fillvalue=""))
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIALS, strict=True))
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=make(), **names))
     whole = tokenizer.ids([text, "ab", text * 3])
     rows = tokenizer.candidates([text, "ab", text * 3], max_tokens)
     assert [row[1:-1] for row in rows] == [ids[: max_tokens - 2] for ids in whole]
+    contexts = tokenizer.contexts([[text], ["ab"], [text * 3]], max_tokens)
+    kept = [ids[max(0, len(ids) - max_tokens + 2) :] for ids in whole]
+    assert [row[1:-1] for row in contexts] == kept
+
+
+def test_of_a_long_context_only_the_end_is_tokenised(tiny, monkeypatch):
+    """1.3 MB took half a second, and all of it was cut away."""
+    tokenizer, seen = tiny.tokenizer(), []
+    ids = tokenizer.ids
+    monkeypatch.setattr(tokenizer, "ids", lambda texts: seen.extend(texts) or ids(texts))
+    (row,) = tokenizer.contexts([["w1 " * 100_000, text(range(100))]], 40)
+    assert row[1:-1] == ids([text(range(100))])[0][-38:]
+    assert 0 < sum(map(len, seen)) < 2_000
 
 
 def test_of_a_long_text_only_the_beginning_is_tokenised(tiny, monkeypatch):
