@@ -8,8 +8,10 @@ more than most rankings. Replicas of one node share the pools' pages.
 
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
+import functools
 import logging
 import os
+import random
 from typing import Any
 
 import ray
@@ -19,6 +21,7 @@ from ray import serve
 from ray.serve.config import BackpressureConfig, DeploymentActorConfig
 
 from pipeline import storage
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
 from serve.api import create_app
@@ -27,9 +30,18 @@ from serve.guard import token_hashes
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.service import Service
-from serve.versions import Decider, Decision, Follower, Report, Targets, Versions, resolve
+from serve.versions import (
+    REGISTRY,
+    Decider,
+    Decision,
+    Follower,
+    Report,
+    Targets,
+    Versions,
+    resolve,
+)
 
-_DECIDER = "versions"
+_DECIDER, _CANDIDATE = "versions", "candidate"
 _ANSWER_S = 30.0  # the decider may have to list an object store
 
 _log = logging.getLogger("polyrank.serve")
@@ -47,6 +59,14 @@ class Args(BaseModel):
     pools: list[str] = Field(
         default=[], description="Pools that it embedded; on the command line a,b."
     )
+    second_stage: str = Field(
+        default="", description="A cross-encoder that scores the best 50 of a pool anew."
+    )
+    candidate: str = Field(
+        default="",
+        description="Another model, such as models:/name@candidate, that answers a share of the requests.",
+    )
+    candidate_share: float = Field(default=0.05, gt=0, le=1, description="That share.")
     precision: Precision = Field(
         default="auto",
         description="What the encoder computes in; auto: bf16 where the hardware multiplies it.",
@@ -82,14 +102,37 @@ class Ranker:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         self._args = args
-        context = serve.get_replica_context()
-        metrics = Metrics()
-        self._follower = Follower(context.replica_id.unique_id, _ask, self._load, args.poll_s)
+        self._follower = self._following(_DECIDER)
         self._follower.start()
-        self._service = Service(lambda: self._follower.engine, args.limits.waiting_s, metrics.batch)
+        self._candidate = self._following(_CANDIDATE)
+        if args.candidate:
+            self._candidate.start(wait=False)  # the champion answers until it is there
+        metrics = Metrics()
+        self._service = Service(
+            self._engine, args.limits.waiting_s, metrics.batch, metrics.answered
+        )
+
+    def _following(self, decider: str) -> Follower:
+        replica = serve.get_replica_context().replica_id.unique_id
+        ask = functools.partial(_ask, decider)
+        return Follower(replica, ask, self._load, self._args.poll_s)
+
+    def _engine(self) -> Engine:
+        """Which model answers a request."""
+        candidate = self._candidate.loaded
+        if candidate and random.random() < self._args.candidate_share:
+            return candidate
+        return self._follower.engine
+
+    def _state(self) -> dict[str, Any]:
+        candidate = self._candidate.loaded
+        found = candidate.model.fingerprint if candidate else None
+        problems = [*self._follower.problems, *self._candidate.problems]
+        return {"candidate": found, "problems": problems}
 
     def _load(self, versions: Versions) -> Engine:
-        engine = Engine(versions.model, versions.pools, self._args.precision)
+        args = self._args
+        engine = Engine(versions.model, versions.pools, args.precision, args.second_stage)
         if engine.model.fingerprint != versions.fingerprint:
             engine.close()
             raise BadInput(f"{versions.model}: is {engine.model.fingerprint} now, not "
@@ -104,18 +147,19 @@ class Ranker:
             args.limits,
             token_hashes(),
             args.origins,
-            self._follower.state,
+            self._state,
             self._close,
         )
 
     def _close(self) -> None:
         self._service.close()
         self._follower.close()
+        self._candidate.close()
 
 
-def _ask(report: Report) -> Decision:
+def _ask(name: str, report: Report) -> Decision:
     """The decider may have been started again since: it is looked up each time."""
-    decider = serve.get_deployment_actor(_DECIDER)
+    decider = serve.get_deployment_actor(name)
     answer: Decision = ray.get(decider.follow.remote(report), timeout=_ANSWER_S)
     return answer
 
@@ -130,22 +174,34 @@ def build(args: Args) -> serve.Application:
 
 def application(args: Args, **options: Any) -> serve.Application:
     """As `build`, with options of the deployment, such as `num_replicas`."""
-    model = args.model if "://" in args.model or args.model.startswith("models:/") else ""
-    model = model or storage.absolute(args.model)  # a replica's directory is not this process'
-    pools = [storage.absolute(uri) for uri in args.pools]
-    targets = Targets(model, tuple(pools))
-    versions, _ = resolve(targets)
+    pools = tuple(storage.absolute(uri) for uri in args.pools)
+    champion = Targets(_absolute(args.model), pools)
+    versions, _ = resolve(champion)
     open_pools(versions.model, versions.pools)
     token_hashes()
-    args = args.model_copy(update={"model": model, "pools": pools})
-    decider = DeploymentActorConfig(
-        name=_DECIDER,
-        actor_class=ray.remote(Decider),
-        init_kwargs={"targets": targets, "poll_s": args.poll_s},
-        actor_options={"num_cpus": 0},
-    )
+    second = _absolute(args.second_stage)
+    if second:
+        open_artifact(second, "ranker")
+    targets = {_DECIDER: champion}
+    if args.candidate:
+        targets[_CANDIDATE] = Targets(_absolute(args.candidate), pools)
+    deciders = [
+        DeploymentActorConfig(
+            name=name,
+            actor_class=ray.remote(Decider),
+            init_kwargs={"targets": wanted, "poll_s": args.poll_s},
+            actor_options={"num_cpus": 0},
+        )
+        for name, wanted in targets.items()
+    ]
+    args = args.model_copy(update={"second_stage": second})
     deployment = Ranker.options(  # type: ignore[attr-defined]
-        name=args.name, deployment_actors=[decider], **options
+        name=args.name, deployment_actors=deciders, **options
     )
     bound: serve.Application = deployment.bind(args)
     return bound
+
+
+def _absolute(model: str) -> str:
+    """A replica's directory is not this process'; an alias of the registry stays one."""
+    return storage.absolute(model) if model and not model.startswith(REGISTRY) else model

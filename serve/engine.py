@@ -58,29 +58,45 @@ class Answered(NamedTuple):
     certified: bool
 
 
+class SecondStage(NamedTuple):
+    """A cross-encoder that scores the best of a pool anew."""
+
+    model: Artifact
+    ranker: Ranker
+    pairs: Kind
+
+
 class Engine:
     """Calls may come from any thread; a `Kind` is computed by one at a time."""
 
     def __init__(
-        self, model: str, pools: Sequence[str] = (), precision: Precision = "auto"
+        self,
+        model: str,
+        pools: Sequence[str] = (),
+        precision: Precision = "auto",
+        second_stage: str = "",
     ) -> None:
         """Loads and checks a model and versions of pools; a pool's own URI means its CURRENT one.
+        `second_stage`: a cross-encoder that scores the best of a pool anew.
 
         Raises BadInput for a model or a pool that cannot be served, or whose vectors are not the model's.
         """
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
         self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]
-        self.ranker: Ranker = inference.place(
-            load_ranker(self.model.local()), best_device(), precision
-        )
-        if self.ranker.precision == "bf16":
-            inference.to_bf16(self.ranker)
+        self.ranker = _load(self.model, precision)
         gpu = self.ranker.device.type == "cuda"
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
         self.contexts = Kind("contexts", self._encode_contexts, tokens)
         self.candidates = Kind("candidates", self._encode_candidates, tokens)
-        self.pairs = Kind("pairs", self._score_pairs, tokens)
+        self.pairs = Kind("pairs", functools.partial(_score_pairs, self.ranker), tokens)
+        self.second_stage: SecondStage | None = None
+        if second_stage:
+            artifact = open_artifact(second_stage, "ranker")
+            ranker = _load(artifact, precision)
+            ranker.config.require_pairs()
+            kind = Kind("second_stage", functools.partial(_score_pairs, ranker), tokens)
+            self.second_stage = SecondStage(artifact, ranker, kind)
         self.scores = Kind("scores", self._score, _PRODUCTS)
         self.searches = {
             name: Kind("search", functools.partial(self._search, pool), _SEARCHES)
@@ -111,11 +127,6 @@ class Engine:
     def _encode_candidates(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Rows of `Ranker.candidate_rows` → [D] each."""
         return list(inference.row_vectors(self.ranker, rows))
-
-    def _score_pairs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
-        """Pairs of a context's and a candidate's row → their scores."""
-        found: list[float] = inference.pair_row_scores(self.ranker, pairs).tolist()
-        return found
 
     def _score(self, asked: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
         """([M, D], [M], candidates [C, D]) → C scores each."""
@@ -178,6 +189,7 @@ class Engine:
                 "max_context_tokens": config.max_context_tokens,
                 "max_candidate_tokens": config.max_candidate_tokens,
             },
+            "second_stage": self.second_stage and self.second_stage.model.fingerprint,
             "device": str(self.ranker.device),
             "precision": self.ranker.precision,
             "pools": [
@@ -195,7 +207,7 @@ class Engine:
             self._encode_contexts(contexts)
             self._encode_candidates(candidates)
         else:
-            self._score_pairs(list(zip(contexts, candidates, strict=True)))
+            self.pairs.run(list(zip(contexts, candidates, strict=True)))
 
     def _check(self, pool: Pool) -> None:
         """Asks with some of the pool's texts: their vectors must be the pool's, and searches have answers.
@@ -217,6 +229,21 @@ class Engine:
         for answer in self._search(pool, [Asked(*one, 10, None) for one in vectors]):
             if not np.isfinite(answer.scores_K).all():
                 raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
+
+
+def _load(model: Artifact, precision: Precision) -> Ranker:
+    ranker = inference.place(load_ranker(model.local()), best_device(), precision)
+    if ranker.precision == "bf16":
+        inference.to_bf16(ranker)
+    return ranker
+
+
+def _score_pairs(
+    ranker: Ranker, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[float]:
+    """Pairs of a context's and a candidate's row → their scores."""
+    found: list[float] = inference.pair_row_scores(ranker, pairs).tolist()
+    return found
 
 
 def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:

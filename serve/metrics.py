@@ -5,13 +5,14 @@ from __future__ import annotations
 from ray.serve import metrics
 
 from serve.scheduling import Batch
+from serve.service import Answer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
 class Metrics:
-    """`stage` is tokenize, contexts, candidates, pairs, scores or search."""
+    """`stage` is tokenize, contexts, candidates, pairs, scores, search or second_stage."""
 
     def __init__(self) -> None:
         self._seconds = metrics.Histogram(
@@ -37,6 +38,11 @@ class Metrics:
             description="Tokens encoded, products of scores, questions searched.",
             tag_keys=("stage",),
         )
+        self._answers = metrics.Counter(
+            "polyrank_answers_total",
+            description="Questions answered, by the versions that did.",
+            tag_keys=("model", "pool", "version", "certified"),
+        )
 
     def batch(self, batch: Batch) -> None:
         """A batch was computed."""
@@ -45,3 +51,9 @@ class Metrics:
         self._waited.observe(batch.waited_s, tags)
         self._rows.observe(batch.rows, tags)
         self._units.inc(batch.units, tags)
+
+    def answered(self, answer: Answer) -> None:
+        """A question was answered."""
+        certified = "true" if answer.certified else "false"
+        self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
+                              "version": answer.pool_version, "certified": certified})  # fmt: skip

@@ -10,17 +10,19 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from pipeline.retrieval.search import filters
-from serve.engine import Asked, Engine, Where
+from serve.engine import Asked, Engine, SecondStage, Where
 from serve.errors import Refusal
 from serve.scheduling import Batch, WorkQueue
 
 ResultT = TypeVar("ResultT")
+# Candidates of a pool that a second stage scores: a choice, not measured.
+_SECOND_STAGE = 50
 
 
 class Text(NamedTuple):
@@ -61,7 +63,7 @@ class Answer:
 
     results: list[Ranked]
     certified: bool
-    """Whether this is provably the exact top k."""
+    """Whether this is provably the exact top k; with a second stage: whether it scored the exact best."""
     engine: Engine
     pool: str = ""
     """"": the candidates came with the question."""
@@ -76,9 +78,10 @@ class Service:
         engine: Callable[[], Engine],
         most_waiting_s: float,
         watch: Callable[[Batch], None] = lambda batch: None,
+        answered: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
-        """`engine` says which one is served now."""
-        self._engine = engine
+        """`engine` says which one the next request takes."""
+        self._engine, self._answered = engine, answered
         self.queue = WorkQueue(most_waiting_s, watch)
         self._watch = watch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
@@ -90,7 +93,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """The one that is served now; a request takes it once."""
+        """The one for a request, which takes it once."""
         return self._engine()
 
     async def rank(
@@ -100,7 +103,13 @@ class Service:
         engine = engine or self.engine
         self.queue.admit(deadline)
         if question.pool is not None:
-            return await self._search(engine, question, question.pool, deadline)
+            answer = await self._search(engine, question, question.pool, deadline)
+        else:
+            answer = await self._rank_given(engine, question, deadline)
+        self._answered(answer)
+        return answer
+
+    async def _rank_given(self, engine: Engine, question: Question, deadline: float) -> Answer:
         candidates = question.candidates or []
         texts = [candidate.text for candidate in candidates]
         scores, _ = await self.scores(engine, question.context, texts, deadline)
@@ -165,7 +174,8 @@ class Service:
         if among is not None and not among.any():
             return Answer([], True, engine, name, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        asked = Asked(vectors_MD, mask_M, question.top_k, among)
+        depth = max(question.top_k, _SECOND_STAGE) if engine.second_stage else question.top_k
+        asked = Asked(vectors_MD, mask_M, depth, among)
         (found,) = await self.queue.run(engine.searches[name], [asked], [1.0], deadline)
         kept = filters.columns(pool)
         results = []
@@ -173,7 +183,21 @@ class Service:
             candidate = pool.row(place)
             columns = pool.columns_at(place, kept) if kept else {}
             results.append(Ranked(place, candidate.id, candidate.text, score, columns))
+        if engine.second_stage:
+            results = await self._score_anew(engine.second_stage, question, results, deadline)
         return Answer(results, found.certified, engine, name, pool.version)
+
+    async def _score_anew(
+        self, stage: SecondStage, question: Question, found: list[Ranked], deadline: float
+    ) -> list[Ranked]:
+        (context,) = await self._tokenize(stage.ranker.context_rows, [question.context])
+        texts = [one.text for one in found]
+        rows = await self._tokenize(stage.ranker.candidate_rows, texts)
+        sizes = [len(context) + len(row) for row in rows]
+        pairs = [(context, row) for row in rows]
+        scores = await self.queue.run(stage.pairs, pairs, sizes, deadline)
+        scored = [replace(one, score=score) for one, score in zip(found, scores, strict=True)]
+        return sorted(scored, key=lambda one: -one.score)[: question.top_k]
 
     async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
         began = time.monotonic()

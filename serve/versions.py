@@ -20,7 +20,7 @@ from pipeline.config import BadInput, digest
 from pipeline.retrieval.pools.pool import CURRENT, KIND
 from serve.engine import Engine, require_search
 
-_REGISTRY = "models:/"
+REGISTRY = "models:/"
 _SILENT_POLLS = 5  # a replica that has not asked for so long is gone
 _LEASE_S = 90.0  # an old version is given back when the longest request has ended
 
@@ -91,9 +91,9 @@ def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, li
 
 def _model_uri(target: str) -> str:
     """The alias' model of now."""
-    if not target.startswith(_REGISTRY):
+    if not target.startswith(REGISTRY):
         return target
-    name, _, alias = target.removeprefix(_REGISTRY).partition("@")
+    name, _, alias = target.removeprefix(REGISTRY).partition("@")
     if not alias:
         raise BadInput(f"model: {target!r} is not allowed; allowed: models:/name@alias, or a URI")
     import mlflow  # a second and a half
@@ -234,9 +234,11 @@ class Follower:
     _beside: tuple[Versions, Engine] | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
 
-    def start(self) -> None:
-        """Loads what is to be served, and follows from then on. Raises BadInput where nothing can be."""
-        while self._engine is None:
+    def start(self, wait: bool = True) -> None:
+        """Follows from now on; returns when something is loaded. Raises BadInput where nothing can be.
+
+        Without `wait` it returns at once, and what cannot be loaded is tried again at each poll."""
+        while wait and self._engine is None:
             self._step()
         threading.Thread(target=self._follow, name="follow-versions", daemon=True).start()
 
@@ -247,13 +249,14 @@ class Follower:
                 engine.close()
 
     @property
+    def loaded(self) -> Engine | None:
+        """None: nothing yet, without `wait`."""
+        return self._engine
+
+    @property
     def engine(self) -> Engine:
         assert self._engine is not None
         return self._engine
-
-    def state(self) -> dict[str, object]:
-        """What /info says."""
-        return {"problems": list(self.problems)}
 
     def _follow(self) -> None:
         while not self._stop.wait(self.poll_s):

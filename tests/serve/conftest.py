@@ -97,11 +97,11 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def asking() -> Iterator[Callable[..., Asking]]:
-    """`asking(model, *pools)`: a service over them; `precision` as for Engine."""
+    """`asking(model, *pools)`: a service over them; `precision` and `second_stage` as for Engine."""
     made: list[Asking] = []
 
-    def make(model: Artifact, *pools: str, precision: Any = "auto") -> Asking:
-        made.append(Asking(Engine(model.uri, pools, precision)))
+    def make(model: Artifact, *pools: str, **more: Any) -> Asking:
+        made.append(Asking(Engine(model.uri, pools, **more)))
         return made[-1]
 
     yield make

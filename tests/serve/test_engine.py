@@ -146,6 +146,19 @@ def test_questions_at_once_get_what_each_gets_alone(tiny_ranker, tiny_pool, aski
         assert answer.certified
 
 
+def test_a_second_stage_scores_the_best_anew(tiny_ranker, tiny_pool, asking):
+    model, cross = tiny_ranker("poly"), tiny_ranker("cross")
+    one = asking(model, tiny_pool(model), second_stage=cross.uri)
+    found = one.rank_pool(CONTEXT, "replies", 4)
+    scores = dict(zip(REPLIES, own_scores(cross.uri, CONTEXT, list(REPLIES.values())), strict=True))
+    best = sorted(scores, key=lambda name: -scores[name])[:4]
+    assert [r.id for r in found] == best
+    assert [r.score for r in found] == pytest.approx([scores[name] for name in best], rel=1e-4)
+    assert one.engine.info()["second_stage"] == cross.fingerprint
+    with pytest.raises(BadInput, match="architecture: 'poly' scores no pairs"):
+        Engine(model.uri, second_stage=model.uri)
+
+
 def test_a_filter_leaves_the_best_of_what_it_allows(tiny_ranker, tiny_pool, asking):
     model = tiny_ranker("poly")
     one = asking(model, tiny_pool(model))

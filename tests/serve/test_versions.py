@@ -181,7 +181,7 @@ def test_a_damaged_version_is_refused_and_the_old_one_serves_on(model, pools, pu
         clock.now += 1
         one._step()
     assert served(one) == "v-1"
-    assert any("damaged" in problem and "v-2" in problem for problem in one.state()["problems"])
+    assert any("damaged" in problem and "v-2" in problem for problem in one.problems)
     publish(model, "v-3")
     for _ in range(3):
         clock.now += 1
@@ -196,7 +196,7 @@ def test_a_start_with_a_damaged_version_takes_the_last_that_opens(model, pools, 
     decider = Decider(targets(model, pools), poll_s=1.0)
     one = started(replica("one", decider, engine_of))
     assert served(one) == "v-1"
-    assert any("v-1 is served" in problem for problem in one.state()["problems"])
+    assert any("v-1 is served" in problem for problem in one.problems)
 
 
 def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish, clock):
@@ -245,3 +245,19 @@ def test_a_rollback_is_a_current_that_names_the_old_version(model, pools, publis
         clock.now += 1
         one._step()
     assert served(one) == "v-1"
+
+
+def test_a_candidate_is_tried_again_until_it_loads(tiny_ranker, model, pools, publish, clock):
+    """Without a pool of its own it answers nothing, and holds up nobody."""
+    publish(model, "v-1")
+    other = tiny_ranker("poly", 1)
+    follower = replica("one", Decider(targets(other, pools), 1.0), engine_of)
+    for _ in range(2):
+        clock.now += 1
+        with pytest.raises(BadInput, match="no version to serve"):
+            follower._step()
+        assert follower.loaded is None
+    publish(other, "v-2")
+    clock.now += 1
+    started(follower)
+    assert follower.engine.model.fingerprint == other.fingerprint
