@@ -1,0 +1,306 @@
+"""The client, blocking and for asyncio, against a live service, one that refuses, and none."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pipeline.models import inference
+from pipeline.models.ranker import load_ranker
+from serve.api import create_app
+from serve.client import AsyncClient, Client, Question, Ranking, ServiceError
+from serve.engine import Engine
+from serve.errors import Refusal
+from serve.service import Service
+
+from .conftest import REPLIES
+from .live import serving
+
+CONTEXT = ["hi , what do you do ?", "i paint"]
+TEXTS = {"a": "tea", "b": "i sail on the harbour", "c": "no", "d": "a nurse"}
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(params=[Client, AsyncClient])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    """`ask(url, "rank", *arguments, client={…}, **more)`: a method of either client, on a new one."""
+    kind = request.param
+
+    def call(url: str, method: str, *given: Any, client: Any = None, **more: Any) -> Any:
+        if kind is Client:
+            with Client(url, **(client or {})) as blocking:
+                return getattr(blocking, method)(*given, **more)
+
+        async def work() -> Any:
+            async with AsyncClient(url, **(client or {})) as one:
+                return await getattr(one, method)(*given, **more)
+
+        return asyncio.run(work())
+
+    return call
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that clients would have waited; they do not."""
+    waited: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(Client, "_sleep", staticmethod(waited.append))
+    monkeypatch.setattr(AsyncClient, "_sleep", staticmethod(wait))
+    return waited
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_ranker, tiny_pool) -> Iterator[Engine]:
+    model = tiny_ranker("poly")
+    engine = Engine(model.uri, [tiny_pool(model)])
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def app(engine) -> Iterator[ASGIApp]:
+    service = Service(lambda: engine, most_waiting_s=60.0)
+    yield create_app(service)
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def url(app) -> Iterator[str]:
+    with serving(app) as url:
+        yield url
+
+
+class Refusing:
+    """Answers the first requests itself, and hands the others on."""
+
+    def __init__(self, app: ASGIApp, *answers: Response) -> None:
+        self._app, self._answers = app, list(answers)
+        self.seen: list[Mapping[str, str]] = []
+        """Headers of the requests."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            self.seen.append({key.decode(): value.decode() for key, value in scope["headers"]})
+            app = self._answers.pop(0) if self._answers else app
+        await app(scope, receive, send)
+
+
+def refused(status: int, retry_after: str | None = None) -> Response:
+    code = {429: "overloaded", 503: "not_ready", 500: "internal", 422: "invalid_request"}[status]
+    response = Refusal(code, "not now").response()
+    if retry_after is not None:
+        response.headers["retry-after"] = retry_after
+    return response
+
+
+@contextmanager
+def no_service() -> Iterator[str]:
+    """A URL where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+
+
+def error_of(call: Callable[[], Any]) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
+        call()
+    assert str(caught.value) == caught.value.message
+    return caught.value
+
+
+# Answers
+
+
+def test_texts_are_ranked(ask, url, engine):
+    ranker = load_ranker(Path(engine.model.uri))
+    vectors, mask = inference.context_vectors(ranker, [CONTEXT])
+    texts = list(TEXTS.values())
+    logits = vectors[0][mask[0]].numpy() @ inference.candidate_vectors(ranker, texts).numpy().T
+    weights = np.exp(logits - logits.max(0))
+    scores = (weights * logits).sum(0) / weights.sum(0)
+    order = np.argsort(-scores)[:3]
+
+    ranking = ask(url, "rank", CONTEXT, texts, top_k=3)
+    assert [result.id for result in ranking.results] == [str(place) for place in order]
+    assert [result.text for result in ranking.results] == [texts[place] for place in order]
+    assert [result.score for result in ranking.results] == pytest.approx(scores[order], rel=1e-4)
+    assert (ranking.model, ranking.pool, ranking.pool_version) == (
+        engine.model.fingerprint, None, None,
+    )  # fmt: skip
+    named = ask(url, "rank", CONTEXT, TEXTS, top_k=3)
+    assert [TEXTS[result.id] for result in named.results] == [r.text for r in ranking.results]
+
+
+def test_a_pool_is_ranked(ask, url):
+    ranking = ask(url, "rank", "hello", pool="replies", top_k=4)
+    assert len(ranking.results) == 4
+    assert [REPLIES[result.id] for result in ranking.results] == [r.text for r in ranking.results]
+    assert (ranking.pool, ranking.pool_version, ranking.certified) == ("replies", "v-1", True)
+    allowed = ask(url, "rank", "hello", pool="replies", allow=["r03", "r07"])
+    assert {result.id for result in allowed.results} == {"r03", "r07"}
+
+
+def test_several_questions_have_their_answers_in_order(ask, url):
+    questions = [Question("hello", TEXTS), Question(CONTEXT, pool="replies", top_k=2)]
+    rankings = ask(url, "rank_many", questions)
+    assert [len(ranking.results) for ranking in rankings] == [4, 2]
+    assert [ranking.pool for ranking in rankings] == [None, "replies"]
+
+
+def test_what_is_served_is_told(ask, url, engine):
+    assert ask(url, "info") == engine.info()
+    assert ask(url, "ready") is True
+
+
+def test_a_service_without_a_model_or_none_at_all_is_not_ready(ask, waits):
+    with serving(create_app(None)) as url:
+        assert ask(url, "ready") is False
+    with no_service() as url:
+        assert ask(url, "ready") is False
+    assert waits == [0.0, 0.0]
+
+
+# Errors
+
+
+def test_a_refusal_says_what_is_wrong(ask, url, waits):
+    error = error_of(lambda: ask(url, "rank", CONTEXT, pool="nope", request_id="mine-1"))
+    assert (error.code, error.status, error.field) == ("unknown_pool", 404, "pool")
+    assert "replies" in error.message and error.request_id == "mine-1"
+    where = {"language": ["en"]}
+    error = error_of(lambda: ask(url, "rank", CONTEXT, pool="replies", where=where))
+    assert (error.code, error.status) == ("invalid_request", 422)
+    assert "language" in error.message
+    assert waits == [0.0, 0.0]
+
+
+def test_the_token_is_sent(ask, engine):
+    service = Service(lambda: engine, most_waiting_s=60.0)
+    app = create_app(service, token_hashes=[hashlib.sha256(b"open sesame").hexdigest()])
+    with serving(app) as url:
+        assert ask(url, "info", client={"token": "open sesame"}) == engine.info()
+        error = error_of(lambda: ask(url, "info", client={"token": "barley"}))
+    service.close()
+    assert (error.code, error.status) == ("unauthorized", 401)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (PlainTextResponse("no upstream", 502), 502),
+        (JSONResponse({"detail": "not found"}, 404), 404),
+        (PlainTextResponse("welcome"), 200),
+        (JSONResponse([]), 200),
+    ],
+)
+def test_what_is_not_the_services_answer_is_said(ask, waits, answer, status):
+    with serving(answer) as url:
+        error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS))
+    assert (error.code, error.status) == ("not_understood", status)
+    assert len(waits) == 1
+
+
+# Attempts
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_refused_request_is_sent_again_when_it_may(ask, app, waits, status):
+    service = Refusing(app, refused(status, "2"), refused(status, "1"), refused(status))
+    with serving(service) as url:
+        ranking = ask(url, "rank", CONTEXT, TEXTS, request_id="mine-1")
+    assert isinstance(ranking, Ranking)
+    assert waits[0] == 0.0
+    for waited, asked in zip(waits[1:], (2.0, 1.0, 0.4), strict=True):
+        assert asked <= waited <= 1.5 * asked
+    assert {headers["x-request-id"] for headers in service.seen} == {"mine-1"}
+
+
+def test_each_attempt_says_how_much_time_is_left(ask, app, waits):
+    service = Refusing(app, refused(429, "3"))
+    with serving(service) as url:
+        ask(url, "rank", CONTEXT, TEXTS, client={"timeout_s": 8.0})
+    first, second = (int(headers["x-timeout-ms"]) for headers in service.seen)
+    assert 4_000 < first <= 8_000
+    assert second <= first - 3_000  # the client did not wait here, but counts what it would have
+    ids = {headers["x-request-id"] for headers in service.seen}
+    assert len(ids) == 1 and len(ids.pop()) == 32
+
+
+def test_no_client_waits_longer_than_its_time(ask, app, waits):
+    service = Refusing(app, refused(429, "60"))
+    with serving(service) as url:
+        error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS, client={"timeout_s": 30.0}))
+    assert (error.code, error.status) == ("overloaded", 429)
+    assert waits == [0.0] and len(service.seen) == 1
+
+
+def test_the_last_refusal_is_told(ask, app, waits):
+    service = Refusing(app, *(refused(status) for status in (503, 429, 503, 429)))
+    with serving(service) as url:
+        error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS, client={"retries": 2}))
+    assert (error.code, error.status) == ("not_ready", 503)
+    assert len(service.seen) == 3
+
+
+@pytest.mark.parametrize("status", [422, 500])
+def test_what_would_fail_again_is_not_sent_again(ask, app, waits, status):
+    service = Refusing(app, refused(status))
+    with serving(service) as url:
+        assert error_of(lambda: ask(url, "rank", CONTEXT, TEXTS)).status == status
+    assert len(service.seen) == 1
+
+
+def test_a_lost_connection_is_made_again(ask, app):
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with ThreadPoolExecutor(1) as other:
+        ranking = other.submit(ask, url, "rank", CONTEXT, TEXTS, client={"timeout_s": 60.0})
+        connection, _ = listener.accept()
+        connection.close()
+        with serving(app, listener):
+            assert len(ranking.result(60).results) == len(TEXTS)
+
+
+def test_where_nobody_listens_the_client_gives_up(ask, waits):
+    with no_service() as url:
+        error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS))
+    assert (error.code, error.status) == ("unreachable", 0)
+    for waited, least in zip(waits, (0.0, 0.1, 0.2, 0.4), strict=True):
+        assert least <= waited <= 1.5 * least
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for(ask):
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # connects, and says nothing
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS, client={"timeout_s": 0.2}))
+    assert (error.code, error.status) == ("too_late", 0)
+    assert error.message == "no answer within 0.2 s"
+
+
+def test_threads_may_share_a_client(url):
+    with Client(url) as client, ThreadPoolExecutor(4) as threads:
+        contexts = [f"turn {number}" for number in range(12)]
+        together = threads.map(lambda context: client.rank(context, TEXTS), contexts)
+        for context, ranking in zip(contexts, together, strict=True):
+            alone = client.rank(context, TEXTS).results
+            assert [result.id for result in ranking.results] == [result.id for result in alone]
+            assert [result.score for result in ranking.results] == pytest.approx(
+                [result.score for result in alone], rel=1e-4
+            )
