@@ -6,8 +6,6 @@ import asyncio
 import functools
 import http.client
 import json
-import socket
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -16,7 +14,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import uvicorn
 
 from jobs import embed_pool
 from pipeline.artifact import Artifact, draft
@@ -26,6 +23,8 @@ from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
 from serve.service import Answer, Question, Ranked, Service, Text
+
+from . import live
 
 REPLIES = {f"r{number:02d}": text for number, text in enumerate((
     "i am a nurse .", "it rains .", "we sold the boat last year", "hi !", "my dog likes snow",
@@ -112,16 +111,9 @@ def asking() -> Iterator[Callable[..., Asking]]:
 
 @contextmanager
 def serving(app: Any) -> Iterator[int]:
-    """An application on a free port; connections wait in the socket until it is up."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
+    """The port of an application under a real server."""
+    with live.serving(app) as url:
+        yield int(url.rpartition(":")[2])
 
 
 def ask(
