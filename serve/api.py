@@ -19,13 +19,15 @@ from pydantic import (
     Discriminator,
     Field,
     JsonValue,
+    StrictBool,
     StrictStr,
     Tag,
     model_validator,
 )
 from starlette.middleware.cors import CORSMiddleware
+from torch import Tensor
 
-from serve import errors, wire
+from serve import errors, playground, wire
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, documented
 from serve.fields import FilledText, Integer, Turn
@@ -79,6 +81,11 @@ class RankRequest(Strict):
     allow: list[StrictStr] | None = Field(
         default=None, max_length=MAX_CANDIDATES, description="Of a pool: the ids that count."
     )
+    explain: StrictBool = Field(
+        default=False,
+        description="Say which tokens the context's vectors attend to, and how much each vector counts in "
+        "each score. Not with a cross-encoder, which has no vectors.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> RankRequest:
@@ -104,17 +111,28 @@ class RankRequest(Strict):
             ]
         where = tuple((name, tuple(values)) for name, values in (self.where or {}).items())
         allow = None if self.allow is None else tuple(self.allow)
-        return Question(self.turns, candidates, self.pool, self.top_k, where, allow)
+        return Question(self.turns, candidates, self.pool, self.top_k, where, allow, self.explain)
 
 
 class Result(BaseModel):
     """A candidate: `id` is the client's or the pool's, or its place among the request's texts; `columns`
-    are those that the pool keeps."""
+    are those that the pool keeps; `weights`, with `explain`: how much each of the context's vectors counts
+    in the score, which add up to 1."""
 
     id: str
     text: str
     score: float
     columns: dict[str, JsonValue] = {}
+    weights: list[float] | None = None
+
+
+class Explanation(BaseModel):
+    """What the context's vectors are made of. `tokens` joined read as what the model read of the context;
+    `vectors`: for each vector how much of each token it holds, which adds up to 1, or 0 for a vector that
+    does not count."""
+
+    tokens: list[str]
+    vectors: list[list[float]]
 
 
 class PoolVersion(BaseModel):
@@ -126,13 +144,15 @@ class PoolVersion(BaseModel):
 
 class RankResponse(BaseModel):
     """Best first; `model` is the fingerprint of the ranker that scored, `certified` whether this is
-    provably the exact top k, `milliseconds` what the replica took."""
+    provably the exact top k, `milliseconds` what the replica took; `explanation` is there where `explain`
+    asks for it and there are results."""
 
     results: list[Result]
     certified: bool
     model: str
     pool: PoolVersion | None
     milliseconds: float
+    explanation: Explanation | None = None
 
 
 class Health(BaseModel):
@@ -163,8 +183,11 @@ def create_app(
         version="2",
         description="Ranks candidate texts for a context: replies for a dialogue, articles for a sentence.",
         redirect_slashes=False,  # to the caller's Host
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
     )
     errors.install(app)
+    playground.install(app)
     app.add_middleware(Guard, limits=limits, token_hashes=token_hashes)
     if origins:
         app.add_middleware(
@@ -222,16 +245,29 @@ def create_app(
 
 def _response(answer: Answer, milliseconds: float) -> RankResponse:
     engine: Engine = answer.engine
+    explained, explanation = answer.explained, None
+    weights: Sequence[list[float] | None] = [None] * len(answer.results)
+    if explained is not None:
+        weights = _rounded(explained.weights_KM)
+        tokens, attention_MT = explained.attended
+        explanation = Explanation(tokens=tokens, vectors=_rounded(attention_MT))
     return RankResponse(
         results=[
-            Result(id=one.id, text=one.text, score=one.score, columns=one.columns)
-            for one in answer.results
+            Result(id=one.id, text=one.text, score=one.score, columns=one.columns, weights=some)
+            for one, some in zip(answer.results, weights, strict=True)
         ],
         certified=answer.certified,
         model=engine.model.fingerprint,
         pool=PoolVersion(name=answer.pool, version=answer.pool_version) if answer.pool else None,
         milliseconds=round(milliseconds, 3),
+        explanation=explanation,
     )
+
+
+def _rounded(weights: Tensor) -> list[list[float]]:
+    """Six decimals: 64 vectors of 360 tokens are 0.2 MB then, not 0.5."""
+    rows: list[list[float]] = weights.double().round(decimals=6).tolist()
+    return rows
 
 
 if __name__ == "__main__":

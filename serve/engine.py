@@ -7,7 +7,7 @@ M vectors a context, D dimensions, C candidates.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,8 @@ from pipeline import storage
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
-from pipeline.models import inference
+from pipeline.models import explanation, inference
+from pipeline.models.explanation import Attended
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import SETTINGS, parse_settings
@@ -66,6 +67,24 @@ class SecondStage(NamedTuple):
     pairs: Kind
 
 
+class ToExplain(NamedTuple):
+    """A ranking by vectors."""
+
+    row: Sequence[int]
+    """The context, of `Ranker.context_rows`."""
+    vectors_MD: Tensor
+    mask_M: Tensor
+    candidates: Callable[[], Tensor]
+    """[K, D] of the results; those of a pool are read from its files."""
+
+
+class Explained(NamedTuple):
+    """What the context's vectors are made of, and how much each counts in each result's score."""
+
+    attended: Attended
+    weights_KM: Tensor
+
+
 class Engine:
     """Calls may come from any thread; a `Kind` is computed by one at a time."""
 
@@ -98,6 +117,7 @@ class Engine:
             kind = Kind("second_stage", functools.partial(_score_pairs, ranker), tokens)
             self.second_stage = SecondStage(artifact, ranker, kind)
         self.scores = Kind("scores", self._score, _PRODUCTS)
+        self.explanations = Kind("explanations", self._explain, tokens)
         self.searches = {
             name: Kind("search", functools.partial(self._search, pool), _SEARCHES)
             for name, pool in self.pools.items()
@@ -164,7 +184,25 @@ class Engine:
                 )
         return [found[place] for place in range(len(asked))]
 
+    def _explain(self, asked: Sequence[ToExplain]) -> list[Explained]:
+        return [
+            Explained(
+                explanation.attention_of_row(self.ranker, one.row),
+                explanation.candidate_weights(
+                    self.ranker, one.vectors_MD, one.mask_M, one.candidates()
+                ),
+            )
+            for one in asked
+        ]
+
     # Pools
+
+    def vectors_of_pool(self, pool: str, places_K: Ints) -> Tensor:
+        """[K, D] at places in any order."""
+        order_K = np.argsort(places_K)
+        vectors_KD = np.empty((len(places_K), self.pools[pool].dimensions), np.float32)
+        vectors_KD[order_K] = self.pools[pool].vectors_at(places_K[order_K])
+        return torch.from_numpy(vectors_KD)
 
     def among(self, pool: str, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
         """The rows of a pool that a filter leaves; None: all.

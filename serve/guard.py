@@ -31,7 +31,7 @@ TOKENS = "POLYRANK_TOKENS_SHA256"
 """Environment variable: SHA-256 of the tokens that are let in, in hex, with commas; empty: everybody is."""
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
-_OPEN_TO_ALL = frozenset({"/", "/health", "/ready"})  # by GET; the playground asks for tokens
+_OPEN_TO_ALL = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 200  # in the log
 _ATTEMPTS = 2
@@ -88,8 +88,7 @@ class Guard:
             )  # fmt: skip
 
     def _let_in(self, scope: Scope, headers: Headers) -> None:
-        is_open = scope["method"] == "GET" and scope["path"] in _OPEN_TO_ALL
-        if not self._tokens or is_open or scope["method"] == "OPTIONS":
+        if not self._tokens or _is_open_to_all(scope["method"], scope["path"]):
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         found = hashlib.sha256(token.strip().encode()).hexdigest()
@@ -157,6 +156,12 @@ class Guard:
             raise Refusal("upload_too_slow",
                           f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
         return bytes(body)
+
+
+def _is_open_to_all(method: str, path: str) -> bool:
+    """The playground asks for a token itself; a browser's question before a request has none."""
+    is_page = method in ("GET", "HEAD") and (path == "/" or path.startswith("/playground/"))
+    return is_page or path in _OPEN_TO_ALL or method == "OPTIONS"
 
 
 class _Gone(Exception):

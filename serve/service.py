@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from pipeline.retrieval.search import filters
-from serve.engine import Asked, Engine, SecondStage, Where
+from serve.engine import Asked, Engine, Explained, SecondStage, ToExplain, Where
 from serve.errors import Refusal
 from serve.scheduling import Batch, WorkQueue
 
@@ -42,6 +43,7 @@ class Question:
     top_k: int
     where: Where = ()
     allow: tuple[str, ...] | None = None
+    explain: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Answer:
     pool: str = ""
     """"": the candidates came with the question."""
     pool_version: str = ""
+    explained: Explained | None = None
+    """Where the question asks for it and there are results."""
 
 
 class Service:
@@ -99,8 +103,12 @@ class Service:
     async def rank(
         self, question: Question, deadline: float, engine: Engine | None = None
     ) -> Answer:
-        """Raises Refusal where too much is waiting, the deadline is over, or there is no such pool."""
+        """Raises Refusal where too much is waiting, the deadline is over, there is no such pool, or the
+        model cannot explain."""
         engine = engine or self.engine
+        if question.explain and not engine.has_vectors:
+            raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
+                          "allowed: false", "explain")  # fmt: skip
         self.queue.admit(deadline)
         if question.pool is not None:
             answer = await self._search(engine, question, question.pool, deadline)
@@ -112,18 +120,33 @@ class Service:
     async def _rank_given(self, engine: Engine, question: Question, deadline: float) -> Answer:
         candidates = question.candidates or []
         texts = [candidate.text for candidate in candidates]
-        scores, _ = await self.scores(engine, question.context, texts, deadline)
+        scores, _, explainable = await self._scored(engine, question.context, texts, deadline)
         order = sorted(range(len(texts)), key=lambda place: -scores[place])[: question.top_k]
         results = [
             Ranked(place, candidates[place].id, texts[place], scores[place], {}) for place in order
         ]
-        return Answer(results, True, engine)
+        explained = None
+        if question.explain and explainable is not None:
+            of_results = explainable._replace(candidates=lambda: explainable.candidates()[order])
+            explained = await self._explain(engine, of_results, deadline)
+        return Answer(results, True, engine, explained=explained)
 
     async def scores(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
     ) -> tuple[list[float], int]:
         """(score of each text, tokens read); equal texts are scored once, and so score alike."""
+        scores, tokens, _ = await self._scored(engine, context, texts, deadline)
+        return scores, tokens
+
+    async def _scored(
+        self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
+    ) -> tuple[list[float], int, ToExplain | None]:
+        """The scores, the tokens read, and where the model has vectors those of the context and of all
+        texts."""
         distinct = list(dict.fromkeys(texts))
+        place_of = {text: place for place, text in enumerate(distinct)}
+        places = [place_of[text] for text in texts]
+        explainable = None
         context_row = (await self._tokenize(engine.ranker.context_rows, [context]))[0]
         rows = await self._tokenize(engine.ranker.candidate_rows, distinct)
         if engine.has_vectors:
@@ -133,7 +156,9 @@ class Service:
             )
             vectors_MD, mask_M = context_vectors[0]
             products = len(rows) * vectors_MD.numel()
-            asked = (vectors_MD, mask_M, torch.stack(vectors))
+            vectors_CD = torch.stack(vectors)
+            asked = (vectors_MD, mask_M, vectors_CD)
+            explainable = ToExplain(context_row, vectors_MD, mask_M, lambda: vectors_CD[places])
             (found,) = await self.queue.run(engine.scores, [asked], [products], deadline)
             tokens = len(context_row) + sum(map(len, rows))
         else:
@@ -141,8 +166,13 @@ class Service:
             sizes = [len(context_row) + len(row) - 1 for row in rows]  # one [CLS] for both
             found = await self.queue.run(engine.pairs, pairs, sizes, deadline)
             tokens = sum(sizes)
-        by_text = dict(zip(distinct, found, strict=True))
-        return [by_text[text] for text in texts], tokens
+        return [found[place] for place in places], tokens, explainable
+
+    async def _explain(self, engine: Engine, asked: ToExplain, deadline: float) -> Explained:
+        found: list[Explained] = await self.queue.run(
+            engine.explanations, [asked], [len(asked.row)], deadline
+        )
+        return found[0]
 
     async def candidate_vectors(
         self, engine: Engine, texts: Sequence[str], deadline: float
@@ -185,7 +215,13 @@ class Service:
             results.append(Ranked(place, candidate.id, candidate.text, score, columns))
         if engine.second_stage:
             results = await self._score_anew(engine.second_stage, question, results, deadline)
-        return Answer(results, found.certified, engine, name, pool.version)
+        explained = None
+        if question.explain:
+            places_K = np.array([one.place for one in results], np.int64)
+            candidates = functools.partial(engine.vectors_of_pool, name, places_K)
+            explainable = ToExplain(row, vectors_MD, mask_M, candidates)
+            explained = await self._explain(engine, explainable, deadline)
+        return Answer(results, found.certified, engine, name, pool.version, explained)
 
     async def _score_anew(
         self, stage: SecondStage, question: Question, found: list[Ranked], deadline: float

@@ -45,10 +45,8 @@ class MultiHead(nn.Module):
         """[B, M, D]: what M queries see in each of B texts; float32, under autocast too."""
         with no_autocast(keys_BTD):
             keys_BTD = keys_BTD.float()
-            queries_MHK = self._split(self.q(queries_MD))
-            keys_BTHK, values_BTHK = self._split(self.k(keys_BTD)), self._split(self.v(keys_BTD))
-            logits_BHMT = torch.einsum("mhk,bthk->bhmt", queries_MHK, keys_BTHK)
-            weights_BHMT = masked_softmax(self._scale(logits_BHMT), mask_BT[:, None, None, :])
+            weights_BHMT = self.weights(queries_MD, keys_BTD, mask_BT)
+            values_BTHK = self._split(self.v(keys_BTD))
             seen_BMHK = torch.einsum("bhmt,bthk->bmhk", weights_BHMT, values_BTHK)
             attended: Tensor = self.o(seen_BMHK.flatten(-2))
         return attended
@@ -64,11 +62,20 @@ class MultiHead(nn.Module):
         with no_autocast(candidates):
             vectors_BMD, candidates = vectors_BMD.float(), candidates.float()
             met = self._split(candidates @ self.o.weight)
-            queries, keys_BMHK = self._split(self.q(candidates)), self._split(self.k(vectors_BMD))
-            logits_BHCM = torch.einsum(f"{left},bmhk->bhcm", queries, keys_BMHK)
             products = torch.einsum(f"{left},bmhk->bhcm", met, self._split(self.v(vectors_BMD)))
-            weights_BHCM = masked_softmax(self._scale(logits_BHCM), mask_BM[:, None, None, :])
+            weights_BHCM = self.weights(candidates, vectors_BMD, mask_BM)
             return (weights_BHCM * products).sum(dim=(1, 3)) + candidates @ self.o.bias
+
+    def weights(self, queries: Tensor, keys_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        """[B, H, Q, T]: how much each head of the queries, [Q, D] or [B, Q, D], takes of each key.
+
+        Queries and keys are float32; autocast would round their logits.
+        """
+        left = "qhk" if queries.dim() == 2 else "bqhk"
+        with no_autocast(keys_BTD):
+            queries, keys_BTHK = self._split(self.q(queries)), self._split(self.k(keys_BTD))
+            logits_BHQT = torch.einsum(f"{left},bthk->bhqt", queries, keys_BTHK)
+            return masked_softmax(self._scale(logits_BHQT), mask_BT[:, None, None, :])
 
     def _split(self, rows: Tensor) -> Tensor:
         return rows.reshape(*rows.shape[:-1], self.heads, -1)

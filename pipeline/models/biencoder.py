@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pipeline.models.dualencoder import DualEncoder
-from pipeline.models.polyencoder import poly_scores
+from pipeline.models.polyencoder import poly_scores, poly_weights
 
 
 class BiEncoder(DualEncoder):
@@ -16,3 +16,6 @@ class BiEncoder(DualEncoder):
 
     def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
         return poly_scores(vectors_BMD, mask_BM, candidates)
+
+    def vector_weights(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
+        return poly_weights(vectors_BMD, mask_BM, candidates)

@@ -67,9 +67,8 @@ class DualEncoder(VectorNetwork):
 
     def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Vectors [B, M, D] and their mask [B, M]."""
-        hidden_BTD = self.context_encoder(tokens)
+        hidden_BTD = self._context_outputs(tokens)
         with no_autocast(hidden_BTD):
-            hidden_BTD = hidden_BTD.float() * self.config.output_scaling
             vectors_BMD, mask_BM = self.context_vectors(hidden_BTD, tokens.mask_BT)
             if self.context_projection is not None:
                 vectors_BMD = self.context_projection(vectors_BMD)
@@ -85,9 +84,38 @@ class DualEncoder(VectorNetwork):
                 vectors_ND = self.candidate_projection(vectors_ND)
             return self.cut(vectors_ND, self.dimensions)
 
+    def attention_to_tokens(self, tokens: Tokens) -> Tensor:
+        """[B, M, T]: how much each of a context's vectors takes of each token's output.
+
+        Rows add up to 1, those of vectors that do not count to 0. The mean over the heads, where the codes'
+        attention has several.
+        """
+        return self.token_weights(self._context_outputs(tokens), tokens.mask_BT)
+
+    def _context_outputs(self, tokens: Tokens) -> Tensor:
+        hidden_BTD: Tensor = self.context_encoder(tokens)
+        return hidden_BTD.float() * self.config.output_scaling
+
     @abstractmethod
     def context_vectors(self, hidden_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors [B, M, D] of token outputs, and their mask [B, M]."""
+
+    def token_weights(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        """[B, M, T], as `attention_to_tokens`, of token outputs.
+
+        Here for vectors that are the same means of any outputs: those of unit vectors are the weights.
+        """
+        count = mask_BT.shape[1]
+        units_BTT = torch.eye(count, device=hidden_BTD.device).expand(len(mask_BT), -1, -1)
+        weights_BMT, mask_BM = self.context_vectors(units_BTT, mask_BT)
+        return weights_BMT * mask_BM[:, :, None]
+
+    @abstractmethod
+    def vector_weights(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
+        """[B, C, M]: how much each vector counts in the scores of candidates [B, C, D] or [C, D].
+
+        The mean over the heads, where the candidates' attention has several.
+        """
 
     def reduced(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """[B, D]"""

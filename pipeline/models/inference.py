@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.models import cpu
+from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
 from pipeline.models.transformer import Encoder
@@ -84,6 +85,20 @@ def context_row_vectors(
 
     joined = _in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
     return joined[:, :, :-1], joined[:, :, -1] > 0
+
+
+def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Tensor:
+    """[M, T]: how much each vector of a context, a row of `Ranker.context_rows`, takes of each token.
+
+    Raises BadInput for a ranker whose contexts have no vectors.
+    """
+    network = ranker.dual
+    assert isinstance(network, DualEncoder)
+
+    def forward(places: list[int]) -> Tensor:
+        return network.attention_to_tokens(ranker.tokenizer.batch([row]).to(ranker.device))
+
+    return _in_batches(ranker, [len(row)], BATCH_TOKENS, forward)[0]
 
 
 def pair_scores(

@@ -34,10 +34,19 @@ def learnt_code_vectors(
     """
     with no_autocast(hidden):
         hidden = hidden.float()
-        logits_BMT = torch.einsum("md,btd->bmt", codes.float(), hidden)
-        weights_BMT = masked_softmax(logits_BMT * _scale(hidden, attention), mask[:, None, :])
+        weights_BMT = code_weights(hidden, mask, codes, attention)
         vectors = torch.einsum("bmt,btd->bmd", weights_BMT, hidden)
     return vectors, torch.ones(vectors.shape[:2], dtype=torch.bool, device=hidden.device)
+
+
+def code_weights(
+    hidden: Tensor, mask: Tensor, codes: Tensor, attention: Attention = "dot"
+) -> Tensor:
+    """[B, M, T]: how much each code takes of each token's output; float32, under autocast too."""
+    with no_autocast(hidden):
+        hidden = hidden.float()
+        logits_BMT = torch.einsum("md,btd->bmt", codes.float(), hidden)
+        return masked_softmax(logits_BMT * _scale(hidden, attention), mask[:, None, :])
 
 
 def first_m_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tensor]:
@@ -84,14 +93,28 @@ def poly_scores(
 
     vectors [B, M, D], vector_mask [B, M]; candidates [B, C, D], or [C, D] for all contexts → [B, C].
     """
-    equation = "bmd,cd->bcm" if candidates.dim() == 2 else "bmd,bcd->bcm"
     with no_autocast(vectors):
-        logits_BCM = torch.einsum(equation, vectors.float(), candidates.float())
+        logits_BCM = _products(vectors, candidates)
         if vectors.shape[1] == 1:
             return logits_BCM[:, :, 0]
-        scaled_BCM = logits_BCM * _scale(vectors, attention)
-        weights_BCM = masked_softmax(scaled_BCM, vector_mask[:, None, :])
+        scale = _scale(vectors, attention)
+        weights_BCM = masked_softmax(logits_BCM * scale, vector_mask[:, None, :])
         return (weights_BCM * logits_BCM).sum(dim=2)
+
+
+def poly_weights(
+    vectors: Tensor, vector_mask: Tensor, candidates: Tensor, attention: Attention = "dot"
+) -> Tensor:
+    """[B, C, M]: how much each vector counts in the scores of `poly_scores`."""
+    with no_autocast(vectors):
+        logits_BCM = _products(vectors, candidates)
+        return masked_softmax(logits_BCM * _scale(vectors, attention), vector_mask[:, None, :])
+
+
+def _products(vectors: Tensor, candidates: Tensor) -> Tensor:
+    """[B, C, M]"""
+    equation = "bmd,cd->bcm" if candidates.dim() == 2 else "bmd,bcd->bcm"
+    return torch.einsum(equation, vectors.float(), candidates.float())
 
 
 def _scale(vectors: Tensor, attention: Attention) -> float:
@@ -133,6 +156,20 @@ class PolyEncoder(DualEncoder):
         assert self.code_heads is not None
         vectors_BMD = self.code_heads.attend(self.codes_MD, hidden_BTD, mask_BT)
         return vectors_BMD, mask_BT.new_ones(vectors_BMD.shape[:2])
+
+    def token_weights(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        if self.codes_MD is None:
+            return super().token_weights(hidden_BTD, mask_BT)
+        if self.code_heads is not None:
+            return self.code_heads.weights(self.codes_MD, hidden_BTD, mask_BT).mean(dim=1)
+        assert self.config.code_attention != "multi_head"
+        return code_weights(hidden_BTD, mask_BT, self.codes_MD, self.config.code_attention)
+
+    def vector_weights(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
+        if self.config.candidate_attention != "multi_head":
+            return poly_weights(vectors_BMD, mask_BM, candidates, self.config.candidate_attention)
+        assert self.candidate_heads is not None
+        return self.candidate_heads.weights(candidates, vectors_BMD, mask_BM).mean(dim=1)
 
     def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
         if self.config.candidate_attention != "multi_head":

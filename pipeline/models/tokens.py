@@ -90,6 +90,16 @@ class Tokenizer:
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token as text, with the space before it, so that all of them joined read as the text.
+
+        Of a character whose bytes are several tokens the last one holds the character.
+        """
+        pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]
+        before = self._fast.decode_batch([pair[:-1] for pair in pairs], skip_special_tokens=False)
+        both = self._fast.decode_batch([list(pair) for pair in pairs], skip_special_tokens=False)
+        return [text.removeprefix(left) for text, left in zip(both, before, strict=True)]
+
     def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
         """One row of ids per context, at most `max_tokens` with [CLS] and [SEP]."""
         rows = self._kept_ids(["\n".join(turns) for turns in contexts], max_tokens - 2, newest=True)

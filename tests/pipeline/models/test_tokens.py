@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.config import BadInput
@@ -97,6 +97,24 @@ def test_of_a_long_text_only_the_beginning_is_tokenised(tiny, monkeypatch):
     monkeypatch.setattr(tokenizer, "ids", lambda texts: seen.extend(texts) or ids(texts))
     tokenizer.candidates([text(range(100)) + " w1" * 100_000], 40)
     assert 0 < sum(map(len, seen)) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("make", "decoder", "text", "pieces"),
+    [
+        (word_piece, decoders.WordPiece(), "ab abca. é", ["ab", " ab", "ca", ".", " é"]),
+        (byte_pairs, decoders.ByteLevel(), "ab aé\n!", ["ab", " a", "\N{REPLACEMENT CHARACTER}", "é",
+                                                        "\n", "!"]),
+    ],
+)  # fmt: skip
+def test_pieces_read_as_the_text(make, decoder, text, pieces):
+    fast = make()
+    fast.decoder = decoder
+    names = {f"{name.strip('[]').lower()}_token": name for name in SPECIALS}
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, **names))
+    (row,) = tokenizer.candidates([text], 64)
+    assert [piece.strip() for piece in tokenizer.pieces(row)][:1] == ["[CLS]"]
+    assert tokenizer.pieces(row[1:-1]) == pieces
 
 
 def test_turns_are_joined_by_newlines():

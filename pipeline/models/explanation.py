@@ -1,0 +1,58 @@
+"""Why a bi- or poly-encoder scores a candidate as it does.
+
+    score[c] = Σ_m weight[c,m] · (vector[m] · candidate[c]),   vector[m] = Σ_t attention[m,t] · output[t]
+
+The settings may add a projection, a cut or a length to the vectors. Multi-head attention has layers of its
+own: the weights are the mean over its heads then, and no sum of this kind is the score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.models import inference
+from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.ranker import Ranker
+
+
+class Attended(NamedTuple):
+    """What the vectors of a context are made of."""
+
+    tokens: list[str]
+    """`Tokenizer.pieces`, special tokens included."""
+    weights_MT: Tensor
+    """Rows add up to 1, those of vectors that do not count to 0."""
+
+
+def attention_to_tokens(ranker: Ranker, context: Sequence[str]) -> Attended:
+    """Which tokens each of the context's vectors attends to.
+
+    Raises BadInput for a ranker whose contexts have no vectors.
+    """
+    (row,) = ranker.context_rows([context])
+    return attention_of_row(ranker, row)
+
+
+def attention_of_row(ranker: Ranker, row: Sequence[int]) -> Attended:
+    """As `attention_to_tokens`, for a context that `Ranker.context_rows` has tokenised."""
+    weights_MT = inference.attention_to_tokens(ranker, row)
+    return Attended(ranker.tokenizer.pieces(row), weights_MT)
+
+
+def candidate_weights(
+    ranker: Ranker, vectors_MD: Tensor, mask_M: Tensor, candidates_CD: Tensor
+) -> Tensor:
+    """[C, M]: how much each of the context's vectors counts in each candidate's score; rows add up to 1.
+
+    Raises BadInput for a ranker whose contexts have no vectors.
+    """
+    network, device = ranker.dual, ranker.device
+    assert isinstance(network, DualEncoder)
+    given = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
+    with torch.inference_mode():
+        weights_CM: Tensor = network.vector_weights(*given)[0].cpu()
+    return weights_CM

@@ -1,0 +1,220 @@
+// The results of one service.
+
+import { element } from "./elements.js";
+import { heatMap } from "./heat.js";
+
+const KINDS = { bi: "bi-encoder", poly: "poly-encoder", cross: "cross-encoder" };
+const NARROWEST_BAR = 0.04;
+const score = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+const milliseconds = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+
+export class Column {
+  info = null;
+  #question = null;
+  #answer = null;
+  #selected = null; // key of the result whose explanation is open
+  #items = new Map();
+  #canReply;
+  #onReply;
+  #onInfo;
+
+  /** `onReply(text)` takes a result into the dialogue, where `canReply()`; `onInfo()` is called when the
+   * pools are known. */
+  constructor(service, { canReply, onReply, onInfo }) {
+    this.service = service;
+    this.#canReply = canReply;
+    this.#onReply = onReply;
+    this.#onInfo = onInfo;
+    this.kind = element("span", { class: "kind" });
+    this.about = element("p", { class: "about" });
+    this.status = element("p", { class: "status", role: "status" });
+    this.problem = element("p", { class: "problem", role: "alert", hidden: "" });
+    this.list = element("ol", { class: "results", "aria-label": `Results of ${service.name}`,
+      onkeydown: (event) => this.#onKey(event) });
+    this.element = element("section", { class: "column card", "aria-label": service.name },
+      element("header", {}, element("h2", { title: service.base }, service.name), this.kind),
+      this.about, this.status, this.problem, this.list);
+    this.#say();
+  }
+
+  /** Asks what is served; what went wrong, if something did. */
+  async loadInfo() {
+    let failed = null;
+    try {
+      this.info = await this.service.info();
+      this.problem.hidden = true;
+    } catch (problem) {
+      failed = problem;
+      this.info = null;
+      this.#fail(problem);
+    }
+    this.kind.textContent = KINDS[this.info?.model.architecture] ?? "";
+    this.#sayAbout();
+    this.#onInfo();
+    return failed;
+  }
+
+  /** Ranks; null clears. An older answer never replaces a newer one. */
+  async ask(question) {
+    this.#question = question;
+    if (!question) {
+      this.service.forget();
+      this.#answer = null;
+      this.problem.hidden = this.info !== null;
+      this.#show();
+      return;
+    }
+    this.element.setAttribute("aria-busy", "true");
+    try {
+      const explain = this.#selected !== null && this.#hasVectors;
+      const found = await this.service.rank(explain ? { ...question, explain } : question);
+      if (!found) return;
+      this.problem.hidden = true;
+      this.#answer = { ...found.answer, round: found.milliseconds };
+      if (this.info && found.answer.model !== this.info.model.fingerprint) this.loadInfo();
+    } catch (problem) {
+      this.#answer = null;
+      this.#fail(problem);
+    }
+    this.#show();
+  }
+
+  get #hasVectors() {
+    return this.info?.model.architecture !== "cross";
+  }
+
+  #fail(problem) {
+    const line = `${problem.code}: ${problem.message}`;
+    this.problem.replaceChildren(element("code", {}, problem.code), ` ${problem.message}`);
+    this.problem.title = line;
+    this.problem.hidden = false;
+  }
+
+  #show() {
+    this.element.removeAttribute("aria-busy");
+    this.#say();
+    this.#sayAbout();
+    const results = this.#answer?.results ?? [];
+    const scores = results.map((result) => result.score);
+    const [low, high] = [Math.min(...scores), Math.max(...scores)];
+    const keys = results.map(keyOf);
+    if (!keys.includes(this.#selected)) this.#selected = null;
+    const focused = document.activeElement;
+    for (const [key, item] of this.#items) if (!keys.includes(key)) item.element.remove();
+    const items = new Map();
+    results.forEach((result, place) => {
+      const item = this.#items.get(keys[place]) ?? this.#item(keys[place]);
+      const share = high > low ? (result.score - low) / (high - low) : 1;
+      item.update(result, place, NARROWEST_BAR + (1 - NARROWEST_BAR) * share);
+      items.set(keys[place], item);
+      const there = this.list.children[place];
+      if (there !== item.element) this.list.insertBefore(item.element, there ?? null);
+    });
+    if (this.list.contains(focused)) focused.focus(); // an element that is moved loses the focus
+    this.#items = items;
+    this.#showWhy();
+  }
+
+  /** The line that says how the answer came about. */
+  #say() {
+    const answer = this.#answer;
+    if (!answer) {
+      const text = this.#question || !this.problem.hidden ? "" : "Type a turn or a query to see what is ranked.";
+      this.status.replaceChildren(text);
+      return;
+    }
+    const count = answer.results.length;
+    this.status.replaceChildren(
+      answer.certified
+        ? element("span", { class: "certified" }, `certified: provably the exact top ${count}`)
+        : element("span", {}, "not certified: a better one may be missing"),
+      element("span", { class: "time", title: `${milliseconds.format(answer.round)} ms with the way there and back` },
+        `${milliseconds.format(answer.milliseconds)} ms`));
+  }
+
+  #sayAbout() {
+    const model = this.#answer?.model ?? this.info?.model.fingerprint;
+    const pool = this.#answer?.pool;
+    const parts = [
+      model && `model ${model.slice(0, 8)}`,
+      pool && `${pool.name} ${pool.version}`,
+      this.info && `${this.info.precision} on ${this.info.device}`,
+    ];
+    this.about.textContent = parts.filter(Boolean).join(" · ");
+    this.about.title = model ? `fingerprint ${model}` : "";
+  }
+
+  #item(key) {
+    const id = `result-${nextId++}`;
+    const parts = Object.fromEntries(["rank", "text", "score", "bar"].map((name) =>
+      [name, element("span", { class: name })]));
+    const why = element("div", { class: "why", id: `${id}-why`, role: "region", "aria-label": "Explanation", hidden: "" });
+    const button = element("button", {
+      type: "button", "aria-expanded": "false", "aria-controls": why.id,
+      onclick: () => this.#select(this.#selected === key ? null : key),
+    }, parts.rank, parts.text, parts.score, parts.bar);
+    const update = (result, place, share) => {
+      parts.rank.textContent = place + 1;
+      parts.text.textContent = result.text;
+      parts.score.textContent = score.format(result.score);
+      parts.score.title = result.score;
+      parts.bar.style.setProperty("--share", share.toFixed(4));
+    };
+    return { element: element("li", { class: "result" }, button, why), button, why, update };
+  }
+
+  #select(key) {
+    this.#selected = key;
+    const explained = key === null || !this.#hasVectors || this.#answer?.explanation;
+    this.#showWhy();
+    if (!explained && this.#question) this.ask(this.#question);
+  }
+
+  #showWhy() {
+    for (const [key, item] of this.#items) {
+      const open = key === this.#selected;
+      item.button.setAttribute("aria-expanded", open);
+      item.why.hidden = !open;
+      item.why.replaceChildren(...(open ? this.#why(key) : []));
+    }
+  }
+
+  #why(key) {
+    const { results, explanation } = this.#answer;
+    const result = results.find((one) => keyOf(one) === key);
+    const facts = Object.entries(result.columns ?? {}).map(([name, value]) => `${name}: ${value}`);
+    if (this.#answer.pool) facts.unshift(`id: ${result.id}`);
+    let shown = [element("p", { class: "hint" }, "…")];
+    if (!this.#hasVectors) {
+      shown = [element("p", { class: "hint" },
+        "A cross-encoder reads context and result together; it has no vectors to show.")];
+    } else if (explanation && result.weights) shown = heatMap(explanation, result.weights);
+    return [
+      ...shown,
+      element("footer", {},
+        element("span", { class: "facts" }, facts.join(" · ")),
+        ...(this.#canReply() ? [element("button", {
+          type: "button", class: "small", onclick: () => this.#onReply(result.text),
+        }, "Use as next turn")] : [])),
+    ];
+  }
+
+  #onKey(event) {
+    const buttons = [...this.#items.values()].map((item) => item.button);
+    const at = buttons.indexOf(document.activeElement);
+    if (event.key === "Escape" && this.#selected !== null) {
+      const { button } = this.#items.get(this.#selected);
+      this.#select(null);
+      button.focus();
+    } else if (at >= 0) {
+      const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: buttons.length - 1 }[event.key];
+      if (to === undefined) return;
+      buttons[Math.max(0, Math.min(to, buttons.length - 1))].focus();
+    } else return;
+    event.preventDefault();
+  }
+}
+
+let nextId = 0;
+
+const keyOf = (result) => `${result.id}\n${result.text}`;

@@ -1,0 +1,14 @@
+// Elements without a framework. Texts are never read as HTML.
+
+/** `element("p", {class: "hint"}, "text", child)`; `on…` are listeners, null leaves an attribute out. */
+export function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (value !== null) made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;

@@ -1,0 +1,84 @@
+// Why a result has its score: the vectors that count, and the words that they attend to.
+
+import { element, percent } from "./elements.js";
+
+const STRONGEST_VECTORS = 8;
+const STRONGEST_WORDS = 3;
+
+/** Elements that show an explanation's tokens and vectors for a result's weights. */
+export function heatMap({ tokens, vectors }, weights) {
+  const combined = tokens.map((_, t) =>
+    vectors.reduce((sum, vector, m) => sum + weights[m] * vector[t], 0));
+  const order = weights.map((_, m) => m).sort((a, b) => weights[b] - weights[a]);
+  const rows = order.slice(0, STRONGEST_VECTORS).filter((m) => weights[m] > 0).map((m) =>
+    element("tr", {},
+      element("th", { scope: "row" }, `${m + 1}`),
+      element("td", { class: "share" }, percent(weights[m])),
+      element("td", { class: "seen" }, strip(tokens, vectors[m]), words(tokens, vectors[m]))));
+  const one = vectors.length === 1;
+  return [
+    element("h4", {}, one ? "What the context's vector is made of" : "What counts for this result"),
+    text(tokens, combined),
+    element("p", { class: "words" }, "Most: ", words(tokens, combined)),
+    ...(one ? [] : [
+      element("table", {},
+        element("caption", {}, `The strongest ${rows.length} of ${vectors.length} vectors`),
+        element("thead", {}, element("tr", {},
+          element("th", { scope: "col" }, "Vector"), element("th", { scope: "col" }, "Weight"),
+          element("th", { scope: "col" }, "Attends to"))),
+        element("tbody", {}, ...rows)),
+    ]),
+  ];
+}
+
+/** The context, each token coloured by its weight. */
+function text(tokens, weights) {
+  const most = mostOfWords(weights);
+  return element("p", { class: "heat", "aria-label": "The context, coloured by weight" },
+    ...tokens.map((token, t) => {
+      // The space before a token stays uncoloured.
+      const [, space, rest] = /^(\s*)([^]*)$/.exec(token);
+      const mark = element("span", {
+        class: isSpecial(t, tokens) ? "token special" : "token", title: percent(weights[t]),
+      }, rest);
+      mark.style.setProperty("--heat", Math.min(1, weights[t] / most).toFixed(3));
+      return space ? element("span", {}, space, mark) : mark;
+    }));
+}
+
+/** A cell for each token. */
+function strip(tokens, weights) {
+  const most = mostOfWords(weights);
+  return element("span", { class: "strip", "aria-hidden": "true" }, ...tokens.map((token, t) => {
+    const cell = element("span", { title: `${token.trim()} ${percent(weights[t])}` });
+    cell.style.setProperty("--heat", Math.min(1, weights[t] / most).toFixed(3));
+    return cell;
+  }));
+}
+
+/** The strongest words as a line. */
+function words(tokens, weights) {
+  const found = wordsOf(tokens, weights).sort((a, b) => b.weight - a.weight);
+  const shown = found.slice(0, STRONGEST_WORDS).filter((word) => word.weight >= 0.005);
+  return element("span", {}, shown.map((word) => `${word.text} ${percent(word.weight)}`).join(", "));
+}
+
+/** Pieces of one word together: a word begins after a space, and beside what is no letter or digit. */
+function wordsOf(tokens, weights) {
+  const found = [];
+  let last = "";
+  tokens.forEach((token, t) => {
+    const isLetters = /^\p{L}|^\p{N}|^\p{M}/u.test(token) && /[\p{L}\p{N}]$/u.test(last);
+    if (isLetters && !isSpecial(t, tokens)) {
+      found.at(-1).text += token;
+      found.at(-1).weight += weights[t];
+    } else found.push({ text: token.trim(), weight: weights[t] });
+    last = isSpecial(t, tokens) ? "" : token;
+  });
+  return found;
+}
+
+/** The scale of colours: [CLS] and [SEP] often have most, and would leave all words pale. */
+const mostOfWords = (weights) => Math.max(1e-9, ...(weights.length > 2 ? weights.slice(1, -1) : weights));
+
+const isSpecial = (place, tokens) => place === 0 || place === tokens.length - 1;

@@ -1,0 +1,94 @@
+// The page: what is typed on the left goes to every service, whose results stand side by side.
+
+import { Column } from "./column.js";
+import { Composer } from "./composer.js";
+import { element } from "./elements.js";
+import { HOME, Service, baseOf } from "./service.js";
+
+const PAUSE_MS = 120; // in typing, before the services are asked
+const STORED = "polyrank.services"; // [{base, token}], of this tab only
+
+const byId = (id) => document.getElementById(id);
+const columns = [];
+let timer = 0;
+
+const composer = new Composer((now) => {
+  clearTimeout(timer);
+  timer = setTimeout(ask, now ? 0 : PAUSE_MS);
+});
+
+function ask() {
+  const question = composer.question();
+  for (const column of columns) column.ask(question);
+}
+
+function add(base, token) {
+  const column = new Column(new Service(base, token), {
+    canReply: () => composer.isDialogue,
+    onReply: (text) => composer.addReply(text),
+    onInfo: () => {
+      const known = columns.filter((one) => one.info);
+      if (!known.length) return; // which pools there are is not known yet
+      const pools = known.flatMap((one) => one.info.pools);
+      composer.setPools(Object.fromEntries(pools.map((pool) => [pool.name, pool.candidates])));
+    },
+  });
+  columns.push(column);
+  byId("answers").append(column.element);
+  return load(column);
+}
+
+async function load(column) {
+  const problem = await column.loadInfo();
+  if (!problem) column.ask(composer.question());
+  else if (problem.code === "unauthorized" && column.service.isHome) byId("services").open = true;
+}
+
+function store() {
+  const services = columns.map(({ service: { base, token } }) => ({ base, token }));
+  sessionStorage.setItem(STORED, JSON.stringify(services));
+  const others = columns.filter((column) => !column.service.isHome);
+  byId("others").replaceChildren(...others.map((column) =>
+    element("li", {}, element("span", {}, column.service.name), element("button", {
+      type: "button", class: "quiet", "aria-label": `Remove ${column.service.name}`,
+      onclick: () => remove(column),
+    }, "Remove"))));
+}
+
+function remove(column) {
+  column.service.forget();
+  column.element.remove();
+  columns.splice(columns.indexOf(column), 1);
+  store();
+  byId("base").focus();
+}
+
+byId("token").addEventListener("change", (event) => {
+  columns[0].service.token = event.target.value.trim();
+  store();
+  load(columns[0]);
+});
+
+byId("base").addEventListener("input", (event) => event.target.setCustomValidity(""));
+
+byId("add-service").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const field = byId("base");
+  const base = baseOf(field.value);
+  const isThere = columns.some((column) => column.service.base === base);
+  if (!base || isThere) {
+    field.setCustomValidity(isThere ? "This service is there already." : "A URL that begins with http:// or https://");
+    field.reportValidity();
+    return;
+  }
+  add(base, byId("base-token").value.trim());
+  store();
+  event.target.reset();
+});
+
+const kept = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
+const home = kept.find((one) => one.base === HOME);
+byId("token").value = home?.token ?? "";
+add(HOME, home?.token);
+for (const { base, token } of kept) if (base !== HOME) add(base, token);
+store();

@@ -1,0 +1,91 @@
+// One polyrank service, as the page asks it.
+
+/** What a service, or the way to it, refuses: a code for programs and a line for people. */
+export class Problem extends Error {
+  constructor(code, message) {
+    super(message);
+    this.code = code;
+  }
+}
+
+export class Service {
+  #latest = 0;
+  #controller = new AbortController();
+
+  /** `base`: an absolute URL with a slash at its end. */
+  constructor(base, token = "") {
+    this.base = base;
+    this.token = token;
+  }
+
+  get isHome() {
+    return this.base === HOME;
+  }
+
+  get name() {
+    return this.isHome ? "This service" : this.base.replace(/^https?:\/\/|\/$/g, "");
+  }
+
+  info() {
+    return this.#ask("info", {});
+  }
+
+  /** {answer, milliseconds}, or null where a later question was asked since. */
+  async rank(question) {
+    const number = this.forget();
+    const began = performance.now();
+    try {
+      const answer = await this.#ask("rank", {
+        method: "POST",
+        body: JSON.stringify(question),
+        signal: this.#controller.signal,
+      });
+      const milliseconds = performance.now() - began;
+      return number === this.#latest ? { answer, milliseconds } : null;
+    } catch (problem) {
+      if (number !== this.#latest) return null;
+      throw problem;
+    }
+  }
+
+  /** Whatever was asked before is not answered any more. */
+  forget() {
+    this.#controller.abort();
+    this.#controller = new AbortController();
+    return ++this.#latest;
+  }
+
+  async #ask(path, options) {
+    const headers = options.body ? { "content-type": "application/json" } : {};
+    if (this.token) headers.authorization = `Bearer ${this.token}`;
+    let response;
+    let body;
+    try {
+      response = await fetch(new URL(path, this.base), {
+        ...options, headers, credentials: "omit", cache: "no-store",
+      });
+      body = await response.json();
+    } catch {
+      if (response) throw new Problem(`http_${response.status}`, "the answer is not JSON");
+      throw new Problem("unreachable", `${new URL(this.base).host} does not answer, or does not let this page ask`);
+    }
+    if (!response.ok) {
+      const { code = `http_${response.status}`, message = "" } = body?.error ?? {};
+      throw new Problem(code, message);
+    }
+    return body;
+  }
+}
+
+export const HOME = new URL(".", location.href).href;
+
+/** The base URL that somebody typed; null where it is none. */
+export function baseOf(text) {
+  try {
+    const url = new URL(text.trim());
+    if (!/^https?:$/.test(url.protocol)) return null;
+    return url.origin + url.pathname.replace(/\/*$/, "/");
+  } catch {
+    return null;
+  }
+}

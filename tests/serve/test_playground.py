@@ -1,0 +1,504 @@
+"""The page at `/`, in a real browser over a real service; and what `explain` adds to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from serve import api
+
+from . import browser as browsers
+from .conftest import Asking, ask, serving
+
+CONTEXT = ["hi , what do you do ?", "i paint"]
+TEXTS = ["tea", "i sail on the harbour", "no", "a nurse", "tea"]
+TOKEN = "let me in"
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_ranker, tiny_pool, asking) -> Asking:
+    model = tiny_ranker("poly")
+    return asking(model, tiny_pool(model))
+
+
+@pytest.fixture(scope="module")
+def client(asked) -> TestClient:
+    return TestClient(api.create_app(asked.service), raise_server_exceptions=False)
+
+
+# explain
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("source", [{"candidates": TEXTS}, {"pool": "replies"}])
+@pytest.mark.parametrize("architecture", ["bi", "poly"])
+def test_weights_times_products_are_the_scores(
+    tiny_ranker, tiny_pool, asking, source, architecture
+):
+    model = tiny_ranker(architecture)
+    one = asking(model, tiny_pool(model))
+    client = TestClient(api.create_app(one.service))
+    plain = client.post("/rank", json={"context": CONTEXT, **source, "top_k": 4}).json()
+    answer = client.post(
+        "/rank", json={"context": CONTEXT, **source, "top_k": 4, "explain": True}
+    ).json()
+    explained = answer["explanation"]
+    assert answer["results"] == [
+        {**result, "weights": explained_result["weights"]}
+        for result, explained_result in zip(plain["results"], answer["results"], strict=True)
+    ]
+    vectors = np.array(explained["vectors"])
+    assert vectors.shape == ({"bi": 1, "poly": 3}[architecture], len(explained["tokens"]))
+    np.testing.assert_allclose(vectors.sum(axis=1), 1.0, atol=1e-4)
+    ranker = one.engine.ranker
+    (row,) = ranker.context_rows([CONTEXT])
+    ((vectors_MD, _),) = one.engine.contexts.run([row])
+    for result in answer["results"]:
+        (text_D,) = one.engine.candidates.run(ranker.candidate_rows([result["text"]]))
+        logits_M = vectors_MD.double().numpy() @ text_D.double().numpy()
+        np.testing.assert_allclose(result["weights"], softmax(logits_M), atol=2e-6)
+        assert np.dot(result["weights"], logits_M) == pytest.approx(result["score"], rel=1e-4)
+
+
+def test_the_tokens_are_what_the_model_read(client, asked):
+    answer = client.post("/rank", json={"context": ["ab", "c" * 100], "pool": "replies",
+                                        "explain": True}).json()  # fmt: skip
+    tokens = answer["explanation"]["tokens"]
+    assert (tokens[0], tokens[-1], len(tokens)) == ("[CLS]", " [SEP]", 48)
+    assert {token.strip() for token in tokens[1:-1]} == {"c"}
+
+
+def test_nothing_is_explained_unasked(client):
+    answer = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
+    assert answer["explanation"] is None
+    assert {result["weights"] for result in answer["results"]} == {None}
+
+
+def test_without_results_there_is_nothing_to_explain(client):
+    question = {"context": CONTEXT, "pool": "replies", "allow": ["none"], "explain": True}
+    answer = client.post("/rank", json=question).json()
+    assert (answer["results"], answer["explanation"]) == ([], None)
+
+
+def test_of_a_list_of_questions_each_is_explained_or_not(client):
+    question = {"context": CONTEXT, "candidates": TEXTS}
+    plain, explained = client.post("/rank", json=[question, {**question, "explain": True}]).json()
+    assert plain["explanation"] is None and explained["explanation"] is not None
+
+
+def test_a_cross_encoder_has_nothing_to_explain(tiny_ranker, asking):
+    client = TestClient(api.create_app(asking(tiny_ranker("cross")).service))
+    question = {"context": CONTEXT, "candidates": TEXTS, "explain": True}
+    response = client.post("/rank", json=question)
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert (error["code"], error["field"]) == ("invalid_request", "explain")
+    assert client.post("/rank", json={**question, "explain": False}).status_code == 200
+
+
+def test_explain_is_true_or_false(client):
+    question = {"context": CONTEXT, "candidates": TEXTS, "explain": "yes"}
+    error = client.post("/rank", json=question).json()["error"]
+    assert (error["code"], error["field"]) == ("invalid_request", "explain")
+
+
+# The files
+
+
+def test_the_page_and_its_files_are_served(client):
+    page = client.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"] == "default-src 'self'; connect-src *"
+    for name, media in (("main.js", "text/javascript"), ("style.css", "text/css"),
+                        ("icon.svg", "image/svg+xml")):  # fmt: skip
+        found = client.get(f"/playground/{name}")
+        assert (found.status_code, found.headers["content-type"].partition(";")[0]) == (200, media)
+        assert found.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "nothing.js", "..%2Fapi.py", "screenshot.png"])
+def test_other_files_are_not_served(client, name):
+    response = client.get(f"/playground/{name}")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_pages_that_load_scripts_from_elsewhere_are_off(client):
+    assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
+    assert client.get("/openapi.json").status_code == 200
+
+
+def test_the_page_needs_no_token_and_rankings_do(asked):
+    client = TestClient(api.create_app(asked.service, token_hashes=["0" * 64]))
+    assert [client.get(path).status_code for path in ("/", "/playground/main.js")] == [200, 200]
+    assert [client.get("/info").status_code, client.post("/", json={}).status_code] == [401, 401]
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory) -> Iterator[browsers.Browser]:
+    path = browsers.find()
+    if path is None:
+        pytest.skip("no Chromium is installed")
+    with browsers.chromium(path, tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def port(asked) -> Iterator[int]:
+    with serving(api.create_app(asked.service)) as port:
+        yield port
+
+
+@pytest.fixture
+def page(chromium, port) -> Iterator[browsers.Page]:
+    """The page, loaded: its pool is there. At the end nothing may have gone wrong unseen."""
+    page = chromium.page()
+    page.open(f"http://127.0.0.1:{port}/")
+    page.until(POOL_IS_THERE)
+    yield page
+    assert page.complaints == []
+
+
+POOL_IS_THERE = "document.querySelector('#pool').value === 'replies'"
+RESULTS = "[...document.querySelectorAll('.result .text')].map((one) => one.textContent)"
+SCORES = "[...document.querySelectorAll('.result .score')].map((one) => Number(one.title))"
+HEAT = "document.querySelectorAll('.why:not([hidden]) .heat .token').length"
+FOCUS = "document.activeElement"
+
+
+def texts_are(page: browsers.Page, texts: list[str]) -> None:
+    """Waits until these are the results, in this order."""
+    page.until(
+        f"JSON.stringify({RESULTS}) === {json.dumps(json.dumps(texts, separators=(',', ':')))}"
+    )
+
+
+def ranked(port: int, **question: Any) -> dict[str, Any]:
+    """What the service itself answers."""
+    status, answer = ask(port, "POST", "/rank", question)
+    assert status == 200
+    return answer
+
+
+def texts_of(answer: dict[str, Any]) -> list[str]:
+    return [result["text"] for result in answer["results"]]
+
+
+def test_a_dialogue_is_ranked_as_it_is_typed(page, port):
+    page.type("hi , what do you do ?")
+    first = ranked(port, context=["hi , what do you do ?"], pool="replies")
+    texts_are(page, texts_of(first))
+    page.press("Enter")
+    page.type("i paint")
+    second = ranked(port, context=CONTEXT, pool="replies")
+    assert texts_of(second) != texts_of(first)
+    texts_are(page, texts_of(second))
+    expected = [result["score"] for result in second["results"]]
+    assert page.run(SCORES) == pytest.approx(expected, rel=1e-5)
+    said = page.run("document.querySelector('.status').textContent")
+    assert said.startswith("certified: provably the exact top 10") and said.endswith("ms")
+    about = page.run("document.querySelector('.about').textContent")
+    assert second["model"][:8] in about and "replies v-1" in about
+    assert page.run("document.querySelector('.kind').textContent") == "poly-encoder"
+    assert page.run("document.querySelector('#speaker').textContent") == "B"
+
+
+def test_turns_are_edited_and_deleted(page, port):
+    for turn in ("one", "two", "three"):
+        page.type(turn)
+        page.press("Enter")
+    page.click("#turns li:nth-child(2) button")  # Edit
+    page.type("!")
+    page.press("Enter")
+    texts_are(page, texts_of(ranked(port, context=["one", "two!", "three"], pool="replies")))
+    page.click("#turns li:first-child button:last-child")
+    texts_are(page, texts_of(ranked(port, context=["two!", "three"], pool="replies")))
+    speakers = "[...document.querySelectorAll('.speaker')].map((one) => one.textContent).join('')"
+    assert page.run(speakers) == "AB"
+
+
+def test_a_query_and_own_candidates_are_ranked(page, port):
+    page.click("input[value=query]")
+    page.click("#query")
+    page.type("a nurse")
+    page.click("input[value=own]")
+    page.click("#own")
+    page.type("tea\n\ni sail")
+    texts_are(page, texts_of(ranked(port, context="a nurse", candidates=["tea", "i sail"])))
+
+
+def test_a_selected_result_shows_what_counts_for_it(page, port):
+    page.type("i paint")
+    answer = ranked(port, context=["i paint"], pool="replies", explain=True)
+    texts_are(page, texts_of(answer))
+    page.click(".result:nth-child(2) button")
+    page.until(f"{HEAT} > 0")
+    explained = answer["explanation"]
+    assert page.run(HEAT) == len(explained["tokens"])
+    weights = answer["results"][1]["weights"]
+    combined = np.array(weights) @ np.array(explained["vectors"])
+    shown = page.run("[...document.querySelectorAll('.heat .token')].map((one) => one.title)")
+    assert [float(title.rstrip(" %")) for title in shown] == pytest.approx(100 * combined, abs=0.51)
+    first = page.run("document.querySelector('.why tbody tr').textContent")
+    assert first.startswith(str(int(np.argmax(weights)) + 1))
+    assert page.run("document.querySelectorAll('.why tbody tr').length") == len(weights)
+    # It stays, and follows what is typed.
+    page.click("#draft")
+    page.press("End")
+    page.type(" walls")
+    page.until(f"{HEAT} === {len(explained['tokens']) + len(' walls')}")
+
+
+def test_a_result_becomes_the_next_turn(page, port):
+    page.type("hello")
+    (best, *_) = texts_of(ranked(port, context=["hello"], pool="replies"))
+    page.until(f"{RESULTS}[0] === {json.dumps(best)}")
+    page.click(".result button")
+    page.until("document.querySelector('.why button')")
+    page.click(".why button")
+    texts_are(page, texts_of(ranked(port, context=["hello", best], pool="replies")))
+
+
+def test_the_keyboard_is_enough(page, port):
+    """From the text to the results, into one and back; the focus is seen wherever it is."""
+    assert page.run(f"{FOCUS}.id") == "draft"
+    page.type("i paint")
+    page.press("Enter")
+    page.until(f"{RESULTS}.length === 10")
+    for _ in range(30):
+        page.press("Tab")
+        assert page.run(f"{FOCUS}.matches(':focus-visible')")
+        assert page.run(f"""(() => {{
+            const near = {FOCUS}.closest('.choice label') ?? {FOCUS};
+            return getComputedStyle(near).outlineStyle;
+        }})()""") == "solid"  # fmt: skip
+        if page.run(f"{FOCUS}.closest('.result') !== null"):
+            break
+    page.press("ArrowDown", "ArrowDown", "ArrowUp", "Enter")
+    page.until(f"{HEAT} > 0")
+    assert page.run(f"{FOCUS}.getAttribute('aria-expanded')") == "true"
+    assert page.run(f"{FOCUS}.querySelector('.rank').textContent") == "2"
+    page.press("Escape")
+    assert page.run(f"{FOCUS}.getAttribute('aria-expanded')") == "false"
+    for _ in range(30):
+        page.press("Shift+Tab")
+        if page.run(f"{FOCUS}.id") == "draft":
+            break
+    page.press("ArrowUp")  # edits the last turn
+    page.type(" walls")
+    page.press("Enter")
+    texts_are(page, texts_of(ranked(port, context=["i paint walls"], pool="replies")))
+
+
+def test_everything_that_can_be_used_has_a_name(page):
+    page.type("hello")
+    page.press("Enter")
+    page.until(f"{RESULTS}.length === 10")
+    page.click("summary")
+    page.click(".result button")
+    page.until(f"{HEAT} > 0")
+    nodes = page.send("Accessibility.getFullAXTree")["nodes"]
+    used = {"button", "textbox", "combobox", "radio", "link", "listbox", "region"}
+    named = [
+        (node["role"]["value"], node["name"]["value"])
+        for node in nodes
+        if not node["ignored"] and node["role"]["value"] in used
+    ]
+    assert {"button", "textbox", "combobox", "radio", "link"} <= {role for role, _ in named}
+    assert [role for role, name in named if not name.strip()] == []
+
+
+def test_nothing_is_asked_of_other_hosts(page, port):
+    page.type("hello")
+    page.until(f"{RESULTS}.length === 10")
+    assert {urlsplit(url).netloc for url in page.urls} == {f"127.0.0.1:{port}"}
+    assert {urlsplit(url).path for url in page.urls} >= {
+        "/",
+        "/playground/main.js",
+        "/info",
+        "/rank",
+    }
+
+
+def test_an_error_is_shown_in_one_line_with_its_code(page, port):
+    page.until("document.querySelector('#pool option')")
+    page.run("document.querySelector('#pool option').value = 'gone'")
+    page.type("hello")
+    page.until("!document.querySelector('.problem').hidden")
+    said = page.run("document.querySelector('.problem').textContent")
+    assert said == "unknown_pool pool: not served here; there are: replies"
+    height = page.run("document.querySelector('.problem').clientHeight")
+    assert height < 2 * page.run("parseFloat(getComputedStyle(document.body).lineHeight)")
+    assert page.run(RESULTS) == []
+    page.run("document.querySelector('#pool option').value = 'replies'")
+    page.type("!")
+    page.until(f"{RESULTS}.length === 10 && document.querySelector('.problem').hidden")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1600])
+def test_it_is_readable_in_light_and_dark_narrow_and_wide(page, scheme, width):
+    page.prefer(scheme)
+    page.screen(width, 900)
+    page.type("a" * 60 + " is a word that does not fit")
+    page.press("Enter")
+    page.until(f"{RESULTS}.length === 10")
+    page.click(".result button")
+    page.until(f"{HEAT} > 0")
+    assert page.run("document.documentElement.scrollWidth") == width
+    page.run(CONTRAST)
+    for selector in (
+        "body",
+        ".text",
+        ".about",
+        ".certified",
+        ".hint",
+        ".heat .token",
+        ".choice label",
+    ):
+        least = page.run(
+            f"Math.min(...[...document.querySelectorAll({json.dumps(selector)})].map(contrast))"
+        )
+        assert least >= 4.5, selector
+    lightness = page.run("luminance(backgroundOf(document.body))")
+    assert lightness > 0.8 if scheme == "light" else lightness < 0.05
+
+
+CONTRAST = """
+const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+var backgroundOf = (one) => {
+    canvas.clearRect(0, 0, 1, 1);
+    const layers = [];
+    for (let at = one; at; at = at.parentElement) layers.unshift(getComputedStyle(at).backgroundColor);
+    for (const layer of layers) { canvas.fillStyle = layer; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+};
+var luminance = (rgb) => {
+    const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = rgb.map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+var contrast = (one) => {
+    const rgb = getComputedStyle(one).color.match(/[\\d.]+/g).slice(0, 3).map(Number);
+    const [low, high] = [luminance(rgb), luminance(backgroundOf(one))].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+};
+"""
+
+
+def test_an_older_answer_never_replaces_a_newer_one(asked, chromium):
+    """The first question is held until the second has been shown."""
+    inner = api.create_app(asked.service)
+    held, release, finished = threading.Event(), threading.Event(), threading.Event()
+
+    async def holding(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive() if scope["type"] == "http" else {}
+        is_first = b'"a"' in message.get("body", b"")
+        if is_first:
+            held.set()
+            await asyncio.to_thread(release.wait, 60)
+        messages = iter([message])
+
+        async def again() -> Any:
+            return next(messages, None) or await receive()
+
+        await inner(scope, again, send)
+        if is_first:
+            finished.set()
+
+    with serving(holding) as port:
+        page = chromium.page()
+        page.open(f"http://127.0.0.1:{port}/")
+        page.until(POOL_IS_THERE)
+        page.type("a")
+        assert held.wait(60)
+        page.type(" nurse")
+        newer = texts_of(ranked(port, context=["a nurse"], pool="replies"))
+        texts_are(page, newer)
+        release.set()
+        assert finished.wait(60)
+        assert page.run(RESULTS) == newer
+
+
+def test_a_token_is_asked_for_and_kept_in_the_tab_only(asked, chromium):
+    app = api.create_app(asked.service, token_hashes=[hashlib.sha256(TOKEN.encode()).hexdigest()])
+    with serving(app) as port:
+        page = chromium.page()
+        page.open(f"http://127.0.0.1:{port}/")
+        page.until("document.querySelector('#services').open")
+        assert page.run("document.querySelector('.problem code').textContent") == "unauthorized"
+        page.click("#token")
+        page.type(TOKEN)
+        page.press("Enter")
+        page.until(POOL_IS_THERE)
+        page.click("#draft")
+        page.type("hello")
+        page.until(f"{RESULTS}.length === 10")
+        page.open(f"http://127.0.0.1:{port}/")  # the tab remembers
+        page.until(POOL_IS_THERE)
+        assert page.run("[localStorage.length, document.cookie, location.search]") == [0, "", ""]
+
+
+def test_models_stand_side_by_side(page, port, tiny_ranker, tiny_pool, asking):
+    """Another service, which lets this page ask and has a token of its own."""
+    model = tiny_ranker("bi")
+    other = asking(model, tiny_pool(model, "other"), tiny_pool(model))
+    seen: list[str] = []
+    inner = api.create_app(other.service, token_hashes=[hashlib.sha256(TOKEN.encode()).hexdigest()],
+                           origins=[f"http://127.0.0.1:{port}"])  # fmt: skip
+
+    async def listening(scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        seen.append(headers.get(b"authorization", b"").decode())
+        await inner(scope, receive, send)
+
+    page.screen(1600, 900)
+    page.type("hello")
+    page.until(f"{RESULTS}.length === 10")
+    with serving(listening) as other_port:
+        page.click("summary")
+        page.click("#base")
+        page.type(f"http://127.0.0.1:{other_port}")
+        page.click("#base-token")
+        page.type(TOKEN)
+        page.press("Enter")
+        page.until(f"{RESULTS}.length === 20")
+        shown = page.run("[...document.querySelectorAll('.column')].map((one) =>"
+                         " [...one.querySelectorAll('.text')].map((text) => text.textContent))")  # fmt: skip
+        assert shown[0] == texts_of(ranked(port, context=["hello"], pool="replies"))
+        assert shown[1] == [one.text for one in other.rank_pool(["hello"], "replies", 10)]
+        tops = page.run("[...document.querySelectorAll('.column')].map((one) =>"
+                        " one.getBoundingClientRect().top)")  # fmt: skip
+        assert tops[0] == tops[1]
+        assert page.run("[...document.querySelectorAll('#pool option')].length") == 2
+        assert set(seen) == {"", f"Bearer {TOKEN}"}  # "" before: CORS asks without
+        page.click("#others button")
+        page.until(f"{RESULTS}.length === 10")
+
+
+def test_a_service_that_does_not_answer_is_said(page):
+    page.click("summary")
+    page.click("#base")
+    page.type("http://127.0.0.1:9/")
+    page.press("Enter")
+    page.until("document.querySelectorAll('.column').length === 2")
+    page.until("!document.querySelectorAll('.problem')[1].hidden")
+    assert page.run("document.querySelectorAll('.problem code')[0].textContent") == "unreachable"
+    assert page.run("document.querySelector('#pool').value") == "replies"
+    page.complaints.clear()  # the browser's own words about it
