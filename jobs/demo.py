@@ -282,6 +282,7 @@ def _say_further(config: Config, minutes: float, dashboard: str) -> None:
 
    runs, curves, lineage   .venv/bin/mlflow ui --backend-store-uri {tracking}
    Ray's dashboard         {dashboard or "not started"}
+   the playground          {url}/
    the interface           {url}/openapi.json
    ask it                  curl -s {url}/rank -H 'content-type: application/json' -d '{body}'
    look into a pool        .venv/bin/python -m jobs.search --pool {config.work}/pools/replies \\

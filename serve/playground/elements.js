@@ -11,4 +11,8 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-export const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+/** "4.2 %"; its spaces do not break. */
+export function percent(share) {
+  if (share > 0 && share < 0.0005) return "<\u00a00.1\u00a0%";
+  return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}\u00a0%`;
+}

@@ -33,25 +33,25 @@ export function heatMap({ tokens, vectors }, weights) {
 
 /** The context, each token coloured by its weight. */
 function text(tokens, weights) {
-  const most = mostOfWords(weights);
-  return element("p", { class: "heat", "aria-label": "The context, coloured by weight" },
+  const full = fullHeat(weights);
+  return element("p", { class: "heat", role: "group", "aria-label": "The context, coloured by weight" },
     ...tokens.map((token, t) => {
       // The space before a token stays uncoloured.
       const [, space, rest] = /^(\s*)([^]*)$/.exec(token);
       const mark = element("span", {
         class: isSpecial(t, tokens) ? "token special" : "token", title: percent(weights[t]),
       }, rest);
-      mark.style.setProperty("--heat", Math.min(1, weights[t] / most).toFixed(3));
+      mark.style.setProperty("--heat", Math.min(1, weights[t] / full).toFixed(3));
       return space ? element("span", {}, space, mark) : mark;
     }));
 }
 
 /** A cell for each token. */
 function strip(tokens, weights) {
-  const most = mostOfWords(weights);
+  const full = fullHeat(weights);
   return element("span", { class: "strip", "aria-hidden": "true" }, ...tokens.map((token, t) => {
     const cell = element("span", { title: `${token.trim()} ${percent(weights[t])}` });
-    cell.style.setProperty("--heat", Math.min(1, weights[t] / most).toFixed(3));
+    cell.style.setProperty("--heat", Math.min(1, weights[t] / full).toFixed(3));
     return cell;
   }));
 }
@@ -78,7 +78,8 @@ function wordsOf(tokens, weights) {
   return found;
 }
 
-/** The scale of colours: [CLS] and [SEP] often have most, and would leave all words pale. */
-const mostOfWords = (weights) => Math.max(1e-9, ...(weights.length > 2 ? weights.slice(1, -1) : weights));
+/** The weight that has the full colour: the largest of the words (of all tokens [CLS] and [SEP] often have
+ * most, and would leave the words pale), but four times the mean at least, so that a plain mean stays pale. */
+const fullHeat = (weights) => Math.max(4 / weights.length, ...weights.slice(1, -1));
 
 const isSpecial = (place, tokens) => place === 0 || place === tokens.length - 1;

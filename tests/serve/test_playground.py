@@ -254,7 +254,8 @@ def test_a_selected_result_shows_what_counts_for_it(page, port):
     weights = answer["results"][1]["weights"]
     combined = np.array(weights) @ np.array(explained["vectors"])
     shown = page.run("[...document.querySelectorAll('.heat .token')].map((one) => one.title)")
-    assert [float(title.rstrip(" %")) for title in shown] == pytest.approx(100 * combined, abs=0.51)
+    percents = [float(title.rstrip("\N{NO-BREAK SPACE}%")) for title in shown]
+    assert percents == pytest.approx(100 * combined, abs=0.51)
     first = page.run("document.querySelector('.why tbody tr').textContent")
     assert first.startswith(str(int(np.argmax(weights)) + 1))
     assert page.run("document.querySelectorAll('.why tbody tr').length") == len(weights)
@@ -334,6 +335,14 @@ def test_nothing_is_asked_of_other_hosts(page, port):
         "/info",
         "/rank",
     }
+
+
+def test_no_script_in_the_page_itself_runs(page):
+    page.run("""document.head.append(Object.assign(document.createElement("script"),
+                                              {textContent: "window.ran = true"}))""")  # fmt: skip
+    assert page.run("window.ran") is None
+    assert any("Content Security Policy" in one for one in page.complaints)
+    page.complaints.clear()
 
 
 def test_an_error_is_shown_in_one_line_with_its_code(page, port):
