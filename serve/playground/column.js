@@ -71,7 +71,8 @@ export class Column {
       if (!found) return;
       this.problem.hidden = true;
       this.#answer = { ...found.answer, round: found.milliseconds };
-      if (this.info && found.answer.model !== this.info.model.fingerprint) this.loadInfo();
+      const { model } = found.answer;
+      if (this.info && ![this.info.model.fingerprint, this.info.candidate].includes(model)) this.loadInfo();
     } catch (problem) {
       this.#answer = null;
       this.#fail(problem);
@@ -136,7 +137,7 @@ export class Column {
     const model = this.#answer?.model ?? this.info?.model.fingerprint;
     const pool = this.#answer?.pool;
     const parts = [
-      model && `model ${model.slice(0, 8)}`,
+      model && `${model === this.info?.candidate ? "candidate model" : "model"} ${model.slice(0, 8)}`,
       pool && `${pool.name} ${pool.version}`,
       this.info && `${this.info.precision} on ${this.info.device}`,
     ];
