@@ -15,6 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from serve import api
+from serve.service import Service
 
 from . import browser as browsers
 from .conftest import Asking, ask, serving
@@ -462,6 +463,30 @@ def test_a_token_is_asked_for_and_kept_in_the_tab_only(asked, chromium):
         page.open(f"http://127.0.0.1:{port}/")  # the tab remembers
         page.until(POOL_IS_THERE)
         assert page.run("[localStorage.length, document.cookie, location.search]") == [0, "", ""]
+
+
+def test_a_swap_is_noticed_and_a_candidate_model_named(tiny_ranker, tiny_pool, asking, chromium):
+    engines = []
+    for architecture in ("poly", "bi"):
+        model = tiny_ranker(architecture)
+        engines.append(asking(model, tiny_pool(model)).engine)
+    service, said = Service(lambda: engines[0], 60.0), {"candidate": ""}
+    kind = "document.querySelector('.kind').textContent"
+    with serving(api.create_app(service, state=lambda: said)) as port:
+        page = chromium.page()
+        page.open(f"http://127.0.0.1:{port}/")
+        page.until(POOL_IS_THERE)
+        assert page.run(kind) == "poly-encoder"
+        engines.reverse()
+        page.type("hello")
+        page.until(f"{kind} === 'bi-encoder'")
+        said["candidate"] = engines[1].model.fingerprint
+        page.open(f"http://127.0.0.1:{port}/")
+        page.until(POOL_IS_THERE)
+        engines.reverse()
+        page.type("hello")
+        page.until("document.querySelector('.about').textContent.startsWith('candidate model')")
+    service.close()
 
 
 def test_models_stand_side_by_side(page, port, tiny_ranker, tiny_pool, asking):
