@@ -1,10 +1,11 @@
 # make demo                         the whole path on sample corpora; make demo KEEP=1 leaves it up
 # make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
-# make test                         all tests
+# make test                         the tests of CI
+# make test-long                    those that train several times: a quarter of an hour
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test lint openapi clean
+.PHONY: demo test test-long lint openapi clean
 
 demo: .venv/installed
 	$(BIN)/python -m jobs.demo $(if $(DATA),--data $(DATA) --work .demo-data) \
@@ -12,6 +13,9 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # slow files first; each with a Ray of its own
+
+test-long: .venv/installed
+	$(BIN)/python -m pytest -m long
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -112,6 +112,7 @@ def test_the_trainer_reads_the_pairs_of_the_job(recipe):
     assert {tuple(row["token_type_ids"]) for row in rows[:50]} & set(seen)
 
 
+@pytest.mark.long
 def test_rows(in_process, corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
     found = pretrain.measure("small", [corpus], TINY, tmp_path)
@@ -131,6 +132,7 @@ def test_rows(in_process, corpus, tmp_path, monkeypatch):
     assert sum("mlm" in options for options in in_process) == bool(find_spec("accelerate"))
 
 
+@pytest.mark.long
 def test_without_accelerate_a_row_is_left_out(in_process, corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(pretrain._ROUNDS, "small", 1)
     monkeypatch.setattr(pretrain, "find_spec", lambda name: None)
@@ -148,6 +150,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
     assert json.loads(file.read_text()) == []
 
 
+@pytest.mark.long
 def test_what_a_gpu_runs_runs_on_a_cpu(in_process, convai2_corpus, tmp_path):
     rows = {row.row: row for row in gpu.measure("cpu", "", [convai2_corpus.uri], tmp_path)}
     assert list(rows) == [

@@ -175,7 +175,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_weights_are_the_same(
     assert curve(encoder) == curve(whole.artifact)
 
 
-@pytest.mark.parametrize("dies", [pytest.param("driver and cluster", marks=UNPROVEN), "cluster"])
+@pytest.mark.parametrize("dies", [pytest.param("driver and cluster", marks=[UNPROVEN, pytest.mark.long]), "cluster"])
 def test_a_job_that_is_killed_goes_on_to_the_same_weights(
     start_job, run_job, command, whole, tmp_path, dies
 ):
@@ -215,6 +215,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_weights(
 # Another number of workers
 
 
+@pytest.mark.long
 def test_a_run_starts_with_fewer_workers_where_no_more_fit(run_job, command, whole, tmp_path):
     """Of two workers with two cores each, Ray has room for one."""
     argv = command(tmp_path / "one", "--resources.min-workers", 1, "--resources.cpus-per-worker", 2)
@@ -224,6 +225,7 @@ def test_a_run_starts_with_fewer_workers_where_no_more_fit(run_job, command, who
     assert curve(encoder) == pytest.approx(curve(whole.artifact), abs=1e-3)
 
 
+@pytest.mark.long
 def test_sharded_weights_are_published_whole(run_job, command, whole, tmp_path):
     argv = command(tmp_path / "sharded", "--resources.shard-weights", "true")
     assert run_job("pretrain", *argv).summary["counts"]["steps"] == STEPS
@@ -311,6 +313,7 @@ def test_losses_that_are_not_finite_end_the_run_and_leave_the_batch(faulty, tmp_
     assert ids_BT.dtype == torch.int64 and ids_BT.shape[0] >= 1
 
 
+@pytest.mark.long
 def test_a_machine_failure_is_tried_again_as_often_as_allowed(faulty, tmp_path):
     with pytest.raises(Exception, match=r"died|exited|worker"):
         faulty("dies", tmp_path / "out", "--resources.max-restarts", 1)
@@ -343,6 +346,7 @@ def test_an_output_that_cannot_be_written_is_one_line(run_job, command, tmp_path
 
 
 @UNPROVEN
+@pytest.mark.long
 def test_a_published_run_continues_with_more_steps(run_job, command, whole, tmp_path):
     """To the weights of one long run."""
     assert run_job("pretrain", *command(tmp_path / "short", steps=30)).code == 0

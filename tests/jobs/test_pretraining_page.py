@@ -82,6 +82,7 @@ def test_a_dry_run_of_the_smallest_recipe(home, run_job):
     assert not (home / "encoder").exists()
 
 
+@pytest.mark.long
 def test_every_command_of_the_page_works_as_written(home, run_job):
     summaries = []
     for verb, *argv in commands():
