@@ -175,7 +175,10 @@ def test_a_worker_that_is_killed_is_replaced_and_the_weights_are_the_same(
     assert curve(encoder) == curve(whole.artifact)
 
 
-@pytest.mark.parametrize("dies", [pytest.param("driver and cluster", marks=[UNPROVEN, pytest.mark.long]), "cluster"])
+@pytest.mark.parametrize(
+    "dies",
+    [pytest.param("driver and cluster", marks=[UNPROVEN, pytest.mark.long]), "cluster"],
+)
 def test_a_job_that_is_killed_goes_on_to_the_same_weights(
     start_job, run_job, command, whole, tmp_path, dies
 ):
