@@ -25,7 +25,7 @@ class Config:
 
     POSITIONAL = "name"
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
-    name: Literal["corpora", "embed", "finetune", "gpu", "paper", "pretrain", "search"]
+    name: Literal["corpora", "embed", "finetune", "gpu", "paper", "pretrain", "search", "serve"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
     """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
@@ -39,17 +39,19 @@ class Config:
     7 reduction, 8 context vectors. distill: what poly-64 learns from a cross-encoder, on a corpus of
     jobs.score_candidates."""
     encoder: str = ""
-    """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default."""
+    """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default. For
+    serve: one of sentence-transformers, to measure its own services beside ours."""
     corpus: tuple[str, ...] = ()
-    """For finetune: a corpus. For paper: corpora, of a task each. For search: the first one's contexts
-    ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for pretrain it may
-    be tokenized."""
+    """For finetune: a corpus. For paper: corpora, of a task each. For search and serve: the first one's
+    contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for
+    pretrain it may be tokenized."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
-    """For search: a trained poly-encoder (of jobs.finetune)."""
+    """For search and serve: a trained poly-encoder (of jobs.finetune)."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for finetune: bf16 or fp32; none: all."""
+    """For paper: names of the table's rows; for finetune: bf16 or fp32; for serve: overhead, throughput,
+    load, burst, scaling, rerank, embed; none: all."""
     seeds: int = 1
     """For paper: trainings of each row, from seeds 0, 1, …; more can be added later."""
     split: Literal["valid", "test"] = "valid"
@@ -75,12 +77,17 @@ class Config:
             several = self.name == "paper" and self.table != 5
             require(several or len(self.corpus) == 1, "corpus", self.corpus, "one, but for paper's tables "
                     "other than 5")  # fmt: skip
-        if self.name == "search":
+        if self.name in ("search", "serve"):
             for name in ("model", "corpus"):
-                require(bool(getattr(self, name)), name, getattr(self, name), "its URI, for search")
+                require(
+                    bool(getattr(self, name)),
+                    name,
+                    getattr(self, name),
+                    f"its URI, for {self.name}",
+                )
         reads_only = self.name == "finetune" or (self.name == "paper" and self.table != 5)
-        require(reads_only or not self.only, "only", self.only,
-                "none, but for finetune, and paper's tables other than 5")  # fmt: skip
+        require(reads_only or self.name == "serve" or not self.only, "only", self.only,
+                "none, but for finetune, serve, and paper's tables other than 5")  # fmt: skip
         if self.name in ("gpu", "pretrain"):
             require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
         require(self.name in ("finetune", "paper", "pretrain") or not self.overrides, "name", self.name,
@@ -122,6 +129,13 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import search
 
         rows = search.measure(config.size, model, asked, work)
+    elif config.name == "serve":
+        model = open_artifact(config.model, "ranker")
+        asked = [open_artifact(uri, "corpus") for uri in config.corpus]
+
+        from jobs.benchmarks.serving import parts
+
+        rows = parts.measure(config.size, model, asked, config.encoder, config.only, work)
     elif config.name == "pretrain":
         from jobs.benchmarks import pretrain
 

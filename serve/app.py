@@ -108,8 +108,9 @@ class Ranker:
         if args.candidate:
             self._candidate.start(wait=False)  # the champion answers until it is there
         metrics = Metrics()
+        limits = args.limits
         self._service = Service(
-            self._engine, args.limits.waiting_s, metrics.batch, metrics.answered
+            self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows
         )
 
     def _following(self, decider: str) -> Follower:

@@ -22,6 +22,11 @@ class Limits(BaseModel):
         default=10_000, ge=1, le=MAX_TIMEOUT_MS,
         description="What a request has that says nothing: what cannot be answered in time is not computed.",
     )  # fmt: skip
+    batch_rows: int = Field(
+        default=1024,
+        ge=1,
+        description="So many rows of all requests are computed together at most.",
+    )
     waiting_s: float = Field(
         default=2.0,
         gt=0,

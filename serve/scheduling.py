@@ -76,10 +76,13 @@ class WorkQueue:
     """Computes rows in batches on a thread of its own. Deadlines are of `time.monotonic`."""
 
     def __init__(
-        self, most_waiting_s: float, watch: Callable[[Batch], None] = lambda batch: None
+        self,
+        most_waiting_s: float,
+        watch: Callable[[Batch], None] = lambda batch: None,
+        batch_rows: int = 1024,
     ) -> None:
-        """`most_waiting_s`: of work that is accepted; more is refused."""
-        self._most_waiting_s, self._watch = most_waiting_s, watch
+        """`most_waiting_s`: of work that is accepted; more is refused. `batch_rows`: in one batch."""
+        self._most_waiting_s, self._watch, self._batch_rows = most_waiting_s, watch, batch_rows
         self._changed = threading.Condition()
         self._rows: dict[Kind, list[_Row]] = {}
         self._numbers = itertools.count()
@@ -148,7 +151,9 @@ class WorkQueue:
         kind = heap[0].kind
         batch: list[_Row] = []
         units = 0.0
-        while heap and (not batch or units + heap[0].units <= kind.batch_units):
+        while heap and len(batch) < self._batch_rows:
+            if batch and units + heap[0].units > kind.batch_units:
+                break
             batch.append(heapq.heappop(heap))
             units += batch[-1].units
         return batch

@@ -83,10 +83,11 @@ class Service:
         most_waiting_s: float,
         watch: Callable[[Batch], None] = lambda batch: None,
         answered: Callable[[Answer], None] = lambda answer: None,
+        batch_rows: int = 1024,
     ) -> None:
         """`engine` says which one the next request takes."""
         self._engine, self._answered = engine, answered
-        self.queue = WorkQueue(most_waiting_s, watch)
+        self.queue = WorkQueue(most_waiting_s, watch, batch_rows)
         self._watch = watch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")

@@ -212,18 +212,19 @@ def _texts(
         [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
         for corpus in corpora
     ]
-    questions = [row["context"] for row in itertools.islice(_rows(files[0][::-1]), contexts)]
+    questions = [row["context"] for row in itertools.islice(rows(files[0][::-1]), contexts)]
     require(len(questions) == contexts, "corpus", corpora[0].uri, f"{contexts} examples at least")
     found = {
         text: None
-        for row in _rows([file for part in files for file in part])
+        for row in rows([file for part in files for file in part])
         for text in (row["response"], *row["context"])
         if text.strip()
     }
     return questions, list(found)[:texts]
 
 
-def _rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The context and the response of each example."""
     for file in files:
         with storage.open_input(file) as stream:
             yield from pq.read_table(stream, columns=["context", "response"]).to_pylist()

@@ -1,0 +1,148 @@
+"""Clients of a service: on a Poisson clock, which does not wait for answers, or one after the other.
+
+Only the first sees what queues do: clients that wait for their answers send less to a service that is slow.
+A time counts from the moment that a request was due, so that a generator which is late hides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+import numpy as np
+
+from pipeline.arrays import Floats, Ints
+
+Ask = Callable[[float], Awaitable[None]]
+NO_ANSWER = 0
+"""In place of a status: the connection broke."""
+_WAIT_S = 70.0  # longer than any deadline of the service
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What clients heard: an entry a request, in the order of being due."""
+
+    due_s: Floats
+    """From the beginning of the load."""
+    seconds: Floats
+    """From being due to the end of the answer."""
+    status: Ints
+    end_s: float
+    """When the last answer was there."""
+
+    def answered(self) -> Heard:
+        """Only those with status 200."""
+        return self.where(self.status == 200)
+
+    def where(self, chosen: np.typing.NDArray[np.bool_]) -> Heard:
+        return Heard(self.due_s[chosen], self.seconds[chosen], self.status[chosen], self.end_s)
+
+    def between(self, start_s: float, end_s: float) -> Heard:
+        """Those that were due then."""
+        return self.where((self.due_s >= start_s) & (self.due_s < end_s))
+
+    def ms(self, percentile: float) -> float:
+        """Milliseconds; NaN: there are none."""
+        return float(1e3 * np.percentile(self.seconds, percentile)) if len(self.seconds) else np.nan
+
+    def per_s(self, start_s: float, end_s: float) -> float:
+        """Answers with status 200 a second, by the time that they were there."""
+        done_s = (self.due_s + self.seconds)[self.status == 200]
+        return float(np.count_nonzero((done_s >= start_s) & (done_s < end_s)) / (end_s - start_s))
+
+    def statuses(self) -> dict[str, int]:
+        names, counts = np.unique(self.status, return_counts=True)
+        found = zip(names.tolist(), counts.tolist(), strict=True)
+        return {str(name or "no answer"): count for name, count in found}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a load."""
+
+    seconds: float
+    per_s: float
+
+
+def poisson(url: str, bodies: Sequence[bytes], steps: Sequence[Step], seed: int = 0) -> Heard:
+    """Requests at random moments, at the mean rate of each step. No body: GET."""
+    rng, due = np.random.default_rng(seed), list[float]()
+    began = 0.0
+    for step in steps:
+        count = rng.poisson(step.per_s * step.seconds)
+        due += sorted(began + rng.uniform(0, step.seconds, count))
+        began += step.seconds
+    return _run(url, bodies, lambda ask: _on_time(ask, due))
+
+
+def clients(url: str, bodies: Sequence[bytes], count: int, seconds: float) -> Heard:
+    """So many clients; each asks again as soon as it has its answer."""
+    return _run(url, bodies, lambda ask: _one_after_another(ask, count, seconds))
+
+
+async def _on_time(ask: Ask, due: Iterable[float]) -> None:
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for at in due:
+            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+            tasks.create_task(ask(began + at))  # type: ignore[arg-type]
+
+
+async def _one_after_another(ask: Ask, count: int, seconds: float) -> None:
+    end = time.perf_counter() + seconds
+
+    async def client() -> None:
+        while (now := time.perf_counter()) < end:
+            await ask(now)
+
+    await asyncio.gather(*(client() for _ in range(count)))
+
+
+def _run(url: str, bodies: Sequence[bytes], load: Callable[[Ask], Awaitable[None]]) -> Heard:
+    due, seconds, status = list[float](), list[float](), list[int]()
+
+    async def run() -> float:
+        async with _asking(url, bodies) as send:
+            began = time.perf_counter()
+
+            async def ask(at: float) -> None:
+                found = await send()
+                due.append(at - began)
+                seconds.append(time.perf_counter() - at)
+                status.append(found)
+
+            await load(ask)
+            return time.perf_counter() - began
+
+    end_s = asyncio.run(run())
+    order = np.argsort(due, kind="stable")
+    return Heard(np.array(due)[order], np.array(seconds)[order], np.array(status)[order], end_s)
+
+
+@asynccontextmanager
+async def _asking(url: str, bodies: Sequence[bytes]) -> AsyncIterator[Callable[[], Awaitable[int]]]:
+    """Sends the next body, and returns the answer's status."""
+    ring = itertools.cycle(bodies)
+    headers = {"content-type": "application/json"} if bodies else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=_WAIT_S)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers
+    ) as session:
+
+        async def send() -> int:
+            method, body = ("POST", next(ring)) if bodies else ("GET", None)
+            try:
+                async with session.request(method, url, data=body) as answer:
+                    await answer.read()
+                    return answer.status
+            except (aiohttp.ClientError, TimeoutError):
+                return NO_ANSWER
+
+        yield send

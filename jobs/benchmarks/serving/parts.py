@@ -1,0 +1,426 @@
+"""How fast a service answers, what HTTP costs, and what overload does to it.
+
+A real service: Ray Serve on this machine, its proxy, one replica of one core unless a part says otherwise.
+Each ratio is of two sides that were measured in turn, in one run. The clients run here too, and take a share
+of the cores.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.serving import pictures, services
+from jobs.benchmarks.serving.load import Heard, Step, clients, poisson
+from pipeline import storage
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, require
+from pipeline.corpora.schema import example_files
+from pipeline.models.sources import open_encoder
+from serve.app import Args
+from serve.engine import Asked, Engine
+from serve.limits import Limits
+
+PARTS = ("overhead", "throughput", "load", "burst", "scaling", "rerank", "embed")
+_POOL = "candidates"
+_TOP_K = 10
+_CLIENTS = 32
+_IN_PROXIES = "RAY_SERVE_ENABLE_HA_PROXY"
+_SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)  # of saturation, where the load is measured
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is asked, and how long."""
+
+    candidates: int
+    questions: int
+    """Different ones."""
+    seconds: float
+    """Of each side in each round."""
+    rounds: int
+    steady_s: float
+    """At 70 % of saturation."""
+    overload_s: float
+    quiet_s: float = 20.0
+    """Before and after a burst, and of each step that replicas follow."""
+    burst_s: float = 8.0
+    burst_clients: int = 200
+
+
+_SIZES = {
+    "small": Size(100_000, 500, 4.0, 3, 30.0, 15.0),
+    "full": Size(100_000, 2_000, 10.0, 5, 300.0, 60.0),
+}
+
+
+def measure(
+    size: str,
+    model: Artifact,
+    corpora: Sequence[Artifact],
+    encoder: str,
+    only: Sequence[str],
+    work: Path,
+) -> list[Row]:
+    """`model`: a poly-encoder. `encoder`: one of sentence-transformers, for others' services; "": they are
+    left out. `only`: parts; none: all. Pictures are written to `work`."""
+    sizes, work = _SIZES[size], work / "serve"
+    work.mkdir(parents=True, exist_ok=True)
+    wanted = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
+    require(bool(encoder) or not {"rerank", "embed"} & set(wanted), "encoder", encoder,
+            "one of sentence-transformers, for rerank and embed")  # fmt: skip
+    contexts, texts = _texts(corpora, sizes)
+    args = Args(model=model.uri, pools=[_pool(model, texts, work)], name="rank")
+    bodies = [
+        json.dumps({"context": context, "pool": _POOL, "top_k": _TOP_K}).encode()
+        for context in contexts
+    ]
+    found = list[Row]()
+    with services.session() as port:
+        service = _Service(port, args, bodies, contexts, sizes, work)
+        for part in PARTS:
+            if part not in wanted:
+                continue
+            print(f"{part} …", flush=True)
+            if part in ("rerank", "embed"):
+                found += service.beside_plain_fastapi(part, encoder, texts)
+            else:
+                found += getattr(service, part)()
+    if "overhead" in wanted and not os.environ.get(_IN_PROXIES):
+        found.append(_with_haproxy(size, model, corpora, work))
+    return found
+
+
+class InProcess:
+    """The work of a ranking without HTTP and without Serve, in a process with as many threads."""
+
+    def __init__(self, args: Args) -> None:
+        self._engine = Engine(args.model, args.pools, args.precision)
+
+    def one_by_one(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
+        """Seconds of each ranking."""
+        return [took for took, _ in self._for(seconds, contexts, 1)]
+
+    def in_batches(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
+        """Rankings a second, as many at once as one pass over the pool answers."""
+        taken = list(self._for(seconds, contexts, 16))
+        return sum(count for _, count in taken) / sum(took for took, _ in taken)
+
+    def _for(
+        self, seconds: float, contexts: Sequence[Sequence[str]], together: int
+    ) -> Iterator[tuple[float, int]]:
+        end, at = time.perf_counter() + seconds, 0
+        while time.perf_counter() < end:
+            asked = [contexts[(at + more) % len(contexts)] for more in range(together)]
+            began = time.perf_counter()
+            self._rank(asked)
+            yield time.perf_counter() - began, together
+            at += together
+
+    def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
+        engine, pool = self._engine, self._engine.pools[_POOL]
+        vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
+        asked = [Asked(vectors_MD, mask_M, _TOP_K, None) for vectors_MD, mask_M in vectors]
+        for answer in engine.searches[_POOL].run(asked):
+            for place in answer.places_K.tolist():
+                pool.row(place)
+
+
+@dataclass(frozen=True)
+class _Service:
+    """The parts of the report."""
+
+    port: int
+    args: Args
+    bodies: list[bytes]
+    contexts: list[list[str]]
+    size: Size
+    work: Path
+
+    @functools.cached_property
+    def saturation(self) -> float:
+        """Answers a second to clients who always ask."""
+        with services.ranking(self.port, self.args) as url:
+            return self._saturate(url, 2 * _CLIENTS)
+
+    def _saturate(self, url: str, count: int) -> float:
+        heard = clients(f"{url}/rank", self.bodies, count, self.size.seconds)
+        _require_answers(heard, (200, 429))
+        return heard.per_s(min(1.0, self.size.seconds / 4), self.size.seconds)
+
+    def overhead(self) -> list[Row]:
+        """One request at a time: the service, the same work in a process, and a deployment that does none."""
+        served, worked, empty = list[float](), list[float](), list[float]()
+        with (
+            services.ranking(self.port, self.args) as url,
+            services.deployed(self.port, "noop", services.Noop.bind()) as noop,  # type: ignore[attr-defined]
+            services.in_process(InProcess, self.args) as process,
+        ):
+            for _ in range(self.size.rounds):
+                seconds = self.size.seconds
+                heard = clients(f"{url}/rank", self.bodies, 1, seconds)
+                _require_answers(heard)
+                served += heard.seconds.tolist()
+                worked += services.result(process.one_by_one.remote(self.contexts, seconds))
+                empty += clients(f"{noop}/", self.bodies, 1, seconds).seconds.tolist()
+        p50, ours, nothing = (1e3 * float(np.median(times)) for times in (served, worked, empty))
+        detail = {
+            "p50 of the service, ms": round(p50, 2), "p99": round(_p99(served), 2),
+            "p50 in process, ms": round(ours, 2), "p50 of an empty deployment, ms": round(nothing, 2),
+            "overhead over the empty deployment's": round((p50 - ours) / nothing, 2),
+            "requests": len(served), "candidates": self.size.candidates,
+        }  # fmt: skip
+        name = "overhead_haproxy_ms" if os.environ.get(_IN_PROXIES) else "overhead_ms"
+        return [Row(f"serve.rank_100k.{name}", p50 - ours, "ms", peer=nothing, detail=detail)]
+
+    def throughput(self) -> list[Row]:
+        """Clients who always ask: the service, a process without HTTP, and a service without batches."""
+        apart = self.args.model_copy(update={"name": "apart", "limits": Limits(batch_rows=1)})
+        batched, alone, whole, process_s = (
+            list[float](),
+            list[float](),
+            list[float](),
+            list[float](),
+        )
+        with (
+            services.ranking(self.port, self.args) as url,
+            services.ranking(self.port, apart) as url_apart,
+            services.in_process(InProcess, self.args) as process,
+        ):
+            for _ in range(self.size.rounds):
+                whole.append(self._saturate(url, 2 * _CLIENTS))
+                process_s.append(
+                    services.result(process.in_batches.remote(self.contexts, self.size.seconds))
+                )
+                batched.append(self._saturate(url, _CLIENTS))
+                alone.append(self._saturate(url_apart, _CLIENTS))
+        rate, bare = float(np.median(whole)), float(np.median(process_s))
+        gain = float(np.median(batched)) / float(np.median(alone))
+        return [
+            Row("serve.saturation_vs_in_process", rate, "rankings/s", peer=bare, ratio=rate / bare,
+                detail={"rounds": [round(value) for value in whole]}),
+            Row("serve.batching_gain_32_clients", float(np.median(batched)), "rankings/s",
+                peer=float(np.median(alone)), ratio=gain),
+        ]  # fmt: skip
+
+    def load(self) -> list[Row]:
+        """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
+        full = self.saturation
+        curve = list[dict[str, float]]()
+        with services.ranking(self.port, self.args) as url:
+            for share in _SHARES:
+                heard = self._poisson(url, [Step(2 * self.size.seconds, share * full)])
+                curve.append(_point(heard, share * full))
+            steady = self._poisson(url, [Step(self.size.steady_s, 0.7 * full)])
+            before = services.memory_mib()
+            over, health = services.beside(
+                lambda: self._poisson(url, [Step(self.size.overload_s, 3 * full)]),
+                lambda: poisson(f"{url}/health", [], [Step(self.size.overload_s, 5.0)]),
+            )
+            after = services.memory_mib()
+        pictures.load(curve, self.work / "load.png")
+        refused = over.where(over.status == 429)
+        answered = over.answered()
+        goodput = over.per_s(self.size.overload_s / 5, self.size.overload_s)
+        return [
+            Row("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times", detail={
+                "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
+                "statuses": steady.statuses(), "requests/s": round(0.7 * full, 1),
+                "seconds": self.size.steady_s}),
+            Row("serve.load.300_percent.goodput", goodput, "rankings/s", peer=full, ratio=goodput / full,
+                detail={
+                    "statuses": over.statuses(),
+                    "refused within, ms (p50, p99)": [round(refused.ms(q), 1) for q in (50, 99)],
+                    "answered within, ms (p50, p99)": [round(answered.ms(q), 1) for q in (50, 99)],
+                    "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
+                    "health's statuses": health.statuses(),
+                    "MiB before": before, "MiB after": after}),
+            Row("serve.load.curve", curve[0]["p50"], "ms", detail={
+                "requests/s: p50, p99, ms": [
+                    [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
+                "at once": [round(point["at_once"], 1) for point in curve]}),
+        ]  # fmt: skip
+
+    def burst(self) -> list[Row]:
+        """A fifth of capacity; 200 more clients who always ask, for 8 s; and what is heard afterwards."""
+        size, rate = self.size, 0.2 * self.saturation
+        whole = 2 * size.quiet_s + size.burst_s
+
+        def later() -> Heard:
+            time.sleep(size.quiet_s)
+            return clients(f"{url}/rank", self.bodies, size.burst_clients, size.burst_s)
+
+        with services.ranking(self.port, self.args) as url:
+            heard, crowd = services.beside(lambda: self._poisson(url, [Step(whole, rate)]), later)
+        normal = heard.between(1.0, size.quiet_s).answered().ms(50)
+        over_s = size.quiet_s + size.burst_s
+        seconds = range(int(over_s), int(whole))
+        p50 = [heard.between(at, at + 1.0).ms(50) for at in seconds]
+        late = [at + 1.0 - over_s for at, ms in zip(seconds, p50, strict=True) if ms > 2 * normal]
+        pictures.burst(heard, crowd, size.quiet_s, over_s, self.work / "burst.png")
+        after = heard.between(over_s, whole)
+        return [Row("serve.burst.seconds_to_normal", max([0.0, *late]), "s", detail={
+            "p50 before, ms": round(normal, 1), "requests/s": round(rate, 1),
+            "statuses before": heard.between(0, size.quiet_s).statuses(),
+            "statuses during": heard.between(size.quiet_s, over_s).statuses(),
+            "statuses after": after.statuses(), "the crowd's": crowd.statuses(),
+            "p50 of each second after, ms": [round(ms, 1) for ms in p50]})]  # fmt: skip
+
+    def scaling(self) -> list[Row]:
+        """Replicas follow a stepped load, there and back."""
+        size, full = self.size, self.saturation
+        most = max(2, (os.cpu_count() or 2) - 1)
+        steps = [
+            Step(size.quiet_s, 0.3 * full),
+            Step(2 * size.quiet_s, min(most, 1.1) * full),
+            Step(2 * size.quiet_s, 0.1 * full),
+        ]
+        options = {
+            "num_replicas": "auto",
+            "autoscaling_config": {
+                "min_replicas": 1, "max_replicas": most, "target_ongoing_requests": 4,
+                "upscale_delay_s": 3, "downscale_delay_s": 10,
+                "metrics_interval_s": 1, "look_back_period_s": 5,
+            },
+        }  # fmt: skip
+        with (
+            services.ranking(self.port, self.args, **options) as url,
+            services.Watch(lambda: services.replicas(self.args.name), 0.5) as watch,
+        ):
+            heard = self._poisson(url, steps)
+        pictures.scaling(heard, watch.seen, steps, self.work / "scaling.png")
+        counts = [int(count) for _, count in watch.seen]
+        changes = [counts[0]] + [b for a, b in itertools.pairwise(counts) if a != b]
+        lost = int(np.count_nonzero(~np.isin(heard.status, (200, 429))))
+        return [Row("serve.scaling.requests_lost", lost, "requests", detail={
+            "replicas": changes, "statuses": heard.statuses(),
+            "requests/s": [round(step.per_s, 1) for step in steps]})]  # fmt: skip
+
+    def beside_plain_fastapi(self, task: str, encoder: str, texts: Sequence[str]) -> list[Row]:
+        """32 clients; both sides may use both cores."""
+        cores = os.cpu_count() or 1
+        theirs, ours = _peers(task, encoder, self.work)
+        rng = random.Random(0)
+        asked = [rng.sample(list(texts), 17 if task == "rerank" else 8) for _ in range(500)]
+        if task == "rerank":
+            bodies = [json.dumps({"query": one[0], "texts": one[1:]}).encode() for one in asked]
+        else:
+            bodies = [json.dumps({"inputs": one}).encode() for one in asked]
+        rates: dict[str, list[float]] = {"ours": [], "theirs": []}
+        args = Args(model=ours, name=task)
+        module = "jobs.benchmarks.serving.peers"
+        with (
+            services.ranking(self.port, args, ray_actor_options={"num_cpus": cores}) as mine,
+            services.plain_fastapi(module, task, theirs, cpus=cores) as other,
+        ):
+            for _ in range(self.size.rounds):
+                for side, url in (("ours", mine), ("theirs", other)):
+                    heard = clients(f"{url}/{task}", bodies, _CLIENTS, 2 * self.size.seconds)
+                    _require_answers(heard)
+                    rates[side].append(heard.per_s(1.0, 2 * self.size.seconds))
+        mine_s, theirs_s = (float(np.median(rates[side])) for side in ("ours", "theirs"))
+        return [Row(f"serve.{task}.vs_plain_fastapi", mine_s, "requests/s", peer=theirs_s,
+                    ratio=mine_s / theirs_s, detail={
+                        "texts a request": len(asked[0]) - (task == "rerank"),
+                        "clients": _CLIENTS, "threads of each side": cores})]  # fmt: skip
+
+    def _poisson(self, url: str, steps: Sequence[Step]) -> Heard:
+        heard = poisson(f"{url}/rank", self.bodies, steps)
+        _require_answers(heard, (200, 429))
+        return heard
+
+
+def _require_answers(heard: Heard, allowed: Sequence[int] = (200,)) -> None:
+    """Raises BadInput: figures of a service that fails mean nothing."""
+    if not len(heard.status) or not np.isin(heard.status, allowed).all():
+        raise BadInput(f"the service answered {heard.statuses()}; allowed: {allowed}")
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    return 1e3 * float(np.percentile(seconds, 99))
+
+
+def _point(heard: Heard, per_s: float) -> dict[str, float]:
+    answered = heard.answered()
+    # Little's law: requests that are there at once = their rate × the time that each stays.
+    at_once = per_s * float(answered.seconds.mean())
+    return {"per_s": per_s, "p50": answered.ms(50), "p99": answered.ms(99), "at_once": at_once}
+
+
+# -------------------------------------------------------------------------------------------------
+# What is served
+
+
+def _texts(corpora: Sequence[Artifact], size: Size) -> tuple[list[list[str]], list[str]]:
+    """(contexts of the first corpus' last split, as many different texts as the pool has candidates)"""
+    files = [
+        [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
+        for corpus in corpora
+    ]
+    from jobs.benchmarks.search import rows
+
+    contexts = [row["context"] for row, _ in zip(rows(files[0][::-1]), range(size.questions))]  # noqa: B905
+    found: dict[str, None] = {}
+    for row in rows([file for part in files for file in part]):
+        found |= dict.fromkeys(text for text in (row["response"], *row["context"]) if text.strip())
+        if len(found) >= size.candidates:
+            break
+    texts, rng = list(found), random.Random(0)
+    while len(found) < size.candidates:  # two turns make one more
+        found[f"{rng.choice(texts)} {rng.choice(texts)}"] = None
+    return contexts, list(found)[: size.candidates]
+
+
+def _pool(model: Artifact, texts: Sequence[str], work: Path) -> str:
+    file, pools = work / "candidates.jsonl", work / "pools" / model.fingerprint
+    lines = (json.dumps({"id": f"c{at:07d}", "text": text}) for at, text in enumerate(texts))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    run_job(
+        "embed_pool", "--model", model.uri, "--candidates", file, "--pools", pools, "--name", _POOL
+    )
+    return str(pools / _POOL)
+
+
+def _peers(task: str, encoder: str, work: Path) -> tuple[str, str]:
+    """(a model of sentence-transformers, the same as a ranker of ours): equal vectors, equal scores"""
+    source, _ = open_encoder(encoder)
+    theirs = source.local()
+    if task == "rerank":
+        from sentence_transformers import CrossEncoder
+
+        torch.manual_seed(0)  # the scores of a head that has learnt nothing take as long
+        theirs = work / "cross-encoder"
+        if not theirs.exists():
+            CrossEncoder(str(source.local()), num_labels=1).save(str(theirs))
+    ours = work / f"ranker-{task}"
+    run_job("convert_model", "--model", theirs, "--output", ours)
+    return str(theirs), open_artifact(str(ours), "ranker").uri
+
+
+def _with_haproxy(size: str, model: Artifact, corpora: Sequence[Artifact], work: Path) -> Row:
+    """The overhead again, where Serve's proxies are HAProxy: it is chosen when Ray is imported."""
+    file = work / "haproxy.json"
+    command = [sys.executable, "-m", "jobs.benchmark", "serve", "--size", size, "--model", model.uri,
+               "--only", "overhead", "--work", str(work.parent), "--json", str(file),
+               *(word for corpus in corpora for word in ("--corpus", corpus.uri))]  # fmt: skip
+    subprocess.run(command, env={**os.environ, _IN_PROXIES: "1"}, check=False, capture_output=True)
+    if not file.exists():
+        return Row(
+            "serve.rank_100k.overhead_haproxy_ms", None, "ms", detail={"failed": " ".join(command)}
+        )
+    (row,) = json.loads(file.read_text())
+    file.unlink()
+    return Row(**row)

@@ -1,0 +1,187 @@
+"""What is measured: services on Ray Serve, the same work in a process of its own, and others' services."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import ray
+from fastapi import FastAPI
+from pydantic import BaseModel
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+from jobs import cluster
+from jobs.benchmarks.serving.load import Heard
+from pipeline.config import BadInput
+from serve import app
+
+_CPUS = 8  # logical: some parts have several replicas, which are asked in turn
+_START_S = 120.0
+_quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
+
+
+class Asked(BaseModel):
+    """What the empty deployment reads: the service's own question."""
+
+    context: list[str]
+    pool: str
+    top_k: int
+
+
+_noop_app = FastAPI()
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 1}, max_ongoing_requests=512)
+@serve.ingress(_noop_app)
+class Noop:
+    """FastAPI on Ray Serve that does no work."""
+
+    @_noop_app.post("/")
+    async def answer(self, asked: Asked) -> dict[str, int]:
+        return {"top_k": asked.top_k}
+
+
+@contextmanager
+def session() -> Iterator[int]:
+    """Ray and Serve's proxy on a free port, which is yielded."""
+    with cluster.session(_CPUS):
+        port = free_port()
+        options = {"host": "127.0.0.1", "port": port, "request_timeout_s": 65}
+        serve.start(http_options=options, logging_config=_quiet)
+        try:
+            yield port
+        finally:
+            serve.shutdown()
+
+
+@contextmanager
+def ranking(port: int, args: app.Args, **options: Any) -> Iterator[str]:
+    """The URL of a service, as long as it is needed. One replica of one core, unless options say more."""
+    options = {"ray_actor_options": {"num_cpus": 1}, "num_replicas": 1} | options
+    with deployed(port, args.name, app.application(args, **options)) as url:
+        yield url
+
+
+@contextmanager
+def deployed(port: int, name: str, application: serve.Application) -> Iterator[str]:
+    serve.run(application, name=name, route_prefix=f"/{name}", logging_config=_quiet)
+    try:
+        yield f"http://127.0.0.1:{port}/{name}"
+    finally:
+        serve.delete(name)
+
+
+@contextmanager
+def in_process(actor: type[Any], *arguments: Any, cpus: int = 1) -> Iterator[Any]:
+    """The same work in a process with as many threads as the replica."""
+    environment = {"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
+    handle = ray.remote(actor).options(num_cpus=0, runtime_env=environment).remote(*arguments)
+    try:
+        yield handle
+    finally:
+        ray.kill(handle)
+
+
+def result(reference: Any) -> Any:
+    """What an actor's method returned."""
+    return ray.get(reference)
+
+
+@contextmanager
+def plain_fastapi(module: str, *arguments: object, cpus: int) -> Iterator[str]:
+    """`python -m module arguments… port`: the URL of another service, once it answers GET /health."""
+    port = free_port()
+    env = {**os.environ, "OMP_NUM_THREADS": str(cpus), "TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, "-m", module, *map(str, arguments), str(port)]
+    process = subprocess.Popen(command, env=env)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + _START_S
+        while not _answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > end:
+                raise BadInput(f"{' '.join(command)}: it does not answer")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def memory_mib() -> dict[str, float]:
+    """What the processes of Serve hold, pages that several share counted once (PSS)."""
+    found = dict.fromkeys(("replicas", "proxies"), 0.0)
+    for process in psutil.process_iter():
+        try:
+            title = " ".join(process.cmdline()[:1])
+            for kind, mark in (("replicas", "ServeReplica"), ("proxies", "ProxyActor")):
+                if mark in title:
+                    found[kind] += process.memory_full_info().pss / 2**20
+        except psutil.Error:
+            continue
+    return {kind: round(value, 1) for kind, value in found.items()}
+
+
+def replicas(name: str) -> int:
+    """Those of an application that run."""
+    deployments = serve.status().applications[name].deployments.values()
+    return sum(states.replica_states.get("RUNNING", 0) for states in deployments)
+
+
+class Watch:
+    """Looks every so often, on a thread, as long as the block lasts."""
+
+    def __init__(self, look: Callable[[], float], every_s: float) -> None:
+        self.seen: list[tuple[float, float]] = []
+        """(seconds since the beginning, what was seen)"""
+        self._look, self._every_s = look, every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._every_s):
+            value = self._look()
+            self.seen.append((time.perf_counter() - self._began, value))
+
+    def __enter__(self) -> Watch:
+        self._began = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def beside(load: Callable[[], Heard], other: Callable[[], Heard]) -> tuple[Heard, Heard]:
+    """Two loads at once, each on a thread of its own."""
+    found: list[Heard] = []
+    thread = threading.Thread(target=lambda: found.append(other()))
+    thread.start()
+    one = load()
+    thread.join()
+    return one, found[0]

@@ -1,0 +1,135 @@
+"""The load that a service meets, and the report on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jobs.benchmarks.serving import load, parts
+from jobs.benchmarks.serving.load import Heard, Step
+from ..serve.live import serving
+
+BODIES = [b'{"at": 0}', b'{"at": 1}', b'{"at": 2}']
+
+
+class Echo:
+    """Keeps what it was sent; the answer's status is what the body asks for, or 200."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.at_once = self.most_at_once = 0
+        self.open = threading.Event()
+        self.open.set()
+
+    async def answer(self, request: Request) -> Response:
+        body = await request.body()
+        self.bodies.append(body)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        while not self.open.is_set():
+            await asyncio.sleep(0.01)
+        self.at_once -= 1
+        return Response(status_code=json.loads(body).get("status", 200) if body else 204)
+
+    @property
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/", self.answer, methods=["GET", "POST"])])
+
+
+@pytest.fixture
+def echo():
+    return Echo()
+
+
+@pytest.fixture
+def url(echo):
+    with serving(echo.app) as url:
+        yield url
+
+
+def test_all_that_was_due_is_sent_and_counted(echo, url):
+    heard = load.poisson(f"{url}/", BODIES, [Step(0.5, 100.0), Step(0.5, 20.0)])
+    assert len(echo.bodies) == len(heard.status) == len(heard.seconds)
+    assert set(heard.status.tolist()) == {200}
+    assert (np.diff(heard.due_s) >= 0).all() and heard.due_s[-1] <= 1.0
+    assert set(echo.bodies) == set(BODIES)
+    # Poisson: within five standard deviations of 50 and 10
+    first = len(heard.between(0, 0.5).status)
+    assert abs(first - 50) < 5 * 50**0.5 and abs(len(heard.status) - first - 10) < 5 * 10**0.5
+
+
+def test_the_same_seed_is_the_same_load(url):
+    one, same, other = (
+        load.poisson(f"{url}/", BODIES, [Step(0.2, 50.0)], seed) for seed in (1, 1, 2)
+    )
+    np.testing.assert_allclose(one.due_s, same.due_s, atol=1e-4)
+    assert len(one.due_s) != len(other.due_s) or not np.allclose(one.due_s, other.due_s, atol=1e-4)
+
+
+def test_the_clock_does_not_wait_for_answers(echo, url):
+    """And the time of a request that waited is counted from when it was due."""
+    echo.open.clear()
+    release = threading.Timer(0.6, echo.open.set)
+    release.start()
+    heard = load.poisson(f"{url}/", BODIES, [Step(0.3, 60.0)])
+    assert echo.most_at_once == len(heard.status) > 5
+    assert (heard.due_s + heard.seconds > 0.55).all()
+
+
+def test_clients_wait_for_their_answers(echo, url):
+    heard = load.clients(f"{url}/", BODIES, 3, 0.3)
+    assert 1 <= echo.most_at_once <= 3
+    assert len(heard.status) == len(echo.bodies)
+
+
+def test_what_is_not_answered_with_200_is_no_throughput(url):
+    heard = load.clients(f"{url}/", [b'{"status": 429}', b"{}"], 1, 0.3)
+    assert set(heard.statuses()) == {"200", "429"}
+    assert len(heard.answered().status) == heard.statuses()["200"]
+    assert heard.per_s(0.0, heard.end_s) == pytest.approx(heard.statuses()["200"] / heard.end_s)
+
+
+def test_a_service_that_is_not_there_is_heard_as_such():
+    with serving(Echo().app) as gone:
+        pass
+    heard = load.poisson(f"{gone}/", BODIES, [Step(0.2, 50.0)])
+    assert set(heard.statuses()) == {"no answer"}
+
+
+def test_without_body_it_is_a_get(url):
+    assert set(load.poisson(f"{url}/", [], [Step(0.2, 50.0)]).statuses()) == {"204"}
+
+
+def test_percentiles_are_of_the_seconds():
+    seconds = np.arange(1.0, 102.0) / 1e3
+    heard = Heard(np.zeros(101), seconds, np.full(101, 200), 1.0)
+    assert [heard.ms(q) for q in (0, 50, 99)] == pytest.approx([1.0, 51.0, 100.0])
+
+
+@pytest.mark.long
+def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
+    size = parts.Size(300, 20, 1.0, 1, 2.0, 2.0, quiet_s=3.0, burst_s=1.0, burst_clients=20)
+    monkeypatch.setattr(parts, "_SIZES", {"small": size})
+    monkeypatch.setattr(parts, "_with_haproxy", lambda *arguments: parts.Row("haproxy", 1.0, "ms"))
+    summary = run_job(
+        "benchmark", "serve", "--model", tiny_ranker("poly").uri, "--corpus", convai2_corpus.uri,
+        "--work", tmp_path, "--json", tmp_path / "rows.json",
+    ).summary  # fmt: skip
+    rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert sorted(rows) == sorted(summary["rows"]) == sorted([
+        "serve.rank_100k.overhead_ms", "serve.saturation_vs_in_process", "haproxy",
+        "serve.batching_gain_32_clients", "serve.load.70_percent.p99_over_p50",
+        "serve.load.300_percent.goodput", "serve.load.curve", "serve.burst.seconds_to_normal",
+        "serve.scaling.requests_lost",
+    ])  # fmt: skip
+    assert rows["serve.scaling.requests_lost"]["ours"] == 0
+    pictures = {path.name for path in (tmp_path / "serve").glob("*.png")}
+    assert pictures == {"load.png", "burst.png", "scaling.png"}
