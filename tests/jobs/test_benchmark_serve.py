@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from jobs.benchmarks.serving import load, parts
 from jobs.benchmarks.serving.load import Heard, Step
+
 from ..serve.live import serving
 
 BODIES = [b'{"at": 0}', b'{"at": 1}', b'{"at": 2}']
