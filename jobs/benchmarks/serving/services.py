@@ -56,6 +56,8 @@ class Noop:
 @contextmanager
 def session() -> Iterator[int]:
     """Ray and Serve's proxy on a free port, which is yielded."""
+    # Ray's workers give way to all other processes (nice 15): here those are the clients.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with cluster.session(_CPUS):
         port = free_port()
         options = {"host": "127.0.0.1", "port": port, "request_timeout_s": 65}
