@@ -87,10 +87,11 @@ class Args(BaseModel):
 
 
 @serve.deployment(
-    # Requests are admitted by the service itself, by the work that waits; Serve's router hands a standing
-    # queue on at 4 requests a second, so it gets none.
+    # Requests are admitted by the service itself, by the work that waits. Serve's router hands a standing
+    # queue on at 4 requests a second, so it gets none: its own is for requests on their way alone, of which
+    # 16 refused some of 32 clients who came at once.
     max_ongoing_requests=512,
-    max_queued_requests=16,
+    max_queued_requests=256,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
     graceful_shutdown_timeout_s=30,
 )

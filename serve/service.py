@@ -110,11 +110,14 @@ class Service:
         if question.explain and not engine.has_vectors:
             raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
                           "allowed: false", "explain")  # fmt: skip
-        self.queue.admit(deadline)
-        if question.pool is not None:
-            answer = await self._search(engine, question, question.pool, deadline)
-        else:
-            answer = await self._rank_given(engine, question, deadline)
+        name, units = f"search {question.pool}", 1
+        if question.pool is None:
+            name, units = "rank", 1 + len(question.candidates or [])
+        with self.queue.admit(name, units, deadline):
+            if question.pool is not None:
+                answer = await self._search(engine, question, question.pool, deadline)
+            else:
+                answer = await self._rank_given(engine, question, deadline)
         self._answered(answer)
         return answer
 
@@ -136,7 +139,8 @@ class Service:
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
     ) -> tuple[list[float], int]:
         """(score of each text, tokens read); equal texts are scored once, and so score alike."""
-        scores, tokens, _ = await self._scored(engine, context, texts, deadline)
+        with self.queue.admit("rank", 1 + len(texts), deadline):
+            scores, tokens, _ = await self._scored(engine, context, texts, deadline)
         return scores, tokens
 
     async def _scored(
@@ -179,18 +183,18 @@ class Service:
         self, engine: Engine, texts: Sequence[str], deadline: float
     ) -> tuple[torch.Tensor, int]:
         """([N, D], tokens read)"""
-        self.queue.admit(deadline)
-        rows = await self._tokenize(engine.ranker.candidate_rows, texts)
-        vectors = await self.queue.run(engine.candidates, rows, list(map(len, rows)), deadline)
+        with self.queue.admit("candidates", len(texts), deadline):
+            rows = await self._tokenize(engine.ranker.candidate_rows, texts)
+            vectors = await self.queue.run(engine.candidates, rows, list(map(len, rows)), deadline)
         return torch.stack(vectors), sum(map(len, rows))
 
     async def context_vectors(
         self, engine: Engine, contexts: Sequence[Sequence[str]], deadline: float
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
         """(([M, D], [M]) of each context, tokens read)"""
-        self.queue.admit(deadline)
-        rows = await self._tokenize(engine.ranker.context_rows, contexts)
-        found = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
+        with self.queue.admit("contexts", len(contexts), deadline):
+            rows = await self._tokenize(engine.ranker.context_rows, contexts)
+            found = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
         return found, sum(map(len, rows))
 
     async def _search(

@@ -324,7 +324,6 @@ class _Scored(NamedTuple):
 
 async def _score(service: Service, query: str, texts: Sequence[str], request: Request) -> _Scored:
     engine, deadline = service.engine, request.state.deadline
-    service.queue.admit(deadline)
     scores, tokens = await service.scores(engine, [query], texts, deadline)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
     return _Scored(engine, scores, order, tokens)

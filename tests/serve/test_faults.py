@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ray.serve.schema import LoggingConfig
 
 from pipeline.retrieval.pools.pool import make_current
 from serve import app
+from serve.client import Client
 
 from .conftest import ask
 
@@ -63,10 +64,15 @@ def serve_replicas(count: int) -> None:
 
 
 def replica_pids() -> list[int]:
+    return pids("ServeReplica")
+
+
+def pids(actor: str) -> list[int]:
+    """Of Ray's processes with that actor."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         line = " ".join(process.info["cmdline"] or [])
-        if line.startswith("ray::ServeReplica:") or "ServeReplica" in line:
+        if line.startswith("ray::") and actor in line:
             found.append(process.info["pid"])
     return found
 
@@ -149,3 +155,66 @@ def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
     assert set(load.versions[heard:]) == {"v-2"}
     switches = sum(a != b for a, b in zip(load.versions, load.versions[1:], strict=False))
     assert switches < 40  # both replicas went over within a moment, and never back
+
+
+# The long form: make test-long
+
+
+@pytest.mark.long
+def test_a_killed_proxy_comes_back_and_retries_bridge_it(port):
+    """A node's only proxy: nobody listens until it is back. The client asks again until then."""
+    with Client(f"http://127.0.0.1:{port}", timeout_s=55.0, retries=1_000) as client:
+        client.rank(["hello there"], pool="replies")
+        (proxy,) = pids("ProxyActor")
+        os.kill(proxy, signal.SIGKILL)
+        for _ in range(20):
+            assert client.rank(["hello there"], pool="replies", top_k=3).results
+    assert pids("ProxyActor") != [proxy]
+
+
+@pytest.mark.long
+def test_slow_senders_take_nobody_elses_place(port):
+    """20 clients that send a byte now and then: the others are answered, they are told 408."""
+    head = (
+        b"POST /rank HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+        b"content-length: 1000\r\n\r\n"
+    )
+    with ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            for _ in range(20)
+        ]
+        for one in slow:
+            one.sendall(head)
+        stop = threading.Event()
+
+        def drip() -> None:
+            while not stop.wait(0.5):
+                for one in slow:
+                    with suppress(OSError):  # it has been answered
+                        one.sendall(b" ")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            with steady_load(port) as load:
+                answers = [one.recv(4096) for one in slow]
+        finally:
+            stop.set()
+            dripping.join()
+    assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers), answers[:2]
+    assert set(load.statuses) == {200}
+    assert load.statuses[200] > 100
+
+
+@pytest.mark.long
+def test_fifty_new_versions_are_fifty_swaps_without_a_failure(port, pools):
+    with steady_load(port) as load:
+        for number in range(50):
+            version = f"w-{number:02d}"
+            publish(pools, version)
+            make_current(str(pools), "replies", version)
+            until(lambda: load.versions[-20:].count(version) == 20)  # noqa: B023
+    assert set(load.statuses) <= {200, 429}, load.statuses
+    seen = dict.fromkeys(version for version in load.versions if version.startswith("w-"))
+    assert list(seen) == [f"w-{number:02d}" for number in range(50)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from starlette.routing import Route
 from serve import api, guard
 from serve.guard import Guard
 from serve.limits import Limits
+from serve.scheduling import WorkQueue
 
 from .conftest import ask, serving
 
@@ -110,7 +112,7 @@ def test_what_cannot_be_answered_in_time_is_not_computed(tiny_ranker, asking, mo
     clock = iter(range(0, 10**6, 100))  # each look at the clock is 100 s later
 
     monkeypatch.setattr("serve.scheduling.time.monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(one.service.queue, "admit", lambda deadline: None)
+    monkeypatch.setattr(one.service.queue, "admit", lambda *asked: nullcontext())
     response = TestClient(api.create_app(one.service)).post("/rank", json=GOOD)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
 
@@ -118,7 +120,7 @@ def test_what_cannot_be_answered_in_time_is_not_computed(tiny_ranker, asking, mo
 def test_overload_is_refused_at_once_with_a_time_to_come_again(tiny_ranker, asking, monkeypatch):
     one = asking(tiny_ranker("poly"))
     client = TestClient(api.create_app(one.service))
-    monkeypatch.setattr(one.service.queue, "_waiting_s", 61.5)
+    monkeypatch.setattr(WorkQueue, "waiting_s", 61.5)
     response = client.post("/rank", json=GOOD)
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
     assert response.headers["retry-after"] == "62"

@@ -85,7 +85,7 @@ def test_the_shortest_deadline_comes_first(queue):
 
 def test_a_small_request_passes_between_the_rows_of_a_large_one(queue):
     gate = Gate(units=1)
-    queue._unit_s["gated"] = 0.1  # what such rows took before
+    queue._unit_s["gated"].value = 0.1  # what such rows took before
     now = time.monotonic()
     large = queue.run(gate.kind, list(range(100)), [1] * 100, now + 30)
     small = queue.run(gate.kind, ["small"], [1], now + 31)
@@ -130,39 +130,85 @@ def test_one_requests_failure_is_not_that_of_its_batch(queue):
     assert isinstance(zero, ZeroDivisionError)
 
 
+async def let_in(gate: Gate, queue: WorkQueue, count: int) -> list[asyncio.Task[Any]]:
+    """So many requests of a unit each, of which the first is being computed."""
+
+    async def request(row: int) -> Any:
+        with queue.admit("request", 1, soon() + 1000):
+            return await queue.run(gate.kind, [row], [1], soon())
+
+    waiting = [asyncio.create_task(request(row)) for row in range(count)]
+    await asyncio.to_thread(gate.entered.wait, 60)
+    return waiting
+
+
 def test_so_much_work_is_accepted_and_no_more(queue):
     gate = Gate(units=1)
-    queue._unit_s["gated"] = 1.0
+    queue._request_s["request"].value = 1.0
 
     async def fill() -> None:
-        queue.admit(soon())
-        waiting = asyncio.ensure_future(queue.run(gate.kind, list(range(61)), [1] * 61, soon()))
-        await asyncio.to_thread(gate.entered.wait, 60)
-        with pytest.raises(Refusal) as refused:
-            queue.admit(soon() + 1000)
+        waiting = await let_in(gate, queue, 70)
+        assert queue.waiting_s == pytest.approx(61)
+        with pytest.raises(Refusal) as refused, queue.admit("request", 1, soon() + 1000):
+            pass
         assert refused.value.code == "overloaded"
-        assert refused.value.retry_after_s == pytest.approx(61, abs=2)
+        assert refused.value.retry_after_s == pytest.approx(61)
         gate.opened.set()
-        await waiting
-        queue.admit(soon())  # all is done: nothing of it counts any more
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [isinstance(one, Refusal) for one in results] == [False] * 61 + [True] * 9
+        assert queue.waiting_s == 0.0
+        with queue.admit("request", 1, soon()):  # all is done: nothing of it counts any more
+            pass
 
     run(fill())
+
+
+def test_a_request_counts_before_its_rows_are_there(queue):
+    """They come one stage after the other: 200 clients who came at once were all let in."""
+    queue._request_s["request"].value = 30.0
+    with queue.admit("request", 1, soon()), queue.admit("request", 1.5, soon()):
+        assert queue.waiting_s == pytest.approx(75.0)
+        with pytest.raises(Refusal), queue.admit("request", 1, soon()):
+            pass
+    assert queue.waiting_s == 0.0
 
 
 def test_a_request_that_would_be_late_is_refused_at_once(queue):
     gate = Gate(units=1)
-    queue._unit_s["gated"] = 1.0
+    queue._request_s["request"].value = 1.0
 
     async def fill() -> None:
-        waiting = asyncio.ensure_future(queue.run(gate.kind, list(range(10)), [1] * 10, soon()))
-        await asyncio.to_thread(gate.entered.wait, 60)
-        queue.admit(time.monotonic() + 30)
-        with pytest.raises(Refusal, match="are waiting"):
-            queue.admit(time.monotonic() + 3)
+        waiting = await let_in(gate, queue, 10)
+        with queue.admit("request", 1, time.monotonic() + 30):
+            pass
+        soon_over = queue.admit("request", 1, time.monotonic() + 3)
+        with pytest.raises(Refusal, match="are waiting"), soon_over:
+            pass
         gate.opened.set()
-        await waiting
+        await asyncio.gather(*waiting)
 
     run(fill())
+
+
+def test_what_requests_took_is_what_the_next_are_expected_to_take(queue):
+    """A unit; the first one does not count."""
+    took = iter([5.0, 0.2, 0.4])
+
+    def work(rows: list[int]) -> list[int]:
+        end = time.monotonic() + next(took) / 10
+        while time.monotonic() < end:
+            pass
+        return rows
+
+    async def ask() -> None:
+        with queue.admit("request", 2, soon()):
+            await queue.run(Kind("work", work, 10), [1, 2], [1, 1], soon())
+
+    for _ in range(3):
+        run(ask())
+    assert queue._request_s["request"].value == pytest.approx((0.02 + 0.04) / 4, rel=0.5)
+    with queue.admit("request", 100, soon()):
+        assert queue.waiting_s == pytest.approx(1.5, rel=0.5)
 
 
 def test_the_watch_hears_of_every_batch():

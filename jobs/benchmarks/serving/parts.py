@@ -95,10 +95,13 @@ def measure(
             if part not in wanted:
                 continue
             print(f"{part} …", flush=True)
-            if part in ("rerank", "embed"):
-                found += service.beside_plain_fastapi(part, encoder, texts)
-            else:
-                found += getattr(service, part)()
+            try:
+                if part in ("rerank", "embed"):
+                    found += service.beside_plain_fastapi(part, encoder, texts)
+                else:
+                    found += getattr(service, part)()
+            except BadInput as problem:  # the other parts count nevertheless
+                found.append(Row(f"serve.{part}", None, "", detail={"failed": str(problem)}))
     if "overhead" in wanted and not os.environ.get(_IN_PROXIES):
         found.append(_with_haproxy(size, model, corpora, work))
     return found
