@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
 
-def pack(hf: Any) -> None:
+def pack(model: Any) -> None:
     """Lays out the linear layers of a bf16 model on a CPU for inference; it can do nothing else then."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # it takes AVX-512
         return
-    for part in list(hf.modules()):
+    for part in list(model.modules()):
         activation = getattr(part, "intermediate_act_fn", None)  # behind a layer of BERT's
         fused = isinstance(activation, GELUActivation)
         for name, child in part.named_children():
