@@ -49,7 +49,7 @@ from pipeline.models.transformer import Encoder
 
 OnEncoder = DualEncoder | CrossEncoder
 Network = OnEncoder | ConvertNetwork
-OnEncoderConfig = BiConfig | PolyConfig | CrossConfig
+RankerOnEncoder = BiConfig | PolyConfig | CrossConfig
 
 _HEAD = "head.safetensors"
 _CONTEXTS, _CANDIDATES = "context_encoder", "candidate_encoder"  # folders of the towers
@@ -188,7 +188,7 @@ def set_head(network: OnEncoder, weights: Mapping[str, Tensor], problem: str) ->
 
 
 def new_network(
-    config: OnEncoderConfig, encoder: Encoder, other: Encoder | None = None
+    config: RankerOnEncoder, encoder: Encoder, other: Encoder | None = None
 ) -> OnEncoder:
     """A network with a new head. `other`: the candidates' tower where it is not the same, or to be
     the same at the start.
