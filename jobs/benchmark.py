@@ -25,7 +25,7 @@ class Config:
 
     POSITIONAL = "name"
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
-    name: Literal["corpora", "embed", "finetune", "gpu", "paper", "pretrain", "search"]
+    name: Literal["convert", "corpora", "embed", "finetune", "gpu", "paper", "pretrain", "search"]
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
     """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
@@ -41,13 +41,14 @@ class Config:
     encoder: str = ""
     """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default."""
     corpus: tuple[str, ...] = ()
-    """For finetune: a corpus. For paper: corpora, of a task each. For search: the first one's contexts
+    """For convert and finetune: a corpus. For paper: corpora, of a task each. For search: the first one's contexts
     ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for pretrain it may
     be tokenized."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
-    """For search: a trained poly-encoder (of jobs.finetune)."""
+    """For search: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model that was trained
+    on the corpus; without one nothing is ranked."""
     only: tuple[str, ...] = ()
     """For paper: names of the table's rows; for finetune: bf16 or fp32; none: all."""
     seeds: int = 1
@@ -78,6 +79,8 @@ class Config:
         if self.name == "search":
             for name in ("model", "corpus"):
                 require(bool(getattr(self, name)), name, getattr(self, name), "its URI, for search")
+        if self.name == "convert":
+            require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
         reads_only = self.name == "finetune" or (self.name == "paper" and self.table != 5)
         require(reads_only or not self.only, "only", self.only,
                 "none, but for finetune, and paper's tables other than 5")  # fmt: skip
@@ -122,6 +125,13 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import search
 
         rows = search.measure(config.size, model, asked, work)
+    elif config.name == "convert":
+        corpus = open_artifact(config.corpus[0], "corpus")
+        trained = open_artifact(config.model, "ranker") if config.model else None
+
+        from jobs.benchmarks import convert
+
+        rows = convert.measure(config.size, corpus, trained, work)
     elif config.name == "pretrain":
         from jobs.benchmarks import pretrain
 
