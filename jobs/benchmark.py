@@ -41,9 +41,9 @@ class Config:
     encoder: str = ""
     """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default."""
     corpus: tuple[str, ...] = ()
-    """For convert and finetune: a corpus. For paper: corpora, of a task each. For search: the first one's contexts
-    ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for pretrain it may
-    be tokenized."""
+    """For convert and finetune: a corpus. For paper: corpora, of a task each. For search: the first one's
+    contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for pretrain
+    it may be tokenized."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""

@@ -26,7 +26,7 @@ _LEAST_SQUARE = 1e-12  # of a vector that is made to have length 1
 
 def fast_gelu(values: Tensor) -> Tensor:
     """x · σ(1.702 x) (Hendrycks and Gimpel, 2016)."""
-    return values * torch.sigmoid(1.702 * values)
+    return F.silu(1.702 * values) / 1.702  # silu is x · σ(x), in one pass
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "fast_gelu": fast_gelu}
