@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from jobs.benchmarks.embed import minilm
+from jobs.benchmarks.embed import minilm_folder
 from jobs.benchmarks.measure import Row
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
@@ -88,7 +88,7 @@ def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Ro
     inference.place(ranker, torch.device("cpu"), "auto")
     if ranker.precision == "bf16":
         inference.to_bf16(ranker)
-    peer = SentenceTransformer(str(minilm()), device="cpu")
+    peer = SentenceTransformer(str(minilm_folder()), device="cpu")
     ways: dict[str, Callable[[list[str]], Any]] = {
         "ours": lambda some: inference.candidate_vectors(ranker, some),
         "minilm": lambda some: peer.encode(some, show_progress_bar=False),

@@ -208,6 +208,9 @@ class ConvertConfig(ScorerConfig):
     multi-context model has 10."""
     number_earlier_turns: bool = False
     """Earlier turns begin with "0: ", "1: ", …, 0 for the newest of them, as PolyAI's model for DSTC7."""
+    context_codes: int = 0
+    """A poly-encoder on ConveRT: a context has so many vectors, by learnt codes over its tokens, and a
+    candidate attends to them; 0: one, as in the paper."""
     buckets: int = 1000
     """Embedding rows that subwords outside the vocabulary are hashed to."""
     width: int = 512
@@ -244,7 +247,7 @@ class ConvertConfig(ScorerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("earlier_turns", "anneal_steps"):
+        for name in ("earlier_turns", "context_codes", "anneal_steps"):
             require(getattr(self, name) >= 0, f"ranker.{name}", getattr(self, name), ">= 0")
         for name in ("position_tables", "windows", "hidden"):
             value = getattr(self, name)
@@ -257,7 +260,7 @@ class ConvertConfig(ScorerConfig):
 
     @property
     def vectors_per_context(self) -> int:
-        return 1
+        return self.context_codes or 1
 
     @property
     def search_attention(self) -> SearchAttention:

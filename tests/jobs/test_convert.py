@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -31,6 +32,7 @@ SMALL = {
     "evaluate": ["--precision", "fp32"],
     "embed_pool": ["--embed.precision", "fp32"],
     "search": ["--precision", "fp32"],
+    "convert_model": [],
 }  # fmt: skip
 
 
@@ -55,8 +57,10 @@ def test_every_command_of_the_page_runs(
     summaries = {}
     for module, *arguments in commands():
         verb = module.removeprefix("jobs.")
+        if verb == "convert_model" and not importlib.util.find_spec("onnx"):
+            continue  # an extra
         summaries[verb] = run_job(verb, *arguments, *SMALL[verb]).summary
-    assert set(summaries) == set(SMALL)
+    assert set(summaries) | {"convert_model"} == set(SMALL)
     vocabulary = open_artifact("tokenizers/subwords", "tokenizer").local()
     assert len(load_vocabulary(vocabulary)) <= 300
     single = load_ranker(open_artifact("rankers/convert", "ranker").local())

@@ -274,7 +274,7 @@ class FeedForward2(nn.Module):
         self, inputs: int, hidden: Sequence[int], outputs: int, skip: Matrix, activation: Activation
     ) -> None:
         super().__init__()
-        self._activation: Activation = activation
+        self.activation: Activation = activation
         self._skip = (skip,)  # in a tuple: it is no part of this module
         self.norm_in = Norm(inputs)
         for number, width in enumerate(hidden, 1):
@@ -287,4 +287,4 @@ class FeedForward2(nn.Module):
     def forward(self, r: Tensor) -> Tensor:
         with no_autocast(r):
             weights = dict(self.named_parameters())
-            return feed_forward_2(r.float(), weights, self._skip[0].weight, self._activation)
+            return feed_forward_2(r.float(), weights, self._skip[0].weight, self.activation)

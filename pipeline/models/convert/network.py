@@ -4,6 +4,10 @@ One encoder is shared by all texts; each side has a network of its own on top. A
 reads the turns before the newest one, all in one text (reference 5.6):
 
     h_x = context(r(newest turn)),  h_z = earlier(r(earlier turns)) or 0,  h = combined((h_x + h_z) / 2)
+
+With learnt codes a context has M vectors, h + projected(what code m attends to), and a candidate attends to
+them as a poly-encoder's does. They and the candidates' have the length E^¼ then, so that their products are
+√E · cosine: attention over products of at most 1 would be nearly even.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from pipeline.models.attention import no_autocast
 from pipeline.models.convert.encoder import (
     Blocks,
     FeedForward2,
@@ -24,7 +30,12 @@ from pipeline.models.convert.encoder import (
 )
 from pipeline.models.convert.quantisation import Table
 from pipeline.models.network import VectorNetwork, View
-from pipeline.models.polyencoder import poly_scores, poly_weights
+from pipeline.models.polyencoder import (
+    code_weights,
+    learnt_code_vectors,
+    poly_scores,
+    poly_weights,
+)
 from pipeline.models.settings import ConvertConfig
 from pipeline.models.tokens import Tokens
 
@@ -60,6 +71,13 @@ class ConvertNetwork(VectorNetwork):
             self.combined_skip = Matrix(outputs, outputs)
             self.earlier = side(r, self.skip)
             self.combined = side(outputs, self.combined_skip)
+        self.codes_MD = self.code_projection = None
+        self.length = 1.0
+        if config.context_codes:
+            codes_MD = torch.randn(config.context_codes, config.width)
+            self.codes_MD = nn.Parameter(codes_MD / math.sqrt(config.width))
+            self.code_projection = Matrix(config.width, outputs)
+            self.length = outputs**0.25
         # A tensor: compiled code takes a new number every step as new code.
         self.register_buffer("scale", torch.tensor(math.sqrt(outputs)), persistent=False)
 
@@ -102,33 +120,36 @@ class ConvertNetwork(VectorNetwork):
 
     @property
     def training_scale(self) -> Tensor:
-        return self.scale
+        return self.scale / self.length**2
 
     def encode_contexts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        newest, earlier, _ = self._encodings(tokens)
-        h_BE = newest if earlier is None else self._combine(newest, earlier)
-        return h_BE[:, None], torch.ones(len(h_BE), 1, dtype=torch.bool, device=h_BE.device)
+        view = self.context_views(tokens)[0]
+        return view.vectors_BMD, view.mask_BM
 
     def context_views(self, tokens: Tokens) -> list[View]:
         """The combined encoding, that of the newest turn, and that of the earlier turns: each is to
-        rank the response."""
-        newest, earlier, present_B = self._encodings(tokens)
-        all_B1 = torch.ones(len(newest), 1, dtype=torch.bool, device=newest.device)
-        if earlier is None:
-            return [View(newest[:, None], all_B1)]
-        combined = self._combine(newest, earlier)
-        return [
-            View(combined[:, None], all_B1),
-            View(newest[:, None], all_B1),
-            View(earlier[:, None], present_B[:, None]),
-        ]
+        rank the response. Codes are in the first one."""
+        in_newest_BT, in_earlier_BT = self._parts(tokens)
+        newest = self._outputs(tokens.ids_BT, in_newest_BT)
+        h_x: Tensor = self.context(self.reduction(*newest))
+        all_B = torch.ones(len(h_x), dtype=torch.bool, device=h_x.device)
+        if self.earlier is None or self.combined is None:
+            return [self._with_codes(h_x, *newest)]
+        earlier, present_B = self._outputs(tokens.ids_BT, in_earlier_BT), in_earlier_BT.any(dim=1)
+        # A text without a token has an encoding that is masked out, so that a batch in which none has
+        # earlier turns uses the same weights as any other: DistributedDataParallel waits for them.
+        h_z: Tensor = self.earlier(self.reduction(*earlier)) * present_B[:, None]
+        h: Tensor = self.combined((h_x + h_z) / 2)
+        both = (torch.cat(parts, dim=1) for parts in zip(newest, earlier, strict=True))
+        return [self._with_codes(h, *both), self._alone(h_x, all_B), self._alone(h_z, present_B)]
 
     def encode_candidates(self, tokens: Tokens) -> Tensor:
-        h_NE: Tensor = self.candidate(self.sentence_encodings(tokens.ids_BT, tokens.mask_BT))
-        return h_NE
+        hidden_BTD = self.blocks(self.tokens(tokens.ids_BT), tokens.mask_BT)
+        h_NE: Tensor = self.candidate(self.reduction(hidden_BTD, tokens.mask_BT))
+        return h_NE * self.length
 
     def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        """Cosines; the factor of the loss is not in them."""
+        """Cosines, where there are no codes; the factor of the loss is not in them."""
         return poly_scores(vectors_BMD, mask_BM, candidates)
 
     def vector_weights(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
@@ -138,46 +159,51 @@ class ConvertNetwork(VectorNetwork):
         return vectors[..., :width]
 
     def attention_to_tokens(self, tokens: Tokens) -> Tensor:
-        """[B, 1, T]: what the reduction takes of each token, the mean over its heads. The newest turn's
-        and the earlier ones' tokens have half each, where there are both."""
-        in_newest_BT, in_earlier_BT = self._parts(tokens)
-        weights_BT = torch.zeros(tokens.ids_BT.shape, device=tokens.ids_BT.device)
-        for inside_BT in (in_newest_BT, in_earlier_BT):
-            texts = _gathered(tokens.ids_BT, inside_BT, self.pad)
-            hidden_BTD = self._token_outputs(*texts)
-            own_BT = self.reduction.token_weights(hidden_BTD, texts.mask_BT)
-            weights_BT = weights_BT.masked_scatter(inside_BT, own_BT[texts.mask_BT])
-        return (weights_BT / weights_BT.sum(dim=1, keepdim=True).clamp(min=1e-9))[:, None]
+        """[B, M, T]: what each code takes of each token. Without codes [B, 1, T]: what the reduction takes,
+        the mean over its heads; the newest turn's and the earlier ones' tokens have half each, where there
+        are both."""
+        found, mask_BT = [], tokens.mask_BT
+        outputs = [self._outputs(tokens.ids_BT, inside_BT) for inside_BT in self._parts(tokens)]
+        if self.codes_MD is not None:
+            hidden_BTD, kept_BT = (torch.cat(p, dim=1) for p in zip(*outputs, strict=True))
+            weights_BMT = code_weights(hidden_BTD, kept_BT, self.codes_MD)
+            found = [weights_BMT[:, m][kept_BT] for m in range(len(self.codes_MD))]
+        else:
+            own = [self.reduction.token_weights(*one) for one in outputs]
+            kept_BT = torch.cat([kept for _, kept in outputs], dim=1)
+            found = [torch.cat(own, dim=1)[kept_BT]]
+        zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+        # The kept tokens of a row come in its order: the newest turn's stand before the earlier ones'.
+        weights_BMT = torch.stack([zeros_BT.masked_scatter(mask_BT, one) for one in found], dim=1)
+        return weights_BMT / weights_BMT.sum(dim=2, keepdim=True).clamp(min=1e-9)
 
-    def sentence_encodings(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """r [B, heads · D], float32: what serves other tasks, such as intents. Not of length 1."""
-        hidden_BTD = self._token_outputs(ids_BT, mask_BT)
-        r: Tensor = self.reduction(hidden_BTD, mask_BT)
+    def encode_texts(self, tokens: Tokens) -> Tensor:
+        """r [B, heads · D] of the newest turns, float32: what other tasks take of a text, such as intents
+        (reference 5.8). Not of length 1."""
+        r: Tensor = self.reduction(*self._outputs(tokens.ids_BT, self._parts(tokens)[0]))
         return r
 
-    def _token_outputs(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        hidden_BTD: Tensor = self.blocks(self.tokens(ids_BT), mask_BT)
-        return hidden_BTD
+    def _outputs(self, ids_BT: Tensor, inside_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Token outputs [B, T', D] of the tokens inside, moved to the beginning, and their mask."""
+        texts = _gathered(ids_BT, inside_BT, self.pad)
+        hidden_BTD: Tensor = self.blocks(self.tokens(texts.ids_BT), texts.mask_BT)
+        return hidden_BTD, texts.mask_BT
 
-    def _encodings(self, tokens: Tokens) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Of the newest turns [B, E], of the earlier ones [B, E], zeros where there are none, and which
-        contexts [B] have earlier ones; None: the model reads none."""
-        in_newest_BT, in_earlier_BT = self._parts(tokens)
-        newest = _gathered(tokens.ids_BT, in_newest_BT, self.pad)
-        h_x: Tensor = self.context(self.sentence_encodings(*newest))
-        present_B = in_earlier_BT.any(dim=1)
-        if self.earlier is None:
-            return h_x, None, present_B
-        earlier = _gathered(tokens.ids_BT, in_earlier_BT, self.pad)
-        # Texts without a token give zeros for r, and a masked-out encoding: a batch in which none has
-        # earlier turns uses the same weights as any other, as DistributedDataParallel needs it.
-        h_z: Tensor = self.earlier(self.sentence_encodings(*earlier))
-        return h_x, h_z * present_B[:, None], present_B
+    def _with_codes(self, h_BE: Tensor, hidden_BTD: Tensor, mask_BT: Tensor) -> View:
+        """An encoding, or M of them where there are codes."""
+        if self.codes_MD is None or self.code_projection is None:
+            return View(h_BE[:, None], h_BE.new_ones(len(h_BE), 1, dtype=torch.bool))
+        with no_autocast(h_BE):
+            seen_BMD, mask_BM = learnt_code_vectors(hidden_BTD, mask_BT, self.codes_MD)
+            vectors_BME = h_BE[:, None] + seen_BMD @ self.code_projection.weight
+            return View(F.normalize(vectors_BME, dim=-1) * self.length, mask_BM)
 
-    def _combine(self, h_x: Tensor, h_z: Tensor) -> Tensor:
-        assert self.combined is not None
-        h: Tensor = self.combined((h_x + h_z) / 2)
-        return h
+    def _alone(self, h_BE: Tensor, present_B: Tensor) -> View:
+        """One encoding beside views that have M vectors."""
+        count = self.config.vectors_per_context
+        first_M = torch.arange(count, device=h_BE.device) == 0
+        vectors_BME = (h_BE * self.length)[:, None].expand(-1, count, -1)
+        return View(vectors_BME, present_B[:, None] & first_M)
 
     def _parts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """[B, T] each: the tokens of the newest turns, and those of the earlier ones."""

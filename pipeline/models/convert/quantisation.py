@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-_LEVELS = 255  # steps between the lowest and the highest
+LEVELS = 255  # steps between the lowest and the highest
 _MARGIN_SHARE, _MARGIN = 0.1, 0.01
 
 
@@ -25,13 +25,13 @@ def value_range(weights: Tensor) -> tuple[float, float]:
 
 def quantised(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The numbers of the nearest levels, uint8; values beyond the range take its ends."""
-    step = (high - low) / _LEVELS
-    return ((values - low) / step).round().clamp(0, _LEVELS).to(torch.uint8)
+    step = (high - low) / LEVELS
+    return ((values - low) / step).round().clamp(0, LEVELS).to(torch.uint8)
 
 
 def dequantised(levels: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The values of levels, float32."""
-    return low + levels.float() * ((high - low) / _LEVELS)
+    return low + levels.float() * ((high - low) / LEVELS)
 
 
 class Table(nn.Module):

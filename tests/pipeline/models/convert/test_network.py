@@ -48,6 +48,33 @@ def test_encodings_have_length_1_and_scores_are_cosines(convert, earlier):
 
 
 @pytest.mark.parametrize("earlier", [0, 10])
+def test_codes_give_a_context_several_vectors_that_are_compared_as_a_poly_encoders(
+    convert, earlier
+):
+    """Each is the encoding and what its code attends to; with nothing of that it is the encoding alone."""
+    ranker = convert(earlier_turns=earlier, context_codes=3)
+    vectors_BMD, mask_BM = inference.context_vectors(ranker, CONTEXTS)
+    candidates_CD = inference.candidate_vectors(ranker, TEXTS)
+    assert vectors_BMD.shape[1] == ranker.config.vectors_per_context == 3 and mask_BM.all()
+    for vectors in (vectors_BMD, candidates_CD):
+        torch.testing.assert_close(vectors.norm(dim=-1), torch.full(vectors.shape[:-1], 8**0.25))
+    logits = np.einsum("bmd,cd->bcm", vectors_BMD.double(), candidates_CD.double())
+    weights = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
+    scores = ranker.dual.scores(vectors_BMD, mask_BM, candidates_CD)
+    close(scores, (weights * logits).sum(axis=2))
+    assert not torch.allclose(vectors_BMD[0, 0], vectors_BMD[0, 1], atol=1e-3)
+    attended = attention_to_tokens(ranker, ["a b", "the cat"])
+    torch.testing.assert_close(attended.weights_MT.sum(dim=1), torch.ones(3))
+    assert len({tuple(row) for row in attended.weights_MT.tolist()}) == 3
+    views = ranker.dual.context_views(ranker.tokenizer.batch(ranker.context_rows(CONTEXTS)))
+    assert [view.vectors_BMD.shape for view in views] == [(6, 3, 8)] * len(views)
+    with torch.no_grad():
+        ranker.network.code_projection.weight.zero_()
+    plain, _ = inference.context_vectors(ranker, CONTEXTS)
+    torch.testing.assert_close(plain[:, 0], plain[:, 2])
+
+
+@pytest.mark.parametrize("earlier", [0, 10])
 def test_a_text_has_the_same_encoding_alone_and_in_a_batch(convert, earlier):
     ranker = convert(earlier_turns=earlier)
     h_x, h_y = encoded(ranker)
@@ -153,7 +180,9 @@ def in_16_bits(ranker):
     return ranker
 
 
-@pytest.mark.parametrize("settings", [{}, {"earlier_turns": 10}, {"quantised": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"earlier_turns": 10}, {"quantised": False}, {"context_codes": 3}]
+)
 def test_a_saved_model_comes_back(convert, tmp_path, settings):
     ranker = convert(**settings)
     ranker.network.before_step(0)
