@@ -174,8 +174,10 @@ def _block(graph: _Graph, block: Block, hidden: str, ruled_out: str, distance_TT
     weights = graph("Softmax", graph("Add", logits, ruled_out), axis=-1)
     hidden = graph("Add", hidden, graph.linear(graph("MatMul", weights, v), attention.out))
     hidden = graph.normed(hidden, block.norm_1)
-    wide = graph.activated(graph.linear(hidden, block.wide), "fast_gelu")
-    return graph.normed(graph("Add", hidden, graph.linear(wide, block.narrow)), block.norm_2)
+    wide = graph.activated(graph.linear(hidden, block.feed_forward.wide), "fast_gelu")
+    return graph.normed(
+        graph("Add", hidden, graph.linear(wide, block.feed_forward.narrow)), block.norm_2
+    )
 
 
 def _summed(

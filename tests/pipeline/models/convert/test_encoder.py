@@ -131,8 +131,12 @@ def block_oracle(block, rows_TD):
         logits = [q[i] @ k[j] / np.sqrt(q.shape[1]) + bias[attention.longest - i + j] for j in near]
         seen[i] = softmax(np.array(logits)) @ v[near]
     rows_TD = normed(rows_TD + seen @ weight(attention.out.weight).T, block.norm_1)
-    wide = fast_gelu(rows_TD @ weight(block.wide.weight).T + weight(block.wide.bias))
-    narrow = wide @ weight(block.narrow.weight).T + weight(block.narrow.bias)
+    wide = fast_gelu(
+        rows_TD @ weight(block.feed_forward.wide.weight).T + weight(block.feed_forward.wide.bias)
+    )
+    narrow = wide @ weight(block.feed_forward.narrow.weight).T + weight(
+        block.feed_forward.narrow.bias
+    )
     return normed(rows_TD + narrow, block.norm_2)
 
 
