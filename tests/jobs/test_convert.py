@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.artifact import open_artifact
 from pipeline.models import inference
@@ -43,6 +44,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[2:] for line in lines]
 
 
+@pytest.mark.long
 def test_every_command_of_the_page_runs(
     run_job, convai2_corpus, actors_in_process, tmp_path, monkeypatch
 ):
@@ -70,6 +72,7 @@ def test_every_command_of_the_page_runs(
     assert len(pool) == 6
     context = ["hello there", "how are you?"]
     results = summaries["search"]["results"]
+    inference.place(multi, torch.device("cpu"), "fp32")
     vectors, _ = inference.context_vectors(multi, [context])
     scores = pool.vectors_at(np.arange(6)).astype(np.float64) @ vectors[0, 0].numpy()
     assert [row["id"] for row in results] == [f"r{n}" for n in np.argsort(-scores)[: len(results)]]

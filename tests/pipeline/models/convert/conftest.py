@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.models import inference
 from pipeline.models.convert.tokenizer import save_vocabulary
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import ConvertConfig
@@ -49,6 +50,6 @@ def convert(vocabulary_folder: Path) -> Callable[..., Ranker]:
         with torch.no_grad():
             for parameter in ranker.parameters():
                 parameter += 0.3 * torch.randn(parameter.shape, generator=noise)
-        return ranker.eval()
+        return inference.place(ranker.eval(), torch.device("cpu"), "fp32")
 
     return build

@@ -32,6 +32,8 @@ TEXTS = ["the cat.", "", "😀 жж", "a longer text than the others, it is"]
 
 
 def encoded(ranker):
+    """Contexts [N, D] and candidates, in float32 but for what `to_bf16` made bf16."""
+    ranker.precision = "fp32"
     vectors_BMD, mask_BM = inference.context_vectors(ranker, CONTEXTS)
     assert mask_BM.all()
     return vectors_BMD[:, 0], inference.candidate_vectors(ranker, TEXTS)

@@ -27,7 +27,7 @@ def test_onnx_runtime_gives_the_same_encodings(convert, tmp_path, settings):
 
     ranker = convert(**settings)
     ranker.save(tmp_path / "ranker")
-    loaded = load_ranker(tmp_path / "ranker")
+    loaded = inference.place(load_ranker(tmp_path / "ranker"), torch.device("cpu"), "fp32")
     (tmp_path / "onnx").mkdir()
     to_onnx.export(loaded, tmp_path / "onnx")
     assert {path.name for path in (tmp_path / "onnx").iterdir()} == {
