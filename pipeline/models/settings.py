@@ -219,7 +219,7 @@ class ConvertConfig(ScorerConfig):
     """Rows of each table of positions; a token's position is the sum of its rows."""
     windows: tuple[int, ...] = (3, 5, 48, 48, 48, 48)
     """How far a token sees to either side, in each block."""
-    projection: int = 64
+    attention_width: int = 64
     """Size of a block's queries, keys and values."""
     intermediate: int = 2048
     """Width of a block's feed-forward layer."""
@@ -229,12 +229,12 @@ class ConvertConfig(ScorerConfig):
     """Size of their queries and keys."""
     hidden: tuple[int, ...] = (1024, 1024, 1024)
     """Hidden layers of each side's own network."""
-    dimensions: int = 512
+    encoding_width: int = 512
     """Of an encoding."""
     activation: Activation = "fast_gelu"
     """Of those hidden layers. Blocks always have fast_gelu."""
     anneal_steps: int = 10_000
-    """Steps of training in which the factor on cosines grows from 1 to the root of `dimensions`; 0: it
+    """Steps of training in which the factor on cosines grows from 1 to the root of `encoding_width`; 0: it
     is that from the first."""
     quantised: bool = True
     """Embeddings of 8 bits, in training too, and 16 bits for all other weights that are saved; false:
@@ -242,8 +242,17 @@ class ConvertConfig(ScorerConfig):
     range_every_steps: int = 100
     """Training sets the range of 8-bit tables so often."""
 
-    ABOVE_0 = (*ScorerConfig.ABOVE_0, "buckets", "width", "projection", "intermediate", "reduction_heads",
-               "reduction_width", "dimensions", "range_every_steps")  # fmt: skip
+    ABOVE_0 = (
+        *ScorerConfig.ABOVE_0,
+        "buckets",
+        "width",
+        "attention_width",
+        "intermediate",
+        "reduction_heads",
+        "reduction_width",
+        "encoding_width",
+        "range_every_steps",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

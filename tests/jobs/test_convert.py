@@ -26,7 +26,7 @@ SMALL = {
     "train_tokenizer": ["--tokenizer.vocabulary", 300],
     "finetune": [
         "--ranker.width", 16, "--ranker.windows", "[2, 4]", "--ranker.intermediate", 32,
-        "--ranker.hidden", "[16]", "--ranker.dimensions", 16, "--finetune.batch-examples", 16,
+        "--ranker.hidden", "[16]", "--ranker.encoding-width", 16, "--finetune.batch-examples", 16,
         "--finetune.max-steps", 12, "--finetune.valid-examples", 20, "--loop.log-every-steps", 2,
         "--loop.precision", "fp32", "--resources.cpus-per-worker", 1,
     ],

@@ -232,7 +232,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ConvertConfig, window: int) -> None:
         super().__init__()
-        self.attention = Attention(config.width, config.projection, config.longest_text, window)
+        self.attention = Attention(
+            config.width, config.attention_width, config.longest_text, window
+        )
         self.norm_1 = Norm(config.width)
         self.feed_forward = FeedForward(config.width, config.intermediate)
         self.norm_2 = Norm(config.width)

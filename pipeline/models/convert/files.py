@@ -60,7 +60,7 @@ def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, Convert
     expected = _saved_shapes(config, network)
     _require_shapes(folder, weights, expected)
     network = network.to_empty(device="cpu")
-    network.before_training()
+    network.reset_buffers()
     if config.quantised:
         for name, table in tables.items():
             low, high = weights.pop(f"{name}.{_RANGE}").tolist()

@@ -56,7 +56,7 @@ class ConvertNetwork(VectorNetwork):
         """`rows` of the embedding table: subwords, hash buckets, and the pad's, which is the last."""
         super().__init__()
         self.config = config
-        r, outputs = config.reduction_heads * config.width, config.dimensions
+        r, outputs = config.reduction_heads * config.width, config.encoding_width
         self.tokens = TokenVectors(config, rows)
         self.blocks = Blocks(config)
         self.reduction = Reduction(config.width, config.reduction_width, config.reduction_heads)
@@ -87,7 +87,7 @@ class ConvertNetwork(VectorNetwork):
 
     @property
     def dimensions(self) -> int:
-        return self.config.dimensions
+        return self.config.encoding_width
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class ConvertNetwork(VectorNetwork):
         """All embedding tables."""
         return [part for part in self.modules() if isinstance(part, Table)]
 
-    def before_training(self) -> None:
+    def reset_buffers(self) -> None:
         """Sets the buffers as they are in a new model."""
         self.scale.fill_(math.sqrt(self.dimensions))
         for table in self.tables:

@@ -104,7 +104,7 @@ class _Graph:
     def model(self, network: ConvertNetwork) -> Any:
         """With the outputs that `_build` has named."""
         helper, config = self._helper, network.config
-        widths = {"context": config.dimensions, "candidate": config.dimensions,
+        widths = {"context": config.encoding_width, "candidate": config.encoding_width,
                   "sentence": config.reduction_heads * config.width}  # fmt: skip
         ids = helper.make_tensor_value_info("ids", 7, ["B", "T"])  # 7: int64
         outputs = [helper.make_tensor_value_info(n, 1, ["B", width]) for n, width in widths.items()]

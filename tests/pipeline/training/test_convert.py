@@ -21,8 +21,8 @@ from pipeline.training.settings import LoopConfig
 
 CPU = torch.device("cpu")
 SMALL = {
-    "buckets": 5, "width": 16, "windows": (1, 4), "projection": 4, "intermediate": 32, "hidden": (16,),
-    "reduction_width": 4, "dimensions": 16, "max_context_tokens": 12, "max_candidate_tokens": 12,
+    "buckets": 5, "width": 16, "windows": (1, 4), "attention_width": 4, "intermediate": 32, "hidden": (16,),
+    "reduction_width": 4, "encoding_width": 16, "max_context_tokens": 12, "max_candidate_tokens": 12,
     "anneal_steps": 20, "range_every_steps": 5,
 }  # fmt: skip
 ROWS = [

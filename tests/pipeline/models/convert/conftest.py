@@ -19,8 +19,8 @@ from pipeline.models.settings import ConvertConfig
 
 VOCABULARY = ["﹏", *"abcdefghijklmnopqrstuvwxyz", "﹏the", "﹏cat", "at", " ", ".", "﹏.", "ing"]
 SMALL: dict[str, Any] = {
-    "buckets": 5, "width": 16, "position_tables": (7, 3), "windows": (1, 2, 40), "projection": 4,
-    "intermediate": 24, "reduction_width": 6, "hidden": (12, 10), "dimensions": 8,
+    "buckets": 5, "width": 16, "position_tables": (7, 3), "windows": (1, 2, 40), "attention_width": 4,
+    "intermediate": 24, "reduction_width": 6, "hidden": (12, 10), "encoding_width": 8,
     "max_context_tokens": 20, "max_candidate_tokens": 20,
 }  # fmt: skip
 

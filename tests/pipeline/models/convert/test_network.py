@@ -237,7 +237,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(convert, tmp_path, ch
     elif change == "vocabulary":
         (tmp_path / VOCABULARY).unlink()
     else:
-        settings.write_text(json.dumps({**values, "dimensions": 9}))
+        settings.write_text(json.dumps({**values, "encoding_width": 9}))
     message = refusal(load_ranker, tmp_path)
     needed = {"buckets": "ranker.buckets", "missing": "skip.weight has nothing", "cut": WEIGHTS,
               "vocabulary": VOCABULARY, "other": "the settings need"}  # fmt: skip
@@ -293,7 +293,7 @@ def test_whole_texts_are_encoded_as_by_the_graph(golden, weights):
         buckets=about["hash_buckets"], width=sizes["embedding"][1], windows=(1,), reduction_heads=1,
         position_tables=(11,), reduction_width=sizes["reduction.query"][1], activation="relu",
         hidden=(sizes["context.hidden_1.weight"][1], sizes["context.hidden_2.weight"][1]),
-        dimensions=sizes["skip"][1], earlier_turns=10, quantised=False,
+        encoding_width=sizes["skip"][1], earlier_turns=10, quantised=False,
         max_context_tokens=200, max_candidate_tokens=200,
     )  # fmt: skip
     network = ConvertNetwork(config, sizes["embedding"][0])
