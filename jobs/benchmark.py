@@ -25,7 +25,9 @@ class Config:
 
     POSITIONAL = "name"
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
-    name: Literal["corpora", "embed", "finetune", "gpu", "paper", "pretrain", "search", "serve"]
+    name: Literal[
+        "convert", "corpora", "embed", "finetune", "gpu", "paper", "pretrain", "search", "serve"
+    ]  # fmt: skip
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
     """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
@@ -42,13 +44,14 @@ class Config:
     """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default. For
     serve: one of sentence-transformers, to measure its own services beside ours."""
     corpus: tuple[str, ...] = ()
-    """For finetune: a corpus. For paper: corpora, of a task each. For search and serve: the first one's
-    contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for
+    """For convert and finetune: a corpus. For paper: corpora, of a task each. For search and serve: the first
+    one's contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for
     pretrain it may be tokenized."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
-    """For search and serve: a trained poly-encoder (of jobs.finetune)."""
+    """For search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model that was
+    trained on the corpus; without one nothing is ranked."""
     only: tuple[str, ...] = ()
     """For paper: names of the table's rows; for finetune: bf16 or fp32; for serve: overhead, throughput,
     load, burst, scaling, rerank, embed; none: all."""
@@ -79,12 +82,10 @@ class Config:
                     "other than 5")  # fmt: skip
         if self.name in ("search", "serve"):
             for name in ("model", "corpus"):
-                require(
-                    bool(getattr(self, name)),
-                    name,
-                    getattr(self, name),
-                    f"its URI, for {self.name}",
-                )
+                value = getattr(self, name)
+                require(bool(value), name, value, f"its URI, for {self.name}")
+        if self.name == "convert":
+            require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
         reads_only = self.name == "finetune" or (self.name == "paper" and self.table != 5)
         require(reads_only or self.name == "serve" or not self.only, "only", self.only,
                 "none, but for finetune, serve, and paper's tables other than 5")  # fmt: skip
@@ -136,6 +137,13 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks.serving import parts
 
         rows = parts.measure(config.size, model, asked, config.encoder, config.only, work)
+    elif config.name == "convert":
+        corpus = open_artifact(config.corpus[0], "corpus")
+        trained = open_artifact(config.model, "ranker") if config.model else None
+
+        from jobs.benchmarks import convert
+
+        rows = convert.measure(config.size, corpus, trained, work)
     elif config.name == "pretrain":
         from jobs.benchmarks import pretrain
 

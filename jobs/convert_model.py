@@ -27,9 +27,9 @@ class Config:
     """The model to read."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the new one."""
-    to: Literal["polyrank", "sentence-transformers"] = "polyrank"
+    to: Literal["polyrank", "sentence-transformers", "onnx"] = "polyrank"
     """polyrank: a ranker. sentence-transformers: of a bi-encoder one folder a side, context/ and
-    candidate/; of a cross-encoder a CrossEncoder."""
+    candidate/; of a cross-encoder a CrossEncoder. onnx: of a single-context ConveRT model."""
     dimensions: int = 0
     """Vectors are cut to so many, a width that `ranker.matryoshka` names; 0: as they are."""
     max_context_tokens: int = 0
@@ -47,15 +47,17 @@ def run(config: Config) -> program.Summary:
     folder, source = _open(config.model)
 
     from pipeline import tracking
-    from pipeline.models.exchange import from_anywhere, to_sentence_transformers
+    from pipeline.models.exchange import from_anywhere, to_onnx, to_sentence_transformers
 
-    kind = "ranker" if config.to == "polyrank" else "sentence-transformers"
+    kind = "ranker" if config.to == "polyrank" else config.to
     with tempfile.TemporaryDirectory() as made:
         ranker = from_anywhere.load(folder, config.max_context_tokens, config.max_candidate_tokens)
         if config.dimensions:
             ranker.cut(config.dimensions)
         if kind == "ranker":
             ranker.save(Path(made))
+        elif kind == "onnx":
+            to_onnx.export(ranker, Path(made))
         else:
             to_sentence_transformers.export(ranker, Path(made))
         # What cannot be converted has been refused by now and leaves no draft.

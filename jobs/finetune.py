@@ -1,4 +1,4 @@
-"""A ranker from an encoder: bi-, poly- or cross-encoder."""
+"""A ranker from an encoder: bi-, poly- or cross-encoder; or ConveRT from a vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Config:
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
     encoder: str
-    """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers."""
+    """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers.
+    ConveRT: subwords of jobs.train_tokenizer, or a ConveRT model to train on."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the ranker."""
     ranker: RankerConfig = field(default_factory=PolyConfig)

@@ -310,6 +310,6 @@ def require_search(model: Artifact, pools: Sequence[str]) -> None:
     config = parse_settings(storage.read_bytes(uri), uri)
     if not config.has_vectors:
         raise BadInput(
-            "pools: a cross-encoder cannot use one; allowed: none, or a bi or poly model"
+            "pools: a cross-encoder cannot use one; allowed: none, or another kind of model"
         )
     _ = config.search_attention  # refuses what cannot search

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,7 @@ from jobs import cluster, finetune, prepare_corpus, tokenize_corpus
 from pipeline import resources, storage
 from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
 from pipeline.corpora.made_up import sample
+from pipeline.models.convert.tokenizer import save_vocabulary
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config
@@ -162,9 +164,11 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
         places = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
         Encoder.new(shape, len(vocabulary), places).save(folder / "encoder")
         tokenizer.save(folder / "encoder")
-        model = ranker_config({
+        save_vocabulary(["﹏", *string.ascii_lowercase], folder / "encoder")  # ConveRT's
+        model = ranker_config({  # fields of other architectures are left out
             "architecture": architecture, "m": 3, "code_init_std": 1.0, "max_context_tokens": 48,
-            "max_candidate_tokens": 32,
+            "max_candidate_tokens": 32, "width": 16, "windows": [2, 40], "attention_width": 4,
+            "intermediate": 32, "hidden": [16], "encoding_width": 16, "earlier_turns": 10,
         })  # fmt: skip
         ranker = new_ranker(model, folder / "encoder", seed)
         with torch.no_grad():

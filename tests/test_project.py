@@ -103,7 +103,10 @@ def test_every_recipe_is_used_or_documented():
     demos = {f"demo-{name}.yaml" for name in (*KINDS, "articles")}
     used = {Path(file) for key in RANKERS for file in recipe_of(*key)[1:]}
     finetuning = {ROOT / "jobs" / "configs" / name for name in demos} | used
-    assert {r for r in RECIPES if r.parent.name != "pretrain"} == finetuning
+    page = (ROOT / "pipeline" / "models" / "convert" / "README.md").read_text()
+    convert = {r for r in RECIPES if r.stem.startswith("convert_")}
+    assert all(f"`{recipe.stem}`" in page for recipe in convert)
+    assert {r for r in RECIPES if r.parent.name != "pretrain"} == finetuning | convert
 
 
 # The resolved settings of each (task, architecture, size) that are not the job's defaults:

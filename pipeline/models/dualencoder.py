@@ -85,11 +85,6 @@ class DualEncoder(VectorNetwork):
             return self.cut(vectors_ND, self.dimensions)
 
     def attention_to_tokens(self, tokens: Tokens) -> Tensor:
-        """[B, M, T]: how much each of a context's vectors takes of each token's output.
-
-        Rows add up to 1, those of vectors that do not count to 0. The mean over the heads, where the codes'
-        attention has several.
-        """
         return self.token_weights(self._context_outputs(tokens), tokens.mask_BT)
 
     def _context_outputs(self, tokens: Tokens) -> Tensor:
@@ -109,13 +104,6 @@ class DualEncoder(VectorNetwork):
         units_BTT = torch.eye(count, device=hidden_BTD.device).expand(len(mask_BT), -1, -1)
         weights_BMT, mask_BM = self.context_vectors(units_BTT, mask_BT)
         return weights_BMT * mask_BM[:, :, None]
-
-    @abstractmethod
-    def vector_weights(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        """[B, C, M]: how much each vector counts in the scores of candidates [B, C, D] or [C, D].
-
-        The mean over the heads, where the candidates' attention has several.
-        """
 
     def reduced(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """[B, D]"""

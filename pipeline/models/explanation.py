@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pipeline.models import inference
-from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.ranker import Ranker
 
 
@@ -51,7 +50,6 @@ def candidate_weights(
     Raises BadInput for a ranker whose contexts have no vectors.
     """
     network, device = ranker.dual, ranker.device
-    assert isinstance(network, DualEncoder)
     given = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
     with torch.inference_mode():
         weights_CM: Tensor = network.vector_weights(*given)[0].cpu()

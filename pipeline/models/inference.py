@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pipeline.models import cpu
-from pipeline.models.dualencoder import DualEncoder
+from pipeline.models.network import TextEncoder
 from pipeline.models.precision import Precision, resolve_precision
 from pipeline.models.ranker import Ranker
-from pipeline.models.transformer import Encoder
+from pipeline.models.tokens import Tokenizer
 
 BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
@@ -38,10 +38,10 @@ def to_bf16(ranker: Ranker) -> None:
     Autocast would convert the weights for every batch, and compute norms and sums in float32.
     """
     for module in ranker.modules():
-        if isinstance(module, Encoder):
+        if isinstance(module, TextEncoder):
             module.to(torch.bfloat16)
             if ranker.device.type == "cpu":
-                cpu.pack(module.hf)
+                cpu.pack(module)
             module.register_forward_hook(lambda module, given, hidden_BTD: hidden_BTD.float())
 
 
@@ -93,7 +93,6 @@ def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Tensor:
     Raises BadInput for a ranker whose contexts have no vectors.
     """
     network = ranker.dual
-    assert isinstance(network, DualEncoder)
 
     def forward(places: list[int]) -> Tensor:
         return network.attention_to_tokens(ranker.tokenizer.batch([row]).to(ranker.device))
@@ -122,11 +121,12 @@ def pair_row_scores(
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tensor:
     """[N] scores of N pairs of a row of `Ranker.context_rows` and one of `Ranker.candidate_rows`."""
-    network = ranker.cross
+    network, tokenizer = ranker.cross, ranker.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
 
     def forward(places: list[int]) -> Tensor:
         contexts, candidates = zip(*(pairs[place] for place in places), strict=True)
-        return network.score_pairs(ranker.tokenizer.pairs(contexts, candidates).to(ranker.device))
+        return network.score_pairs(tokenizer.pairs(contexts, candidates).to(ranker.device))
 
     lengths = [len(context) + len(candidate) - 1 for context, candidate in pairs]
     return _in_batches(ranker, lengths, batch_tokens, forward)
@@ -163,8 +163,8 @@ def _in_batches(
 
 def _is_bf16(ranker: Ranker) -> bool:
     """Whether `to_bf16` was there; codes and heads stay float32."""
-    encoder = next(module for module in ranker.modules() if isinstance(module, Encoder))
-    return next(encoder.parameters()).dtype == torch.bfloat16
+    encoder = next(module for module in ranker.modules() if isinstance(module, TextEncoder))
+    return encoder.dtype == torch.bfloat16
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -7,15 +7,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def ranking_loss(scores_BC: Tensor, label_B: Tensor, excluded_BC: Tensor | None = None) -> Tensor:
+def ranking_loss(
+    scores_BC: Tensor,
+    label_B: Tensor,
+    excluded_BC: Tensor | None = None,
+    smoothing: float = 0.0,
+    counted_B: Tensor | None = None,
+) -> Tensor:
     """Mean cross-entropy of the right candidate among all (paper, section 4.1.2), in nats.
 
     scores_BC float32; label_B the right column; `excluded_BC`: columns that do not count, such as
-    another example's response that is the same text.
+    another example's response that is the same text. `smoothing`: share of the target that is spread
+    evenly over all columns that count, as torch's `label_smoothing`. `counted_B`: the other rows add
+    nothing to the sum, which is still divided by B, so that ranks need not agree on how many count.
     """
-    if excluded_BC is not None:
-        scores_BC = scores_BC.masked_fill(excluded_BC, torch.finfo(scores_BC.dtype).min)
-    return F.cross_entropy(scores_BC, label_B)
+    if excluded_BC is None:
+        excluded_BC = torch.zeros_like(scores_BC, dtype=torch.bool)
+    scores_BC = scores_BC.masked_fill(excluded_BC, torch.finfo(scores_BC.dtype).min)
+    losses_B = F.cross_entropy(scores_BC, label_B, reduction="none")
+    if smoothing:
+        surprise_BC = -scores_BC.log_softmax(dim=1).masked_fill(excluded_BC, 0.0)
+        spread_B = surprise_BC.sum(dim=1) / (~excluded_BC).sum(dim=1)
+        losses_B = (1 - smoothing) * losses_B + smoothing * spread_B
+    if counted_B is not None:
+        losses_B = losses_B * counted_B
+    return losses_B.mean()
 
 
 def false_negatives(key_C: Tensor, label_B: Tensor) -> Tensor:

@@ -7,13 +7,47 @@ Other modules use these two interfaces. Which network stands behind one of them,
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.models.tokens import Tokens
 
 
-class VectorNetwork(nn.Module):
+class TextEncoder(nn.Module):
+    """The part of a network that computes in the ranker's precision; heads are always float32."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its weights are."""
+        return next(self.parameters()).dtype
+
+
+class View(NamedTuple):
+    """One way to see each of B contexts."""
+
+    vectors_BMD: Tensor
+    mask_BM: Tensor
+    """All false: the context has no such view."""
+
+
+class Network(nn.Module):
+    """What all networks have."""
+
+    def before_step(self, step: int) -> None:
+        """Called before each step of training, from 0. What it sets follows from the step or lies in
+        buffers."""
+
+    @property
+    def token_tables(self) -> Sequence[nn.Parameter]:
+        """Embedding tables of tokens that training may treat apart
+        (`OptimizationConfig.token_tables`)."""
+        return ()
+
+
+class VectorNetwork(Network):
     """Contexts and candidates have vectors of their own, of the same width D."""
 
     @property
@@ -42,8 +76,32 @@ class VectorNetwork(nn.Module):
     def cut(self, vectors: Tensor, width: int) -> Tensor:
         """The vectors' first `width` dimensions."""
 
+    def context_views(self, tokens: Tokens) -> list[View]:
+        """What is to rank the response in training; the first one is what `encode_contexts` returns."""
+        return [View(*self.encode_contexts(tokens))]
 
-class PairNetwork(nn.Module):
+    @property
+    def training_scale(self) -> Tensor | float:
+        """Factor on the scores in the loss."""
+        return 1.0
+
+    @abstractmethod
+    def attention_to_tokens(self, tokens: Tokens) -> Tensor:
+        """[B, M, T]: how much each of a context's vectors takes of each token's output.
+
+        Rows add up to 1, those of vectors that do not count to 0. The mean over the heads, where the
+        attention has several.
+        """
+
+    @abstractmethod
+    def vector_weights(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
+        """[B, C, M]: how much each vector counts in the scores of candidates [B, C, D] or [C, D].
+
+        The mean over the heads, where the candidates' attention has several.
+        """
+
+
+class PairNetwork(Network):
     """Context and candidate are read together."""
 
     @abstractmethod

@@ -7,7 +7,8 @@
     head.safetensors       codes, projections and attention of a bi- or poly-encoder, the linear
                            layer of a cross-encoder
 
-Weights are safetensors, so that loading a model never runs code of its maker.
+A ConveRT model has files of its own instead of folders (pipeline/models/convert/files.py). Weights are
+safetensors, so that loading a model never runs code of its maker.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
+from pipeline.models import convert
 from pipeline.models.biencoder import BiEncoder
+from pipeline.models.convert import ConvertNetwork, ConvertTokenizer
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.network import PairNetwork, VectorNetwork
@@ -34,16 +37,19 @@ from pipeline.models.pretraining_heads import read_next_head
 from pipeline.models.settings import (
     SETTINGS,
     BiConfig,
+    ConvertConfig,
     CrossConfig,
     DualConfig,
     PolyConfig,
     RankerConfig,
     parse_settings,
 )
-from pipeline.models.tokens import Tokenizer
+from pipeline.models.tokens import RowTokenizer, Tokenizer
 from pipeline.models.transformer import Encoder
 
-Network = DualEncoder | CrossEncoder
+OnEncoder = DualEncoder | CrossEncoder
+Network = OnEncoder | ConvertNetwork
+RankerOnEncoder = BiConfig | PolyConfig | CrossConfig
 
 _HEAD = "head.safetensors"
 _CONTEXTS, _CANDIDATES = "context_encoder", "candidate_encoder"  # folders of the towers
@@ -53,7 +59,7 @@ _ONLY = "encoder"  # folder of a cross-encoder's tower
 class Ranker(nn.Module):
     """A scorer with its tokenizer and its settings."""
 
-    def __init__(self, config: RankerConfig, tokenizer: Tokenizer, network: Network) -> None:
+    def __init__(self, config: RankerConfig, tokenizer: RowTokenizer, network: Network) -> None:
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer
@@ -87,7 +93,9 @@ class Ranker(nn.Module):
         Raises BadInput unless it was trained for them (`DualConfig.matryoshka`).
         """
         self.config.require_vectors()
-        assert isinstance(self.config, DualConfig) and isinstance(self.network, DualEncoder)
+        if not (isinstance(self.config, DualConfig) and isinstance(self.network, DualEncoder)):
+            raise BadInput(f"dimensions: {dimensions} is not allowed; allowed: none, with architecture "
+                           f"{self.config.architecture!r}")  # fmt: skip
         self.config = self.network.config = replace(self.config, dimensions=dimensions)
 
     @property
@@ -105,6 +113,10 @@ class Ranker(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         settings = json.dumps(asdict(self.config), indent=1)
         (folder / SETTINGS).write_text(settings + "\n", encoding="utf-8")
+        if isinstance(self.network, ConvertNetwork):
+            assert isinstance(self.tokenizer, ConvertTokenizer)
+            convert.save(self.network, self.tokenizer, folder)
+            return
         for name, encoder in _towers(self.network, self.config).items():
             encoder.save(folder / name)
             self.tokenizer.save(folder / name)
@@ -113,6 +125,7 @@ class Ranker(nn.Module):
 
 def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     """A ranker on a pre-trained encoder: its head is new, both towers start from the same weights.
+    A ConveRT model, whose folder holds a vocabulary, starts from nothing else, or from another such model.
 
     Where the folder is the contexts' tower of a ranker, the other one starts from its candidates' tower.
     A cross-encoder without pooler starts from the encoder's next-utterance head, if there is one beside
@@ -120,6 +133,8 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
 
     Raises BadInput where the encoder has no tokenizer, or fewer positions than the settings need.
     """
+    if isinstance(config, ConvertConfig):
+        return Ranker(config, *convert.new(config, encoder_folder, seed))
     encoder, other = Encoder.load(encoder_folder), None
     if _has_two_towers(config) and encoder_folder.name == _CONTEXTS:
         beside = encoder_folder.parent / _CANDIDATES
@@ -143,6 +158,8 @@ def load_ranker(folder: Path) -> Ranker:
     if not path.exists():
         raise BadInput(f"{folder}: not a ranker ({SETTINGS} is missing)")
     config = parse_settings(path.read_bytes(), str(path))
+    if isinstance(config, ConvertConfig):
+        return Ranker(config, *convert.load(config, folder)).eval()
     name = _ONLY if isinstance(config, CrossConfig) else _CONTEXTS
     encoder = Encoder.load(folder / name)
     other = Encoder.load(folder / _CANDIDATES) if _has_two_towers(config) else None
@@ -156,7 +173,7 @@ def load_ranker(folder: Path) -> Ranker:
     return ranker.eval()
 
 
-def set_head(network: Network, weights: Mapping[str, Tensor], problem: str) -> None:
+def set_head(network: OnEncoder, weights: Mapping[str, Tensor], problem: str) -> None:
     """Fills the parameters outside the encoders.
 
     Raises BadInput, with the `problem` and what is needed, unless the weights are exactly those.
@@ -170,7 +187,9 @@ def set_head(network: Network, weights: Mapping[str, Tensor], problem: str) -> N
             value.copy_(weights[name])
 
 
-def new_network(config: RankerConfig, encoder: Encoder, other: Encoder | None = None) -> Network:
+def new_network(
+    config: RankerOnEncoder, encoder: Encoder, other: Encoder | None = None
+) -> OnEncoder:
     """A network with a new head. `other`: the candidates' tower where it is not the same, or to be
     the same at the start.
 
@@ -202,7 +221,7 @@ def _has_two_towers(config: RankerConfig) -> bool:
     return isinstance(config, DualConfig) and not config.share_towers
 
 
-def _towers(network: Network, config: RankerConfig) -> dict[str, Encoder]:
+def _towers(network: OnEncoder, config: RankerConfig) -> dict[str, Encoder]:
     if isinstance(network, CrossEncoder):
         return {_ONLY: network.encoder}
     towers = {_CONTEXTS: network.context_encoder}
@@ -211,7 +230,7 @@ def _towers(network: Network, config: RankerConfig) -> dict[str, Encoder]:
     return towers
 
 
-def _head(network: Network) -> dict[str, Tensor]:
+def _head(network: OnEncoder) -> dict[str, Tensor]:
     """The parameters outside the encoders, by name."""
     return {
         name: value.detach().contiguous()

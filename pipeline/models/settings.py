@@ -19,6 +19,7 @@ Reduction = Literal["first", "mean", "mean_first_m"]
 SearchAttention = Literal["dot", "scaled_dot"]
 HeadAttention = Literal["dot", "scaled_dot", "multi_head"]
 ContextCodes = Literal["learnt", "first_m", "last_m", "last_m_and_first"]
+Activation = Literal["relu", "fast_gelu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +27,12 @@ class ScorerConfig:
     """What all rankers have."""
 
     architecture: str
-    output_scaling: float = 1.0
-    """Factor on the encoder's outputs; 0.06 for weights pre-trained without weight decay."""
     max_context_tokens: int = 360
     """Contexts keep their newest tokens, [CLS] and [SEP] included."""
     max_candidate_tokens: int = 72
     """Candidates keep their first tokens, [CLS] and [SEP] included."""
 
-    ABOVE_0: ClassVar[tuple[str, ...]] = ("output_scaling",)
+    ABOVE_0: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -79,7 +78,17 @@ class ScorerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DualConfig(ScorerConfig):
+class OnEncoderConfig(ScorerConfig):
+    """What rankers on a pre-trained encoder share."""
+
+    output_scaling: float = 1.0
+    """Factor on the encoder's outputs; 0.06 for weights pre-trained without weight decay."""
+
+    ABOVE_0 = (*ScorerConfig.ABOVE_0, "output_scaling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualConfig(OnEncoderConfig):
     """What bi- and poly-encoders share: two towers, and one vector per candidate."""
 
     reduction: Reduction = "mean"
@@ -99,7 +108,7 @@ class DualConfig(ScorerConfig):
     dimensions: int = 0
     """Vectors are cut to their first dimensions, one of `matryoshka`; 0: all of them."""
 
-    ABOVE_0 = (*ScorerConfig.ABOVE_0, "reduction_m")
+    ABOVE_0 = (*OnEncoderConfig.ABOVE_0, "reduction_m")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,7 +180,7 @@ class PolyConfig(DualConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossConfig(ScorerConfig):
+class CrossConfig(OnEncoderConfig):
     """A cross-encoder: context and candidate in one sequence."""
 
     architecture: Literal["cross"] = "cross"
@@ -184,7 +193,90 @@ class CrossConfig(ScorerConfig):
         return 0
 
 
-RankerConfig = BiConfig | PolyConfig | CrossConfig
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig(ScorerConfig):
+    """ConveRT: a small encoder of its own, trained from raw examples. The defaults are the paper's size."""
+
+    architecture: Literal["convert"] = "convert"
+    """A small encoder that all texts share, trained without pre-training; cosines of encodings."""
+    max_context_tokens: int = 60
+    """The newest turn keeps its first tokens, and so does the text of the earlier turns."""
+    max_candidate_tokens: int = 60
+    """Candidates keep their first tokens."""
+    earlier_turns: int = 0
+    """Turns before the newest that a context keeps, the newest of them; 0: single-context. The paper's
+    multi-context model has 10."""
+    number_earlier_turns: bool = False
+    """Earlier turns begin with "0: ", "1: ", …, 0 for the newest of them, as PolyAI's model for DSTC7."""
+    context_codes: int = 0
+    """A poly-encoder on ConveRT: a context has so many vectors, by learnt codes over its tokens, and a
+    candidate attends to them; 0: one, as in the paper."""
+    buckets: int = 1000
+    """Embedding rows that subwords outside the vocabulary are hashed to."""
+    width: int = 512
+    """Size of a token's vector."""
+    position_tables: tuple[int, ...] = (47, 11)
+    """Rows of each table of positions; a token's position is the sum of its rows."""
+    windows: tuple[int, ...] = (3, 5, 48, 48, 48, 48)
+    """How far a token sees to either side, in each block."""
+    attention_width: int = 64
+    """Size of a block's queries, keys and values."""
+    intermediate: int = 2048
+    """Width of a block's feed-forward layer."""
+    reduction_heads: int = 2
+    """Attentions that sum a text's tokens up; their sums stand side by side."""
+    reduction_width: int = 64
+    """Size of their queries and keys."""
+    hidden: tuple[int, ...] = (1024, 1024, 1024)
+    """Hidden layers of each side's own network."""
+    encoding_width: int = 512
+    """Of an encoding."""
+    activation: Activation = "fast_gelu"
+    """Of those hidden layers. Blocks always have fast_gelu."""
+    anneal_steps: int = 10_000
+    """Steps of training in which the factor on cosines grows from 1 to the root of `encoding_width`; 0: it
+    is that from the first."""
+    quantised: bool = True
+    """Embeddings of 8 bits, in training too, and 16 bits for all other weights that are saved; false:
+    float32."""
+    range_every_steps: int = 100
+    """Training sets the range of 8-bit tables so often."""
+
+    ABOVE_0 = (
+        *ScorerConfig.ABOVE_0,
+        "buckets",
+        "width",
+        "attention_width",
+        "intermediate",
+        "reduction_heads",
+        "reduction_width",
+        "encoding_width",
+        "range_every_steps",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("earlier_turns", "context_codes", "anneal_steps"):
+            require(getattr(self, name) >= 0, f"ranker.{name}", getattr(self, name), ">= 0")
+        for name in ("position_tables", "windows", "hidden"):
+            value = getattr(self, name)
+            require(len(value) > 0 and min(value) >= 1, f"ranker.{name}", value, "numbers >= 1")
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens that any text has at most."""
+        return max(self.max_context_tokens, self.max_candidate_tokens)
+
+    @property
+    def vectors_per_context(self) -> int:
+        return self.context_codes or 1
+
+    @property
+    def search_attention(self) -> SearchAttention:
+        return "dot"
+
+
+RankerConfig = BiConfig | PolyConfig | CrossConfig | ConvertConfig
 _KINDS = cast(Variants, variants_of(RankerConfig))
 
 

@@ -29,14 +29,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Tower:
-    """A ranker's context encoder, or a cross-encoder's only one; another tower lies beside it."""
+    """A ranker's context encoder, or a cross-encoder's only one; another tower lies beside it. The ranker
+    itself where its encoder has no folder of its own."""
 
     ranker: Artifact
 
     def local(self) -> Path:
         folder = self.ranker.local()
         names = ("context_encoder", "encoder")
-        return next(folder / name for name in names if (folder / name).exists())
+        return next((folder / name for name in names if (folder / name).exists()), folder)
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,13 @@ class HubModel:
 
 
 def open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
-    """An encoder, and what a manifest says of it.
+    """What a ranker starts from, and what a manifest says of it.
 
-    It may be ours, a ranker's, any `transformers` directory, or a hub id.
+    An encoder: ours, a ranker's, any `transformers` directory, or a hub id. Or a tokenizer of ours, for a
+    ranker that starts from nothing else.
     """
     if storage.exists(storage.join(uri, MANIFEST)):
-        artifact = open_artifact(uri, "encoder", "ranker")
+        artifact = open_artifact(uri, "encoder", "ranker", "tokenizer")
         source = Tower(artifact) if artifact.kind == "ranker" else artifact
         return source, artifact.reference()
     if not storage.exists(uri) and storage.is_local(uri) and uri.count("/") <= 1:

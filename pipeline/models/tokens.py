@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,25 @@ class Tokens(NamedTuple):
             lengths,
             None if segments is None else segments[start:stop, :width],
         )
+
+
+class RowTokenizer(Protocol):
+    """Texts to rows of token ids, and rows to padded batches."""
+
+    def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
+        """One row of ids per context, its turns oldest first; none is empty."""
+
+    def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """One row of ids per candidate; none is empty."""
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
+        """Pads rows of `contexts` or `candidates`."""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token as text, so that all of them joined read as the text."""
+
+    def save(self, folder: Path) -> None:
+        """Writes what `load_ranker` needs."""
 
 
 class Tokenizer:

@@ -13,6 +13,7 @@ from transformers import AutoModel, BertConfig, BertModel, ModernBertConfig, Mod
 from transformers.utils import logging as hf_logging
 
 from pipeline.config import BadInput, require
+from pipeline.models.network import TextEncoder
 from pipeline.models.shape import Shape, TrainLayers
 from pipeline.models.tokens import Tokens
 
@@ -65,7 +66,7 @@ def _modernbert_config(
 _CONFIGS = {"bert": _bert_config, "modernbert": _modernbert_config}
 
 
-class Encoder(nn.Module):
+class Encoder(TextEncoder):
     """tokens → hidden_BTD. `hf` is the plain `transformers` model, saved by `save_pretrained`."""
 
     def __init__(self, hf: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.models.ranker import Ranker
-from pipeline.models.tokens import Tokens
+from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training.batches import PLACE, Row
 
 TEACHER = "teacher_scores"
@@ -224,7 +224,9 @@ class PairCollator:
     def collate(self, items: list[_Item], generator: torch.Generator) -> PairBatch:
         contexts = self._ranker.context_rows([item.context for item in items])
         candidates = _candidate_rows(self._ranker, items)
-        pairs = self._ranker.tokenizer.pairs(
+        tokenizer = self._ranker.tokenizer
+        assert isinstance(tokenizer, Tokenizer)
+        pairs = tokenizer.pairs(
             [context for context, some in zip(contexts, candidates, strict=True) for _ in some],
             [ids for some in candidates for ids in some],
         )

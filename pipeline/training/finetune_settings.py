@@ -69,6 +69,8 @@ class FinetuneConfig:
     negatives: int = 15
     """cross, given, both and mined: wrong candidates per example, of those given or mined; where they
     are too few, other examples' responses."""
+    label_smoothing: float = 0.0
+    """bi, poly and convert: share of the target that is spread evenly over all candidates."""
     share_negatives: bool = False
     """given, both and mined: wrong candidates count for every context of the global batch, not only for
     their own."""
@@ -105,6 +107,8 @@ class FinetuneConfig:
         require(not self.share_negatives or self.negatives_from != "batch",
                 "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
                 "shares all that there are")  # fmt: skip
+        require(0 <= self.label_smoothing < 1, "finetune.label_smoothing", self.label_smoothing,
+                "0 to below 1")  # fmt: skip
         require(self.folds >= 1, "finetune.folds", self.folds, ">= 1")
         require(0 <= self.held_out < self.folds, "finetune.held_out", self.held_out,
                 f"0 to {self.folds - 1}, with finetune.folds {self.folds}")  # fmt: skip

@@ -76,11 +76,12 @@ class Finetuning:
         ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
         ranker.precision = self.loop.precision  # of validation and mining, as of training
         network = ranker.network
-        for part in list(network.modules()):
-            if isinstance(part, Encoder):
-                if self.finetune.keep_layers:
-                    shorten(part, self.finetune.keep_layers)
-                freeze(part, self.finetune.train_layers)
+        encoders = [part for part in network.modules() if isinstance(part, Encoder)]
+        self._check_encoders(encoders)
+        for part in encoders:
+            if self.finetune.keep_layers:
+                shorten(part, self.finetune.keep_layers)
+            freeze(part, self.finetune.train_layers)
         if self.finetune.dropout is not None:
             set_dropout(network, self.finetune.dropout)
         miner = self._miner(ranker, rank, world)
@@ -91,7 +92,7 @@ class Finetuning:
 
         def optimize() -> Optimization:
             head = [value for name, value in network.named_parameters() if "encoder." not in name]
-            return optimization(self.loop, module, steps, head)
+            return optimization(self.loop, module, steps, head, network.token_tables)
 
         return FinetuneTask(
             ranker=ranker,
@@ -103,6 +104,7 @@ class Finetuning:
             backward=cached_backward(module, chunk) if 0 < chunk < own else backward,
             validation=self._validation(ranker, rank, world),
             refresh=miner,
+            before_step=network.before_step,
             work=lambda batch: {"samples": float(len(batch))},
         )
 
@@ -125,6 +127,8 @@ class Finetuning:
         config = self.finetune
         taught = config.distill.loss != "none"
         if not ranker.config.has_vectors:
+            require(not config.label_smoothing, "finetune.label_smoothing", config.label_smoothing,
+                    f"0 with ranker.architecture {ranker.config.architecture!r}")  # fmt: skip
             require(not config.share_negatives, "finetune.share_negatives", True,
                     f"false with ranker.architecture {ranker.config.architecture!r}, which would score "
                     "every pair")  # fmt: skip
@@ -136,11 +140,26 @@ class Finetuning:
                            f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
                            "train/")  # fmt: skip
         module = DualModule(
-            ranker.dual, config.negatives_from, config.distill, config.share_negatives
+            ranker.dual,
+            config.negatives_from,
+            config.distill,
+            config.share_negatives,
+            config.label_smoothing,
         )
         return module, DualCollator(
             ranker, given, teacher=taught, mined=miner.of if miner else None
         )
+
+    def _check_encoders(self, encoders: Sequence[Encoder]) -> None:
+        """Raises BadInput for settings of a pre-trained encoder where there is none."""
+        config, kind = self.finetune, self.ranker.architecture
+        for name, value, none in (
+            ("keep_layers", config.keep_layers, 0),
+            ("train_layers", config.train_layers, "all"),
+            ("dropout", config.dropout, None),
+        ):
+            require(bool(encoders) or value == none, f"finetune.{name}", value,
+                    f"{none!r} with ranker.architecture {kind!r}")  # fmt: skip
 
     def _check_teacher(self) -> None:
         """Raises BadInput for a loss on a teacher's scores that nothing would get."""

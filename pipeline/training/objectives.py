@@ -60,25 +60,31 @@ class DualModule(Objective):
         negatives_from: NegativesFrom = "batch",
         distill: Distillation = _NO_TEACHER,
         share_negatives: bool = False,
+        smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self.network = network
+        self._smoothing = smoothing
         self._from_batch = negatives_from != "given"
         self._share_negatives = share_negatives
         self._distill = distill
 
     def encode(self, batch: DualBatch) -> tuple[Tensor, ...]:
-        """Vectors [B, M, D], their mask [B, M], responses [B, D], wrong candidates [B, K, D]."""
-        vectors_BMD, mask_BM = self.network.encode_contexts(batch.contexts)
+        """Vectors [B, V, M, D] of V views of each context, their mask [B, V, M], responses [B, D],
+        wrong candidates [B, K, D]."""
+        views = self.network.context_views(batch.contexts)
+        vectors_BVMD = torch.stack([view.vectors_BMD for view in views], dim=1)
+        mask_BVM = torch.stack([view.mask_BM for view in views], dim=1)
         own_BD = self.network.encode_candidates(batch.responses)
         wrong_BKD = own_BD.new_zeros(len(batch), 0, own_BD.shape[1])
         if len(batch.wrong.ids_BT):
             wrong_ND = self.network.encode_candidates(batch.wrong)
             wrong_BKD = wrong_ND.view(len(batch), -1, wrong_ND.shape[1])
-        return vectors_BMD.float(), mask_BM, own_BD.float(), wrong_BKD.float()
+        return vectors_BVMD.float(), mask_BVM, own_BD.float(), wrong_BKD.float()
 
     def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, Shown]:
-        vectors_BMD, mask_BM, own_BD, wrong_BKD = encoded
+        """The sum over the views, each the mean over the widths; accuracy is the first view's."""
+        vectors_BVMD, mask_BVM, own_BD, wrong_BKD = encoded
         count, device = len(own_BD), own_BD.device
         if self._from_batch:
             right = gather_with_gradient(own_BD)  # [C, D]
@@ -99,28 +105,43 @@ class DualModule(Objective):
         own_BC = torch.cat([label_B[:, None], own_BC], dim=1)  # columns that the teacher scored
         excluded_BC = torch.cat([excluded_BC, wrong_key == batch.key_B[:, None]], dim=1)
         teacher_BC = batch.teacher_BC.masked_fill(excluded_BC.gather(1, own_BC), math.nan)
-        losses, distilled = [], []
-        for width in self.network.widths:  # the last one is all that the vectors have
-            cut_BMD = self.network.cut(vectors_BMD, width)
-            columns = [
-                self.network.scores(cut_BMD, mask_BM, self.network.cut(part, width))
-                for part in (right, wrong)
-                if part.shape[-2]
-            ]
-            scores_BC = torch.cat(columns, dim=1)
-            losses.append(ranking_loss(scores_BC, label_B, excluded_BC))
-            if self._distill.loss != "none":
-                distilled.append(
-                    _distillation_loss(self._distill, scores_BC.gather(1, own_BC), teacher_BC)
+        parts, shown = [], dict[str, Tensor]()
+        for vectors_BMD, mask_BM in zip(vectors_BVMD.unbind(1), mask_BVM.unbind(1), strict=True):
+            losses, distilled = [], []
+            for width in self.network.widths:  # the last one is all that the vectors have
+                scores_BC = self._scores(vectors_BMD, mask_BM, (right, wrong), width)
+                losses.append(
+                    ranking_loss(
+                        scores_BC, label_B, excluded_BC, self._smoothing, mask_BM.any(dim=1)
+                    )
                 )
-        with torch.no_grad():
-            best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
-        loss = torch.stack(losses).mean()
-        shown = {"accuracy": (best_B == label_B).float().mean()}
-        if distilled:
-            teaching = torch.stack(distilled).mean()
-            loss, shown["distill_loss"] = loss + teaching, teaching.detach()
-        return loss, shown
+                if self._distill.loss != "none":
+                    distilled.append(
+                        _distillation_loss(self._distill, scores_BC.gather(1, own_BC), teacher_BC)
+                    )
+            parts.append(torch.stack(losses).mean())
+            if not shown:
+                with torch.no_grad():
+                    best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
+                shown["accuracy"] = (best_B == label_B).float().mean()
+                if distilled:
+                    teaching = torch.stack(distilled).mean()
+                    shown["distill_loss"] = teaching.detach()
+                    parts.append(teaching)
+        return torch.stack(parts).sum(), shown
+
+    def _scores(
+        self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Sequence[Tensor], width: int
+    ) -> Tensor:
+        """[B, C] of the candidates side by side, as the loss takes them."""
+        network = self.network
+        cut_BMD = network.cut(vectors_BMD, width)
+        columns = [
+            network.scores(cut_BMD, mask_BM, network.cut(part, width))
+            for part in candidates
+            if part.shape[-2]
+        ]
+        return torch.cat(columns, dim=1) * network.training_scale
 
 
 class PairModule(Objective):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import require
 from pipeline.training.settings import OptimizationConfig
 
 
@@ -36,23 +37,49 @@ def optimization(
     module: nn.Module,
     steps: int,
     new_weights: Iterable[nn.Parameter] = (),
+    token_tables: Collection[nn.Parameter] = (),
 ) -> Optimization:
     """What the settings say, for the parameters of `module` that are trained.
 
-    `new_weights` start at random and learn `new_weights_factor` times as fast.
+    `new_weights` start at random and learn `new_weights_factor` times as fast. `token_tables` are what
+    the setting of that name is about.
+
+    Raises BadInput where that setting needs some and there are none.
     """
     parameters = [value for value in module.parameters() if value.requires_grad]
+    apart = config.token_tables == "apart"
+    require(not apart or bool(token_tables), "loop.token_tables", config.token_tables,
+            "'as_all' with this model")  # fmt: skip
 
     def clip() -> Tensor:
-        norm = nn.utils.clip_grad_norm_(parameters, config.max_gradient_norm)
+        if apart:
+            norm = nn.utils.get_total_norm(
+                [value.grad for value in parameters if value.grad is not None]
+            )
+            nn.utils.clip_grad_norm_(token_tables, config.max_gradient_norm)
+            _decay_looked_up(token_tables, config.weight_decay)
+        else:
+            norm = nn.utils.clip_grad_norm_(parameters, config.max_gradient_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded weights
 
+    new, tables = {id(value) for value in new_weights}, {id(value) for value in token_tables}
     return Optimization(
-        _optimizer(config, parameters, {id(value) for value in new_weights}),
+        _optimizer(config, parameters, new, tables if apart else set()),
         config.learning_rate,
         lambda step: rate_share(step, steps, config),
         clip,
     )
+
+
+def _decay_looked_up(tables: Iterable[nn.Parameter], decay: float) -> None:
+    """Adds the gradient of decay · w² / 2 over the rows that have a gradient.
+
+    AdaDelta would move all other rows too, as fast as these: it divides a gradient by its own size.
+    """
+    for table in tables:
+        if table.grad is not None:
+            looked_up_V1 = (table.grad != 0).any(dim=1, keepdim=True)
+            table.grad.addcmul_(table.detach(), looked_up_V1, value=decay)
 
 
 def warmup_of(config: OptimizationConfig, steps: int) -> int:
@@ -65,7 +92,8 @@ def rate_share(step: int, steps: int, config: OptimizationConfig) -> float:
     """The learning rate of a step (from 0) of `steps` as a share of the peak."""
     warmup = warmup_of(config, steps)
     if step < warmup:
-        return (step + 1) / (warmup + 1)
+        first = config.initial_rate_share
+        return first + (1 - first) * (step + 1) / (warmup + 1)
     final = config.final_rate_share
     left = (steps - step) / max(1, steps - warmup + 1)  # 1 at the peak, 0 after the last step
     if config.schedule == "linear":
@@ -81,11 +109,15 @@ def rate_share(step: int, steps: int, config: OptimizationConfig) -> float:
 
 
 def _optimizer(
-    config: OptimizationConfig, parameters: Iterable[nn.Parameter], new: set[int]
+    config: OptimizationConfig,
+    parameters: Iterable[nn.Parameter],
+    new: set[int],
+    without_decay: set[int],
 ) -> torch.optim.Optimizer:
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in parameters:
-        decay = config.weight_decay if parameter.dim() > 1 else 0.0
+        decays = parameter.dim() > 1 and id(parameter) not in without_decay
+        decay = config.weight_decay if decays else 0.0
         factor = config.new_weights_factor if id(parameter) in new else 1.0
         groups.setdefault((decay, factor), []).append(parameter)
     listed: list[dict[str, Any]] = [

@@ -20,7 +20,9 @@ class OptimizationConfig:
     new_weights_factor: float = 10.0
     """Learning rate of weights that were not pre-trained (codes, heads), as a multiple."""
     warmup_steps: float = 0.1
-    """Steps in which the rate rises linearly from 0; below 1: this share of the run's steps."""
+    """Steps in which the rate rises linearly; below 1: this share of the run's steps."""
+    initial_rate_share: float = 0.0
+    """What the rate rises from in the warm-up, as a share of the peak."""
     schedule: Literal["linear", "cosine", "inverse_sqrt", "wsd", "constant", "plateau"] = "linear"
     """How the rate falls after the warm-up. linear, cosine: to `final_rate_share` at the last step.
     inverse_sqrt: with 1/sqrt(step). wsd: stays at the peak, then falls linearly in the last
@@ -43,6 +45,9 @@ class OptimizationConfig:
     """Added to the optimizer's denominators."""
     max_gradient_norm: float = 1.0
     """Gradients are scaled down to this L2 norm."""
+    token_tables: Literal["as_all", "apart"] = "as_all"
+    """apart: only the gradients of the token embeddings are scaled down, and of them only the rows that
+    the batch looks up decay, by an L2 penalty in the gradient (ConveRT)."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "new_weights_factor", "max_gradient_norm", "epsilon"):
@@ -54,8 +59,9 @@ class OptimizationConfig:
         for name in ("plateau_decay", "decay_share"):
             value = getattr(self, name)
             require(0 < value < 1, f"loop.{name}", value, "between 0 and 1")
-        require(0 <= self.final_rate_share < 1, "loop.final_rate_share", self.final_rate_share,
-                "0 to below 1")  # fmt: skip
+        for name in ("initial_rate_share", "final_rate_share"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"loop.{name}", value, "0 to below 1")
         require(self.weight_decay >= 0, "loop.weight_decay", self.weight_decay, ">= 0")
         for beta in self.betas:
             require(0 <= beta < 1, "loop.betas", beta, "0 to below 1")
@@ -161,8 +167,9 @@ class TeachingConfig:
 class TokenizerConfig:
     """What is learnt."""
 
-    kind: Literal["wordpiece", "bpe"] = "wordpiece"
-    """wordpiece: BERT's pieces and normalisation. bpe: byte-level, nothing is ever unknown."""
+    kind: Literal["wordpiece", "bpe", "subwords"] = "wordpiece"
+    """wordpiece: BERT's pieces and normalisation. bpe: byte-level, nothing is ever unknown. subwords:
+    ConveRT's; it hashes what they lack, and the paper's are 31,476."""
     vocabulary: int = 30_000
     """Pieces, the special ones included."""
     min_frequency: int = 2

@@ -1,4 +1,4 @@
-"""A tokenizer from a corpus: lower-cased WordPiece (BERT's) or byte-level BPE."""
+"""A tokenizer from a corpus: lower-cased WordPiece (BERT's), byte-level BPE, or ConveRT's subwords."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from transformers import PreTrainedTokenizerFast
 from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.models.convert.tokenizer import runs, save_vocabulary
 from pipeline.training.settings import TokenizerConfig
 
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
             "mask_token": "[MASK]"}  # fmt: skip
+_BETWEEN_RUNS = "\0"
 _LETTERS = 1000  # kinds of letters that have pieces of their own; a text with others has [UNK]
 
 
-def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokenizerFast:
+def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokenizerFast | list[str]:
     """Learns from the train splits, in equal parts where `max_examples` is fewer than there are.
 
-    The same corpora and settings give the same tokenizer. Raises BadInput where a corpus has no
+    The same corpora and settings give the same tokenizer; of the kind subwords it is a list of them, in
+    the order of their ids. Raises BadInput where a corpus has no
     train split.
     """
     share = -(-config.max_examples // len(corpora))
@@ -35,6 +38,8 @@ def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokeniz
         for corpus in corpora:
             yield from _texts(corpus, share)
 
+    if config.kind == "subwords":
+        return _subwords(texts, config)
     tokenizer = _word_pieces(texts, config) if config.kind == "wordpiece" else _bpe(texts, config)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
 
@@ -92,8 +97,37 @@ def _bpe(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> Tokeniz
     return tokenizer
 
 
-def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    tokenizer.save_pretrained(str(folder))
+def _subwords(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> list[str]:
+    """The pieces of a byte-pair encoding of runs, each with its mark; letters come first.
+
+    ConveRT's tokenizer looks for the longest piece instead of merging pairs, and needs no merges.
+    """
+    letters: Counter[str] = Counter()
+    for text in texts():
+        for run in runs(text):
+            letters.update(run)
+    del letters[_BETWEEN_RUNS]
+    common = sorted(letters, key=lambda letter: (-letters[letter], letter))
+    common = [one for one in common[:_LETTERS] if letters[one] >= config.min_frequency]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(_BETWEEN_RUNS, "removed")
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary,
+        min_frequency=config.min_frequency,
+        initial_alphabet=common,
+        limit_alphabet=len(common),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((_BETWEEN_RUNS.join(runs(text)) for text in texts()), trainer)
+    ids = tokenizer.get_vocab()
+    return sorted(ids, key=lambda piece: ids[piece])
+
+
+def save(learnt: PreTrainedTokenizerFast | list[str], folder: Path) -> None:
+    if isinstance(learnt, list):
+        save_vocabulary(learnt, folder)
+    else:
+        learnt.save_pretrained(str(folder))
 
 
 def _texts(corpus: Artifact, max_examples: int) -> Iterator[str]:

@@ -44,7 +44,7 @@ def own_scores(folder, context, texts):
     return scores
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
+@pytest.mark.parametrize("architecture", ["bi", "poly", "cross", "convert"])
 def test_candidates_are_ranked_by_the_models_scores(tiny_ranker, asking, architecture):
     model = tiny_ranker(architecture)
     ranked = asking(model).rank(CONTEXT, TEXTS, top_k=10)
@@ -87,7 +87,7 @@ def test_equal_texts_score_alike_and_keep_the_order_given(
     assert [one.place for one in same] == list(range(0, 18, 2))
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
+@pytest.mark.parametrize("architecture", ["bi", "poly", "convert"])
 def test_a_pool_is_ranked_as_its_texts_would_be(tiny_ranker, tiny_pool, asking, architecture):
     model = tiny_ranker(architecture)
     engine = asking(model, tiny_pool(model))
@@ -122,7 +122,7 @@ def test_a_pool_that_is_not_served_is_refused_by_name(tiny_ranker, tiny_pool, as
         asking(model).rank_pool(CONTEXT, "replies", 1)
 
 
-@pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
+@pytest.mark.parametrize("architecture", ["bi", "poly", "cross", "convert"])
 def test_questions_at_once_get_what_each_gets_alone(tiny_ranker, tiny_pool, asking, architecture):
     model = tiny_ranker(architecture)
     pools = [] if architecture == "cross" else [tiny_pool(model)]

@@ -6,34 +6,51 @@ a fifth less time.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
+Activation = Literal["none", "gelu", "swish"]
+"""swish: x · σ(x)."""
 
-def pack(hf: Any) -> None:
+
+def pack(model: Any) -> None:
     """Lays out the linear layers of a bf16 model on a CPU for inference; it can do nothing else then."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # it takes AVX-512
         return
-    for part in list(hf.modules()):
+    for part in list(model.modules()):
         activation = getattr(part, "intermediate_act_fn", None)  # behind a layer of BERT's
         fused = isinstance(activation, GELUActivation)
         for name, child in part.named_children():
-            if type(child) is nn.Linear:
-                setattr(part, name, _Packed(child, "gelu" if fused else "none"))
+            if isinstance(child, Packs):
+                setattr(part, name, child.packed())
+            elif type(child) is nn.Linear:
+                setattr(part, name, _packed(child, "gelu" if fused else "none"))
         if fused:
             part.intermediate_act_fn = nn.Identity()
 
 
-class _Packed(nn.Module):
+@runtime_checkable
+class Packs(Protocol):
+    """A module that knows a faster form of itself."""
+
+    def packed(self) -> nn.Module:
+        """It, for inference in bf16 on a CPU."""
+
+
+def _packed(layer: nn.Linear, activation: Activation) -> PackedLinear:
+    return PackedLinear(layer.weight, layer.bias, activation)
+
+
+class PackedLinear(nn.Module):
     """activation(x Wᵀ + b), by the operators that torch's compiler uses where weights are constants."""
 
-    def __init__(self, layer: nn.Linear, activation: Literal["none", "gelu"]) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> None:
         super().__init__()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
-        self._bias = None if layer.bias is None else layer.bias.detach()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._bias = None if bias is None else bias.detach()
         self._activation = activation
 
     def forward(self, hidden: Tensor) -> Tensor:

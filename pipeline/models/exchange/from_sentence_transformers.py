@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeline.config import BadInput, require
 from pipeline.models.ranker import Ranker, new_network, set_head
-from pipeline.models.settings import BiConfig, CrossConfig, RankerConfig, Reduction
+from pipeline.models.settings import BiConfig, CrossConfig, Reduction
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 
@@ -171,7 +171,7 @@ def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths:
 
 
 def _ranker(
-    config: RankerConfig,
+    config: BiConfig | CrossConfig,
     transformer: _Transformer,
     weights: dict[str, Tensor],
     other: Encoder | None = None,

@@ -33,7 +33,7 @@ from pipeline.models.biencoder import BiEncoder
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.ranker import Ranker
-from pipeline.models.tokens import Tokenizer
+from pipeline.models.tokens import RowTokenizer, Tokenizer
 from pipeline.models.transformer import Encoder
 
 _POOLING = {"first": "cls", "mean": "mean"}
@@ -137,8 +137,9 @@ def _dense(
     return _Module("Dense", config, weights)
 
 
-def _tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+def _tokenizer(tokenizer: RowTokenizer) -> Tokenizer:
     """A copy that puts the special tokens where polyrank does: [CLS] a [SEP], [CLS] a [SEP] b [SEP]."""
+    assert isinstance(tokenizer, Tokenizer)
     plain = Tokenizer(copy.deepcopy(tokenizer.hf))
     cls, sep = plain.hf.cls_token, plain.hf.sep_token
     plain.hf.backend_tokenizer.post_processor = TemplateProcessing(

@@ -144,3 +144,29 @@ def test_a_student_like_its_teacher_has_nothing_to_learn():
     scores = torch.tensor([[3.0, 1.0, -2.0]])
     assert distillation_kl(scores + 5, scores, 2.0).item() == pytest.approx(0, abs=1e-6)
     assert margin_mse(scores + 5, scores).item() == pytest.approx(0, abs=1e-6)
+
+
+@given(cases(), st.sampled_from([0.1, 0.2]))
+def test_smoothing_is_torchs_where_all_columns_count(case, smoothing):
+    scores, labels, _ = case
+    given_scores, label_B = torch.from_numpy(scores), torch.tensor(labels)
+    expected = torch.nn.functional.cross_entropy(given_scores, label_B, label_smoothing=smoothing)
+    found = ranking_loss(given_scores, label_B, smoothing=smoothing)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@given(cases(), st.integers(0, 99))
+def test_smoothing_leaves_out_what_does_not_count_and_rows_that_do_not(case, seed):
+    scores, labels, keys = case
+    label_B = torch.tensor(labels)
+    excluded_BC = false_negatives(torch.tensor(keys), label_B)
+    counted_B = torch.from_numpy(np.random.default_rng(seed).random(len(labels)) < 0.5)
+    total = 0.0
+    for row, label, out, counts in zip(scores, labels, excluded_BC, counted_B, strict=True):
+        kept = (~out).nonzero().flatten()
+        alone = torch.from_numpy(row)[kept][None]
+        place = torch.tensor([kept.tolist().index(label)])
+        one = torch.nn.functional.cross_entropy(alone, place, label_smoothing=0.2)
+        total += one.item() * counts.item()
+    found = ranking_loss(torch.from_numpy(scores), label_B, excluded_BC, 0.2, counted_B)
+    assert found.item() == pytest.approx(total / len(labels), rel=1e-4, abs=1e-5)

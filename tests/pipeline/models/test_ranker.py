@@ -247,7 +247,7 @@ def test_missing_head_is_refused(saved):
         {"m": "many"},
         {"m": 0},
         {"unknown": 1},
-        {"architecture": "convert"},
+        {"architecture": "other"},
         {"code_attention": "cosine"},
         {"candidate_attention": "cosine"},
         {"context_codes": "every_m"},

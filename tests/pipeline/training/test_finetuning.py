@@ -203,11 +203,11 @@ def test_shared_negatives_have_the_loss_of_sentence_transformers(tiny, negatives
     floats = [tensor for tensor in encoded if tensor.is_floating_point()]
     for tensor in floats:
         tensor.requires_grad_()
-    vectors_BMD, _, own_BD, wrong_BKD = encoded
+    vectors_BVMD, _, own_BD, wrong_BKD = encoded
     ours, _ = module.loss(encoded, batch)
     gradients = torch.autograd.grad(ours, floats)
     reference = losses.MultipleNegativesRankingLoss(None, scale=1.0, similarity_fct=dot_score)
-    columns = [vectors_BMD[:, 0], own_BD, *wrong_BKD.unbind(1)]
+    columns = [vectors_BVMD[:, 0, 0], own_BD, *wrong_BKD.unbind(1)]
     theirs = reference.compute_loss_from_embeddings(columns, torch.arange(6))
     torch.testing.assert_close(ours, theirs)
     for own, other in zip(gradients, torch.autograd.grad(theirs, floats), strict=True):

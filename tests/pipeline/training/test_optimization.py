@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pipeline.config import BadInput
 from pipeline.training.caching import backward
 from pipeline.training.loop import Listener, Saved, Task, train
 from pipeline.training.optimization import Optimization, optimization, rate_share
@@ -187,3 +188,36 @@ def test_settings_reach_the_optimizer(name, kind):
         assert group["eps"] == 1e-5
         assert group.get("betas", (0.7, 0.8)) == (0.7, 0.8)
         assert group.get("rho", 0.7) == 0.7
+
+
+@pytest.mark.parametrize("optimizer", ["adadelta", "adamw"])
+def test_token_tables_apart_are_all_that_is_limited_and_only_their_looked_up_rows_decay(optimizer):
+    torch.manual_seed(0)
+    table, layer = nn.Embedding(5, 3), nn.Linear(3, 1)
+    module = nn.Sequential(table, layer)
+    config = LoopConfig(
+        optimizer=optimizer, token_tables="apart", max_gradient_norm=0.1, weight_decay=0.5
+    )
+    made = optimization(config, module, 10, token_tables=[table.weight])
+    before = table.weight.detach().clone()
+    (100 * module(torch.tensor([1, 3]))).sum().backward()
+    layer_gradient = layer.weight.grad.clone()
+    gradient = table.weight.grad.clone()
+    total = torch.cat([value.grad.flatten() for value in module.parameters()]).norm()
+    torch.testing.assert_close(made.clip(), total)
+    assert torch.equal(layer.weight.grad, layer_gradient)
+    expected = gradient * 0.1 / (gradient.norm() + 1e-6)
+    expected[[1, 3]] += 0.5 * before[[1, 3]]
+    torch.testing.assert_close(table.weight.grad, expected)
+    made.optimizer.step()
+    assert torch.equal(table.weight[[0, 2, 4]], before[[0, 2, 4]])
+    assert not torch.equal(table.weight[[1, 3]], before[[1, 3]])
+    with pytest.raises(BadInput, match=r"loop\.token_tables"):
+        optimization(config, module, 10)
+
+
+def test_a_warm_up_may_start_above_0():
+    config = LoopConfig(warmup_steps=9, initial_rate_share=0.1, schedule="constant")
+    shares = [rate_share(step, 100, config) for step in range(11)]
+    assert shares[0] == pytest.approx(0.19) and shares[8] == pytest.approx(0.91)
+    assert np.allclose(np.diff(shares[:10]), 0.09) and shares[9:] == [1.0, 1.0]

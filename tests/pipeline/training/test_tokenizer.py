@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipeline.config import BadInput
+from pipeline.models.convert.tokenizer import Subwords, load_vocabulary
 from pipeline.models.tokens import Tokenizer
 from pipeline.training.tokenizer import TokenizerConfig, learn, save
 
@@ -131,3 +132,22 @@ def test_saved_tokenizer_is_the_same_to_us_and_to_transformers(corpus, tmp_path,
 def test_settings_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(BadInput, match=rf"tokenizer\.{name}: {value} is not allowed; allowed: "):
         TokenizerConfig(**{name: value})
+
+
+def test_subwords_are_marked_pieces_of_the_texts_the_same_every_time(corpus):
+    found = learnt([corpus], "subwords")
+    assert found == learnt([corpus], "subwords")
+    assert len(found) == len(set(found)) <= 400
+    ids = Subwords(found, 10)
+    for text, words in (("the cat", 2), ("Where did THE cat", 4)):
+        assert len(ids.ids(text)) == words, "frequent words are one piece in any case"
+    assert all(number < len(found) for number in ids.ids("yes, there is a café"))
+    assert "xylophone" not in "".join(found)
+    assert ids.ids("ж")[1] >= len(found)
+
+
+def test_subwords_are_bounded_and_saved(corpus, tmp_path):
+    found = learnt([corpus], "subwords", vocabulary=120)
+    assert len(found) <= 120
+    save(found, tmp_path)
+    assert load_vocabulary(tmp_path) == found

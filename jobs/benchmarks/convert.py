@@ -1,0 +1,141 @@
+"""ConveRT: how many texts a second it encodes, its size, and what it ranks better than words do.
+
+The rate is that of the paper's size with random weights: it does not depend on what they are, but on how many
+subwords a text has, so the vocabulary is learnt from the corpus whose responses are encoded. The peer is
+all-MiniLM-L6-v2 through sentence-transformers at its defaults, on the same texts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from jobs.benchmarks.embed import minilm_folder
+from jobs.benchmarks.measure import Row
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput
+from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
+from pipeline.evaluation.metrics import recall_at
+from pipeline.evaluation.protocols import PROTOCOLS
+from pipeline.evaluation.questions import Questions, questions
+from pipeline.evaluation.ranking import Scorer, load_scorer, rank
+from pipeline.models import inference
+from pipeline.models.ranker import Ranker, load_ranker, new_ranker
+from pipeline.models.settings import ConvertConfig
+from pipeline.training import tokenizer
+from pipeline.training.settings import TokenizerConfig
+
+_SUBWORDS = 31_476  # the paper's
+_LEARNT_FROM = {"small": 20_000, "full": 200_000}  # examples
+_TEXTS = {"small": 500, "full": 4_000}
+_ALONE = {"small": 50, "full": 300}
+_ROUNDS = {"small": 3, "full": 5}
+_QUESTIONS = {"small": 1_000, "full": 10_000}
+
+
+def measure(
+    size: Literal["small", "full"], corpus: Artifact, model: Artifact | None, work: Path
+) -> list[Row]:
+    """`model`: a ConveRT ranker that was trained on the corpus' train split; None: nothing is ranked."""
+    texts = known_texts(corpus, _TEXTS[size])
+    ours, megabytes = _papers_model(corpus, _LEARNT_FROM[size], work / "convert")
+    rows = [*_rates(ours, texts, _ROUNDS[size], _ALONE[size]), megabytes]
+    if model is not None:
+        split = "test" if corpus.rows("test/") else "valid"
+        rule = PROTOCOLS["polyai"]
+        draw = (rule.source, rule.candidates, _QUESTIONS[size], 0, True)
+        rows.append(_over_words(corpus, model, questions(corpus, split, *draw)))
+    return rows
+
+
+def _papers_model(corpus: Artifact, examples: int, folder: Path) -> tuple[Ranker, Row]:
+    """A single-context model of the paper's size, loaded from its files, and how large those are."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "vocabulary").mkdir(parents=True)
+    learnt = TokenizerConfig(kind="subwords", vocabulary=_SUBWORDS, max_examples=examples)
+    subwords = tokenizer.learn([corpus], learnt)
+    tokenizer.save(subwords, folder / "vocabulary")
+    new_ranker(ConvertConfig(), folder / "vocabulary", seed=0).save(folder / "model")
+    size = sum(path.stat().st_size for path in (folder / "model").iterdir()) / 1e6
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        ranker = load_ranker(folder / "model")
+        seconds.append(time.perf_counter() - began)
+    parameters = sum(part.numel() for part in ranker.network.buffers()) + sum(
+        part.numel() for part in ranker.network.parameters()
+    )
+    detail = {"load, seconds": round(min(seconds), 3), "parameters": parameters,
+              "subwords": len(subwords)}  # fmt: skip
+    return ranker, Row("convert.saved_megabytes", size, "MB", detail=detail)
+
+
+def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Row]:
+    """In turn, so that both have the same machine; a ratio is the median of the rounds'."""
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise BadInput("convert: needs sentence-transformers; pip install -e .[bench]") from None
+
+    inference.place(ranker, torch.device("cpu"), "auto")
+    if ranker.precision == "bf16":
+        inference.to_bf16(ranker)
+    peer = SentenceTransformer(str(minilm_folder()), device="cpu")
+    ways: dict[str, Callable[[list[str]], Any]] = {
+        "ours": lambda some: inference.candidate_vectors(ranker, some),
+        "minilm": lambda some: peer.encode(some, show_progress_bar=False),
+    }
+    for encode in ways.values():
+        encode(texts)  # the first pass allocates, and fills our tokenizer's memory
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    each: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, encode in ways.items():
+            began = time.perf_counter()
+            encode(texts)
+            seconds[name].append(time.perf_counter() - began)
+    for text in texts[:alone]:
+        for name, encode in ways.items():
+            began = time.perf_counter()
+            encode([text])
+            each[name].append(time.perf_counter() - began)
+    ratios = [b / a for a, b in zip(seconds["ours"], seconds["minilm"], strict=True)]
+    tokens = [len(row) for row in ranker.candidate_rows(texts)]
+    detail = {
+        "texts": len(texts), "tokens in a text": round(float(np.mean(tokens)), 1),
+        "precision": ranker.precision, "threads": torch.get_num_threads(),
+        "seconds, by round": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
+        "load": os.getloadavg()[0],
+    }  # fmt: skip
+    name = "convert.encode_vs_minilm_sentence_transformers"
+    ms = {name: 1e3 * median(values) for name, values in each.items()}
+    return [
+        Row(name, len(texts) / min(seconds["ours"]), "texts/s",
+            peer=len(texts) / min(seconds["minilm"]), ratio=median(ratios), detail=detail),
+        Row(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
+            ratio=ms["minilm"] / ms["ours"], detail={"texts": alone}),
+    ]  # fmt: skip
+
+
+def _over_words(corpus: Artifact, model: Artifact, asked: Questions) -> Row:
+    """R@1 in points above the better of BM25 and TF-IDF."""
+    known = known_texts(corpus)
+    scorers: dict[str, Scorer] = {
+        "convert": load_scorer(model), "bm25": BM25.fit(known), "tf-idf": TfIdf.fit(known),
+    }  # fmt: skip
+    found = {
+        name: 100 * recall_at(rank(scorer.prepare(asked), asked).ranks_N, 1)
+        for name, scorer in scorers.items()
+    }
+    points = found["convert"] - max(found["bm25"], found["tf-idf"])
+    detail = {"R@1/100": {name: round(value, 2) for name, value in found.items()},
+              "examples": len(asked), "candidates": asked.candidates}  # fmt: skip
+    return Row("convert.reddit_1_of_100.points_over_bm25", points, "points of R@1", detail=detail)

@@ -1,0 +1,141 @@
+"""A ConveRT model's folder.
+
+ranker.json            the settings
+vocabulary.json        subwords in the order of their ids
+weights.safetensors    the tables' levels, uint8, and their ranges; all other weights in float16.
+                       Settings that are not quantised: everything in float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipeline.config import BadInput
+from pipeline.models.convert.network import ConvertNetwork
+from pipeline.models.convert.quantisation import Table, dequantised
+from pipeline.models.convert.tokenizer import ConvertTokenizer, load_vocabulary
+from pipeline.models.settings import ConvertConfig
+
+WEIGHTS = "weights.safetensors"
+_LEVELS, _RANGE = "levels", "range"
+_SUBWORDS = "tokens.subwords."
+
+
+def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenizer, ConvertNetwork]:
+    """A model to train, on the vocabulary of a folder. Where the folder is a ConveRT model's, its weights
+    are the first ones; parts that it lacks, such as those for earlier turns, start new.
+
+    Raises BadInput for a folder without a vocabulary, and for weights of another size.
+    """
+    tokenizer = load_tokenizer(config, folder)
+    torch.manual_seed(seed)
+    network = ConvertNetwork(config, len(tokenizer))
+    if (folder / WEIGHTS).exists():
+        weights = _trainable(_read(folder), _tables(network))
+        own = network.state_dict()
+        known = {name: value for name, value in weights.items() if name in own}
+        _require_shapes(folder, known, {name: own[name] for name in known})
+        network.load_state_dict(known, strict=False)
+    return tokenizer, network
+
+
+def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, ConvertNetwork]:
+    """A model to encode with: 8-bit tables stay as they are, other weights become float32.
+
+    Raises BadInput in one line for what is missing or does not fit the settings.
+    """
+    tokenizer = load_tokenizer(config, folder)
+    weights = _read(folder)
+    with torch.device(
+        "meta"
+    ):  # drawing the paper's 38 million weights would take longer than reading
+        network = ConvertNetwork(config, len(tokenizer))
+    tables = _tables(network)
+    expected = _saved_shapes(config, network)
+    _require_shapes(folder, weights, expected)
+    network = network.to_empty(device="cpu")
+    network.reset_buffers()
+    if config.quantised:
+        for name, table in tables.items():
+            low, high = weights.pop(f"{name}.{_RANGE}").tolist()
+            table.freeze(weights.pop(f"{name}.{_LEVELS}"), low, high)
+    network.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
+    return tokenizer, network
+
+
+def save(network: ConvertNetwork, tokenizer: ConvertTokenizer, folder: Path) -> None:
+    """Writes what `load` reads, but the settings."""
+    tokenizer.save(folder)
+    weights = {name: value.detach() for name, value in network.named_parameters()}
+    if network.config.quantised:
+        weights = {name: value.half() for name, value in weights.items()}
+        for name, table in _tables(network).items():
+            levels, low, high = table.saved()
+            weights.pop(f"{name}.weight", None)
+            weights[f"{name}.{_LEVELS}"] = levels
+            weights[f"{name}.{_RANGE}"] = torch.tensor([low, high])
+    save_file({name: value.contiguous().cpu() for name, value in weights.items()}, folder / WEIGHTS)
+
+
+def load_tokenizer(config: ConvertConfig, folder: Path) -> ConvertTokenizer:
+    """Raises BadInput for a folder without a vocabulary."""
+    vocabulary = load_vocabulary(folder)
+    return ConvertTokenizer(
+        vocabulary, config.buckets, config.earlier_turns, config.number_earlier_turns
+    )
+
+
+def _tables(network: ConvertNetwork) -> dict[str, Table]:
+    return {name: part for name, part in network.named_modules() if isinstance(part, Table)}
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    if not path.exists():
+        raise BadInput(f"{folder}: the model has no weights ({WEIGHTS} is missing)")
+    try:
+        weights: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise BadInput(f"{path}: not to be read ({error})") from None
+    return weights
+
+
+def _trainable(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -> dict[str, Tensor]:
+    """Saved weights as float32 parameters."""
+    found = {name: value.float() for name, value in weights.items()}
+    for name in tables:
+        if f"{name}.{_LEVELS}" in weights:
+            low, high = found.pop(f"{name}.{_RANGE}")
+            levels = found.pop(f"{name}.{_LEVELS}")
+            found[f"{name}.weight"] = dequantised(levels, low, high)
+    return found
+
+
+def _saved_shapes(config: ConvertConfig, network: ConvertNetwork) -> dict[str, Tensor]:
+    """What the file of such a model holds, without its values."""
+    expected: dict[str, Tensor] = dict(network.named_parameters())
+    if config.quantised:
+        for name in _tables(network):
+            expected[f"{name}.{_LEVELS}"] = expected.pop(f"{name}.weight")
+            expected[f"{name}.{_RANGE}"] = torch.empty(2)
+    return expected
+
+
+def _require_shapes(
+    folder: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    """Raises BadInput, naming the first tensor that is missing, too many or of another size."""
+    for name in sorted(found.keys() | expected.keys()):
+        has = list(found[name].shape) if name in found else "nothing"
+        needs = list(expected[name].shape) if name in expected else "nothing"
+        if has == needs:
+            continue
+        rows = "subwords of vocabulary.json + ranker.buckets + 1 rows, "
+        why = rows if name.startswith(_SUBWORDS) else ""
+        raise BadInput(f"{folder / WEIGHTS}: {name} has {has}; the settings need {why}{needs}")

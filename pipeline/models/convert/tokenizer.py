@@ -1,0 +1,244 @@
+"""ConveRT's tokenizer: subwords of a vocabulary, and hash buckets for all others (reference 5.1).
+
+    "The cat, 😀"  →  The · cat · ", " · 😀         split where words meet punctuation and spaces
+                   →  ﹏the ﹏cat ﹏", " ﹏ 😀        greedy longest match, a mark at every beginning
+                   →  ids; 😀, which no vocabulary has, is V + fingerprint64(😀) mod buckets
+
+So nothing is ever unknown, and the pad id is V + buckets, the last row of the embedding table. A single
+space between two words has no piece: the mark stands for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.config import BadInput
+from pipeline.models.convert.fingerprint import fingerprint64
+from pipeline.models.tokens import Tokens
+
+VOCABULARY = "vocabulary.json"
+MARK = "﹏"
+"""U+FE4F, at the beginning of every run of word characters or of others."""
+_LOWER = str.maketrans({chr(code): chr(code + 32) for code in range(ord("A"), ord("Z") + 1)})
+_LONGEST_RUN_BYTES = 65_536  # a longer one, its mark included, is one piece that no vocabulary has
+_KEPT_RUNS = 1 << 18  # their ids are remembered: Reddit's 262,144 commonest cover 98 % of its runs
+_CHARACTERS_PER_TOKEN = 8
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+def token_ids(
+    texts: Sequence[str], vocabulary: Sequence[str] | Mapping[str, int], buckets: int
+) -> tuple[Tensor, Tensor]:
+    """(ids [B, T] int64, padded with V + `buckets` at the right; their mask [B, T], false at pads).
+
+    `vocabulary`: V subwords in the order of their ids, or their ids. Texts are not truncated. Reference 5.1.
+    """
+    subwords = Subwords(vocabulary, buckets)
+    rows = [subwords.ids(text) for text in texts]
+    return _padded(rows, subwords.pad)
+
+
+def runs(text: str) -> Iterator[str]:
+    """The marked, lower-cased parts that pieces are looked for in; together with one space between
+    words they are the text.
+
+    Only the letters A to Z are lower-cased. Symbols, such as "$" or an emoji, are word characters.
+    """
+    found = _run_pattern().findall(text.translate(_LOWER))
+    last = len(found) - 1
+    for number, run in enumerate(found):
+        if run != " " or number in (0, last):
+            yield MARK + run
+
+
+@lru_cache(maxsize=1)
+def _run_pattern() -> re.Pattern[str]:
+    """Runs of punctuation and separators (Unicode's categories P and Z), and runs of all others."""
+    ranges: list[list[int]] = []
+    for code in range(sys.maxunicode + 1):
+        if unicodedata.category(chr(code))[0] in "PZ":
+            if ranges and ranges[-1][1] == code - 1:
+                ranges[-1][1] = code
+            else:
+                ranges.append([code, code])
+    between = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in ranges)
+    return re.compile(f"[{between}]+|[^{between}]+")
+
+
+class Subwords:
+    """Ids of pieces; those of whole runs are remembered."""
+
+    def __init__(self, vocabulary: Sequence[str] | Mapping[str, int], buckets: int) -> None:
+        known = vocabulary if isinstance(vocabulary, Mapping) else _numbered(vocabulary)
+        self._known = known
+        self._buckets = buckets
+        self._longest = max(map(len, known), default=1)
+        self._ids_of_run = lru_cache(_KEPT_RUNS)(self._look_up)
+
+    @property
+    def pad(self) -> int:
+        return len(self._known) + self._buckets
+
+    def ids(self, text: str, most: int | None = None) -> list[int]:
+        """The ids of a text, or its first `most`; no more of it is looked at."""
+        if most is not None:
+            return self._first_ids(text, most)
+        return [number for run in runs(text) for number in self._ids_of_run(run)]
+
+    def _first_ids(self, text: str, most: int) -> list[int]:
+        characters = most * _CHARACTERS_PER_TOKEN
+        while True:
+            part = text[:characters]
+            ids = list[int]()
+            # A run that was cut has other pieces, so that the part's last run counts only at the text's end.
+            whole = list(runs(part)) if len(part) == len(text) else list(runs(part))[:-1]
+            for run in whole:
+                ids += self._ids_of_run(run)
+                if len(ids) >= most:
+                    return ids[:most]
+            if len(part) == len(text):
+                return ids
+            characters *= 4
+
+    def pieces(self, run: str) -> Iterator[str]:
+        """Greedily the longest that the vocabulary has, from the left; else a character."""
+        if len(run) * 4 > _LONGEST_RUN_BYTES and len(run.encode()) > _LONGEST_RUN_BYTES:
+            yield run
+            return
+        start = 0
+        while start < len(run):
+            ends = range(min(len(run), start + self._longest), start + 1, -1)
+            end = next((end for end in ends if run[start:end] in self._known), start + 1)
+            yield run[start:end]
+            start = end
+
+    def _look_up(self, run: str) -> tuple[int, ...]:
+        return tuple(map(self._id, self.pieces(run)))
+
+    def _id(self, piece: str) -> int:
+        known = self._known.get(piece)
+        if known is not None:
+            return known
+        # A lone surrogate has no UTF-8; it is hashed as the three bytes that it would have.
+        hashed = fingerprint64(piece.encode("utf-8", "surrogatepass"))
+        return len(self._known) + hashed % self._buckets
+
+
+def _numbered(vocabulary: Sequence[str]) -> dict[str, int]:
+    return {piece: number for number, piece in enumerate(vocabulary)}
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows), default=0)
+    ids_BT = torch.full((len(rows), width), pad)
+    for ids_T, row in zip(ids_BT, rows, strict=True):
+        ids_T[: len(row)] = torch.tensor(row, dtype=torch.long)
+    return ids_BT, ids_BT != pad
+
+
+def join_earlier(turns: Sequence[str], most: int, numbered: bool) -> str:
+    """The `most` newest of some earlier turns, oldest first, as one text: newest first (reference 5.6).
+
+    numbered: each has "0: ", "1: ", … before it, 0 for the newest, as PolyAI's model for DSTC7 has it.
+    """
+    newest = list(reversed(turns))[:most]
+    if numbered:
+        newest = [f"{number}: {turn}" for number, turn in enumerate(newest)]
+    return " ".join(newest)
+
+
+class ConvertTokenizer:
+    """Rows of token ids for contexts and candidates, as `pipeline.models.tokens.RowTokenizer` says.
+
+    A context's row is its newest turn, and where there are earlier ones and the model reads them: the pad
+    id, then the earlier turns as `join_earlier` makes one text of them. Both texts keep their first
+    tokens, so that of the earlier turns the newest stay. A text without a token is one pad.
+    """
+
+    def __init__(
+        self, vocabulary: Sequence[str], buckets: int, earlier_turns: int, numbered: bool
+    ) -> None:
+        self.vocabulary = list(vocabulary)
+        self._subwords = Subwords(self.vocabulary, buckets)
+        self._earlier, self._numbered = earlier_turns, numbered
+        self.pad = self._subwords.pad
+
+    def __len__(self) -> int:
+        """Rows of the embedding table: subwords, buckets, and the pad's."""
+        return self.pad + 1
+
+    def save(self, folder: Path) -> None:
+        save_vocabulary(self.vocabulary, folder)
+
+    def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
+        """One row per context, with at most `max_tokens` of each of its two texts."""
+        return [self._context(turns, max_tokens) for turns in contexts]
+
+    def _context(self, turns: Sequence[str], max_tokens: int) -> list[int]:
+        *earlier, newest = turns
+        row = self._subwords.ids(newest, max_tokens)
+        joined = join_earlier(earlier, self._earlier, self._numbered)
+        if joined:
+            return [*row, self.pad, *self._subwords.ids(joined, max_tokens)]
+        return row or [self.pad]
+
+    def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """One row per candidate, at most `max_tokens`."""
+        return [self._subwords.ids(text, max_tokens) or [self.pad] for text in texts]
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
+        """Pads rows of `contexts` or `candidates`. Segment 1 are the earlier turns of a context."""
+        ids_BT, _ = _padded(rows, self.pad)
+        lengths = tuple(map(len, rows))
+        inside_BT = torch.arange(ids_BT.shape[1]) < torch.tensor(lengths)[:, None]
+        segments_BT = ((ids_BT == self.pad) & inside_BT).cumsum(1)
+        return Tokens(ids_BT, (ids_BT != self.pad) & inside_BT, lengths, segments_BT)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token as text: "\\ufffd" for one of a hash bucket, a line's end for what stands before the
+        earlier turns. Joined they read as the text, lower-cased, where a space has been left out too."""
+        return [self._piece(number, place) for place, number in enumerate(ids)]
+
+    def _piece(self, number: int, place: int) -> str:
+        if number == self.pad:
+            return "\n"
+        if number >= len(self.vocabulary):
+            return _UNKNOWN
+        piece = self.vocabulary[number]
+        if not piece.startswith(MARK):
+            return piece
+        word = piece.removeprefix(MARK)
+        return word if place == 0 or (word and not word[0].isalnum()) else f" {word}"
+
+
+def save_vocabulary(vocabulary: Sequence[str], folder: Path) -> None:
+    text = json.dumps(list(vocabulary), ensure_ascii=False, separators=(",", ":"))
+    (folder / VOCABULARY).write_text(text, encoding="utf-8")
+
+
+def load_vocabulary(folder: Path) -> list[str]:
+    """What `save_vocabulary` wrote: subwords in the order of their ids.
+
+    Raises BadInput in one line for what is not a list of different texts.
+    """
+    path = folder / VOCABULARY
+    if not path.exists():
+        raise BadInput(f"{folder}: no vocabulary of subwords ({VOCABULARY} is missing; jobs.train_tokenizer "
+                       "--tokenizer.kind subwords makes one)")  # fmt: skip
+    try:
+        pieces: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON ({error})") from None
+    texts = isinstance(pieces, list) and all(isinstance(piece, str) and piece for piece in pieces)
+    if not texts or len(set(pieces)) != len(pieces):
+        raise BadInput(f"{path}: not a vocabulary; allowed: a list of different texts, none empty")
+    return pieces

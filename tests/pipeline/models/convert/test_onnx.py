@@ -1,0 +1,52 @@
+"""The ONNX graph, run by ONNX Runtime, against the model itself."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import BadInput
+from pipeline.models import inference
+from pipeline.models.exchange import to_onnx
+from pipeline.models.ranker import load_ranker
+
+TEXTS = ["the cat.", "", "😀 жж", "a longer text than the others, it is", "The the the"]
+needs_onnx = pytest.mark.skipif(
+    not (importlib.util.find_spec("onnx") and importlib.util.find_spec("onnxruntime")),
+    reason="onnx and onnxruntime are not installed",
+)
+
+
+@needs_onnx
+@pytest.mark.parametrize("settings", [{}, {"quantised": False}, {"activation": "relu"}])
+def test_onnx_runtime_gives_the_same_encodings(convert, tmp_path, settings):
+    import onnxruntime
+
+    ranker = convert(**settings)
+    ranker.save(tmp_path / "ranker")
+    loaded = inference.place(load_ranker(tmp_path / "ranker"), torch.device("cpu"), "fp32")
+    (tmp_path / "onnx").mkdir()
+    to_onnx.export(loaded, tmp_path / "onnx")
+    assert {path.name for path in (tmp_path / "onnx").iterdir()} == {
+        "model.onnx", "ranker.json", "vocabulary.json"
+    }  # fmt: skip
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
+    tokens = loaded.tokenizer.batch(loaded.candidate_rows(TEXTS))
+    context, candidate, r = session.run(None, {"ids": tokens.ids_BT.numpy()})
+    ours = inference.candidate_vectors(loaded, TEXTS)
+    np.testing.assert_allclose(candidate, ours, rtol=0, atol=1e-4)
+    vectors, _ = inference.context_vectors(loaded, [[text] for text in TEXTS])
+    np.testing.assert_allclose(context, vectors[:, 0], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(context @ candidate.T, vectors[:, 0] @ ours.T, rtol=0, atol=1e-3)
+    with torch.no_grad():
+        expected = loaded.network.encode_texts(tokens)
+    np.testing.assert_allclose(r, expected, rtol=0, atol=1e-3)
+
+
+def test_other_models_are_refused(convert, tiny, tmp_path):
+    for ranker in (convert(earlier_turns=3), tiny.ranker(architecture="bi")):
+        with pytest.raises(BadInput, match="'convert' with ranker"):
+            to_onnx.export(ranker, tmp_path)
