@@ -191,7 +191,7 @@ def _head(
     if texts.threshold:
         probabilities = made.probabilities(vectors.of(texts.threshold).cpu())
         known = evaluation.answers(texts.threshold, probabilities, labels)
-        threshold = best_threshold(known.confidence_N, known.right_N, known.outside_M)
+        threshold = best_threshold(known.confidence_N, known.right, known.outside_M)
         made = replace(made, threshold=threshold)
     asked = made.probabilities(vectors.of(texts.asked).cpu())
     answers = evaluation.answers(texts.asked, asked, labels)

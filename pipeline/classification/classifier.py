@@ -78,7 +78,8 @@ class Classifier:
     def probabilities(self, vectors_NF: Tensor) -> Tensor:
         """[N, C] of the encoder's vectors, on the CPU."""
         with torch.inference_mode():
-            return self.head(vectors_NF)
+            probabilities_NC: Tensor = self.head(vectors_NF)
+            return probabilities_NC
 
     def classify(self, vectors_NF: Tensor) -> list[Classified]:
         """What it says of texts with these vectors."""

@@ -31,7 +31,8 @@ class Answers:
     """Likewise, of texts out of scope."""
 
     @property
-    def right_N(self) -> Bools:
+    def right(self) -> Bools:
+        """[N]"""
         return np.asarray(self.true_N == self.answered_N)
 
 
@@ -59,7 +60,7 @@ def numbers(given: Answers, intents: int, threshold: float) -> dict[str, float]:
         "macro_f1": metrics.macro_f1(metrics.by_intent(counts_CC, names)),
     }
     if len(given.outside_M):
-        scope = metrics.scope(threshold, given.confidence_N, given.right_N, given.outside_M)
+        scope = metrics.scope(threshold, given.confidence_N, given.right, given.outside_M)
         found.update(scope._asdict())
     return found
 

@@ -68,7 +68,7 @@ def fit(
     weights_N = torch.ones(texts)
     if config.balanced:
         weights_N = 1 / torch.bincount(labels_N.cpu(), minlength=intents)[labels_N.cpu()]
-    parameters = list(head.parameters())
+    parameters: list[Tensor] = list(head.parameters())
     for epoch in range(config.epochs):
         rate = config.learning_rate * (1 - epoch / config.epochs)
         # An intent by its share, then one of its texts: the same as any text.
