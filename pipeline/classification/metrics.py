@@ -94,11 +94,11 @@ class Scope(NamedTuple):
     """What a threshold does."""
 
     in_scope_accuracy: float
-    """Share of the texts in scope whose intent is answered, and not held for out of scope."""
+    """Share of the texts in scope whose intent is answered, and not answered "out of scope"."""
     oos_recall: float
-    """Share of the texts out of scope that are held for such."""
+    """Share of the texts out of scope that are answered so."""
     oos_precision: float
-    """Share of the texts held for out of scope that are; 0 where there are none."""
+    """Share of the texts answered "out of scope" that are; 0 where there are none."""
 
 
 def best_threshold(confidence_N: Floats, right_N: Bools, outside_M: Floats) -> float:

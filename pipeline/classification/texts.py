@@ -1,14 +1,14 @@
 """Labelled texts: read, split and drawn.
 
-Which texts teach, which are asked and which set the threshold:
+Which texts are trained on, which are asked, and which set the threshold:
 
     files            train           asked           threshold (only with texts out of scope)
     train and test   train           test            valid; without one, a tenth of train
-    train and valid  train           valid           a tenth of train, which then teaches no more
+    train and valid  train           valid           a tenth of train, which is not trained on
     one of any name  eight tenths    one tenth       one tenth
 
 Tenths are of every intent's texts, by a hash of the text: the same in every run, and equal texts of an
-intent stay together. Texts out of scope that are not asked help to set the threshold; none teaches.
+intent stay together. Texts out of scope that are not asked help to set the threshold; none is trained on.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts
     """The texts of files and folders, split as above.
 
     Raises BadInput for what cannot be trained or asked: fewer than two intents, an intent of one text where
-    a tenth is to be held out, asked intents that no text teaches.
+    a tenth is to be held out, asked intents that train lacks.
     """
     account = file_tasks.Account()
     by_split: dict[Split | None, list[Labelled]] = {}
@@ -207,7 +207,7 @@ def _contradictions(texts: Sequence[Labelled]) -> list[str]:
     for row in texts:
         intents_of.setdefault(row.text, set()).add(row.intent)
     count = sum(len(found) > 1 for found in intents_of.values())
-    return [f"{count:,} texts stand there with several intents"] if count else []
+    return [f"{count:,} texts have more than one intent"] if count else []
 
 
 def _check(texts: Texts, where: str) -> None:

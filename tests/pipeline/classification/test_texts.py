@@ -145,9 +145,9 @@ def test_empty_texts_and_intents_are_counted(read):
     assert found.dropped == {"empty text": 1, "no intent": 1}
 
 
-def test_texts_with_two_intents_are_told_of(read):
+def test_texts_with_two_intents_are_reported(read):
     found = read({"mine.csv": HEAD + rows("pay", 20) + rows("block", 20) + "pay number 1,block\n"})
-    assert found.notes == ("1 texts stand there with several intents",)
+    assert found.notes == ("1 texts have more than one intent",)
 
 
 @pytest.mark.parametrize(
