@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
-import statistics
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from jobs import program
 from pipeline import storage
-from pipeline.artifact import Artifact, Draft, draft
+from pipeline.artifact import Artifact, draft
 from pipeline.classification import texts as intent_texts
 from pipeline.classification.settings import EncodeConfig, HeadConfig
-from pipeline.classification.texts import (
-    Labelled,
-    ReadConfig,
-    Texts,
-    draw,
-    labels_of,
-    parse_shots,
-)
+from pipeline.classification.texts import ReadConfig, parse_shots
 from pipeline.config import NOT_IDENTITY, require
 from pipeline.corpora.raw import Reading
-from pipeline.records import TaskRecord
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pipeline.models.sources import Source
-
-_VECTORS = "_vectors.npy"
-_PROGRESS_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,37 +55,12 @@ class Config:
         require(self.seed >= 0, "seed", self.seed, ">= 0")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadRecord(TaskRecord):
-    """One head that was trained and asked."""
-
-    seed: int
-    numbers: dict[str, float]
-    """Of `evaluation.numbers`."""
-    threshold: float
-    seconds: float
-    details: dict[str, Any] = field(default_factory=dict)
-    """Of `evaluation.report`, of the first head."""
-
-
-@dataclass(frozen=True)
-class Vectors:
-    """One vector of each text."""
-
-    place_of: Mapping[str, int]
-    all_NF: Tensor
-
-    def of(self, rows: Sequence[Labelled]) -> Tensor:
-        """[rows, F]"""
-        return self.all_NF[[self.place_of[row.text] for row in rows]]
-
-
 def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
     texts = intent_texts.read(config.input, config.read, config.reading)
 
     from pipeline import tracking
-    from pipeline.classification import classifier, encoder
+    from pipeline.classification import classifier, encoder, training
 
     source, reference = encoder.open_source(config.encoder)
     fingerprint = storage.raw_fingerprint(files, whole=True)
@@ -114,131 +68,23 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, classifier.KIND, config, {"encoder": reference, "input": given})
     if isinstance(out, Artifact):
         return _summary(config, out, already_there=True)
+    plan = training.Plan(
+        config.encode, config.head, parse_shots(config.shots), config.seed, reference
+    )
     with tracking.start("classify_intents", out) as tracked:
-        vectors = _vectors(config, texts, source, out)
-        records = list[HeadRecord]()
+        vectors = training.encode(out, texts, source, config.encode)
+        records = []
         for seed in range(config.seed, config.seed + config.seeds):
-            records.append(_head(config, texts, vectors, reference, out, seed))
+            records.append(training.train(out, texts, vectors, plan, seed))
             tracked.log(records[-1].numbers, step=seed)
-        report = json.dumps(_report(config, texts, records), indent=1, ensure_ascii=False).encode()
+        numbers = training.report(texts, records, plan)
+        report = json.dumps(numbers, indent=1, ensure_ascii=False).encode()
         plot = storage.read_bytes(out.path(classifier.PLOT))
         tracked.attach({classifier.PLOT: plot, classifier.REPORT: report})
         entries = [*records[0].files, out.write_file(classifier.REPORT, report)]
         done = out.publish(entries, records[0].counts, texts.dropped, tracked.run_id)
-        tracking.finish(tracked, done, _means(records))
+        tracking.finish(tracked, done, training.means(records))
     return _summary(config, done, already_there=False)
-
-
-def _vectors(config: Config, texts: Texts, source: Source, out: Draft) -> Vectors:
-    """Of all texts, each once; a resumed job has them."""
-    import torch
-
-    from pipeline.classification import encoder
-    from pipeline.resources import best_device
-
-    rows = (*texts.train, *texts.asked, *texts.threshold)
-    distinct = list(dict.fromkeys(row.text for row in rows))
-    device = best_device()
-    if "vectors" not in out.marks():
-        began = time.perf_counter()
-        model = encoder.load(source.local(), config.encode, device)
-        buffer = io.BytesIO()
-        np.save(buffer, model.vectors(distinct).numpy())
-        storage.write_bytes(out.path(_VECTORS), buffer.getvalue())
-        out.mark("vectors", TaskRecord(counts={"texts": len(distinct)}))
-        print(f"{len(distinct):,} texts have vectors after {time.perf_counter() - began:.1f} s "
-              f"({model.ranker.precision})", flush=True)  # fmt: skip
-    vectors_NF = torch.from_numpy(np.load(io.BytesIO(storage.read_bytes(out.path(_VECTORS)))))
-    return Vectors({text: place for place, text in enumerate(distinct)}, vectors_NF.to(device))
-
-
-def _head(
-    config: Config,
-    texts: Texts,
-    vectors: Vectors,
-    reference: Mapping[str, Any],
-    out: Draft,
-    seed: int,
-) -> HeadRecord:
-    """Trains a head and asks it; a resumed job has those that were finished. The first one's files go
-    into the output."""
-    import torch
-
-    from pipeline.classification import evaluation
-    from pipeline.classification.classifier import PLOT, Classifier
-    from pipeline.classification.head import fit
-    from pipeline.classification.metrics import best_threshold
-
-    task, marks = f"head-{seed}", out.marks()
-    if task in marks:
-        return marks.record(task, HeadRecord)
-    began, labels = time.perf_counter(), labels_of(texts.train)
-    shots = parse_shots(config.shots)
-    train = draw(texts.train, shots, seed) if shots else texts.train
-    place_of = {label: place for place, label in enumerate(labels)}
-    numbers_N = torch.tensor([place_of[row.intent] for row in train])
-    vectors_NF = vectors.of(train)
-    head = fit(
-        vectors_NF,
-        numbers_N.to(vectors_NF.device),
-        len(labels),
-        config.head,
-        seed,
-        _Progress(f"head {seed}", config.head.epochs),
-    ).cpu()
-    named = str(reference["uri"]), str(reference["fingerprint"])
-    made = Classifier(head, labels, 0.0, config.encode, config.head, *named)
-    if texts.threshold:
-        probabilities = made.probabilities(vectors.of(texts.threshold).cpu())
-        known = evaluation.answers(texts.threshold, probabilities, labels)
-        threshold = best_threshold(known.confidence_N, known.right, known.outside_M)
-        made = replace(made, threshold=threshold)
-    asked = made.probabilities(vectors.of(texts.asked).cpu())
-    answers = evaluation.answers(texts.asked, asked, labels)
-    numbers = evaluation.numbers(answers, len(labels), made.threshold)
-    record = HeadRecord(
-        seed=seed,
-        numbers=numbers,
-        threshold=made.threshold,
-        seconds=round(time.perf_counter() - began, 1),
-        counts={
-            "intents": len(labels),
-            "train_examples": len(train),
-            "examples": len(answers.true_N),
-            "out_of_scope_examples": len(answers.outside_M),
-        },
-    )
-    if seed == config.seed:
-        files = {**made.files(), PLOT: evaluation.plot(answers, labels)}
-        entries = [out.write_file(name, data) for name, data in files.items()]
-        record = replace(record, files=entries, details=evaluation.report(answers, labels))
-    out.mark(task, record)
-    return record
-
-
-def _means(records: Sequence[HeadRecord]) -> dict[str, float]:
-    names = records[0].numbers
-    return {name: statistics.fmean(record.numbers[name] for record in records) for name in names}
-
-
-def _report(config: Config, texts: Texts, records: Sequence[HeadRecord]) -> dict[str, Any]:
-    """What --json writes; numbers are means over the heads, the details are of the first."""
-    first = records[0]
-    accuracies = [record.numbers["accuracy"] for record in records]
-    return {
-        **_means(records),
-        "accuracy_std": statistics.stdev(accuracies) if len(records) > 1 else None,
-        **first.counts,
-        "asked_split": texts.asked_split,
-        "shots": config.shots,
-        "threshold": first.threshold,
-        "heads": [
-            {"seed": record.seed, **record.numbers, "seconds": record.seconds} for record in records
-        ],
-        "dropped": dict(texts.dropped),
-        "notes": list(texts.notes),
-        **first.details,
-    }
 
 
 def _summary(config: Config, done: Artifact, already_there: bool) -> program.Summary:
@@ -278,21 +124,6 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         )
     lines += [f"dropped: {count:,} {reason}" for reason, count in report["dropped"].items()]
     return [*lines, *report["notes"]]
-
-
-class _Progress:
-    """A line now and then."""
-
-    def __init__(self, name: str, epochs: int) -> None:
-        self._name, self._epochs, self._shown = name, epochs, time.monotonic()
-
-    def __call__(self, epoch: int, loss: float) -> None:
-        if time.monotonic() - self._shown >= _PROGRESS_S:
-            self._shown = time.monotonic()
-            print(
-                f"{self._name}: epoch {epoch + 1:,} of {self._epochs:,}, loss {loss:.3f}",
-                flush=True,
-            )
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_a_killed_job_goes_on_with_the_head_it_was_at(classify, tmp_path: Path, 
 def test_shots_and_seeds(classify, tmp_path: Path):
     classify("--shots", 5, "--seeds", 3, "--json", tmp_path / "numbers.json")
     numbers = json.loads((tmp_path / "numbers.json").read_text())
-    assert (numbers["train_examples"], numbers["shots"]) == (15, "5")
+    assert (numbers["train_examples"], numbers["shots"]) == (15, 5)
     accuracies = [one["accuracy"] for one in numbers["heads"]]
     assert [one["seed"] for one in numbers["heads"]] == [0, 1, 2]
     assert numbers["accuracy"] == pytest.approx(np.mean(accuracies))
