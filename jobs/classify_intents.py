@@ -11,10 +11,11 @@ from jobs import program
 from pipeline import storage
 from pipeline.artifact import Artifact, draft
 from pipeline.classification import texts as intent_texts
-from pipeline.classification.settings import EncodeConfig, HeadConfig
+from pipeline.classification.settings import KIND, PLOT, REPORT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import ReadConfig, parse_shots
 from pipeline.config import NOT_IDENTITY, require
 from pipeline.corpora.raw import Reading
+from pipeline.models.sources import open_text_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +59,16 @@ class Config:
 def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
     texts = intent_texts.read(config.input, config.read, config.reading)
-
-    from pipeline import tracking
-    from pipeline.classification import classifier, encoder, training
-
-    source, reference = encoder.open_source(config.encoder)
+    source, reference = open_text_encoder(config.encoder)
     fingerprint = storage.raw_fingerprint(files, whole=True)
     given = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
-    out = draft(config.output, classifier.KIND, config, {"encoder": reference, "input": given})
+    out = draft(config.output, KIND, config, {"encoder": reference, "input": given})
     if isinstance(out, Artifact):
         return _summary(config, out, already_there=True)
+
+    from pipeline import tracking
+    from pipeline.classification import training
+
     plan = training.Plan(
         config.encode, config.head, parse_shots(config.shots), config.seed, reference
     )
@@ -79,17 +80,15 @@ def run(config: Config) -> program.Summary:
             tracked.log(records[-1].numbers, step=seed)
         numbers = training.report(texts, records, plan)
         report = json.dumps(numbers, indent=1, ensure_ascii=False).encode()
-        plot = storage.read_bytes(out.path(classifier.PLOT))
-        tracked.attach({classifier.PLOT: plot, classifier.REPORT: report})
-        entries = [*records[0].files, out.write_file(classifier.REPORT, report)]
+        plot = storage.read_bytes(out.path(PLOT))
+        tracked.attach({PLOT: plot, REPORT: report})
+        entries = [*records[0].files, out.write_file(REPORT, report)]
         done = out.publish(entries, records[0].counts, texts.dropped, tracked.run_id)
         tracking.finish(tracked, done, training.means(records))
     return _summary(config, done, already_there=False)
 
 
 def _summary(config: Config, done: Artifact, already_there: bool) -> program.Summary:
-    from pipeline.classification.classifier import REPORT
-
     data = storage.read_bytes(storage.join(done.uri, REPORT))
     report: dict[str, Any] = json.loads(data)
     if config.json:

@@ -26,13 +26,11 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.classification import encoder
 from pipeline.classification.encoder import TextEncoder
 from pipeline.classification.head import Head
-from pipeline.classification.settings import EncodeConfig, HeadConfig
+from pipeline.classification.settings import KIND, EncodeConfig, HeadConfig
 from pipeline.config import BadInput, from_dict, require
-from pipeline.models.sources import Source
+from pipeline.models.sources import Source, open_text_encoder
 
-KIND = "classifier"
 SETTINGS, WEIGHTS = "classifier.json", "head.safetensors"
-REPORT, PLOT = "report.json", "confusion.png"
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Classifier:
 
         Raises BadInput where it is gone, or another model lies there.
         """
-        source, reference = encoder.open_source(self.encoder_uri)
+        source, reference = open_text_encoder(self.encoder_uri)
         if reference["fingerprint"] != self.encoder_fingerprint:
             raise BadInput(f"{self.encoder_uri}: the encoder is {reference['fingerprint']} now; the head was "
                            f"trained on {self.encoder_fingerprint}")  # fmt: skip

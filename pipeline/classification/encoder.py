@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, device
 
-from pipeline import storage
-from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.classification.settings import EncodeConfig
 from pipeline.models import inference
 from pipeline.models.exchange import from_anywhere
 from pipeline.models.ranker import Ranker, new_network
 from pipeline.models.settings import SETTINGS, BiConfig
-from pipeline.models.sources import Source, open_encoder, open_external
+from pipeline.models.sources import SENTENCE_TRANSFORMERS
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
-
-_SENTENCE_TRANSFORMERS = "modules.json"
 
 
 @dataclass(frozen=True)
@@ -47,22 +42,6 @@ class TextEncoder:
         return self.row_vectors(self.rows(texts))
 
 
-def open_source(uri: str) -> tuple[Source, dict[str, Any]]:
-    """A model's folder, and what a manifest says of it: a ranker or an encoder of ours, what
-    sentence-transformers saved, any `transformers` directory, or a hub id.
-
-    Raises BadInput where there is none.
-    """
-    if storage.exists(storage.join(uri, MANIFEST)):
-        artifact = open_artifact(uri, "ranker", "encoder", "sentence-transformers")
-        return artifact, artifact.reference()
-    if storage.exists(uri):
-        uri = storage.absolute(uri)  # a manifest names it, and is read elsewhere
-    if storage.exists(storage.join(uri, _SENTENCE_TRANSFORMERS)):
-        return open_external(uri)
-    return open_encoder(uri)
-
-
 def load(folder: Path, config: EncodeConfig, on: device) -> TextEncoder:
     """The model of a folder, on a device, in the precision that the settings name.
 
@@ -77,7 +56,7 @@ def load(folder: Path, config: EncodeConfig, on: device) -> TextEncoder:
 
 
 def _ranker(folder: Path, config: EncodeConfig) -> Ranker:
-    if (folder / SETTINGS).exists() or (folder / _SENTENCE_TRANSFORMERS).exists():
+    if (folder / SETTINGS).exists() or (folder / SENTENCE_TRANSFORMERS).exists():
         return from_anywhere.load(folder, config.max_tokens, config.max_tokens)
     encoder = Encoder.load(folder)
     tokens = config.max_tokens or encoder.positions

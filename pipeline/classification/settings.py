@@ -8,6 +8,11 @@ from typing import Literal
 from pipeline.config import require
 from pipeline.models.precision import Precision
 
+KIND = "classifier"
+"""Of the artifact."""
+REPORT, PLOT = "report.json", "confusion.png"
+"""Its files that say how well it does."""
+
 Side = Literal["context", "candidate"]
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeline import storage
 from pipeline.artifact import Draft
 from pipeline.classification import encoder, evaluation, head
-from pipeline.classification.classifier import PLOT, Classifier
+from pipeline.classification.classifier import Classifier
 from pipeline.classification.metrics import best_threshold
-from pipeline.classification.settings import EncodeConfig, HeadConfig
+from pipeline.classification.settings import PLOT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import Labelled, Texts, draw, labels_of
 from pipeline.models.sources import Source
 from pipeline.records import TaskRecord

@@ -17,6 +17,7 @@ from pipeline.classification.settings import EncodeConfig, HeadConfig
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.models.sources import open_text_encoder
 
 TEXTS = ["w1 w2 w3", "w7", "w9 w9 w4 w150 w3"]
 CPU = torch.device("cpu")
@@ -143,7 +144,7 @@ def test_a_cross_encoder_has_no_vectors(tiny, tmp_path: Path):
 
 def test_an_encoder_that_has_changed_is_refused(tiny, made: Classifier):
     folder = str(tiny.encoder_folder())
-    _, reference = encoder.open_source(folder)
+    _, reference = open_text_encoder(folder)
     with pytest.raises(BadInput, match="the encoder is"):
         replace(made, encoder_uri=folder).open_encoder()
     right = replace(made, encoder_uri=folder, encoder_fingerprint=reference["fingerprint"])
