@@ -26,7 +26,7 @@ class Config:
     POSITIONAL = "name"
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
     name: Literal[
-        "convert", "corpora", "embed", "finetune", "gpu", "paper", "pretrain", "search", "serve"
+        "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain", "search", "serve",
     ]  # fmt: skip
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
@@ -35,7 +35,8 @@ class Config:
     kills: int = 20
     """For corpora and embed: how often the job is killed before its rows are compared; 0: never."""
     data: str = ".data"
-    """For embed: a folder with Wikipedia's articles, as WikiExtractor leaves them."""
+    """For embed: a folder with Wikipedia's articles, as WikiExtractor leaves them; for intents one with
+    intent/banking77."""
     table: Literal[2, 3, 4, 5, 6, 7, 8, "distill"] = 5
     """For paper: 2 negatives, 3 trained layers, 4 models, 5 inference time, 6 training time,
     7 reduction, 8 context vectors. distill: what poly-64 learns from a cross-encoder, on a corpus of
@@ -152,6 +153,10 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import gpu
 
         rows = gpu.measure(config.device, config.encoder, config.corpus, work)
+    elif config.name == "intents":
+        from jobs.benchmarks import intents
+
+        rows = intents.measure(config.size, Path(config.data), work)
     elif config.name == "embed":
         from jobs.benchmarks import embed
 

@@ -1,4 +1,4 @@
-"""polyrank's own HTTP interface: rankings, and what a replica says of itself.
+"""polyrank's own HTTP interface: rankings, intents, and what a replica says of itself.
 
 The other formats that clients speak are in `wire.py`, the errors in `errors.py`.
 """
@@ -155,6 +155,36 @@ class RankResponse(BaseModel):
     explanation: Explanation | None = None
 
 
+class ClassifyRequest(Strict):
+    """Texts of one intent each, such as a customer's message."""
+
+    texts: list[FilledText] = Field(min_length=1, max_length=MAX_CANDIDATES)
+    top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Intents of a text at most.")
+
+
+class Intent(BaseModel):
+    """An intent and its probability."""
+
+    intent: str
+    probability: float
+
+
+class Classification(BaseModel):
+    """A text's likeliest intents, best first; `out_of_scope`: the best is too unlikely to be meant."""
+
+    intents: list[Intent]
+    out_of_scope: bool
+
+
+class ClassifyResponse(BaseModel):
+    """A result for each text, in order; `classifier` and `encoder` are fingerprints."""
+
+    results: list[Classification]
+    classifier: str
+    encoder: str
+    milliseconds: float
+
+
 class Health(BaseModel):
     """`ok`: the process answers; of /ready: and a model is loaded."""
 
@@ -222,6 +252,28 @@ def create_app(
         took = 1000 * (time.monotonic() - began)
         responses = [_response(answer, took) for answer in answers]
         return responses if isinstance(asked, list) else responses[0]
+
+    @app.post("/classify", responses=documented(*REFUSALS, "no_classifier"))
+    async def classify(asked: ClassifyRequest, request: Request) -> ClassifyResponse:
+        """Says which intents texts have."""
+        ranker, began = loaded(), time.monotonic()
+        intents, found = await ranker.classify(asked.texts, request.state.deadline)
+        results = [
+            Classification(
+                intents=[
+                    Intent(intent=intent, probability=value)
+                    for intent, value in intents.classifier.best(one, asked.top_k)
+                ],
+                out_of_scope=one.out_of_scope,
+            )
+            for one in found
+        ]
+        return ClassifyResponse(
+            results=results,
+            classifier=intents.artifact.fingerprint,
+            encoder=intents.classifier.encoder_fingerprint,
+            milliseconds=round(1000 * (time.monotonic() - began), 3),
+        )
 
     @app.get("/health")
     async def health() -> Health:

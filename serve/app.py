@@ -22,6 +22,7 @@ from ray.serve.config import BackpressureConfig, DeploymentActorConfig
 
 from pipeline import storage
 from pipeline.artifact import open_artifact
+from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
 from serve.api import create_app
@@ -61,6 +62,9 @@ class Args(BaseModel):
     )
     second_stage: str = Field(
         default="", description="A cross-encoder that scores the best 50 of a pool anew."
+    )
+    classifier: str = Field(
+        default="", description="A classifier (of jobs.classify_intents), for /classify."
     )
     candidate: str = Field(
         default="",
@@ -134,7 +138,9 @@ class Ranker:
 
     def _load(self, versions: Versions) -> Engine:
         args = self._args
-        engine = Engine(versions.model, versions.pools, args.precision, args.second_stage)
+        engine = Engine(
+            versions.model, versions.pools, args.precision, args.second_stage, args.classifier
+        )
         if engine.model.fingerprint != versions.fingerprint:
             engine.close()
             raise BadInput(f"{versions.model}: is {engine.model.fingerprint} now, not "
@@ -184,6 +190,9 @@ def application(args: Args, **options: Any) -> serve.Application:
     second = _absolute(args.second_stage)
     if second:
         open_artifact(second, "ranker")
+    classifier = _absolute(args.classifier)
+    if classifier:
+        open_classifier(classifier)[1].open_encoder()
     targets = {_DECIDER: champion}
     if args.candidate:
         targets[_CANDIDATE] = Targets(_absolute(args.candidate), pools)
@@ -196,7 +205,7 @@ def application(args: Args, **options: Any) -> serve.Application:
         )
         for name, wanted in targets.items()
     ]
-    args = args.model_copy(update={"second_stage": second})
+    args = args.model_copy(update={"second_stage": second, "classifier": classifier})
     deployment = Ranker.options(  # type: ignore[attr-defined]
         name=args.name, deployment_actors=deciders, **options
     )

@@ -27,6 +27,7 @@ from pipeline.resources import best_device
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import filters, top_rows
+from serve.intents import Intents
 from serve.scheduling import Kind
 
 # Tokens in a batch for each thread; `inference` cuts it further, by length. Larger ones gain nothing and
@@ -94,9 +95,10 @@ class Engine:
         pools: Sequence[str] = (),
         precision: Precision = "auto",
         second_stage: str = "",
+        classifier: str = "",
     ) -> None:
         """Loads and checks a model and versions of pools; a pool's own URI means its CURRENT one.
-        `second_stage`: a cross-encoder that scores the best of a pool anew.
+        `second_stage`: a cross-encoder that scores the best of a pool anew. `classifier`: of intents.
 
         Raises BadInput for a model or a pool that cannot be served, or whose vectors are not the model's.
         """
@@ -116,6 +118,9 @@ class Engine:
             ranker.config.require_pairs()
             kind = Kind("second_stage", functools.partial(_score_pairs, ranker), tokens)
             self.second_stage = SecondStage(artifact, ranker, kind)
+        self.intents: Intents | None = None
+        if classifier:
+            self.intents = Intents(classifier, self.model, self.ranker, precision, tokens)
         self.scores = Kind("scores", self._score, _PRODUCTS)
         self.explanations = Kind("explanations", self._explain, tokens)
         self.searches = {
@@ -228,6 +233,12 @@ class Engine:
                 "max_candidate_tokens": config.max_candidate_tokens,
             },
             "second_stage": self.second_stage and self.second_stage.model.fingerprint,
+            "classifier": self.intents
+            and {
+                "fingerprint": self.intents.artifact.fingerprint,
+                "intents": list(self.intents.classifier.labels),
+                "threshold": self.intents.classifier.threshold,
+            },
             "device": str(self.ranker.device),
             "precision": self.ranker.precision,
             "pools": [

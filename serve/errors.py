@@ -34,6 +34,7 @@ CODES: Mapping[str, Meaning] = {
     "unauthorized": Meaning(401, "The bearer token is missing or unknown."),
     "not_found": Meaning(404, "There is no such route."),
     "unknown_pool": Meaning(404, "No pool of that name is served."),
+    "no_classifier": Meaning(404, "No classifier of intents is served."),
     "method_not_allowed": Meaning(405, "The route has other methods; `Allow` names them."),
     "upload_too_slow": Meaning(408, "The body was not there in time."),
     "too_large": Meaning(413, "The body is too long."),

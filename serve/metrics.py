@@ -12,7 +12,7 @@ _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
 class Metrics:
-    """`stage` is tokenize, contexts, candidates, pairs, scores, search or second_stage."""
+    """`stage` is tokenize, contexts, candidates, pairs, scores, search, second_stage or intents."""
 
     def __init__(self) -> None:
         self._seconds = metrics.Histogram(

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from pipeline.classification.classifier import Classified
 from pipeline.retrieval.search import filters
 from serve.engine import Asked, Engine, Explained, SecondStage, ToExplain, Where
-from serve.errors import Refusal
+from serve.errors import CODES, Refusal
+from serve.intents import Intents
 from serve.scheduling import Batch, WorkQueue
 
 ResultT = TypeVar("ResultT")
@@ -196,6 +198,22 @@ class Service:
             rows = await self._tokenize(engine.ranker.context_rows, contexts)
             found = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
         return found, sum(map(len, rows))
+
+    async def classify(
+        self, texts: Sequence[str], deadline: float
+    ) -> tuple[Intents, list[Classified]]:
+        """(the classifier, what it says of each text); equal texts are read once.
+
+        Raises Refusal where none is served, too much is waiting, or the deadline is over."""
+        intents = self.engine.intents
+        if intents is None:
+            raise Refusal("no_classifier", CODES["no_classifier"].text)
+        distinct = list(dict.fromkeys(texts))
+        with self.queue.admit("intents", len(distinct), deadline):
+            rows = await self._tokenize(intents.rows, distinct)
+            found = await self.queue.run(intents.kind, rows, list(map(len, rows)), deadline)
+        said = dict(zip(distinct, found, strict=True))
+        return intents, [said[text] for text in texts]
 
     async def _search(
         self, engine: Engine, question: Question, name: str, deadline: float

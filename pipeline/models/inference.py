@@ -87,6 +87,18 @@ def context_row_vectors(
     return joined[:, :, :-1], joined[:, :, -1] > 0
 
 
+def text_row_vectors(
+    ranker: Ranker, rows: Sequence[Sequence[int]], batch_tokens: int = BATCH_TOKENS
+) -> Tensor:
+    """[N, F]: one vector each of N contexts that `Ranker.context_rows` has tokenised, in their order."""
+
+    def forward(places: list[int]) -> Tensor:
+        tokens = ranker.tokenizer.batch([rows[place] for place in places])
+        return ranker.dual.encode_texts(tokens.to(ranker.device))
+
+    return _in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
+
+
 def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Tensor:
     """[M, T]: how much each vector of a context, a row of `Ranker.context_rows`, takes of each token.
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeline.models.reduction import reduce
 from pipeline.models.tokens import Tokens
 
 
@@ -67,6 +68,14 @@ class VectorNetwork(Network):
     @abstractmethod
     def encode_candidates(self, tokens: Tokens) -> Tensor:
         """[N, D], float32."""
+
+    def encode_texts(self, tokens: Tokens) -> Tensor:
+        """[B, F], float32: what a classifier reads of contexts of one turn, the mean of their vectors.
+
+        A network that has a better vector of a text gives that one; F need not be D.
+        """
+        vectors_BMD, mask_BM = self.encode_contexts(tokens)
+        return reduce(vectors_BMD, mask_BM, "mean", 0)
 
     @abstractmethod
     def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:

@@ -16,7 +16,10 @@ from huggingface_hub import snapshot_download
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
 from pipeline.config import BadInput, digest
+from pipeline.models.settings import SETTINGS, parse_settings
 
+SENTENCE_TRANSFORMERS = "modules.json"
+"""In every directory that sentence-transformers saved."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.txt"]
 
 
@@ -79,6 +82,25 @@ def open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
     if not storage.exists(storage.join(uri, "config.json")):
         raise BadInput(f"--encoder {uri}: not a model directory (config.json is missing)")
     return open_external(uri)
+
+
+def open_text_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
+    """Any model that gives texts vectors, and what a manifest says of it: a ranker or an encoder of ours,
+    what sentence-transformers saved, a `transformers` directory, or a hub id.
+
+    Raises BadInput where there is none, and for a ranker without vectors.
+    """
+    if storage.exists(storage.join(uri, MANIFEST)):
+        artifact = open_artifact(uri, "ranker", "encoder", "sentence-transformers")
+        if artifact.kind == "ranker":
+            settings = storage.join(artifact.uri, SETTINGS)
+            parse_settings(storage.read_bytes(settings), settings).require_vectors()
+        return artifact, artifact.reference()
+    if storage.exists(uri):
+        uri = storage.absolute(uri)  # a manifest names it, and is read elsewhere
+    if storage.exists(storage.join(uri, SENTENCE_TRANSFORMERS)):
+        return open_external(uri)
+    return open_encoder(uri)
 
 
 def open_tokenizer(uri: str) -> tuple[Source, dict[str, Any]]:

@@ -78,9 +78,13 @@ def test_input_that_is_not_there_is_refused_without_a_slow_library(tmp_path):
     empty.publish([], {})
     corpus = ("--corpus", tmp_path / "corpus")
     work = ("--work", tmp_path / "work")
+    texts = tmp_path / "texts.csv"
+    texts.write_text("text,label\n" + "".join(f"{at},{at % 2}\n" for at in range(8)))
     commands = [
         ("benchmark", "finetune", "--encoder", f"{gone}/x", "--corpus", gone, *work),
         ("benchmark", "search", "--model", gone, "--corpus", gone, *work),
+        ("classify_intents", "--encoder", gone, "--input", gone, *output),
+        ("classify_intents", "--encoder", gone, "--input", texts, *output),
         ("clean_corpus", "--corpus", gone, *output),
         ("clean_corpus", *corpus, "--evaluation", gone, *output),
         ("convert_model", "--model", gone, *output),

@@ -15,8 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs import embed_pool
+from jobs import classify_intents, embed_pool
 from pipeline.artifact import Artifact, draft
+from pipeline.classification.settings import EncodeConfig, HeadConfig
+from pipeline.classification.texts import ReadConfig
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.embed import ROWS
@@ -31,6 +33,14 @@ REPLIES = {f"r{number:02d}": text for number, text in enumerate((
     "tea , please", "the harbour froze in 1741", "no", "a long reply that is cut somewhere in it",
     "do you play chess ?", "yes", "I PAINT WALLS",
 ))}  # fmt: skip
+
+
+INTENTS = {
+    "pay": "please pay my bill",
+    "block": "BLOCK THE CARD NOW",
+    "greet": "hello there ?",
+    "oos": "££ øø ¥¥ ßß",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,6 +79,30 @@ def tiny_pool(
         return publish(model.uri, model.fingerprint, name)
 
     return pool
+
+
+@pytest.fixture(scope="session")
+def tiny_classifier(
+    tmp_path_factory: pytest.TempPathFactory, tracking_uri: str
+) -> Callable[[Artifact], str]:
+    """`tiny_classifier(model)`: the URI of a head over this encoder, for the intents of INTENTS."""
+
+    @functools.cache
+    def publish(uri: str) -> str:
+        folder = tmp_path_factory.mktemp("classifier")
+        lines = [f"{text} {at},{intent}" for intent, text in INTENTS.items() for at in range(12)]
+        (folder / "mine.csv").write_text("\n".join(["text,label", *lines, ""]))
+        config = classify_intents.Config(
+            encoder=uri,
+            input=(str(folder / "mine.csv"),),
+            output=str(folder / "out"),
+            read=ReadConfig(out_of_scope_label="oos"),
+            encode=EncodeConfig(precision="fp32"),
+            head=HeadConfig(epochs=60, dropout=0.2),
+        )
+        return str(classify_intents.run(config)["output"])
+
+    return lambda model: publish(model.uri)
 
 
 class Asking:

@@ -21,9 +21,10 @@ CURLS = [
 
 
 @pytest.fixture(scope="module")
-def client(tiny_ranker, tiny_pool, asking) -> TestClient:
+def client(tiny_ranker, tiny_pool, tiny_classifier, asking) -> TestClient:
     model = tiny_ranker("poly")
-    return TestClient(api.create_app(asking(model, tiny_pool(model)).service))
+    served = asking(model, tiny_pool(model), classifier=tiny_classifier(model))
+    return TestClient(api.create_app(served.service))
 
 
 def test_there_are_requests_to_try():

@@ -64,7 +64,21 @@ def prepare(
     corpus: Corpus,
 ) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks. Other files in the folders are set aside."""
-    pattern, used_with_it, layout = _LAYOUTS[corpus]
+    found, others = files_of(uris, corpus)
+    file_tasks.require_distinct(map(_id_of_file, found))
+    parse_file = functools.partial(parse, corpus=corpus)
+    label = f"{corpus}: files to examples"
+    records = file_tasks.prepare(draft, found, parse_file, _SCHEMA, reading, privacy, label)
+    notes = [f"{uri}: set aside, not a file of {corpus}" for uri in others]
+    return [*records, TaskRecord(notes=notes)]
+
+
+def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]:
+    """(the files to parse, those that are not of the set).
+
+    Raises BadInput where there is none to parse, or the file that is read with one is missing.
+    """
+    pattern, used_with_it, _ = _LAYOUTS[corpus]
     found = [uri for uri in uris if fnmatch(raw.plain_name(uri), pattern)]
     if not found:
         raise BadInput(f"--input: {uris[0]}: not a file of {corpus}; allowed: {pattern}")
@@ -74,19 +88,14 @@ def prepare(
             raise BadInput(
                 f"--input: {uri} is missing; allowed: {pattern} and {used_with_it} in a folder"
             )
-    others = [uri for uri in uris if uri not in (*found, *with_it)]
-    file_tasks.require_distinct(map(_id_of_file, found))
-    parse_file = functools.partial(parse, corpus=corpus, layout=layout)
-    label = f"{corpus}: files to examples"
-    records = file_tasks.prepare(draft, found, parse_file, _SCHEMA, reading, privacy, label)
-    notes = [f"{uri}: set aside, not a file of {corpus}" for uri in others]
-    return [*records, TaskRecord(notes=notes)]
+    return found, [uri for uri in uris if uri not in (*found, *with_it)]
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, corpus: Corpus, layout: Layout
+    uri: str, reading: raw.Reading, account: file_tasks.Account, corpus: Corpus
 ) -> Iterator[file_tasks.Row]:
     """The examples of a file, one per text."""
+    layout = _LAYOUTS[corpus][2]
     for found in layout(uri, reading, account):
         text, intent = found.text.strip(), found.intent.strip()
         if not intent:

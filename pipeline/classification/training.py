@@ -1,0 +1,175 @@
+"""Texts with vectors to heads with numbers: what a killed job need not do again is marked in its draft."""
+
+from __future__ import annotations
+
+import io
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline import storage
+from pipeline.artifact import Draft
+from pipeline.classification import encoder, evaluation, head
+from pipeline.classification.classifier import Classifier
+from pipeline.classification.metrics import best_threshold
+from pipeline.classification.settings import PLOT, EncodeConfig, HeadConfig
+from pipeline.classification.texts import Labelled, Texts, draw, labels_of
+from pipeline.models.sources import Source
+from pipeline.records import TaskRecord
+from pipeline.resources import best_device
+
+_VECTORS = "_vectors.npy"
+_PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRecord(TaskRecord):
+    """One head that was trained and asked."""
+
+    seed: int
+    numbers: dict[str, float]
+    """Of `evaluation.numbers`."""
+    threshold: float
+    seconds: float
+    details: dict[str, Any] = field(default_factory=dict)
+    """Of `evaluation.report`, of the first head."""
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """One vector of each text."""
+
+    place_of: Mapping[str, int]
+    all_NF: Tensor
+
+    def of(self, rows: Sequence[Labelled]) -> Tensor:
+        """[rows, F]"""
+        return self.all_NF[[self.place_of[row.text] for row in rows]]
+
+
+def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Vectors:
+    """Of all texts, each once; a resumed job has them."""
+    rows = (*texts.train, *texts.asked, *texts.threshold)
+    distinct = list(dict.fromkeys(row.text for row in rows))
+    device = best_device()
+    if "vectors" not in out.marks():
+        began = time.perf_counter()
+        model = encoder.load(source.local(), config, device)
+        buffer = io.BytesIO()
+        np.save(buffer, model.vectors(distinct).numpy())
+        storage.write_bytes(out.path(_VECTORS), buffer.getvalue())
+        out.mark("vectors", TaskRecord(counts={"texts": len(distinct)}))
+        print(f"{len(distinct):,} texts have vectors after {time.perf_counter() - began:.1f} s "
+              f"({model.ranker.precision})", flush=True)  # fmt: skip
+    vectors_NF = torch.from_numpy(np.load(io.BytesIO(storage.read_bytes(out.path(_VECTORS)))))
+    return Vectors({text: place for place, text in enumerate(distinct)}, vectors_NF.to(device))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all heads of a job have in common."""
+
+    encode: EncodeConfig
+    head: HeadConfig
+    shots: int
+    """Texts of every intent; 0: all."""
+    first_seed: int
+    """Of the head whose files go into the output."""
+    encoder: Mapping[str, Any]
+    """What a manifest says of the encoder."""
+
+
+def train(out: Draft, texts: Texts, vectors: Vectors, plan: Plan, seed: int) -> HeadRecord:
+    """Trains a head and asks it; a resumed job has those that were finished."""
+    task, marks = f"head-{seed}", out.marks()
+    if task in marks:
+        return marks.record(task, HeadRecord)
+    began, labels = time.perf_counter(), labels_of(texts.train)
+    drawn = draw(texts.train, plan.shots, seed) if plan.shots else texts.train
+    place_of = {label: place for place, label in enumerate(labels)}
+    numbers_N = torch.tensor([place_of[row.intent] for row in drawn])
+    vectors_NF = vectors.of(drawn)
+    trained = head.fit(
+        vectors_NF,
+        numbers_N.to(vectors_NF.device),
+        len(labels),
+        plan.head,
+        seed,
+        _Progress(f"head {seed}", plan.head.epochs),
+    ).cpu()
+    named = str(plan.encoder["uri"]), str(plan.encoder["fingerprint"])
+    made = Classifier(trained, labels, 0.0, plan.encode, plan.head, *named)
+    if texts.threshold:
+        probabilities = made.probabilities(vectors.of(texts.threshold).cpu())
+        known = evaluation.answers(texts.threshold, probabilities, labels)
+        threshold = best_threshold(known.confidence_N, known.right, known.outside_M)
+        made = replace(made, threshold=threshold)
+    asked = made.probabilities(vectors.of(texts.asked).cpu())
+    answers = evaluation.answers(texts.asked, asked, labels)
+    numbers = evaluation.numbers(answers, len(labels), made.threshold)
+    record = HeadRecord(
+        seed=seed,
+        numbers=numbers,
+        threshold=made.threshold,
+        seconds=round(time.perf_counter() - began, 1),
+        counts={
+            "intents": len(labels),
+            "train_examples": len(drawn),
+            "examples": len(answers.true_N),
+            "out_of_scope_examples": len(answers.outside_M),
+        },
+    )
+    if seed == plan.first_seed:
+        files = {**made.files(), PLOT: evaluation.plot(answers, labels)}
+        entries = [out.write_file(name, data) for name, data in files.items()]
+        record = replace(record, files=entries, details=evaluation.report(answers, labels))
+    out.mark(task, record)
+    return record
+
+
+def means(records: Sequence[HeadRecord]) -> dict[str, float]:
+    """The heads' numbers, averaged."""
+    names = records[0].numbers
+    return {name: statistics.fmean(record.numbers[name] for record in records) for name in names}
+
+
+def report(texts: Texts, records: Sequence[HeadRecord], plan: Plan) -> dict[str, Any]:
+    """What `report.json` holds: numbers are means over the heads, the details are of the first."""
+    first = records[0]
+    accuracies = [record.numbers["accuracy"] for record in records]
+    return {
+        **means(records),
+        "accuracy_std": statistics.stdev(accuracies) if len(records) > 1 else None,
+        **first.counts,
+        "asked_split": texts.asked_split,
+        "shots": plan.shots or "full",
+        "encoder": {name: plan.encoder[name] for name in ("uri", "fingerprint")},
+        "threshold": first.threshold,
+        "heads": [
+            {"seed": record.seed, **record.numbers, "seconds": record.seconds} for record in records
+        ],
+        "dropped": dict(texts.dropped),
+        "notes": list(texts.notes),
+        **first.details,
+    }
+
+
+class _Progress:
+    """A line now and then."""
+
+    def __init__(self, name: str, epochs: int) -> None:
+        self._name, self._epochs, self._shown = name, epochs, time.monotonic()
+
+    def __call__(self, epoch: int, loss: float) -> None:
+        if time.monotonic() - self._shown >= _PROGRESS_S:
+            self._shown = time.monotonic()
+            print(
+                f"{self._name}: epoch {epoch + 1:,} of {self._epochs:,}, loss {loss:.3f}",
+                flush=True,
+            )

@@ -1,0 +1,44 @@
+"""A classifier of intents at work: token rows in, what it says of each text out, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeline.artifact import Artifact
+from pipeline.classification.classifier import Classified, open_classifier
+from pipeline.classification.encoder import TextEncoder
+from pipeline.models.precision import Precision
+from pipeline.models.ranker import Ranker
+from pipeline.resources import best_device
+from serve.scheduling import Kind
+
+
+class Intents:
+    """A loaded head and its encoder, which may be the ranker that is served anyway."""
+
+    def __init__(
+        self, uri: str, model: Artifact, ranker: Ranker, precision: Precision, batch_tokens: float
+    ) -> None:
+        """`ranker`: of the artifact `model`, loaded; used where the head was trained on it.
+
+        Raises BadInput for what is no classifier, and for an encoder that is gone or another one.
+        """
+        self.artifact, self.classifier = open_classifier(uri)
+        if self.classifier.encoder_fingerprint == model.fingerprint:
+            ranker.config.require_vectors()
+            self.encoder = TextEncoder(ranker, self.classifier.encode)
+        else:
+            head = replace(
+                self.classifier, encode=replace(self.classifier.encode, precision=precision)
+            )
+            self.encoder = head.load_encoder(best_device())
+        self.kind = Kind("intents", self._classify, batch_tokens)
+        self.kind.run(self.rows(["warm up"]))
+
+    def rows(self, texts: Sequence[str]) -> list[list[int]]:
+        """What `kind` computes: token ids."""
+        return self.encoder.rows(texts)
+
+    def _classify(self, rows: Sequence[Sequence[int]]) -> list[Classified]:
+        return self.classifier.classify(self.encoder.row_vectors(rows))
