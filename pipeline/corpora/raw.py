@@ -57,10 +57,14 @@ class Reading:
     """Share of records that may be malformed; above it the job stops and says why."""
     truncated: Literal["stop", "keep"] = "stop"
     """A compressed file or JSON array that is cut off or broken: stop, or keep what is whole before."""
+    files_at_once: int = 0
+    """Dump files that are decompressed at a time (reddit), each with up to 2 GiB of memory and for some
+    5 cores that parse; 0: one for every 4 cores that are up at the start. More let a cluster grow."""
 
     def __post_init__(self) -> None:
         require(0 <= self.max_malformed_share <= 1, "reading.max_malformed_share",
                 self.max_malformed_share, "0 to 1")  # fmt: skip
+        require(self.files_at_once >= 0, "reading.files_at_once", self.files_at_once, ">= 0")
 
 
 class CutOff(Exception):
