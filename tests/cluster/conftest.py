@@ -34,6 +34,11 @@ _NOTHING = ("initialization_commands", "setup_commands", "head_setup_commands",
             "cluster_synced_files", "rsync_exclude", "rsync_filter")  # fmt: skip
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 @contextmanager
 def head(
     node_types: dict[str, Any] | None = None, jobs_port: int = 0, **environment: str
@@ -43,11 +48,11 @@ def head(
     `jobs_port`: where its dashboard takes submitted jobs; 0: it has none.
     """
     folder = Path(tempfile.mkdtemp(prefix="prc", dir="/tmp"))  # paths of sockets are short
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port, agent_port = free_port(), free_port()
     address = f"127.0.0.1:{port}"
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"),
+        f"--dashboard-agent-listen-port={agent_port}",  # the default is one for all Rays of a machine
         *("--num-gpus=0", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
         *(f"--num-cpus={0 if node_types else 2}", f"--object-store-memory={100 << 20}"),
     ]
