@@ -47,6 +47,10 @@ def local_folder(uri: str, version: str) -> Path:
     with _alone(folder):
         if not folder.exists():
             need = sum(storage.sizes_below(uri).values())
+            for left in folder.parent.glob(
+                f"{name}.{'[0-9a-f]' * 32}"
+            ):  # of a process that was killed
+                shutil.rmtree(left)
             _make_room(folder.parent, need)
             beside = folder.with_name(f"{name}.{uuid.uuid4().hex}")
             try:

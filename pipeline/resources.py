@@ -41,7 +41,8 @@ def await_node(cpus: float, gpus: int = 0) -> None:
         autoscaler = _autoscaler(needed)
         if autoscaler.is_starting_nodes:
             refused_at = time.monotonic() + _GRACE_S
-        if autoscaler.refuses or not autoscaler.may_grow or time.monotonic() > refused_at:
+        static = autoscaler.has_reported and not autoscaler.may_grow
+        if autoscaler.refuses or static or time.monotonic() > refused_at:
             ray.cancel(task)
             raise BadInput(
                 f"--resources: a process needs {text}; no node of the cluster has that, and none that "
@@ -136,6 +137,8 @@ def _fit(node: dict[str, float], needed: dict[str, float]) -> int:
 class _Autoscaler:
     """What the autoscaler says of itself."""
 
+    has_reported: bool = True
+    """It says nothing in the first seconds of a cluster."""
     may_grow: bool = True
     is_starting_nodes: bool = False
     refuses: bool = False
@@ -163,7 +166,7 @@ def _autoscaler(needed: dict[str, float]) -> _Autoscaler:
         starting = bool(state.pending_instance_requests or state.pending_instances)
         return _Autoscaler(is_starting_nodes=starting, refuses=asked in refused)
     if not (text := _internal_kv_get("__autoscaling_status")):
-        return _Autoscaler()  # it says nothing before its first look
+        return _Autoscaler(has_reported=False, may_grow=False)
     report: dict[str, Any] = json.loads(text).get("autoscaler_report") or {}
     # A cluster that starts no nodes names each one that is up: node_<id>.
     only_mirrored = all(name.startswith("node_") for name in report.get("active_nodes", {}))

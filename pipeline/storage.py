@@ -13,7 +13,7 @@ import re
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ def open_input(uri: str) -> Any:
     return filesystem.open_input_file(path)
 
 
-def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[bytes, None, None]:
     """The stored bytes from `start` to `end` in pieces of up to 8 MiB; from a remote store, the next ones
     are on their way while one is used. A range that fails is asked for again."""
     with open_input(uri) as stream:
@@ -285,15 +285,15 @@ def file_digest(data: bytes | pa.Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def raw_fingerprint(uris: Sequence[str], whole: bool = False, purpose: str = "") -> str:
+def raw_fingerprint(uris: Sequence[str], whole: bool = False) -> str:
     """Names the contents of raw input files, wherever they lie: by name, size and pieces.
 
     Files of up to 16 MiB count with every byte. Larger ones, dumps of terabytes among them, count with 16
     pieces of 64 KiB, the first and the last too, and with the time of their last change: an edit that the
     pieces miss is noticed, and a copy with a new time counts as another file. `whole`: every byte of all
-    files, and no time. `purpose` makes another name of the same contents.
+    files, and no time.
     """
-    total = hashlib.sha256(purpose.encode())
+    total = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
         ordered = sorted(uris, key=name_of)
         for text in pool.map(lambda uri: _describe_contents(uri, whole), ordered):

@@ -134,12 +134,14 @@ def drive(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-@dataclass(frozen=True)
+@dataclass
 class S3:
     """A real S3 server on this machine, which counts what it is asked."""
 
     endpoint: str
     requests: Counter[str]
+    fail_every: int = 0
+    """Of so many requests it refuses one; 0: none."""
 
     def bucket(self, name: str) -> str:
         """The URI of a new bucket."""
@@ -163,18 +165,23 @@ def s3() -> Iterator[S3]:
 
     def counting(environ: dict[str, Any], start_response: Any) -> Any:
         requests[environ["REQUEST_METHOD"]] += 1
+        if here.fail_every and requests.total() % here.fail_every == 0:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response("503 Slow Down", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>SlowDown</Code><Message>fewer</Message></Error>"]
         return application(environ, start_response)
 
     server = make_server("127.0.0.1", 0, counting, threaded=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
+    here = S3(endpoint, requests)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
         }.items():  # fmt: skip
             patch.setenv(name, value)
-        yield S3(endpoint, requests)
+        yield here
     server.shutdown()
     thread.join()

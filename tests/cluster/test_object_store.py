@@ -134,6 +134,16 @@ def test_the_longest_unused_folders_leave_a_full_cache_and_those_in_use_stay(
     ).stat().st_size == 1 << 20
 
 
+def test_half_a_download_of_a_process_that_was_killed_is_removed(bucket, cache):
+    storage.write_bytes(storage.join(bucket, "model", "x"), b"whole")
+    name = hashlib.sha256(f"{bucket}/model v".encode()).hexdigest()[:24]
+    left = cache / f"{name}.{'0' * 32}"
+    left.mkdir(parents=True)
+    (left / "x").write_bytes(b"ha")
+    folder = node_cache.local_folder(storage.join(bucket, "model"), "v")
+    assert (folder.name, (folder / "x").read_bytes(), left.exists()) == (name, b"whole", False)
+
+
 @pytest.mark.parametrize("text", ["many", "0", "-1"])
 def test_a_cache_without_room_is_refused(bucket, cache, monkeypatch, text):
     monkeypatch.setenv("POLYRANK_CACHE_GIB", text)
@@ -208,3 +218,25 @@ def test_two_jobs_do_not_make_one_artifact_at_a_time(out):
         out.publish(out.marks().record("task", TaskRecord).files, {})
     with pytest.raises(Stopped, match="another job has published it meanwhile"), out.locked():
         pass
+
+
+def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
+    s3, bucket, cache, run_job, submit_job, sample_files, tmp_path
+):
+    options = ("--corpus", "reddit", "--authors", "plain")
+    local = run_job("prepare_corpus", *options, "--input", sample_files / "reddit_dump",
+                    "--output", tmp_path / "out").summary  # fmt: skip
+    storage.upload(sample_files / "reddit_dump", storage.join(bucket, "dump"))
+    s3.fail_every = 50
+    try:
+        made = submit_job("prepare_corpus", *options, "--input", f"{bucket}/dump",
+                          "--output", f"{bucket}/out").summary  # fmt: skip
+    finally:
+        s3.fail_every = 0
+    assert made["fingerprint"] == local["fingerprint"]
+    found = open_artifact(f"{bucket}/out", "corpus")
+    assert {name[0] for name in storage.names_in(found.uri)}.isdisjoint("_")
+    (cached,) = {found.local(), found.local()}
+    assert sorted(file.name for file in cached.rglob("*.parquet")) == sorted(
+        storage.name_of(file) for file in found.paths(suffix=".parquet")
+    )

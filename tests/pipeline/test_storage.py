@@ -133,3 +133,18 @@ def test_raw_files_that_differ_have_another_fingerprint(tmp_path, change):
     else:
         files += write(tmp_path, "b")
     assert storage.raw_fingerprint(files) != before
+
+
+def test_an_edit_of_a_large_file_is_noticed_by_its_time(tmp_path):
+    """16 pieces of 64 KiB are looked at, of a dump of terabytes."""
+    file = tmp_path / "large"
+    data = bytearray(17 << 20)
+    file.write_bytes(data)
+    os.utime(file, (1, 1))
+    before = storage.raw_fingerprint([str(file)])
+    data[100_000] = 1  # between two pieces
+    file.write_bytes(data)
+    assert storage.raw_fingerprint([str(file)]) != before
+    os.utime(file, (1, 1))
+    assert storage.raw_fingerprint([str(file)]) == before
+    assert storage.raw_fingerprint([str(file)], whole=True) != storage.raw_fingerprint([str(file)])
