@@ -5,7 +5,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-long lint openapi clean
+.PHONY: demo test test-long lint openapi kuberay clean
 
 demo: .venv/installed
 	$(BIN)/python -m jobs.demo $(if $(DATA),--data $(DATA) --work .demo-data) \
@@ -25,6 +25,10 @@ lint: .venv/installed
 # After a change of the HTTP interface; a test compares.
 openapi: .venv/installed
 	$(BIN)/python -m serve.api > serve/openapi.json
+
+# After a change of kuberay/raycluster.yaml or serve/config.cluster.yaml; a test compares.
+kuberay: .venv/installed
+	$(BIN)/python kuberay/generate.py
 
 clean:
 	rm -rf .demo .demo-data .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, Draft, draft
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, reddit
+from pipeline.corpora.author_key import author_key
 from pipeline.corpora.formats import (
     amazonqa,
     convai2,
@@ -53,7 +53,8 @@ class Config:
     redact: Literal["on", "off"] = "on"
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
     authors: Literal["hash", "plain"] = "hash"
-    """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT."""
+    """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT; without it, for
+    an output on this machine, a random one that is kept in ~/.config/polyrank."""
     expect: published_counts.Expect = field(default="report", metadata=NOT_IDENTITY)
     """Published numbers of examples: say where others are found, or refuse them (`published`)."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
@@ -100,11 +101,9 @@ def run(config: Config) -> program.Summary:
     inputs: dict[str, Any] = {
         "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     }
-    # Without a key of its own a corpus gets one that only who has the dump can know.
-    key = os.environ.get("POLYRANK_AUTHOR_SALT") or storage.raw_fingerprint(
-        files, purpose="authors"
-    )
+    key = ""
     if config.corpus == "reddit" and config.authors == "hash":
+        key = author_key(config.output)
         # Enough of the key's hash to notice another key, too little to find the key by.
         shown = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
         inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": shown}

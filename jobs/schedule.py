@@ -22,7 +22,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from croniter import croniter
 
-from jobs import program
+from jobs import program, submit
 from pipeline.config import BadInput, require
 
 _STAMP = "%Y%m%dT%H%M"
@@ -129,7 +129,10 @@ class Scheduler:
             self._client.submit_job(
                 entrypoint=self._config.command,
                 submission_id=run,
-                runtime_env={"working_dir": folder} if folder else {},
+                runtime_env={
+                    **({"working_dir": folder} if folder else {}),
+                    "env_vars": submit.environment(),
+                },
                 metadata={"schedule": self._config.name},
             )
             self._say(f"{run} is submitted")

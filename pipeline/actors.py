@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline import resources
 from pipeline.config import require
 
 
@@ -12,11 +13,12 @@ class Actors:
     """Processes that keep a model in memory. They never change what comes out."""
 
     actors: int = 0
-    """Processes; 0: one for each GPU, or else for each core, that the cluster has."""
+    """Processes at the start; 0: one for each GPU, or else for each core, of the nodes that are up."""
     max_actors: int = 0
-    """While work waits, there come to be so many, as far as the cluster can grow; 0: no more."""
+    """Processes while work waits, as far as the cluster can grow; 0: `actors`, or without a number of
+    those as many as there are tasks, where the cluster has an autoscaler."""
     cpus_per_actor: int = 0
-    """Cores, and threads, of each; 0: the cluster's cores shared out among the actors."""
+    """Cores, and threads, of each; 0: the nodes' cores shared out among the actors."""
     gpu: bool = False
     """One GPU per actor."""
 
@@ -27,12 +29,21 @@ class Actors:
         require(self.cpus_per_actor >= 0, "resources.cpus_per_actor", self.cpus_per_actor, ">= 0")
 
     def count(self, tasks: int) -> int:
-        """Processes at the start, no more than there are tasks."""
-        import ray
+        """Processes at the start, no more than there are tasks.
 
-        found = ray.cluster_resources().get("GPU" if self.gpu else "CPU", 0)
-        fitting = int(found) if self.gpu else int(found) // max(1, self.cpus_per_actor)
-        return max(1, min(tasks, self.actors or fitting))
+        Waits for a first node on which one fits. Raises BadInput where the cluster has no such node.
+        """
+        if not self.actors:
+            resources.await_node(self.cpus_per_actor or 1, int(self.gpu))
+        cpus = 0 if self.gpu else self.cpus_per_actor or 1
+        return max(1, min(tasks, self.actors or resources.fitting(cpus, int(self.gpu))))
+
+    def most(self, tasks: int) -> int:
+        """Processes that there may come to be while tasks wait."""
+        least = self.count(tasks)
+        if self.max_actors:
+            return max(least, self.max_actors)
+        return tasks if not self.actors and tasks > least and resources.may_grow() else least
 
 
 HERE = Actors()

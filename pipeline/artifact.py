@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,14 +25,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import storage
-from pipeline.config import BadInput, digest, flatten, identity, to_dict
+from pipeline import locks, node_cache, storage
+from pipeline.config import BadInput, Stopped, digest, flatten, identity, to_dict
 from pipeline.records import FileEntry, RecordT, TaskRecord, from_json, to_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _TASKS = "_tasks"
 _REQUEST = "_request.json"
+_LOCK = "_lock"
+_LOCK_EXPIRES_S = 120.0
 RUN = "_run.json"
 """In a draft, the tracking run of the job that makes it (see pipeline.tracking)."""
 
@@ -70,10 +74,10 @@ class Artifact:
 
     def local(self) -> Path:
         """A local folder with the files: its own, or a cached copy, made again if some were tidied away."""
-        folder = storage.local_folder(self.uri, self.fingerprint)
+        folder = node_cache.local_folder(self.uri, self.fingerprint)
         if not storage.is_local(self.uri) and _unlike(str(folder), self.manifest):
             storage.delete(str(folder))
-            folder = storage.local_folder(self.uri, self.fingerprint)
+            folder = node_cache.local_folder(self.uri, self.fingerprint)
         _check_sizes(str(folder), self.manifest)
         return folder
 
@@ -243,20 +247,29 @@ class Draft:
             "files": entries,
         }
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
-        if self.staging == self.uri:
-            storage.write_bytes(self.path(MANIFEST), text)
-            self._tidy()
-        else:
-            self._tidy()
-            storage.write_bytes(self.path(MANIFEST), text)
+        storage.write_bytes(self.path(MANIFEST), text)
+        if self.staging != self.uri:
             Path(self.staging).rename(self.uri)
+        _tidy(self.uri)
         return Artifact(self.uri, manifest)
 
-    def _tidy(self) -> None:
-        """Removes what only a resumed run would need: everything whose name begins with "_"."""
-        for name in storage.names_in(self.staging):
-            if name.startswith("_"):
-                storage.delete(self.path(name))
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other jobs from this draft, while it is made.
+
+        Raises Stopped, naming the owner, where another job makes it, or has just published it.
+        """
+        with locks.locked(self.path(_LOCK), self.uri, _LOCK_EXPIRES_S):
+            if storage.exists(storage.join(self.uri, MANIFEST)):
+                raise Stopped(f"{self.uri}: another job has published it meanwhile")
+            yield
+
+
+def _tidy(uri: str) -> None:
+    """Removes what only a resumed run would need: everything whose name begins with "_"."""
+    for name in storage.names_in(uri):
+        if name.startswith("_"):
+            storage.delete(storage.join(uri, name))
 
 
 def request_of(kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]) -> str:
@@ -286,6 +299,7 @@ def draft(
     if storage.exists(storage.join(uri, MANIFEST)):
         found = open_artifact(uri, kind)
         if found.manifest["request"] == request:
+            _tidy(uri)  # of a job that was killed while it did this
             return found
         known = {
             "inputs": {n: r["fingerprint"] for n, r in found.manifest["inputs"].items()},
@@ -301,7 +315,7 @@ def draft(
         raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
     if resumed:
         earlier = json.loads(storage.read_bytes(request_uri))
-        if digest(earlier) != request and set(storage.names_in(staging)) <= {_REQUEST, RUN}:
+        if digest(earlier) != request and set(storage.names_in(staging)) <= {_REQUEST, RUN, _LOCK}:
             resumed = False  # a refused job left no more than its request and its tracking run
         elif digest(earlier) != request:
             raise BadInput(f"{staging}: holds an unfinished job ({_difference(earlier, wanted)}); "
@@ -323,7 +337,12 @@ def folder_entries(folder: Path) -> list[FileEntry]:
 
 
 def git_revision() -> str | None:
-    """The code's revision, with "+" where the tree has changes; None outside a checkout."""
+    """The code's revision, with "+" where the tree has changes; None outside a checkout.
+
+    Code that was sent to a cluster is no checkout: jobs.submit says what it was.
+    """
+    if sent := os.environ.get("POLYRANK_GIT_REVISION"):
+        return sent
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:

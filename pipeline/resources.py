@@ -1,24 +1,87 @@
-"""How a cluster's cores and GPUs are shared out, and what they compute in."""
+"""How a cluster's cores and GPUs are shared out, and what they compute in.
+
+A cluster may have no node but its head, which does no work, until something is asked of it: `await_node`
+asks, waits for the autoscaler, and refuses what no node type offers.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+from pipeline.config import BadInput
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 
+# An autoscaler that starts no node in this time will start none: it looks every 5 s.
+_GRACE_S = 30.0
 
-def cpus_each(processes: int) -> int:
-    """Cores for each of so many processes: the cluster's, shared out, and no more than a node has.
 
-    Nodes that an autoscaler has yet to start do not count; a process gets one core at least.
+def await_node(cpus: float, gpus: int = 0) -> None:
+    """Returns once a node is up on which a process with so many cores and GPUs fits.
+
+    Raises BadInput where the cluster has no such node and cannot start one.
     """
     import ray
 
-    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    return max(1, min(int(sum(nodes)) // processes, int(max(nodes, default=0))))
+    needed = {"CPU": cpus, "GPU": gpus}
+    if any(_fit(node, needed) for node in _nodes()):
+        return
+    text = _text(needed)
+    print(f"waiting for a node with {text}", file=sys.stderr, flush=True)
+    # The autoscaler starts nodes for tasks that wait; this one has nothing to do.
+    task = ray.remote(_nothing).options(num_cpus=cpus, num_gpus=gpus).remote()
+    refused_at = time.monotonic() + _GRACE_S
+    while not ray.wait([task], timeout=1)[0]:
+        autoscaler = _autoscaler(needed)
+        if autoscaler.is_starting_nodes:
+            refused_at = time.monotonic() + _GRACE_S
+        static = autoscaler.has_reported and not autoscaler.may_grow
+        if autoscaler.refuses or static or time.monotonic() > refused_at:
+            ray.cancel(task)
+            raise BadInput(
+                f"--resources: a process needs {text}; no node of the cluster has that, and none that "
+                f"has can be started (largest node now: {_largest()})"
+            )
+
+
+def cpus_each(processes: int, gpu: bool = False, chosen: int = 0) -> int:
+    """Cores to ask for, for each of so many processes; waits for a node where one fits.
+
+    `chosen`: what the configuration says; 0: with a GPU each, the cores that its node has for each of
+    its GPUs; otherwise the cores of all nodes that are up, shared out, and no more than one node has.
+
+    Raises BadInput as `await_node`.
+    """
+    await_node(chosen or 1, int(gpu))
+    if chosen:
+        return chosen
+    nodes = _nodes()
+    if gpu:
+        shares = [node["CPU"] // node["GPU"] for node in nodes if node.get("GPU")]
+        return max(1, int(min(shares)))
+    cores = [node.get("CPU", 0) for node in nodes]
+    return max(1, min(int(sum(cores)) // processes, int(max(cores))))
+
+
+def fitting(cpus: float, gpus: int = 0) -> int:
+    """Processes with so many cores and GPUs that fit on the nodes that are up, were these idle."""
+    return sum(_fit(node, {"CPU": cpus, "GPU": gpus}) for node in _nodes())
+
+
+def largest_memory() -> int:
+    """Bytes for tasks on the node that has most of them, of those with a core."""
+    return int(max((node.get("memory", 0) for node in _nodes() if node.get("CPU")), default=0))
+
+
+def may_grow() -> bool:
+    """Whether an autoscaler may start nodes for tasks that wait."""
+    return _autoscaler({}).may_grow
 
 
 def best_device() -> torch.device:
@@ -41,10 +104,82 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
         return precision
     import ray
 
-    task = ray.remote(num_cpus=0, num_gpus=int(gpu))(_precision_here)
+    await_node(1, int(gpu))
+    # A core, so that it is not the head's processor that is looked at.
+    task = ray.remote(num_cpus=1, num_gpus=int(gpu))(_precision_here)
     found: Resolved = ray.get(task.remote(precision))
     return found
 
 
 def _precision_here(precision: Precision) -> Resolved:
     return resolve_precision(precision, best_device())
+
+
+def _nothing() -> None:
+    pass
+
+
+def _nodes() -> list[dict[str, float]]:
+    """The resources of the nodes that are up. What a node has none of is left out."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _fit(node: dict[str, float], needed: dict[str, float]) -> int:
+    """How many processes of these needs a node holds."""
+    return min(
+        (int(node.get(name, 0) // value) for name, value in needed.items() if value), default=0
+    )
+
+
+@dataclass(frozen=True)
+class _Autoscaler:
+    """What the autoscaler says of itself."""
+
+    has_reported: bool = True
+    """It says nothing in the first seconds of a cluster."""
+    may_grow: bool = True
+    is_starting_nodes: bool = False
+    refuses: bool = False
+    """It has no node type for what is asked for."""
+
+
+def _autoscaler(needed: dict[str, float]) -> _Autoscaler:
+    """The state of the cluster's autoscaler, whichever of Ray's two it is (2.60).
+
+    The newer one names requests that it cannot satisfy. The older one, and a cluster without any, tell
+    which nodes are up and which are being started.
+    """
+    import ray
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    reply = GetClusterStatusReply()
+    address = ray.get_runtime_context().gcs_address
+    reply.ParseFromString(GcsClient(address).get_cluster_status(timeout_s=10))
+    state = reply.autoscaling_state
+    if state.autoscaler_state_version:
+        asked = {name: value for name, value in needed.items() if value}
+        refused = [dict(one.resources_bundle) for one in state.infeasible_resource_requests]
+        starting = bool(state.pending_instance_requests or state.pending_instances)
+        return _Autoscaler(is_starting_nodes=starting, refuses=asked in refused)
+    if not (text := _internal_kv_get("__autoscaling_status")):
+        return _Autoscaler(has_reported=False, may_grow=False)
+    report: dict[str, Any] = json.loads(text).get("autoscaler_report") or {}
+    # A cluster that starts no nodes names each one that is up: node_<id>.
+    only_mirrored = all(name.startswith("node_") for name in report.get("active_nodes", {}))
+    starting = bool(report.get("pending_launches") or report.get("pending_nodes"))
+    return _Autoscaler(may_grow=not only_mirrored, is_starting_nodes=starting)
+
+
+def _largest() -> str:
+    nodes = [{name: node.get(name, 0) for name in ("GPU", "CPU")} for node in _nodes()]
+    return _text(max(nodes, key=lambda node: (node["GPU"], node["CPU"]), default={})) or "none"
+
+
+def _text(resources: dict[str, float]) -> str:
+    """ "2 CPUs, 1 GPU" """
+    parts = (f"{n:g} {name}{'' if n == 1 else 's'}" for name, n in resources.items() if n)
+    return ", ".join(parts)

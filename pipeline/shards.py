@@ -1,19 +1,33 @@
-"""Work cut into named tasks that run on the cluster once each, however often the job is killed."""
+"""Work cut into named tasks that run on the cluster once each, however often the job is killed.
+
+A task is tried again after an error of the network or the object store (`pipeline.retries`), and started
+again where its process or its node died, 3 times. One that still fails stops no other: those go on to the
+end, and then the failed ones are named with their inputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from pipeline.actors import Actors
 from pipeline.artifact import Draft
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
+from pipeline.failures import storage_failure
 from pipeline.records import RecordT
-from pipeline.resources import cpus_each
+from pipeline.resources import await_node, cpus_each, largest_memory
+from pipeline.retries import DELAYS_S, is_transient, with_retries
 
 Work = Callable[[Draft, str, Any], RecordT]
+
+_STARTS = 4
+_MAX_FAILED = 20  # of so many tasks the next one will fail too
+_SHOWN = 5
 
 
 def run_tasks(
@@ -22,19 +36,28 @@ def run_tasks(
     work: Work[RecordT],
     label: str,
     kind: type[RecordT],
+    memory: int = 0,
 ) -> list[RecordT]:
     """Runs `work(draft, name, argument)` for every task that is not marked yet.
 
     `work` writes files of its own into the draft and returns a record of this `kind`, with which the
-    task is marked. Returns the records of all `tasks`, in their order.
+    task is marked. Returns the records of all `tasks`, in their order. `memory`: bytes that a task needs,
+    so that a node runs no more at once than it holds; 0: not known.
 
-    Raises BadInput where a task does, and where an earlier version of polyrank marked one of `tasks`.
+    Raises BadInput where a task does, and where an earlier version of polyrank marked one of `tasks`;
+    Stopped where tasks failed.
     """
+    delays_s = DELAYS_S
 
-    def run(row: dict[str, Any]) -> dict[str, Any]:
-        return _do(draft, work, row)
+    def run(dataset: Any, starts: Any) -> Any:
+        def do(row: dict[str, Any]) -> dict[str, Any]:
+            return _do(draft, work, delays_s, starts, row)
 
-    return _run(draft, tasks, label, kind, lambda dataset: dataset.map(run))
+        await_node(1)
+        bound = min(memory, largest_memory())  # a small machine tries
+        return dataset.map(do, **({"memory": bound} if memory else {}))
+
+    return _run(draft, tasks, label, kind, run)
 
 
 def run_tasks_on_actors(
@@ -50,22 +73,24 @@ def run_tasks_on_actors(
 
     `rows`: how many each task has, where that tells better how long it takes.
     """
-    import ray.data
-
-    least = actors.count(len(tasks))
-    most = max(least, actors.max_actors)
-    cpus = actors.cpus_per_actor or cpus_each(most)
+    delays_s = DELAYS_S
 
     class Actor:
-        def __init__(self) -> None:
+        def __init__(self, starts: Any) -> None:
             self._work = make()
+            self._starts = starts
 
         def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-            return _do(draft, self._work, row)
+            return _do(draft, self._work, delays_s, self._starts, row)
 
-    def run(dataset: Any) -> Any:
+    def run(dataset: Any, starts: Any) -> Any:
+        import ray.data
+
+        least, most = actors.count(len(tasks)), actors.most(len(tasks))
+        cpus = cpus_each(most, actors.gpu, actors.cpus_per_actor)
         return dataset.map(
             Actor,
+            fn_constructor_args=(starts,),
             compute=ray.data.ActorPoolStrategy(min_size=least, max_size=most),
             num_cpus=cpus,
             num_gpus=1 if actors.gpu else None,
@@ -74,13 +99,48 @@ def run_tasks_on_actors(
     return _run(draft, tasks, label, kind, run, rows)
 
 
-def _do(draft: Draft, work: Work[RecordT], row: dict[str, Any]) -> dict[str, Any]:
-    """Does a task and marks it. A refusal is returned: Ray Data keeps only the text of errors."""
+def _do(
+    draft: Draft, work: Work[RecordT], delays_s: Sequence[float], starts: Any, row: dict[str, Any]
+) -> dict[str, Any]:
+    """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned.
+
+    A full disk is raised: no other task can write either.
+    """
+    import ray
+
+    task = row["task"]
+    outcome = {"task": task, "refusal": "", "failure": "", "traceback": ""}
+    number = ray.get(starts.add.remote(task, socket.gethostname()))
+    if number > _STARTS:
+        why = f"its process died {_STARTS} times; where a node's memory was full, give it less at a time"
+        return {**outcome, "failure": why}
     try:
-        draft.mark(row["task"], work(draft, row["task"], row["argument"]))
+        with_retries(lambda: draft.mark(task, work(draft, task, row["argument"])), delays_s)
     except BadInput as error:
-        return {"task": row["task"], "refusal": str(error)}
-    return {"task": row["task"], "refusal": ""}
+        return {**outcome, "refusal": str(error)}
+    except Exception as error:
+        if storage_failure(error):
+            raise
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        shown = "" if is_transient(error) else traceback.format_exc()
+        return {**outcome, "failure": text, "traceback": shown}
+    return outcome
+
+
+class _Starts:
+    """An actor: how often each task has been started, and where. Ray itself starts again without end."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, list[str]] = {}
+
+    def add(self, task: str, host: str) -> int:
+        hosts = self._hosts.setdefault(task, [])
+        hosts.append(host)
+        return len(hosts)
+
+    def repeated(self) -> dict[str, list[str]]:
+        """The hosts on which the process of a task died, by task."""
+        return {task: hosts[:-1] for task, hosts in self._hosts.items() if len(hosts) > 1}
 
 
 def _run(
@@ -88,11 +148,10 @@ def _run(
     tasks: Mapping[str, Any],
     label: str,
     kind: type[RecordT],
-    run: Callable[[Any], Any],
+    run: Callable[[Any, Any], Any],
     rows: Mapping[str, int] | None = None,
 ) -> list[RecordT]:
-    import ray.data
-
+    """`run(dataset, starts)` adds the work to the dataset of tasks."""
     done = draft.marks()
     missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in done]
     size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
@@ -100,10 +159,50 @@ def _run(
     total = sum(size[name] for name in tasks)
     with tqdm(desc=label, total=total, initial=started, unit=unit) as progress:
         if missing:
-            dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
-            for row in run(dataset).iter_rows():
-                if row["refusal"]:
-                    raise BadInput(row["refusal"])
-                progress.update(size[row["task"]])
+            failed = _run_missing(missing, label, run, lambda task: progress.update(size[task]))
+            if failed:
+                raise Stopped(_describe(failed, tasks, label))
             done = draft.marks()
     return [done.record(name, kind) for name in tasks]
+
+
+def _run_missing(
+    missing: list[dict[str, Any]],
+    label: str,
+    run: Callable[[Any, Any], Any],
+    ended: Callable[[str], object],
+) -> dict[str, str]:
+    """Why tasks failed, by task. The others have gone on to the end, unless too many failed."""
+    import ray.data
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    starts = ray.remote(_Starts).options(num_cpus=0, scheduling_strategy=here).remote()
+    failed: dict[str, str] = {}
+    dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
+    for row in run(dataset, starts).iter_rows():
+        if row["refusal"]:
+            raise BadInput(row["refusal"])
+        if not row["failure"]:
+            ended(row["task"])
+            continue
+        if row["traceback"] and not failed:
+            print(row["traceback"], file=sys.stderr, flush=True)
+        failed[row["task"]] = row["failure"]
+        if len(failed) >= _MAX_FAILED:
+            break
+    for task, hosts in ray.get(starts.repeated.remote()).items():
+        where = ", ".join(hosts)
+        print(f"{label}: {task} was started again: its process died on {where}", file=sys.stderr)
+    return failed
+
+
+def _describe(failed: Mapping[str, str], tasks: Mapping[str, Any], label: str) -> str:
+    shown = "; ".join(
+        f"{task} ({str(tasks[task])[:200]}): {failed[task]}" for task in list(failed)[:_SHOWN]
+    )
+    more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+    return (
+        f"{label}: {len(failed)} of {len(tasks)} tasks failed: {shown}{more}; the same command does what "
+        "is missing"
+    )

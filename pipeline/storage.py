@@ -5,23 +5,34 @@ A local file is published by a rename and an object by its upload, so nobody see
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import posixpath
 import re
-import tempfile
+import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from pipeline import object_store
 from pipeline.config import BadInput
+from pipeline.retries import with_retries
 
 _PIECE_BYTES = 1 << 16
 _WHOLE_BYTES = 1 << 24
+# An object store answers in some 20 to 100 ms and then sends some 80 MB/s: 3 ranges of 8 MiB at a time hide
+# the wait, and bring three times what one stream does.
+_AHEAD_BYTES = 8 << 20
+_AHEAD = 3
+_THREADS = 16  # of files that are looked at, or written, at a time
+_URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
 
 
 def is_local(uri: str) -> bool:
@@ -37,11 +48,10 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
         return pafs.LocalFileSystem(), str(
             Path(uri.removeprefix("file://")).expanduser().absolute()
         )
-    try:
-        filesystem, path = pafs.FileSystem.from_uri(uri)
-        return filesystem, path
-    except pa.ArrowInvalid:
-        pass
+    parts = _URI.fullmatch(uri)
+    if parts and (root := _arrow_root(f"{parts[1]}://{parts[2]}", parts[4] or "")):
+        filesystem, path = root
+        return filesystem, posixpath.join(path, parts[3].strip("/")).rstrip("/") or "/"
     try:
         import fsspec  # type: ignore[import-untyped]
 
@@ -49,6 +59,17 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
         return pafs.PyFileSystem(pafs.FSSpecHandler(other)), str(path)
     except (ImportError, ValueError) as error:
         raise BadInput(f"{uri}: no file system for this URI ({error})") from None
+
+
+@functools.cache
+def _arrow_root(root: str, query: str) -> tuple[pafs.FileSystem, str] | None:
+    """pyarrow's file system of a bucket, one for the life of the process: each has connections and
+    credentials of its own, and looks for the bucket's region. None: pyarrow does not know the scheme."""
+    try:
+        filesystem, path = pafs.FileSystem.from_uri(f"{root}/{query}")
+        return filesystem, path
+    except pa.ArrowInvalid:
+        return None
 
 
 def absolute(uri: str) -> str:
@@ -143,6 +164,34 @@ def open_input(uri: str) -> Any:
     return filesystem.open_input_file(path)
 
 
+def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[bytes, None, None]:
+    """The stored bytes from `start` to `end` in pieces of up to 8 MiB; from a remote store, the next ones
+    are on their way while one is used. A range that fails is asked for again."""
+    with open_input(uri) as stream:
+        end = stream.size() if end is None else end
+        starts = iter(range(start, end, _AHEAD_BYTES))
+
+        def read(at: int) -> bytes:
+            data: bytes = with_retries(lambda: stream.read_at(min(_AHEAD_BYTES, end - at), at))
+            return data
+
+        if is_local(uri):
+            yield from map(read, starts)
+            return
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            waiting: deque[Future[bytes]] = deque()
+            try:
+                for at in starts:
+                    waiting.append(pool.submit(read, at))
+                    if len(waiting) == _AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for one in waiting:
+                    one.cancel()
+
+
 def read_bytes(uri: str) -> bytes:
     with open_input(uri) as stream:
         data = stream.read()
@@ -165,8 +214,8 @@ def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
 def create_bytes(uri: str, data: bytes) -> bool:
     """Writes a file that is not there; False where there is one, which stays as it is.
 
-    Atomic locally. Of two that write to an object store at the same moment, the later one wins, and
-    the earlier one may not notice.
+    One atomic step, locally and in S3, GCS and Azure. In other stores, which only fsspec knows, the later
+    one of two that write at the same moment wins, and the earlier one may not notice.
     """
     filesystem, path = locate(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
@@ -179,6 +228,11 @@ def create_bytes(uri: str, data: bytes) -> bool:
         finally:
             beside.unlink()
         return True
+    parts = _URI.fullmatch(uri)
+    if parts and parts[1] in object_store.SCHEMES:
+        region = str(getattr(filesystem, "region", ""))
+        root, key = f"{parts[1]}://{parts[2]}", parts[3].strip("/")
+        return object_store.create(root, key, data, region)
     if exists(uri):
         return False
     write_bytes(uri, data)
@@ -211,61 +265,56 @@ def delete(uri: str) -> None:
 
 def upload(folder: Path, uri: str) -> None:
     """Copies a local folder's files to `uri`, which may be local too."""
-    for file in sorted(folder.rglob("*")):
-        if file.is_file():
-            write_bytes(join(uri, file.relative_to(folder).as_posix()), file.read_bytes())
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(_upload, file, join(uri, file.relative_to(folder).as_posix()))
+                     for file in files]:  # fmt: skip
+            done.result()
 
 
-def download(uri: str, folder: Path) -> None:
-    """Copies the files of `uri`, which may be local too, into a local folder."""
-    for file in list_files(uri):
-        write_bytes(str(folder / file[len(uri) :].lstrip("/")), read_bytes(file))
-
-
-def local_folder(uri: str, version: str) -> Path:
-    """A local folder with the files of `uri`: itself if it is local, else a cached copy.
-
-    `version` names the contents (a fingerprint), so that a copy is never taken for another version.
-    """
+def _upload(file: Path, uri: str) -> None:
     if is_local(uri):
-        return Path(locate(uri)[1])
-    name = hashlib.sha256(f"{uri} {version}".encode()).hexdigest()[:24]
-    folder = Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}" / name
-    if not folder.exists():
-        beside = folder.with_name(f"{name}.{uuid.uuid4().hex}")
-        download(uri, beside)
-        try:
-            beside.rename(folder)
-        except OSError:  # another process of this node was faster
-            delete(str(beside))
-    return folder
+        write_bytes(uri, file.read_bytes())
+        return
+    filesystem, path = locate(uri)
+    with file.open("rb") as source, filesystem.open_output_stream(path) as target:
+        shutil.copyfileobj(source, target, _AHEAD_BYTES)
 
 
 def file_digest(data: bytes | pa.Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def raw_fingerprint(uris: Sequence[str], whole: bool = False, purpose: str = "") -> str:
+def raw_fingerprint(uris: Sequence[str], whole: bool = False) -> str:
     """Names the contents of raw input files, wherever they lie: by name, size and pieces.
 
-    Files of up to 16 MiB count with every byte; of larger ones, dumps of terabytes among them, 16
-    pieces of 64 KiB, the first and the last too. `whole`: every byte of all files. `purpose` makes
-    another name of the same contents.
+    Files of up to 16 MiB count with every byte. Larger ones, dumps of terabytes among them, count with 16
+    pieces of 64 KiB, the first and the last too, and with the time of their last change: an edit that the
+    pieces miss is noticed, and a copy with a new time counts as another file. `whole`: every byte of all
+    files, and no time.
     """
-    total = hashlib.sha256(purpose.encode())
-    for uri in sorted(uris, key=name_of):
-        size = size_of(uri)
-        digest = hashlib.sha256()
-        with open_input(uri) as stream:
-            if whole or size <= _WHOLE_BYTES:
-                while piece := stream.read(1 << 20):
-                    digest.update(piece)
-            else:
-                for number in range(16):
-                    stream.seek((size - _PIECE_BYTES) * number // 15)
-                    digest.update(stream.read(_PIECE_BYTES))
-        total.update(f"{name_of(uri)} {size} {digest.hexdigest()}\n".encode())
+    total = hashlib.sha256()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        ordered = sorted(uris, key=name_of)
+        for text in pool.map(lambda uri: _describe_contents(uri, whole), ordered):
+            total.update(text.encode())
     return total.hexdigest()
+
+
+def _describe_contents(uri: str, whole: bool) -> str:
+    filesystem, path = locate(uri)
+    info = filesystem.get_file_info(path)
+    size, digest, changed = int(info.size or 0), hashlib.sha256(), ""
+    if whole or size <= _WHOLE_BYTES:
+        for piece in read_ahead(uri, 0, size):
+            digest.update(piece)
+    else:
+        changed = f" {info.mtime_ns}"
+        with open_input(uri) as stream:
+            for number in range(16):
+                at = (size - _PIECE_BYTES) * number // 15
+                digest.update(stream.read_at(_PIECE_BYTES, at))
+    return f"{name_of(uri)} {size} {digest.hexdigest()}{changed}\n"
 
 
 def walk_json(uri: str) -> Iterator[str]:

@@ -72,12 +72,16 @@ def start(job: str, draft: Draft) -> Iterator[Run]:
     """Opens the run of a job that makes `draft`; a failure inside ends it as FAILED.
 
     A job that continues an unfinished draft continues its run, so that one curve shows all attempts.
+    Raises Stopped where another job makes the same draft (`Draft.locked`).
     """
     name = f"{job} {Path(draft.uri).name}"
     note = draft.path(RUN)
-    with _open(
-        job, name, draft.inputs, draft.config, {"output_uri": draft.uri}, _earlier_run(draft)
-    ) as run:
+    with (
+        draft.locked(),
+        _open(
+            job, name, draft.inputs, draft.config, {"output_uri": draft.uri}, _earlier_run(draft)
+        ) as run,
+    ):
         record = {"run_id": run.run_id, "request": draft.request}
         storage.write_bytes(note, json.dumps(record).encode())
         yield run

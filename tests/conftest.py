@@ -24,6 +24,7 @@ os.environ.pop("RAY_ADDRESS", None)  # never a cluster that others use
 os.environ.pop("MLFLOW_EXPERIMENT_NAME", None)
 os.environ.pop("POLYRANK_AUTHOR_SALT", None)
 os.environ.update(
+    XDG_CONFIG_HOME=tempfile.mkdtemp(prefix="polyrank-config-"),  # where the key of authors is made
     RAY_AUTH_TOKEN=secrets.token_hex(32),  # else Ray writes one into the home directory
     RAY_DATA_PARQUET_FOOTER_NUM_ACTORS="1",
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",

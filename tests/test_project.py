@@ -6,10 +6,13 @@ import copy
 import functools
 import json
 import re
+import runpy
 import shlex
+import subprocess
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -18,8 +21,10 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
 
 import jobs
+from jobs import submit
 from jobs.benchmarks.paper.trials import recipe as recipe_of
 from pipeline.config import BadInput, flatten, identity, parse, to_dict
 
@@ -214,7 +219,10 @@ def test_the_commands_of_the_pages_are_commands(line, monkeypatch: pytest.Monkey
     monkeypatch.chdir(ROOT)
     program, *argv = shlex.split(line.partition("python -m jobs.")[2])
     assert program in VERBS
-    parse(config_of(program), argv, program)
+    config = parse(config_of(program), submit.joined(argv), program)
+    if program == "submit":
+        verb, *theirs = config.command
+        parse(config_of(verb), theirs, verb)
 
 
 def test_the_readme_names_a_command_of_every_job_but_the_demo():
@@ -244,6 +252,7 @@ def test_the_readme_names_only_files_that_exist():
 
 
 CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+ON_PREMISE = yaml.safe_load((ROOT / "cluster.onpremise.yaml").read_text())
 
 
 def test_cluster_yaml_is_a_config_of_ray_up():
@@ -254,15 +263,81 @@ def test_cluster_yaml_is_a_config_of_ray_up():
         jsonschema.validate({**CLUSTER, "max_worker": 3}, schema)
 
 
-def test_nodes_get_the_lock_and_the_token_that_clients_need():
-    mounts = CLUSTER["file_mounts"]
+def test_the_onpremise_form_is_a_config_of_ray_up():
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    jsonschema.validate(ON_PREMISE, schema)
+    prepared = prepare_config(copy.deepcopy(ON_PREMISE))
+    validate_config(prepared)
+    assert prepared["max_workers"] == len(ON_PREMISE["provider"]["worker_ips"])
+
+
+@pytest.mark.parametrize("config", [CLUSTER, ON_PREMISE], ids=["aws", "onpremise"])
+def test_nodes_get_the_lock_and_the_token_that_clients_need(config):
+    mounts = config["file_mounts"]
     assert (ROOT / mounts["~/polyrank.lock"]).is_file()
-    assert any("polyrank.lock" in command for command in CLUSTER["setup_commands"])
+    assert any("polyrank.lock" in command for command in config["setup_commands"])
     assert mounts["~/.ray/auth_token"] == "~/.ray/auth_token"
     for which in ("head", "worker"):
-        (start,) = [line for line in CLUSTER[f"{which}_start_ray_commands"] if "ray start" in line]
-        assert start.startswith("RAY_AUTH_MODE=token ")
-    assert CLUSTER["head_node_type"] in CLUSTER["available_node_types"]
+        (start,) = [line for line in config[f"{which}_start_ray_commands"] if "ray start" in line]
+        assert " RAY_AUTH_MODE=token " in start
+        assert "--dashboard-host=127.0.0.1" in start or which == "worker"
+
+
+def test_nodes_have_an_image_a_role_and_resources_that_are_known_before_they_are_up():
+    """Ray's own image is Ubuntu 18.04, without Python 3.11; its own role is the head's alone."""
+    types = CLUSTER["available_node_types"]
+    for name, about in types.items():
+        node = about["node_config"]
+        assert node["ImageId"].startswith("resolve:ssm:/aws/service/deeplearning/ami/"), name
+        assert "ubuntu-22.04" in node["ImageId"]
+        assert node["IamInstanceProfile"]["Name"].startswith("polyrank-")
+        assert about["resources"]["CPU"] == (0 if name == "head" else 16)
+        assert about.get("min_workers", 0) == 0
+    assert types[CLUSTER["head_node_type"]]["max_workers"] == 0
+    assert types["gpu"]["resources"]["GPU"] == 1
+
+
+@pytest.mark.parametrize("command", [line for line in CLUSTER["setup_commands"]
+                                     + CLUSTER["head_start_ray_commands"]
+                                     + ON_PREMISE["setup_commands"]])  # fmt: skip
+def test_the_commands_of_nodes_are_shell(command):
+    assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0
+
+
+# Kubernetes
+
+
+def manifest(name: str) -> Any:
+    return yaml.safe_load((ROOT / "kuberay" / f"{name}.yaml").read_text())
+
+
+def test_the_manifests_are_made_of_the_cluster_and_the_service_s_config():
+    """`make kuberay` after a change."""
+    for name, text in runpy.run_path(str(ROOT / "kuberay" / "generate.py"))["manifests"]().items():
+        assert (ROOT / "kuberay" / name).read_text() == text
+    served = yaml.safe_load(manifest("rayservice")["spec"]["serveConfigV2"])
+    ServeDeploySchema.model_validate(served)
+    assert served["applications"][0]["import_path"] == "serve.app:build"
+    program, *argv = shlex.split(manifest("rayjob")["spec"]["entrypoint"])[2:]
+    parse(config_of(program.removeprefix("jobs.")), argv, "test")
+
+
+def test_kubernetes_and_aws_have_the_same_groups_and_one_version():
+    spec = manifest("raycluster")["spec"]
+    assert spec["rayVersion"] == ray.__version__
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    types = CLUSTER["available_node_types"]
+    assert groups.keys() == types.keys() - {"head"}
+    for name, group in groups.items():
+        assert (group["minReplicas"], group["maxReplicas"]) == (0, types[name]["max_workers"])
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert spec["authOptions"] == {"mode": "token"}
+    image = f"registry.example.com/polyrank:{PROJECT['version']}"
+    for file in (ROOT / "kuberay").iterdir():
+        named = re.findall(r"registry\.example\.com/\S+", file.read_text())
+        assert set(named) <= {image}, file
+    copied = re.findall(r"^COPY (\w+) ", (ROOT / "kuberay/Dockerfile").read_text(), re.MULTILINE)
+    assert {name for name in copied if (ROOT / name).is_dir()} == {"pipeline", "jobs", "serve"}
 
 
 # Dependencies

@@ -24,6 +24,21 @@ class Privacy:
     def hashed(self, names: pa.Array) -> pa.Array:
         return hash_names(names, self.salt) if self.authors == "hash" else names
 
+    def profiles_hashed(self, subreddits: pa.Array) -> pa.Array:
+        """Subreddits; of profiles, which are called u_<author>, with the author's hash: u_<hash>."""
+        if self.authors == "plain":
+            return subreddits
+        names = pc.replace_substring_regex(subreddits, _PROFILE, "")
+        hashed = pc.binary_join_element_wise("u_", hash_names(names, self.salt), "")
+        return pc.if_else(pc.match_substring_regex(subreddits, _PROFILE), hashed, subreddits)
+
+    def raw_lines(self, lines: pa.Array) -> pa.Array:
+        """Lines of JSON as they were read, which may be broken: redacted, and without names of authors."""
+        if self.authors == "hash":
+            for pattern, tag in _NAMES_IN_JSON:
+                lines = pc.replace_substring_regex(lines, pattern, tag)
+        return self.redacted(lines)
+
 
 # RE2 syntax. They find the common written forms and no more: a name in running text, a spelt-out
 # number or an address in prose stays. A false hit costs a word of one text.
@@ -39,6 +54,16 @@ _TAGS = (
     ),
     (r"(\+\d{1,3}[ .-]?)?(\(\d{2,4}\) ?|\b\d{3}[ .-])\d{3}[ .-]\d{4}\b", "<phone>"),
     (r"\+\d{1,3}([ .-]?\d{2,4}){3,4}\b", "<phone>"),
+)
+
+
+_PROFILE = r"^[uU]_"
+# Values of fields whose name says author ("author_fullname", too), and profiles, also in links; a value may
+# be cut off at the end.
+_NAMES_IN_JSON = (
+    (r"""("[A-Za-z_]*author[A-Za-z_]*"\s*:\s*)"(?:[^"\\]|\\.)*(?:"|$)""", r'\1"<user>"'),
+    (r"""("(?:subreddit|name|display_name)"\s*:\s*)"u_(?:[^"\\]|\\.)*(?:"|$)""", r'\1"u_<user>"'),
+    (r"(/r/u_|/user/)[A-Za-z0-9_-]+", r"\1<user>"),
 )
 
 

@@ -7,13 +7,13 @@ Reddit dumps), bzip2, gzip, xz, or plain.
 from __future__ import annotations
 
 import bz2
-import functools
 import json
 import lzma
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
@@ -57,10 +57,14 @@ class Reading:
     """Share of records that may be malformed; above it the job stops and says why."""
     truncated: Literal["stop", "keep"] = "stop"
     """A compressed file or JSON array that is cut off or broken: stop, or keep what is whole before."""
+    files_at_once: int = 0
+    """Dump files that are decompressed at a time (reddit), each with up to 2 GiB of memory and for some
+    5 cores that parse; 0: one for every 4 cores that are up at the start. More let a cluster grow."""
 
     def __post_init__(self) -> None:
         require(0 <= self.max_malformed_share <= 1, "reading.max_malformed_share",
                 self.max_malformed_share, "0 to 1")  # fmt: skip
+        require(self.files_at_once >= 0, "reading.files_at_once", self.files_at_once, ">= 0")
 
 
 class CutOff(Exception):
@@ -73,15 +77,14 @@ def decompressed(uri: str, start: int = 0, end: int | None = None) -> Iterator[b
     `start`, `end`: only these stored bytes; a compressed stream has to begin at `start`.
     Raises CutOff after the last good piece of a broken stream.
     """
-    with storage.open_input(uri) as stream:
-        stream.seek(start)
-        read = functools.partial(_read, stream, stream.size() if end is None else end)
-        piece = read()
+    with closing(storage.read_ahead(uri, start, end)) as stored:
+        pieces = _in_pieces(stored)
+        piece = next(pieces, b"")
         new = next((new for magic, new in _DECOMPRESSORS if piece.startswith(magic)), None)
         if new is None:
             while piece:
                 yield piece
-                piece = read()
+                piece = next(pieces, b"")
             return
         decompressor = None
         while piece:
@@ -95,15 +98,16 @@ def decompressed(uri: str, start: int = 0, end: int | None = None) -> Iterator[b
                     yield data
                 piece = decompressor.unused_data if decompressor.eof else b""
                 decompressor = None if decompressor.eof else decompressor
-            piece = read()
+            piece = next(pieces, b"")
         if decompressor is not None:
             raise CutOff(f"{uri}: the compressed stream is cut off")
 
 
-def _read(stream: Any, end: int) -> bytes:
-    """The next piece before `end`; b"" where there is none."""
-    data: bytes = stream.read(max(0, min(_READ_BYTES, end - stream.tell())))
-    return data
+def _in_pieces(stored: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, as much at a time as may be decompressed at once."""
+    for data in stored:
+        for start in range(0, len(data), _READ_BYTES):
+            yield data[start : start + _READ_BYTES]
 
 
 def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
@@ -224,11 +228,11 @@ class Rejects:
         return cls(total, [sample for part in parts for sample in part.samples])
 
     def save(self, draft: Draft, task: str, privacy: Privacy | None = None) -> None:
-        """Writes the samples, redacted where asked for."""
+        """Writes the samples, without what identifies a person where asked for."""
         if not self.samples:
             return
         texts = pa.array([sample["text"] for sample in self.samples], pa.string())
-        texts = privacy.redacted(texts) if privacy else texts
+        texts = privacy.raw_lines(texts) if privacy else texts
         lines = (
             json.dumps({**sample, "text": text}, ensure_ascii=False) + "\n"
             for sample, text in zip(self.samples, texts.to_pylist(), strict=True)

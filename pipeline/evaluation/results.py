@@ -92,10 +92,9 @@ def ask(
 
     from pipeline.evaluation import ranking
 
-    count = actors.count(len(asked))
-    task = ray.remote(_ask).options(
-        num_cpus=actors.cpus_per_actor or cpus_each(count), num_gpus=int(actors.gpu)
-    )
+    count = max(actors.count(len(asked)), min(actors.max_actors, len(asked)))
+    cpus = cpus_each(count, actors.gpu, actors.cpus_per_actor)
+    task = ray.remote(_ask).options(num_cpus=cpus, num_gpus=int(actors.gpu))
     shares = np.array_split(np.arange(len(asked)), count)
     running = [
         task.remote("", make, asked.part(numbers), 0 if share else queries, none_score)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from huggingface_hub import snapshot_download
 
-from pipeline import storage
+from pipeline import node_cache, storage
 from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
 from pipeline.config import BadInput, digest
 from pipeline.models.settings import SETTINGS, parse_settings
@@ -52,7 +52,7 @@ class External:
     """Names the contents."""
 
     def local(self) -> Path:
-        return storage.local_folder(self.uri, self.version)
+        return node_cache.local_folder(self.uri, self.version)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ def open_tokenizer(uri: str) -> tuple[Source, dict[str, Any]]:
 
 def open_external(uri: str) -> tuple[External, dict[str, Any]]:
     """A folder that no job made, and what a manifest says of it."""
-    source = External(storage.absolute(uri), storage.raw_fingerprint(storage.list_files(uri)))
+    source = External(
+        storage.absolute(uri), storage.raw_fingerprint(storage.list_files(uri), whole=True)
+    )
     return source, _reference(uri, source)
 
 

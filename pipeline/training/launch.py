@@ -20,7 +20,7 @@ from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAM
 from ray.util.queue import Queue
 from tqdm import tqdm
 
-from pipeline import storage
+from pipeline import node_cache, storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import DETERMINISTIC, cause_of
@@ -110,7 +110,7 @@ def fit(
 
     Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
     """
-    threads = workers.cpus_per_worker or cpus_each(workers.workers)
+    threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
     per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
     number = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
     with _progress(label, steps, run, watch) as messages:
@@ -197,9 +197,9 @@ def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
     With the URI of a checkpoint it is kept with the model, so that a longer run can start from it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        storage.download(draft.path("_model"), Path(folder))
+        node_cache.download(draft.path("_model"), Path(folder))
         if checkpoint:
-            storage.download(checkpoint, Path(folder) / TRAINING_STATE)
+            node_cache.download(checkpoint, Path(folder) / TRAINING_STATE)
         storage.upload(Path(folder), draft.staging)
         return folder_entries(Path(folder))
 
@@ -321,7 +321,7 @@ def _unlisted_checkpoint(draft: Draft) -> str:
 
 def _read_saved_at(uri: str) -> Saved:
     with tempfile.TemporaryDirectory() as local:
-        storage.download(uri, Path(local))
+        node_cache.download(uri, Path(local))
         return read_saved(Path(local))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 import re
@@ -20,6 +21,7 @@ import pytest
 import zstandard
 
 from jobs.benchmarks.measure import workers_of
+from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import schema
@@ -185,14 +187,61 @@ def test_hashes_depend_on_the_salt_and_on_nothing_else(prepare, dump, tmp_path, 
     assert not set(found[0].values()) & set(found[2].values())
 
 
-def test_the_published_corpus_does_not_give_away_the_key_of_its_hashes(reddit_corpus, dump):
+def test_the_published_corpus_and_its_dump_do_not_give_away_the_key_of_its_hashes(
+    prepare, dump, tmp_path
+):
+    """The key used to be made from the dump, which is public."""
     from pipeline.corpora.privacy import hash_names
 
     names = sorted({json.loads(line)["author"] for line in dump.splitlines()} - {"[deleted]"})
-    shown = reddit_corpus.manifest["inputs"]["input"]["fingerprint"]
-    guessed = set(hash_names(schema.pa.array(names), shown).to_pylist())
-    authors = {row["response_author"] for row in rows_of(reddit_corpus)}
-    assert not authors & guessed
+    prepare({"RC": dump})
+    corpus = open_artifact(str(tmp_path / "out"), "corpus")
+    files = [str(tmp_path / "in" / "RC")]
+    total = hashlib.sha256(b"authors")
+    total.update(f"RC {len(dump)} {hashlib.sha256(dump).hexdigest()}\n".encode())
+    known = [corpus.manifest["inputs"]["input"]["fingerprint"], storage.raw_fingerprint(files),
+             total.hexdigest(), ""]  # fmt: skip
+    authors = {row["response_author"] for row in rows_of(corpus)}
+    for key in known:
+        assert not authors & set(hash_names(schema.pa.array(names), key).to_pylist())
+
+
+def test_the_key_of_authors_is_random_and_its_owner_s(prepare, dump, tmp_path, monkeypatch):
+    found = []
+    for user in ("one", "one", "two"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / user))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        prepare({"RC": dump})
+        rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
+        found.append({row["response_author"] for row in rows})
+        key = tmp_path / user / "polyrank" / "author_key"
+        assert key.stat().st_mode & 0o777 == 0o600
+        assert len(key.read_text()) == 64
+    assert found[0] == found[1]
+    assert not found[0] & found[2]
+
+
+def test_for_an_output_elsewhere_the_key_has_to_be_said(run_job, dump, tmp_path):
+    (tmp_path / "RC").write_bytes(dump)
+    refusal = run_job("prepare_corpus", "--corpus", "reddit", "--input", tmp_path / "RC",
+                      "--output", "memory://bucket/out").refusal  # fmt: skip
+    assert (
+        "POLYRANK_AUTHOR_SALT is not set: authors of memory://bucket/out need a secret" in refusal
+    )
+
+
+def test_rejected_lines_and_profiles_name_no_author(prepare, tmp_path):
+    good = {"id": "a", "link_id": "t3_t", "parent_id": "t3_t", "body": "what a day it was",
+            "author": "Secret_Name", "subreddit": "u_Secret_Name", "score": 1}  # fmt: skip
+    reply = {**good, "id": "b", "parent_id": "t1_a", "body": "it was, and so is this one"}
+    lines = [json.dumps(good), json.dumps(reply), json.dumps({**good, "body": None}),
+             json.dumps(good)[:-40]]  # fmt: skip
+    prepare({"RC": "\n".join(lines).encode()}, "--reading.max-malformed-share", "1")
+    rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"))
+    assert rows[0]["subreddit"] == f"u_{rows[0]['response_author']}"
+    written = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert any(file.parent.name == "rejected" for file in written)
+    assert not [file for file in written if b"Secret_Name" in file.read_bytes()]
 
 
 # Formats

@@ -65,7 +65,9 @@ def cluster() -> Cluster:
     return Cluster()
 
 
-def test_a_run_is_submitted_when_it_is_due_and_not_before(cluster, capsys):
+def test_a_run_is_submitted_when_it_is_due_and_not_before(cluster, capsys, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow")
+    monkeypatch.setenv("POLYRANK_GIT_REVISION", "abc")
     scheduler = Scheduler(config(), cluster, START)
     assert scheduler.next_time() == at(15)
     for hours in (0.1, 14.9):
@@ -75,7 +77,9 @@ def test_a_run_is_submitted_when_it_is_due_and_not_before(cluster, capsys):
         scheduler.step(at(hours))
     assert cluster.submissions == [
         {"entrypoint": COMMAND, "submission_id": "n-20261122T0300",
-         "runtime_env": {"working_dir": "."}, "metadata": {"schedule": "n"}}
+         "runtime_env": {"working_dir": ".", "env_vars": {
+             "MLFLOW_TRACKING_URI": "https://mlflow", "POLYRANK_GIT_REVISION": "abc"}},
+         "metadata": {"schedule": "n"}}
     ]  # fmt: skip
     assert scheduler.next_time() == at(39)
     cluster.statuses["n-20261122T0300"] = "SUCCEEDED"

@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pipeline import storage
+from pipeline import node_cache, storage
 from pipeline.config import BadInput
 
 
@@ -92,19 +92,19 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_new_to_read(tmp_pa
 
 
 def test_a_remote_folder_is_copied_once_for_each_version(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(node_cache.tempfile, "gettempdir", lambda: str(tmp_path))
     uri = storage.join(memory, "model")
     storage.write_bytes(storage.join(uri, "deep", "a"), b"1")
-    first = storage.local_folder(uri, "v1")
+    first = node_cache.local_folder(uri, "v1")
     assert (first / "deep" / "a").read_bytes() == b"1"
     storage.write_bytes(storage.join(uri, "deep", "a"), b"2")
-    assert storage.local_folder(uri, "v1") == first
-    assert (storage.local_folder(uri, "v2") / "deep" / "a").read_bytes() == b"2"
+    assert node_cache.local_folder(uri, "v1") == first
+    assert (node_cache.local_folder(uri, "v2") / "deep" / "a").read_bytes() == b"2"
 
 
 def test_a_local_folder_is_its_own_copy(tmp_path):
-    assert storage.local_folder(str(tmp_path), "v1") == tmp_path
-    assert storage.local_folder(f"file://{tmp_path}", "v1") == tmp_path
+    assert node_cache.local_folder(str(tmp_path), "v1") == tmp_path
+    assert node_cache.local_folder(f"file://{tmp_path}", "v1") == tmp_path
 
 
 def test_raw_files_have_the_same_fingerprint_wherever_they_lie_and_in_any_order(tmp_path):
@@ -133,3 +133,18 @@ def test_raw_files_that_differ_have_another_fingerprint(tmp_path, change):
     else:
         files += write(tmp_path, "b")
     assert storage.raw_fingerprint(files) != before
+
+
+def test_an_edit_of_a_large_file_is_noticed_by_its_time(tmp_path):
+    """16 pieces of 64 KiB are looked at, of a dump of terabytes."""
+    file = tmp_path / "large"
+    data = bytearray(17 << 20)
+    file.write_bytes(data)
+    os.utime(file, (1, 1))
+    before = storage.raw_fingerprint([str(file)])
+    data[100_000] = 1  # between two pieces
+    file.write_bytes(data)
+    assert storage.raw_fingerprint([str(file)]) != before
+    os.utime(file, (1, 1))
+    assert storage.raw_fingerprint([str(file)]) == before
+    assert storage.raw_fingerprint([str(file)], whole=True) != storage.raw_fingerprint([str(file)])

@@ -36,6 +36,7 @@ _MIB = 1 << 20
 _BLOCK_MIB = (16, 256)
 _MANY = 4096
 _RATIO = 10  # of a dump to its .zst
+_MEMORY_RATIO = 22  # of the memory that a bucket takes to its share of the compressed dump
 
 
 def prepare(
@@ -54,5 +55,6 @@ def prepare(
     parts = [name for name in blocks if name.startswith("block")]
     build = functools.partial(build_bucket, parts=parts, options=options)
     tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(buckets)}
-    built = shards.run_tasks(draft, tasks, build, "reddit: threads to examples", TaskRecord)
+    memory = size // buckets * _MEMORY_RATIO
+    built = shards.run_tasks(draft, tasks, build, "reddit: threads to examples", TaskRecord, memory)
     return [*blocks.values(), *built]

@@ -66,7 +66,7 @@ def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[p
         "body": _cut(privacy.redacted(body), pc.utf8_length(body), options.max_characters),
         "ruled_out": pa.array(_ruled_out(comments, options), pa.int8()),
         "author": privacy.hashed(author),
-        "subreddit": comments["subreddit"],
+        "subreddit": privacy.profiles_hashed(comments["subreddit"].combine_chunks()),
     }
     return pa.table(columns, schema=COLUMNS).combine_chunks(), every - comments.num_rows
 

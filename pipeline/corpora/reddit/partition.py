@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
+from pipeline import resources
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import buckets, raw
@@ -21,8 +22,12 @@ from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
 from pipeline.records import TaskRecord, from_json, to_json
+from pipeline.retries import with_retries
 
 _WAITING_BYTES = 256 << 20  # of decompressed lines, per core
+# Readers need no core of their own. But with 0 they would run on the head, which has no core either, and
+# a whole core less what they take would be lost to the parsers.
+_READER_CPUS, _PARSER_CPUS = 0.01, 0.98
 
 Records = dict[str, TaskRecord]
 """By task: "file-00003" for a dump file, "block-00003-000017" for a block of its lines."""
@@ -56,7 +61,7 @@ def read_dumps(
     if todo:
         parsed = Counter(_file_of(task) for task in known)
         ends: dict[str, DumpRecord] = {}
-        rows = _blocks(draft, todo, known, bucket_count, block_bytes, options, privacy)
+        rows = _blocks(draft, todo, known, bucket_count, block_bytes, options, reading, privacy)
         for row in rows:
             file = _file_of(row["task"])
             if row["file_record"]:
@@ -90,17 +95,20 @@ def _blocks(
     bucket_count: int,
     block_bytes: int,
     options: Options,
+    reading: raw.Reading,
     privacy: Privacy,
 ) -> Iterator[dict[str, Any]]:
     """A row per block, parsed and filed, and one per file, at its end."""
     import ray.data
 
-    cores = int(ray.cluster_resources()["CPU"])
+    resources.await_node(1)
+    cores = resources.fitting(1)
     context = ray.data.DataContext.get_current().copy()
-    # What is decompressed waits in Ray's object store, and decompression is the faster half.
-    waiting = cores * max(_WAITING_BYTES, 2 * block_bytes)
-    limits = context.execution_options.resource_limits
-    context.execution_options.resource_limits = limits.copy(object_store_memory=waiting)
+    if not resources.may_grow():  # else the bound would be that of the first node
+        # What is decompressed waits in Ray's object store, and decompression is the faster half.
+        waiting = cores * max(_WAITING_BYTES, 2 * block_bytes)
+        limits = context.execution_options.resource_limits
+        context.execution_options.resource_limits = limits.copy(object_store_memory=waiting)
     with ray.data.DataContext.current(context):
         dataset = (
             ray.data.from_items(
@@ -112,15 +120,16 @@ def _blocks(
                 functools.partial(_read_file, known, block_bytes, options),
                 batch_size=1,
                 batch_format="pyarrow",
-                compute=ray.data.TaskPoolStrategy(size=max(1, cores // 4)),
-                num_cpus=0,
+                compute=ray.data.TaskPoolStrategy(size=reading.files_at_once or max(1, cores // 4)),
+                num_cpus=_READER_CPUS,
             )
             # One block of lines, one task: without this barrier Ray Data joins blocks to 128 MiB.
             .repartition(target_num_rows_per_block=1)
             .map_batches(
-                functools.partial(_parse_block, draft, bucket_count, options, privacy),
+                functools.partial(_parse_and_retry, draft, bucket_count, options, privacy),
                 batch_size=1,
                 batch_format="pyarrow",
+                num_cpus=_PARSER_CPUS,
             )
         )
     yield from dataset.iter_rows()
@@ -169,6 +178,12 @@ def _read_file(
     yield pa.table(
         [[f"file-{index:05d}"], [uri], [kind], [line], [None], [to_json(record)]], schema=_READ
     )
+
+
+def _parse_and_retry(
+    draft: Draft, bucket_count: int, options: Options, privacy: Privacy, batch: pa.Table
+) -> pa.Table:
+    return with_retries(lambda: _parse_block(draft, bucket_count, options, privacy, batch))
 
 
 def _parse_block(

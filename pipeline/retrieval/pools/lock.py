@@ -1,127 +1,29 @@
-"""Who works on a pool, and who serves which of its versions: small files that their owners keep fresh.
+"""Who works on a pool, and who serves which of its versions: files that their owners keep fresh.
 
-    <pools>/_locks/<name>/00000017.json           the highest number's owner may change the pool
-    <pools>/_leases/<name>/<version>/<owner>.json   somebody has this version open
-
-    {"token": "9f…", "owner": "pid 4711 on host-3", "machine": "…", "pid": 4711, "since": …, "until": …}
-
-A thread moves `until` on while the owner lives. A lock whose time has run out, or whose process is known
-to be dead, is taken over by making the next number, which only one can. Locally that is one atomic step;
-an object store has none, so that two may hold a lock for a moment: `Lock.check`, right before a version is
-published, lets only one of them go on. Clocks have to agree to within a fraction of `expires_s`.
+<pools>/_locks/<name>/00000017.json             see `pipeline.locks`
+<pools>/_leases/<name>/<version>/<owner>.json   somebody has this version open
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import threading
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from pipeline import storage
-from pipeline.config import Stopped
+from pipeline import locks, storage
+from pipeline.locks import Beat, Lock
+
+__all__ = ["Beat", "Lock", "is_leased", "lease", "locked"]
 
 _LEASE_S = 600.0
 
 
-class Beat:
-    """A file that says, until the process dies or `stop` is called, that its owner lives."""
-
-    def __init__(self, uri: str, expires_s: float) -> None:
-        self.uri = uri
-        self._expires_s = expires_s
-        self._facts = {
-            "token": uuid.uuid4().hex,
-            "owner": f"pid {os.getpid()} on {socket.gethostname()}",
-            "machine": _machine(),
-            "pid": os.getpid(),
-            "since": time.time(),
-        }
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_fresh, daemon=True)
-
-    def start(self) -> bool:
-        """Makes the file; False where there is one already."""
-        if not storage.create_bytes(self.uri, self._text()):
-            return False
-        self._thread.start()
-        return True
-
-    def stop(self) -> None:
-        """Removes the file."""
-        self._stop.set()
-        self._thread.join()
-        if self.is_ours():
-            storage.delete(self.uri)
-
-    def is_ours(self) -> bool:
-        facts = _read(self.uri)
-        return facts is not None and facts["token"] == self._facts["token"]
-
-    def _text(self) -> bytes:
-        return json.dumps({**self._facts, "until": time.time() + self._expires_s}).encode()
-
-    def renew(self) -> bool:
-        """Moves the end on; False where the file is not ours any more."""
-        if not self.is_ours():
-            return False
-        storage.write_bytes(self.uri, self._text())
-        return True
-
-    def _keep_fresh(self) -> None:
-        while not self._stop.wait(self._expires_s / 4):
-            with suppress(OSError):  # a store that is away for a moment: the next beat tries again
-                if not self.renew():
-                    return
-
-
-@dataclass(frozen=True)
-class Lock:
-    """The right to change a pool."""
-
-    name: str
-    folder: str
-    number: int
-    beat: Beat
-
-    def check(self) -> None:
-        """Raises Stopped where the lock has been lost to another."""
-        if not self.beat.is_ours() or max(_numbers(self.folder)) != self.number:
-            raise Stopped(f"pool {self.name}: another job has taken over the lock of this one, which did "
-                          f"not renew it in time; see {self.folder}")  # fmt: skip
-
-
 @contextmanager
 def locked(pools: str, name: str, expires_s: float) -> Iterator[Lock]:
-    """Holds the lock of a pool; one that nobody keeps fresh is taken over, which is said.
-
-    Raises Stopped, naming the owner, where another holds it.
-    """
+    """Holds the lock of a pool. Raises Stopped, naming the owner, where another holds it."""
     folder = storage.join(pools, "_locks", name)
-    numbers = _numbers(folder)
-    last = max(numbers, default=0)
-    holder = _read(_path(folder, last)) if last else None
-    if holder and _is_alive(holder):
-        raise Stopped(f"pool {name}: {_describe(holder)} works on it")
-    beat = Beat(_path(folder, last + 1), expires_s)
-    if not beat.start():
-        winner = _read(beat.uri)
-        raise Stopped(f"pool {name}: {_describe(winner) if winner else 'another job'} works on it")
-    if holder:
-        print(f"pool {name}: took over the lock of {_describe(holder)}, who is gone", flush=True)
-    for number in numbers:
-        storage.delete(_path(folder, number))
-    try:
-        yield Lock(name, folder, last + 1, beat)
-    finally:
-        beat.stop()
+    with locks.locked(folder, f"pool {name}", expires_s) as lock:
+        yield lock
 
 
 def lease(version: str) -> Beat | None:
@@ -142,8 +44,8 @@ def is_leased(pools: str, name: str, version: str) -> bool:
     """Whether somebody has the version open; leases that have run out are removed."""
     alive = False
     for uri in list(storage.walk_json(_leases(pools, name, version))):
-        facts = _read(uri)
-        if facts is None or not _is_alive(facts):
+        facts = locks.read(uri)
+        if facts is None or not locks.is_alive(facts):
             storage.delete(uri)
         else:
             alive = True
@@ -152,45 +54,3 @@ def is_leased(pools: str, name: str, version: str) -> bool:
 
 def _leases(pools: str, name: str, version: str) -> str:
     return storage.join(pools, "_leases", name, version)
-
-
-def _numbers(folder: str) -> list[int]:
-    names = (storage.name_of(uri).removesuffix(".json") for uri in storage.walk_json(folder))
-    return [int(name) for name in names if name.isdecimal()]
-
-
-def _path(folder: str, number: int) -> str:
-    return storage.join(folder, f"{number:08d}.json")
-
-
-def _read(uri: str) -> dict[str, Any] | None:
-    """None where the file is gone, or is not one of ours."""
-    try:
-        facts = json.loads(storage.read_bytes(uri))
-        return facts if isinstance(facts, dict) and {"token", "until"} <= facts.keys() else None
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def _is_alive(facts: dict[str, Any]) -> bool:
-    if facts["machine"] and facts["machine"] == _machine():
-        try:
-            os.kill(facts["pid"], 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # somebody else's, and alive
-            pass
-    return bool(time.time() < facts["until"])
-
-
-def _describe(facts: dict[str, Any]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(facts["since"]))
-    return f"{facts['owner']}, since {since} UTC,"
-
-
-def _machine() -> str:
-    """Names this boot of this machine and its space of process numbers; "" where that is not known."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
-    return ""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpora.privacy import hash_names, redact
+from pipeline.corpora.privacy import Privacy, hash_names, redact
 
 
 def redacted(*texts: str) -> list[str]:
@@ -84,3 +84,32 @@ def test_nobody_stays_nobody():
 @given(st.lists(st.text(), unique=True))
 def test_different_names_have_different_hashes(names):
     assert len(set(hashed(names))) == len(names)
+
+
+HASH = Privacy(redact="on", authors="hash", salt="salt")
+PLAIN = Privacy(redact="off", authors="plain", salt="")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"author":"Jo_9","id":"a"}', '{"author":"<user>","id":"a"}'),
+        ('{"id": 1, "author" : "Jo \\" x", "b": 2}', '{"id": 1, "author" : "<user>", "b": 2}'),
+        ('{"author_fullname":"t2_x"}', '{"author_fullname":"<user>"}'),
+        ('{"body":"hi","author":"Jo_', '{"body":"hi","author":"<user>"'),
+        ('{"subreddit":"u_Jo_9","author":null}', '{"subreddit":"u_<user>","author":null}'),
+        ('{"permalink":"/r/u_Jo_9/comments/"}', '{"permalink":"/r/u_<user>/comments/"}'),
+        ('{"subreddit":"umbrellas","body":"the author"}', '{"subreddit":"umbrellas","body":"the author"}'),
+    ],
+)  # fmt: skip
+def test_lines_as_they_were_read_name_no_author(line, expected):
+    lines = pa.array([line, "mail a@b.io"])
+    assert HASH.raw_lines(lines).to_pylist() == [expected, "mail <email>"]
+    assert PLAIN.raw_lines(lines).to_pylist() == lines.to_pylist()
+
+
+def test_a_profile_has_the_hash_of_its_author():
+    subreddits = pa.array(["u_Jo_9", "umbrellas", "U_other"])
+    found = HASH.profiles_hashed(subreddits).to_pylist()
+    assert found == [f"u_{hashed(['Jo_9'])[0]}", "umbrellas", f"u_{hashed(['other'])[0]}"]
+    assert PLAIN.profiles_hashed(subreddits) == subreddits

@@ -12,9 +12,8 @@ import time
 import fsspec
 import pytest
 
-from pipeline import storage
+from pipeline import locks, storage
 from pipeline.config import Stopped
-from pipeline.retrieval.pools import lock
 from pipeline.retrieval.pools.lock import is_leased, lease, locked
 
 
@@ -78,13 +77,13 @@ def test_a_lock_of_another_machine_is_respected_until_its_time_is_out(pools):
 def test_a_dead_process_of_this_machine_holds_no_lock(pools, capsys):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    leave(pools, machine=lock._machine(), pid=dead.pid)
+    leave(pools, machine=locks._machine(), pid=dead.pid)
     with locked(pools, "p", 60):
         assert "took over" in capsys.readouterr().out
 
 
 def test_a_living_process_of_this_machine_holds_its_lock(pools):
-    leave(pools, machine=lock._machine(), pid=os.getppid())
+    leave(pools, machine=locks._machine(), pid=os.getppid())
     with pytest.raises(Stopped), locked(pools, "p", 60):
         pass
 
@@ -142,7 +141,7 @@ def test_a_lock_that_is_renewed_ends_later_and_is_otherwise_the_same(pools):
 
 
 def test_a_lock_is_kept_fresh_also_after_a_failure(tmp_path, monkeypatch):
-    renew, beats = lock.Beat.renew, threading.Semaphore(0)
+    renew, beats = locks.Beat.renew, threading.Semaphore(0)
     failures = iter([OSError("the network is away")])
 
     def counted(beat):
@@ -151,7 +150,7 @@ def test_a_lock_is_kept_fresh_also_after_a_failure(tmp_path, monkeypatch):
             raise failure
         return renew(beat)
 
-    monkeypatch.setattr(lock.Beat, "renew", counted)
+    monkeypatch.setattr(locks.Beat, "renew", counted)
     with locked(str(tmp_path), "p", 0.04):
         for _ in range(3):
             assert beats.acquire(timeout=60)

@@ -1,0 +1,237 @@
+"""Sends a job to a Ray cluster: `python -m jobs.submit --wait -- embed_pool --config reembed.yaml`.
+
+What stands after `--` is what one would type after `python -m jobs.` on this machine. The code travels, and
+the settings files that the command names; inputs and outputs are URIs that all nodes reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jobs import program
+from pipeline.artifact import git_revision
+from pipeline.config import BadInput, require
+
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = ("pipeline", "jobs", "serve")
+_PASSED = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
+_GOING = ("PENDING", "RUNNING")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sends a job to a Ray cluster. The job and its options stand after `--`.
+
+    Its id is a key: a second job with the id of one that runs or has succeeded is refused, and one with the
+    id of a job that failed resumes it.
+    """
+
+    command: tuple[str, ...] = ()
+    """What stands after `--`: the job's verb and options."""
+    address: str = ""
+    """Of the cluster's dashboard, http://…:8265; empty: RAY_API_SERVER_ADDRESS."""
+    name: str = ""
+    """The job's id; empty: <verb>-<time in UTC>."""
+    wait: bool = False
+    """Print the job's output until it ends, and exit with its code."""
+    env: tuple[str, ...] = ()
+    """Names of variables of this environment that the job gets too, besides MLFLOW_TRACKING_URI and
+    MLFLOW_EXPERIMENT_NAME. Whoever may see the cluster's dashboard sees their values."""
+    max_upload_mib: int = 50
+    """Larger uploads are refused: each node downloads them."""
+    dry_run: bool = False
+    """Print what would be sent, and ask no cluster."""
+
+    def __post_init__(self) -> None:
+        allowed = re.fullmatch(r"[A-Za-z0-9_.-]*", self.name) is not None
+        require(allowed, "name", self.name, "letters, digits, -, _ and .")
+        require(self.max_upload_mib >= 1, "max_upload_mib", self.max_upload_mib, ">= 1")
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """What is sent."""
+
+    entrypoint: str
+    files: dict[str, Path] = field(repr=False)
+    """By their path below the job's working directory."""
+    environment: dict[str, str] = field(repr=False)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files.values())
+
+
+def run(config: Config) -> program.Summary:
+    parcel = _pack(config)
+    name = config.name or f"{config.command[0]}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
+    summary: program.Summary = {
+        "name": name,
+        "entrypoint": parcel.entrypoint,
+        "files": len(parcel.files),
+        "bytes": parcel.bytes,
+        "environment": sorted(parcel.environment),
+    }
+    if config.dry_run:
+        print("\n".join(sorted(parcel.files)))
+        return {**summary, "submitted": False}
+    client = _connect(config.address)
+    summary["name"] = name = _submit(client, name, parcel)
+    if not config.wait:
+        return {**summary, "submitted": True}
+    status, code = _follow(client, name)
+    if status != "SUCCEEDED":
+        print(f"python -m jobs.submit: {name}: {status}", file=sys.stderr, flush=True)
+        sys.exit(code or 1)
+    return {**summary, "submitted": True, "status": status}
+
+
+def _pack(config: Config) -> _Parcel:
+    """Raises BadInput for a job that there is not, for what cannot travel, and for too much."""
+    verb, *arguments = config.command or ("",)
+    verbs = sorted(file.stem for file in (_ROOT / "jobs").glob("*.py") if _is_job(file))
+    require(verb in verbs, "--", verb, f"a job: {', '.join(verbs)}")
+    files = {
+        file.relative_to(_ROOT).as_posix(): file
+        for package in _PACKAGES
+        for file in (_ROOT / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".md"
+    }
+    for word in arguments:
+        path = word.partition("=")[2] if word.startswith("--") and "=" in word else word
+        if not path or Path(path).is_absolute() or not Path(path).exists():
+            continue
+        if Path(path).is_dir():
+            raise BadInput(f"{word}: a folder of this machine; allowed: a URI that all nodes reach, such "
+                           "as s3://…, or an absolute path that all nodes have")  # fmt: skip
+        inside = Path(path).resolve().is_relative_to(Path.cwd())
+        require(inside, "--", word, "files below the working directory")
+        files[Path(path).resolve().relative_to(Path.cwd()).as_posix()] = Path(path)
+    entrypoint = shlex.join(["python", "-m", f"jobs.{verb}", *arguments])
+    parcel = _Parcel(entrypoint, files, environment(config.env))
+    if parcel.bytes > config.max_upload_mib << 20:
+        largest = max(files, key=lambda name: files[name].stat().st_size)
+        raise BadInput(
+            f"the upload has {parcel.bytes / 2**20:.1f} MiB (largest: {largest}), more than "
+            f"--max-upload-mib {config.max_upload_mib}; put data where all nodes reach it and name its URI"
+        )
+    return parcel
+
+
+def _is_job(file: Path) -> bool:
+    return file.stem != "submit" and "program.main(" in file.read_text()
+
+
+def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
+    """The variables that the job gets. Raises BadInput for one that this environment lacks."""
+    for name in names:
+        if name not in os.environ:
+            raise BadInput(f"--env {name}: no such variable in this environment")
+    found = {name: os.environ[name] for name in (*_PASSED, *names) if os.environ.get(name)}
+    if found.get("MLFLOW_TRACKING_URI", "").startswith(("sqlite:", "file:", "/", ".")):
+        uri = found.pop("MLFLOW_TRACKING_URI")
+        print(f"MLFLOW_TRACKING_URI {uri} is a file of this machine: the job logs to mlflow.db on the "
+              "head; start a server to keep its runs", file=sys.stderr)  # fmt: skip
+    if revision := git_revision():
+        found["POLYRANK_GIT_REVISION"] = revision
+    return found
+
+
+def _connect(address: str) -> Any:
+    """Raises BadInput where no cluster answers, refuses the token, or runs another Ray."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    import ray
+    import requests
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    shown = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
+    try:
+        client = JobSubmissionClient(shown)
+        cluster = client.get_version()
+    except AuthenticationError as error:
+        raise BadInput(f"--address {shown}: {_first_line(error)} (RAY_AUTH_TOKEN or ~/.ray/auth_token; "
+                       "RAY_AUTH_MODE=disabled for a cluster without tokens)") from None  # fmt: skip
+    except (OSError, RuntimeError, ValueError, requests.RequestException) as error:
+        raise BadInput(f"--address {shown}: no cluster answers ({_first_line(error)})") from None
+    del cluster
+    found = client._server_ray_version
+    if found and found != ray.__version__:
+        raise BadInput(f"--address {shown}: the cluster runs Ray {found}, this machine {ray.__version__}; "
+                       "allowed: the same version")  # fmt: skip
+    return client
+
+
+def _submit(client: Any, name: str, parcel: _Parcel) -> str:
+    """Returns the id: the name, or name-2, name-3, … where the ones before have failed."""
+    before = {str(job.submission_id): str(job.status.value) for job in client.list_jobs()}
+    chosen, number = name, 1
+    while (status := before.get(chosen)) is not None:
+        if status in _GOING or status == "SUCCEEDED":
+            raise BadInput(f"--name {name}: {chosen} is {status}; choose another name")
+        number += 1
+        chosen = f"{name}-{number}"
+    if number > 1:
+        print(f"{chosen} resumes {name}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for path, file in parcel.files.items():
+            target = Path(folder) / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        try:
+            client.submit_job(
+                entrypoint=parcel.entrypoint,
+                submission_id=chosen,
+                runtime_env={"working_dir": folder, "env_vars": parcel.environment},
+                metadata={"revision": parcel.environment.get("POLYRANK_GIT_REVISION", "")},
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise BadInput(f"--name {chosen}: not taken ({_first_line(error)})") from None
+    print(f"{chosen} is submitted", file=sys.stderr, flush=True)
+    return chosen
+
+
+def _follow(client: Any, name: str) -> tuple[str, int | None]:
+    """Prints what the job prints; its last status, and its exit code where it had one."""
+
+    async def print_lines() -> None:
+        async for lines in client.tail_job_logs(name):
+            print(lines, end="", flush=True)
+
+    try:
+        asyncio.run(print_lines())
+    except KeyboardInterrupt:
+        print(f"\n{name} goes on; `ray job stop {name}` ends it", file=sys.stderr, flush=True)
+        sys.exit(130)
+    info = client.get_job_info(name)
+    if info.status.value == "FAILED" and info.driver_exit_code is None:
+        print(info.message, file=sys.stderr, flush=True)
+    return str(info.status.value), info.driver_exit_code
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def joined(argv: list[str]) -> list[str]:
+    """The command after `--` as one option, so that its own options are not taken for ours."""
+    if "--" not in argv:
+        return argv
+    at = argv.index("--")
+    return [*argv[:at], "--command", json.dumps(argv[at + 1 :])]
+
+
+if __name__ == "__main__":
+    sys.argv = joined(sys.argv)
+    program.main(Config, run, "submit")

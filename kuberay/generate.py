@@ -1,0 +1,63 @@
+"""Makes rayjob.yaml and rayservice.yaml of raycluster.yaml and the config of serve/: `make kuberay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_HERE = Path(__file__).parent
+_JOB = "python -m jobs.embed_pool --config jobs/schedules/reembed.yaml"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes repeated parts out and texts of many lines as blocks."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
+
+
+_Dumper.add_representer(str, _block)
+
+
+def manifests() -> dict[str, str]:
+    """The text of each file."""
+    cluster = yaml.safe_load((_HERE / "raycluster.yaml").read_text())
+    serve = yaml.safe_load((_HERE.parent / "serve" / "config.cluster.yaml").read_text())
+    for application in serve["applications"]:
+        application.pop("runtime_env", None)  # the image has the code
+    job = {
+        "entrypoint": _JOB,
+        "submissionMode": "K8sJobMode",
+        "backoffLimit": 2,  # each on a new cluster; a run that failed resumes where it was
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 600,
+        "rayClusterSpec": cluster["spec"],
+    }
+    service = {
+        "serveConfigV2": yaml.dump(serve, Dumper=_Dumper, sort_keys=False),
+        "rayClusterConfig": cluster["spec"],
+    }
+    return {
+        "rayjob.yaml": _manifest("RayJob", "reembed-articles", job),
+        "rayservice.yaml": _manifest("RayService", "polyrank", service),
+    }
+
+
+def _manifest(kind: str, name: str, spec: dict[str, Any]) -> str:
+    body = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+    return "# Made by `make kuberay`.\n" + yaml.dump(
+        body, Dumper=_Dumper, sort_keys=False, width=1000
+    )
+
+
+if __name__ == "__main__":
+    for name, text in manifests().items():
+        (_HERE / name).write_text(text)

@@ -1,0 +1,153 @@
+"""Copies of remote folders on the disk of a node, which all processes of the node share.
+
+    <cache>/3f…/          the files of one version of one folder
+    <cache>/3f….lock      held while it is downloaded: the other processes wait instead of downloading too
+    <cache>/3f….used      held (shared) by every process that uses it; its time is that of the last use
+
+The cache lies in POLYRANK_CACHE (by default in the temporary folder) and takes POLYRANK_CACHE_GIB (by default
+half of that disk). The folders that have not been used for the longest time go first; one that a process
+uses stays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline import storage
+from pipeline.config import require
+from pipeline.retries import with_retries
+
+_RANGE_BYTES = 16 << 20
+_RANGES_AT_ONCE = 16  # a stream from S3 brings some 80 MB/s, a node's network 1 to 10 GB/s
+
+_in_use: dict[Path, int] = {}
+"""The open files that are locked."""
+
+
+def local_folder(uri: str, version: str) -> Path:
+    """A local folder with the files of `uri`: itself if it is local, else a cached copy.
+
+    `version` names the contents (a fingerprint), so that a copy is never taken for another version.
+    """
+    if storage.is_local(uri):
+        return Path(storage.locate(uri)[1])
+    name = hashlib.sha256(f"{uri} {version}".encode()).hexdigest()[:24]
+    folder = _cache() / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _use(folder)
+    with _alone(folder):
+        if not folder.exists():
+            need = sum(storage.sizes_below(uri).values())
+            for left in folder.parent.glob(
+                f"{name}.{'[0-9a-f]' * 32}"
+            ):  # of a process that was killed
+                shutil.rmtree(left)
+            _make_room(folder.parent, need)
+            beside = folder.with_name(f"{name}.{uuid.uuid4().hex}")
+            try:
+                download(uri, beside)
+                beside.rename(folder)
+            except BaseException:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise
+    return folder
+
+
+def download(uri: str, folder: Path) -> None:
+    """Copies the files of `uri`, which may be local too, into a local folder, many ranges at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = storage.sizes_below(uri)
+    names = [file[len(uri) :].lstrip("/") for file in storage.list_files(uri)]
+    with ThreadPoolExecutor(_RANGES_AT_ONCE) as pool:
+        running = []
+        for name in names:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            os.truncate(path, sizes[name])
+            for start in range(0, sizes[name], _RANGE_BYTES):
+                length = min(_RANGE_BYTES, sizes[name] - start)
+                running.append(pool.submit(_copy, storage.join(uri, name), path, start, length))
+        for one in running:
+            one.result()
+
+
+def _copy(uri: str, path: Path, start: int, length: int) -> None:
+    def read() -> bytes:
+        with storage.open_input(uri) as stream:
+            data: bytes = stream.read_at(length, start)
+        if len(data) != length:
+            raise OSError(f"{uri}: {len(data):,} bytes came of {length:,}")
+        return data
+
+    data = with_retries(read)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), data, start)
+
+
+def _cache() -> Path:
+    named = os.environ.get("POLYRANK_CACHE")
+    return Path(named) if named else Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}"
+
+
+def _use(folder: Path) -> None:
+    """Keeps the folder from being removed, until this process ends."""
+    if folder not in _in_use:
+        mark = folder.with_suffix(".used")
+        mark.touch()
+        _in_use[folder] = os.open(mark, os.O_RDONLY)
+        fcntl.flock(_in_use[folder], fcntl.LOCK_SH)
+    os.utime(folder.with_suffix(".used"))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits for other processes of the node that download the folder; one that dies lets go."""
+    with folder.with_suffix(".lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _make_room(cache: Path, need: int) -> None:
+    """Removes folders that no process uses, the longest unused first, until the rest and `need` fit."""
+    limit = _limit(cache)
+    marks = sorted(cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
+    sizes = {mark.stem: _size(cache / mark.stem) for mark in marks}
+    taken = sum(sizes.values())
+    for mark in marks:
+        if taken + need <= limit:
+            return
+        with mark.open("rb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            removed = mark.with_suffix(f".{uuid.uuid4().hex}")
+            if mark.with_suffix("").exists():
+                mark.with_suffix("").rename(removed)
+                shutil.rmtree(removed)
+                taken -= sizes[mark.stem]
+
+
+def _limit(cache: Path) -> float:
+    if not (text := os.environ.get("POLYRANK_CACHE_GIB")):
+        return shutil.disk_usage(cache).total / 2
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    require(limit > 0, "POLYRANK_CACHE_GIB", text, "a number of GiB above 0")
+    return limit * 2**30
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,187 @@
+"""Clusters that start from a head without cores, as cluster.yaml makes them, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import psutil
+import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+ROOT = Path(__file__).parents[2]
+# Ray's fake provider starts raylets instead of machines. Its autoscaler is the real one (version 2).
+_PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+_HEAD_ID = "f" * 51 + "00000"
+_NOTHING = ("initialization_commands", "setup_commands", "head_setup_commands",
+            "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
+            "cluster_synced_files", "rsync_exclude", "rsync_filter")  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def head(
+    node_types: dict[str, Any] | None = None, jobs_port: int = 0, **environment: str
+) -> Iterator[str]:
+    """The address of a head without cores, which starts nodes of these types for tasks that wait.
+
+    `jobs_port`: where its dashboard takes submitted jobs; 0: it has none.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="prc", dir="/tmp"))  # paths of sockets are short
+    port, agent_port = free_port(), free_port()
+    address = f"127.0.0.1:{port}"
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"),
+        f"--dashboard-agent-listen-port={agent_port}",  # the default is one for all Rays of a machine
+        *("--num-gpus=0", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
+        *(f"--num-cpus={0 if node_types else 2}", f"--object-store-memory={100 << 20}"),
+    ]
+    more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    if node_types:
+        config = folder / "autoscaling.json"
+        config.write_text(json.dumps(_autoscaling(address, node_types)))
+        command.append(f"--autoscaling-config={config}")
+        more |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+                 "RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": _HEAD_ID,
+                 "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID}  # fmt: skip
+    if jobs_port:
+        command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={jobs_port}"]
+    else:
+        command.append("--include-dashboard=false")
+    try:
+        subprocess.run(
+            command, env={**os.environ, **more, **environment}, check=True, capture_output=True
+        )
+        yield address
+    finally:
+        _end_processes_of(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _autoscaling(address: str, node_types: dict[str, Any]) -> dict[str, Any]:
+    types = {
+        name: {"node_config": {}, **about, "resources": {
+            "object_store_memory": 100 << 20, **about["resources"]}}
+        for name, about in node_types.items()
+    }  # fmt: skip
+    types["ray.head.default"] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
+    return {
+        "cluster_name": "fake", "max_workers": 4, "upscaling_speed": 10.0,
+        "idle_timeout_minutes": 5, "auth": {}, "file_mounts": {},
+        "provider": {"type": "external", "module": _PROVIDER, "gcs_address": address,
+                     "use_node_id_as_ip": True, "disable_node_updaters": True,
+                     "disable_launch_config_check": True, "launch_multiple": True,
+                     "head_node_id": _HEAD_ID},
+        "available_node_types": types, "head_node_type": "ray.head.default",
+        "file_mounts_sync_continuously": False,
+        **{name: [] for name in _NOTHING},
+    }  # fmt: skip
+
+
+def _end_processes_of(folder: Path) -> None:
+    """Ray's own `ray stop` would end every Ray of the machine."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = [process for process in psutil.process_iter(["cmdline"])
+                 if any(str(folder) in word for word in process.info["cmdline"] or ())]  # fmt: skip
+        if not found:
+            return
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(found, timeout=2)
+
+
+@pytest.fixture(scope="module")
+def from_zero() -> Iterator[str]:
+    """A cluster that starts up to 2 nodes of 2 cores, and none with a GPU."""
+    with head({"cpu": {"resources": {"CPU": 2}, "min_workers": 0, "max_workers": 2}}) as address:
+        yield address
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`drive(address, source)`: runs a driver of a cluster in a process of its own."""
+
+    def run(address: str, source: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT),
+                       "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # fmt: skip
+        return subprocess.run(
+            [sys.executable, "-c", source], env=environment, cwd=ROOT,
+            capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+
+    return run
+
+
+@dataclass
+class S3:
+    """A real S3 server on this machine, which counts what it is asked."""
+
+    endpoint: str
+    requests: Counter[str]
+    fail_every: int = 0
+    """Of so many requests it refuses one; 0: none."""
+
+    def bucket(self, name: str) -> str:
+        """The URI of a new bucket."""
+        boto3.client("s3").create_bucket(Bucket=name)
+        return f"s3://{name}"
+
+    @contextmanager
+    def counted(self) -> Iterator[Counter[str]]:
+        """How often each method is used meanwhile."""
+        before = Counter(self.requests)
+        during: Counter[str] = Counter()
+        yield during
+        during.update(self.requests - before)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3]:
+    """moto in server mode. All clients of this process, and of those that it starts, go to it."""
+    requests: Counter[str] = Counter()
+    application = DomainDispatcherApplication(create_backend_app)
+
+    def counting(environ: dict[str, Any], start_response: Any) -> Any:
+        requests[environ["REQUEST_METHOD"]] += 1
+        if here.fail_every and requests.total() % here.fail_every == 0:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response("503 Slow Down", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>SlowDown</Code><Message>fewer</Message></Error>"]
+        return application(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, counting, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    here = S3(endpoint, requests)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():  # fmt: skip
+            patch.setenv(name, value)
+        yield here
+    server.shutdown()
+    thread.join()

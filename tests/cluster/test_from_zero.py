@@ -1,0 +1,77 @@
+"""Jobs on a cluster without a single core, whose autoscaler starts nodes for tasks that wait."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline import resources
+from pipeline.actors import Actors
+from pipeline.config import BadInput
+
+REDDIT = """
+import sys
+from jobs import prepare_corpus
+sys.argv = ["prepare_corpus", "--corpus", "reddit", "--input", {input!r}, "--output", {output!r}]
+prepare_corpus.program.main(prepare_corpus.Config, prepare_corpus.run, "prepare_corpus")
+"""
+REFUSED = """
+import sys
+from jobs import cluster
+from pipeline import resources
+from pipeline.actors import Actors
+from pipeline.config import BadInput
+with cluster.session():
+    for ask in (lambda: resources.await_node(1, 8), lambda: Actors(gpu=True).count(3),
+                lambda: Actors(cpus_per_actor=64).count(3)):
+        try:
+            ask()
+        except BadInput as error:
+            print(error)
+"""
+
+
+def test_requests_that_no_node_type_satisfies_are_refused_before_anything_is_started(
+    from_zero, drive
+):
+    done = drive(from_zero, REFUSED)
+    assert done.returncode == 0, done.stderr
+    refusals = [line for line in done.stdout.splitlines() if line.startswith("--resources")]
+    no_gpus, no_gpu, no_cores = refusals
+    assert no_gpus.startswith("--resources: a process needs 1 CPU, 8 GPUs; no node")
+    assert no_gpu.startswith("--resources: a process needs 1 CPU, 1 GPU; no node")
+    assert no_cores.startswith("--resources: a process needs 64 CPUs; no node")
+    assert "waiting for a node with 64 CPUs" in done.stderr
+
+
+def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(
+    from_zero, drive, sample_files, reddit_corpus, tmp_path
+):
+    source = REDDIT.format(input=str(sample_files / "reddit_dump"), output=str(tmp_path / "out"))
+    done = drive(from_zero, source)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["fingerprint"] == reddit_corpus.fingerprint
+    assert "waiting for a node with 1 CPU" in done.stderr
+
+
+def test_on_a_cluster_that_cannot_grow_a_process_that_fits_nowhere_is_refused(local_ray):
+    with pytest.raises(BadInput, match=r"largest node now: 2 CPUs\)"):
+        resources.await_node(1, 1)
+    with pytest.raises(BadInput, match="a process needs 3 CPUs"):
+        Actors(cpus_per_actor=3).count(9)
+
+
+def test_processes_share_the_cores_of_the_nodes_that_are_up(local_ray):
+    assert [resources.cpus_each(number) for number in (1, 2, 3)] == [2, 1, 1]
+    assert resources.cpus_each(4, chosen=2) == 2
+    assert (resources.fitting(1), resources.fitting(2), resources.fitting(1, 1)) == (2, 1, 0)
+    assert (Actors().most(9), Actors(max_actors=5).most(9)) == (2, 5)
+
+
+def test_a_gpu_process_gets_the_cores_that_a_node_has_for_each_gpu(monkeypatch):
+    nodes = [{"CPU": 16.0, "GPU": 1.0}, {"CPU": 48.0, "GPU": 4.0}, {"CPU": 64.0}, {}]
+    monkeypatch.setattr(resources, "_nodes", lambda: nodes)
+    assert resources.cpus_each(8, gpu=True) == 12
+    assert resources.fitting(0, 1) == 5

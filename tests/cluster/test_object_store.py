@@ -1,0 +1,242 @@
+"""Files and artifacts in an object store, against a real S3 server."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline import node_cache, storage
+from pipeline.artifact import MANIFEST, Draft, draft, open_artifact
+from pipeline.config import Stopped
+from pipeline.records import TaskRecord
+from pipeline.retrieval.pools.lock import locked
+
+
+@pytest.fixture
+def bucket(s3, request) -> str:
+    return s3.bucket("b-" + hashlib.sha256(request.node.name.encode()).hexdigest()[:20])
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_files_are_written_listed_read_and_deleted_as_they_are_locally(bucket):
+    uri = storage.join(bucket, "a", "b c%20.txt")
+    assert not storage.exists(uri)
+    storage.write_bytes(uri, b"one")
+    storage.write_bytes(uri, b"three")
+    assert (storage.read_bytes(uri), storage.size_of(uri)) == (b"three", 5)
+    assert storage.list_files(bucket) == storage.expand([bucket]) == [uri]
+    storage.delete(storage.join(bucket, "a"))
+    assert storage.list_files(bucket) == []
+
+
+def test_a_process_has_one_file_system_for_a_bucket(bucket):
+    first, _ = storage.locate(storage.join(bucket, "a"))
+    second, path = storage.locate(storage.join(bucket, "b", "c"))
+    assert first is second
+    assert path == f"{bucket.removeprefix('s3://')}/b/c"
+
+
+def test_of_many_that_make_a_file_at_one_moment_one_does(bucket):
+    barrier = threading.Barrier(16)
+
+    def make(number: int) -> bool:
+        barrier.wait()
+        return storage.create_bytes(storage.join(bucket, "lock"), b"%d" % number)
+
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(make, range(16)))
+    assert Counter(made) == {True: 1, False: 15}
+    assert storage.read_bytes(storage.join(bucket, "lock")) == b"%d" % made.index(True)
+
+
+def test_a_pool_is_locked_by_one_also_in_a_bucket(bucket):
+    with locked(bucket, "p", 60) as held:
+        held.check()
+        assert not storage.create_bytes(held.beat.uri, b"{}")
+
+
+def test_a_store_that_refuses_is_an_error_of_the_network_not_a_lost_race(s3, bucket, monkeypatch):
+    with pytest.raises(OSError, match=r"^s3://not-there/lock: "):
+        storage.create_bytes("s3://not-there/lock", b"")
+
+
+@pytest.mark.parametrize("start", [0, 1, (8 << 20) + 5])
+@pytest.mark.parametrize("end", [None, (16 << 20) - 1])
+def test_reading_ahead_gives_the_same_bytes_in_few_requests(s3, bucket, start, end):
+    data = os.urandom(1 << 20) * 20
+    uri = storage.join(bucket, "dump")
+    storage.write_bytes(uri, data)
+    with s3.counted() as requests:
+        assert b"".join(storage.read_ahead(uri, start, end)) == data[start:end]
+    assert requests["GET"] <= 3
+    assert list(storage.read_ahead(uri, 5, 5)) == []
+
+
+def test_reading_ahead_may_be_given_up(bucket):
+    storage.write_bytes(storage.join(bucket, "dump"), b"x" * (40 << 20))
+    pieces = storage.read_ahead(storage.join(bucket, "dump"))
+    assert len(next(pieces)) == 8 << 20
+    pieces.close()
+
+
+COPY = """
+import sys
+from pipeline import node_cache
+print(node_cache.local_folder(sys.argv[1], "v1"))
+"""
+
+
+def test_a_folder_is_downloaded_once_by_all_processes_of_a_node(s3, bucket, cache):
+    files = {"model/a.bin": os.urandom(40 << 20), "model/deep/b": b"b", "model/empty": b""}
+    for name, data in files.items():
+        storage.write_bytes(storage.join(bucket, name), data)
+    command = [sys.executable, "-c", COPY, storage.join(bucket, "model")]
+    with s3.counted() as requests:
+        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        folders = {process.communicate()[0].strip() for process in running}
+    assert len(folders) == 1
+    assert requests["GET"] < 2 * 6  # 3 ranges, 1 file and listings: not three times that
+    (folder,) = folders
+    for name, data in files.items():
+        assert Path(folder + name.removeprefix("model")).read_bytes() == data
+
+
+def test_the_longest_unused_folders_leave_a_full_cache_and_those_in_use_stay(
+    bucket, cache, monkeypatch
+):
+    for name in ("one", "two", "three"):
+        storage.write_bytes(storage.join(bucket, name, "x"), b"." * (1 << 20))
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(2.5 / 1024))
+    folders = {
+        name: node_cache.local_folder(storage.join(bucket, name), "v") for name in ("one", "two")
+    }
+    for number, name in enumerate(folders):
+        os.utime(folders[name].with_suffix(".used"), (number, number))
+    os.close(node_cache._in_use.pop(folders["two"]))  # as when the process that used it has ended
+    third = node_cache.local_folder(storage.join(bucket, "three"), "v")
+    assert (folders["one"].exists(), folders["two"].exists(), third.exists()) == (True, False, True)
+    assert (
+        node_cache.local_folder(storage.join(bucket, "two"), "v") / "x"
+    ).stat().st_size == 1 << 20
+
+
+def test_half_a_download_of_a_process_that_was_killed_is_removed(bucket, cache):
+    storage.write_bytes(storage.join(bucket, "model", "x"), b"whole")
+    name = hashlib.sha256(f"{bucket}/model v".encode()).hexdigest()[:24]
+    left = cache / f"{name}.{'0' * 32}"
+    left.mkdir(parents=True)
+    (left / "x").write_bytes(b"ha")
+    folder = node_cache.local_folder(storage.join(bucket, "model"), "v")
+    assert (folder.name, (folder / "x").read_bytes(), left.exists()) == (name, b"whole", False)
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-1"])
+def test_a_cache_without_room_is_refused(bucket, cache, monkeypatch, text):
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", text)
+    with pytest.raises(Exception, match=f"^POLYRANK_CACHE_GIB: '{text}' is not allowed"):
+        node_cache.local_folder(bucket, "v")
+
+
+def test_a_local_tree_is_uploaded_and_downloaded_whole(bucket, tmp_path):
+    (tmp_path / "from" / "deep").mkdir(parents=True)
+    data = {"a": os.urandom(17 << 20), "deep/b": b"b"}
+    for name, content in data.items():
+        (tmp_path / "from" / name).write_bytes(content)
+    storage.upload(tmp_path / "from", storage.join(bucket, "x"))
+    node_cache.download(storage.join(bucket, "x"), tmp_path / "to")
+    assert {name: (tmp_path / "to" / name).read_bytes() for name in data} == data
+
+
+@dataclass(frozen=True)
+class Config:
+    output: str = ""
+
+
+@pytest.fixture(params=["local", "bucket"])
+def out(request, tmp_path) -> Draft:
+    """The draft of an artifact, with a finished task."""
+    if request.param == "bucket":
+        request.getfixturevalue("s3")
+    root = str(tmp_path) if request.param == "local" else request.getfixturevalue("bucket")
+    made = draft(storage.join(root, "made"), "corpus", Config(), {})
+    assert isinstance(made, Draft)
+    made.mark("task", TaskRecord(files=[made.write_file("train/a", b"rows")]))
+    return made
+
+
+def test_a_kill_while_an_artifact_is_tidied_loses_nothing_and_leaves_nothing(out, monkeypatch):
+    (record,) = [out.marks().record("task", TaskRecord)]
+
+    def kill(uri: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "delete", kill)
+        with pytest.raises(KeyboardInterrupt):
+            out.publish(record.files, {"examples": 1})
+    found = open_artifact(out.uri, "corpus")
+    assert found.counts == {"examples": 1}
+    assert "_tasks" in storage.names_in(out.uri)
+    assert draft(out.uri, "corpus", Config(), {}) == found
+    assert storage.names_in(out.uri) == [MANIFEST, "train"]
+
+
+def test_a_kill_before_an_artifact_is_published_keeps_the_marks(out, monkeypatch):
+    def kill(uri: str, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_bytes", kill)
+        with pytest.raises(KeyboardInterrupt):
+            out.publish([], {})
+    again = draft(out.uri, "corpus", Config(), {})
+    assert isinstance(again, Draft)
+    assert set(again.marks()) == {"task"}
+
+
+def test_two_jobs_do_not_make_one_artifact_at_a_time(out):
+    with out.locked():
+        with (
+            pytest.raises(Stopped, match=rf"made: pid {os.getpid()} on .* works on it$"),
+            out.locked(),
+        ):
+            pass
+        out.publish(out.marks().record("task", TaskRecord).files, {})
+    with pytest.raises(Stopped, match="another job has published it meanwhile"), out.locked():
+        pass
+
+
+def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
+    s3, bucket, cache, run_job, submit_job, sample_files, tmp_path
+):
+    options = ("--corpus", "reddit", "--authors", "plain")
+    local = run_job("prepare_corpus", *options, "--input", sample_files / "reddit_dump",
+                    "--output", tmp_path / "out").summary  # fmt: skip
+    storage.upload(sample_files / "reddit_dump", storage.join(bucket, "dump"))
+    s3.fail_every = 50
+    try:
+        made = submit_job("prepare_corpus", *options, "--input", f"{bucket}/dump",
+                          "--output", f"{bucket}/out").summary  # fmt: skip
+    finally:
+        s3.fail_every = 0
+    assert made["fingerprint"] == local["fingerprint"]
+    found = open_artifact(f"{bucket}/out", "corpus")
+    assert {name[0] for name in storage.names_in(found.uri)}.isdisjoint("_")
+    (cached,) = {found.local(), found.local()}
+    assert sorted(file.name for file in cached.rglob("*.parquet")) == sorted(
+        storage.name_of(file) for file in found.paths(suffix=".parquet")
+    )

@@ -1,0 +1,135 @@
+"""`python -m jobs.submit` against a real head with a job server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs import submit
+from pipeline.config import BadInput
+
+from .conftest import ROOT, free_port, head
+
+Submit = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    port = free_port()
+    with head(jobs_port=port):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def send(address, tmp_path) -> Submit:
+    """`send("--wait", "--", "inspect", …)` in an empty folder; its process when it has ended."""
+
+    def run(*arguments: str, address: str = address, **environment: str):
+        command = [sys.executable, "-m", "jobs.submit", "--address", address, *arguments]
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=150,
+            env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        )  # fmt: skip
+
+    return run
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    lines = [
+        line for line in done.stderr.splitlines() if line.startswith("python -m jobs.submit: ")
+    ]
+    assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+    return lines[0].removeprefix("python -m jobs.submit: ")
+
+
+def dump(folder: Path) -> tuple[str, ...]:
+    """A job that takes seconds, with a settings file of this folder."""
+    (folder / "small.yaml").write_text("comments: 20\n")
+    return ("generate_dump", "--config", "small.yaml", "--output", str(folder / "dump"))
+
+
+def test_a_job_is_sent_with_its_settings_and_what_it_prints_comes_back(send, tmp_path):
+    done = send("--wait", "--name", "first", "--", *dump(tmp_path))
+    assert done.returncode == 0, done.stderr
+    *_, theirs, ours = done.stdout.splitlines()
+    assert json.loads(theirs)["counts"]["comments"] == 20
+    assert json.loads(ours) | {"files": 0, "bytes": 0} == {
+        "job": "submit", "name": "first", "submitted": True, "status": "SUCCEEDED", "files": 0, "bytes": 0,
+        "entrypoint": shlex.join(["python", "-m", "jobs.generate_dump", *dump(tmp_path)[1:]]),
+        "environment": ["POLYRANK_GIT_REVISION"],
+    }  # fmt: skip
+    taken = refusal(send("--name", "first", "--", *dump(tmp_path)))
+    assert taken == "--name first: first is SUCCEEDED; choose another name"
+
+
+def test_the_exit_code_is_the_job_s_and_a_failed_one_is_resumed(send, tmp_path):
+    gone = ("inspect", "--corpus", str(tmp_path / "gone"))
+    failed = send("--wait", "--name", "broken", "--", *gone)
+    assert failed.returncode == 2
+    assert f"python -m jobs.inspect: {tmp_path}/gone: not a corpus" in failed.stdout
+    assert "python -m jobs.submit: broken: FAILED" in failed.stderr
+    again = send("--wait", "--name", "broken", "--", *gone)
+    assert again.returncode == 2
+    assert "broken-2 resumes broken" in again.stderr
+
+
+def test_a_wrong_address_a_wrong_token_and_another_ray_are_one_line_each(send, address):
+    job = ("--", "inspect", "--corpus", "s3://lake/x")
+    nobody = f"http://127.0.0.1:{free_port()}"
+    assert refusal(send(*job, address=nobody)).startswith(f"--address {nobody}: no cluster answers")
+    assert "RAY_AUTH_TOKEN" in refusal(send(*job, RAY_AUTH_TOKEN="another"))
+    other = "import sys; import ray; ray.__version__ = '9.9.9'; from jobs import submit; "
+    code = other + "submit.program.main(submit.Config, submit.run, 'submit')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--address", address, "--command",
+         '["inspect", "--corpus", "s3://lake/x"]'], cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "this machine 9.9.9; allowed: the same version" in refusal(done)
+
+
+def test_only_what_must_travel_is_sent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.yaml").write_text("a: 1\n")
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 100)
+    command = ("embed_pool", "--config", "more.yaml", "--pools=s3://lake/pools")
+    sent = submit._pack(submit.Config(command=command)).files
+    assert {"more.yaml", "jobs/embed_pool.py", "pipeline/storage.py", "serve/openapi.json"} <= set(
+        sent
+    )
+    assert {path.partition("/")[0] for path in sent} == {"more.yaml", "jobs", "pipeline", "serve"}
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "message"),
+    [((), {}, "--: '' is not allowed; allowed: a job: benchmark, "),
+     (("submit",), {}, "--: 'submit' is not allowed"),
+     (("embed_pool", "--candidates", "folder"), {}, "folder: a folder of this machine; allowed: a URI"),
+     (("embed_pool", "--candidates", "big.csv"), {"max_upload_mib": 3},
+      r"the upload has \d.\d MiB \(largest: big.csv\), more than --max-upload-mib 3"),
+     (("inspect",), {"env": ("NOT_THERE",)}, "--env NOT_THERE: no such variable")],
+)  # fmt: skip
+def test_what_cannot_travel_is_refused(tmp_path, monkeypatch, command, settings, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "big.csv").write_bytes(b"0" * (3 << 20))
+    with pytest.raises(BadInput, match=f"^{message}"):
+        submit._pack(submit.Config(command=command, **settings))
+
+
+def test_tracking_travels_unless_it_is_a_file_of_this_machine(monkeypatch, capsys):
+    monkeypatch.setenv("SECRET", "s")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow")
+    found = submit.environment(("SECRET",))
+    assert (found["MLFLOW_TRACKING_URI"], found["SECRET"]) == ("https://mlflow", "s")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    assert "MLFLOW_TRACKING_URI" not in submit.environment(())
+    assert "is a file of this machine" in capsys.readouterr().err
