@@ -210,6 +210,9 @@ class Draft:
         """Notes that a task's files are complete, and keeps its record."""
         storage.write_bytes(self.path(_TASKS, f"{task}.json"), to_json(record).encode())
 
+    def is_marked(self, task: str) -> bool:
+        return storage.exists(self.path(_TASKS, f"{task}.json"))
+
     def marks(self) -> Marks:
         """The marks of all finished tasks, of this run and of those before it."""
         uris = list(storage.walk_json(self.path(_TASKS)))

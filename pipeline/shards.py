@@ -111,6 +111,8 @@ def _do(
     task = row["task"]
     outcome = {"task": task, "refusal": "", "failure": "", "traceback": ""}
     number = ray.get(starts.add.remote(task, socket.gethostname()))
+    if number > 1 and draft.is_marked(task):  # its node died after it had done it
+        return outcome
     if number > _STARTS:
         why = f"its process died {_STARTS} times; where a node's memory was full, give it less at a time"
         return {**outcome, "failure": why}

@@ -207,7 +207,8 @@ def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
         beside = _write_beside(Path(path), data)
         beside.replace(path)
     else:
-        with filesystem.open_output_stream(path) as stream:
+        # By default pyarrow compresses what is called .zst, .gz or .bz2, also where it is that already.
+        with filesystem.open_output_stream(path, compression=None) as stream:
             stream.write(data)
 
 
@@ -277,7 +278,7 @@ def _upload(file: Path, uri: str) -> None:
         write_bytes(uri, file.read_bytes())
         return
     filesystem, path = locate(uri)
-    with file.open("rb") as source, filesystem.open_output_stream(path) as target:
+    with file.open("rb") as source, filesystem.open_output_stream(path, compression=None) as target:
         shutil.copyfileobj(source, target, _AHEAD_BYTES)
 
 

@@ -56,7 +56,9 @@ def head(
         *("--num-gpus=0", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
         *(f"--num-cpus={0 if node_types else 2}", f"--object-store-memory={100 << 20}"),
     ]
-    more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0",
+            # Jobs run `python`, which on a node is that of its environment.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
     if node_types:
         config = folder / "autoscaling.json"
         config.write_text(json.dumps(_autoscaling(address, node_types)))

@@ -43,6 +43,15 @@ def test_files_are_written_listed_read_and_deleted_as_they_are_locally(bucket):
     assert storage.list_files(bucket) == []
 
 
+@pytest.mark.parametrize("name", ["RC_2011-01.zst", "a.gz", "a.bz2", "a.csv"])
+def test_what_is_called_compressed_is_stored_as_it_is(bucket, tmp_path, name):
+    (tmp_path / name).write_bytes(b"bytes")
+    storage.write_bytes(storage.join(bucket, "written", name), b"bytes")
+    storage.upload(tmp_path, storage.join(bucket, "uploaded"))
+    assert storage.read_bytes(storage.join(bucket, "written", name)) == b"bytes"
+    assert storage.read_bytes(storage.join(bucket, "uploaded", name)) == b"bytes"
+
+
 def test_a_process_has_one_file_system_for_a_bucket(bucket):
     first, _ = storage.locate(storage.join(bucket, "a"))
     second, path = storage.locate(storage.join(bucket, "b", "c"))

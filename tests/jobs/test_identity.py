@@ -22,7 +22,7 @@ WORKERS = {
         "max_restarts",
     )
 }
-READING = {"reading.truncated", "reading.max_malformed_share"}
+READING = {f"reading.{name}" for name in ("truncated", "max_malformed_share", "files_at_once")}
 GATE = {
     f"gate.{name}"
     for name in ("sample", "min_cosine", "canaries", "canary_texts", "top_k", "min_recall")
