@@ -96,7 +96,9 @@ def test_a_pool_is_ranked_as_its_texts_would_be(tiny_ranker, tiny_pool, asking, 
         found = engine.rank_pool(CONTEXT, "replies", top_k)
         given = engine.rank(CONTEXT, texts, top_k)
         assert [(one.place, one.text) for one in found] == [(one.place, one.text) for one in given]
-        assert [one.score for one in found] == pytest.approx([one.score for one in given], rel=1e-5)
+        assert [one.score for one in found] == pytest.approx(
+            [one.score for one in given], rel=1e-5, abs=1e-6
+        )
         assert [REPLIES[one.id] for one in found] == [one.text for one in found]
 
 
@@ -142,7 +144,9 @@ def test_questions_at_once_get_what_each_gets_alone(tiny_ranker, tiny_pool, aski
         alone = one.answer(question).results
         assert [found.id for found in answer.results] == [found.id for found in alone]
         expected = [found.score for found in alone]
-        assert [found.score for found in answer.results] == pytest.approx(expected, rel=1e-4)
+        assert [found.score for found in answer.results] == pytest.approx(
+            expected, rel=1e-4, abs=1e-6
+        )
         assert answer.certified
 
 
