@@ -274,10 +274,10 @@ def upload(folder: Path, uri: str) -> None:
 
 
 def _upload(file: Path, uri: str) -> None:
-    if is_local(uri):
+    filesystem, path = locate(uri)
+    if isinstance(filesystem, pafs.LocalFileSystem):
         write_bytes(uri, file.read_bytes())
         return
-    filesystem, path = locate(uri)
     with file.open("rb") as source, filesystem.open_output_stream(path, compression=None) as target:
         shutil.copyfileobj(source, target, _AHEAD_BYTES)
 

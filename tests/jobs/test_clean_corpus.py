@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import prepare_corpus
-from pipeline.artifact import Artifact, Draft, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.dedup import near
 
 
@@ -132,9 +132,10 @@ def test_a_job_that_ends_halfway_goes_on_where_it_was(
     seen = {}
     with monkeypatch.context() as patch:  # publishing removes the marks
         patch.setattr(
-            Draft,
-            "_tidy",
-            lambda _: seen.update({p.name: p.stat().st_mtime_ns for p in tasks.iterdir()}),
+            "pipeline.artifact._tidy",
+            lambda uri: seen.update(
+                {p.name: p.stat().st_mtime_ns for p in (Path(uri) / "_tasks").iterdir()}
+            ),
         )
         resumed = run_job(*command("out")).summary
     assert {name: seen[name] for name in marks} == marks  # nothing was done again
