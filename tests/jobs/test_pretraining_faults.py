@@ -149,6 +149,7 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes]
 # A process dies
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_is_replaced_and_the_weights_are_the_same(
     run_job, command, whole, tmp_path
 ):
@@ -327,6 +328,7 @@ def test_a_machine_failure_is_tried_again_as_often_as_allowed(faulty, tmp_path):
     assert len(list((tmp_path / "attempts").iterdir())) == 2
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line_and_the_job_goes_on_when_there_is_room(
     faulty, run_job, command, whole, tmp_path
 ):
