@@ -10,7 +10,9 @@ from __future__ import annotations
 import socket
 import sys
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -49,7 +51,7 @@ def run_tasks(
     """
     delays_s = DELAYS_S
 
-    def run(dataset: Any, starts: Any) -> Any:
+    def run(dataset: Any, starts: _Run) -> Any:
         def do(row: dict[str, Any]) -> dict[str, Any]:
             return _do(draft, work, delays_s, starts, row)
 
@@ -76,14 +78,14 @@ def run_tasks_on_actors(
     delays_s = DELAYS_S
 
     class Actor:
-        def __init__(self, starts: Any) -> None:
+        def __init__(self, starts: _Run) -> None:
             self._work = make()
             self._starts = starts
 
         def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
             return _do(draft, self._work, delays_s, self._starts, row)
 
-    def run(dataset: Any, starts: Any) -> Any:
+    def run(dataset: Any, starts: _Run) -> Any:
         import ray.data
 
         least, most = actors.count(len(tasks)), actors.most(len(tasks))
@@ -100,17 +102,15 @@ def run_tasks_on_actors(
 
 
 def _do(
-    draft: Draft, work: Work[RecordT], delays_s: Sequence[float], starts: Any, row: dict[str, Any]
+    draft: Draft, work: Work[RecordT], delays_s: Sequence[float], starts: _Run, row: dict[str, Any]
 ) -> dict[str, Any]:
     """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned.
 
     A full disk is raised: no other task can write either.
     """
-    import ray
-
     task = row["task"]
     outcome = {"task": task, "refusal": "", "failure": "", "traceback": ""}
-    number = ray.get(starts.add.remote(task, socket.gethostname()))
+    number = starts.add(task)
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return outcome
     if number > _STARTS:
@@ -130,19 +130,59 @@ def _do(
 
 
 class _Starts:
-    """An actor: how often each task has been started, and where. Ray itself starts again without end."""
+    """An actor: how often each task of a run has been started, and where. Ray itself starts again without
+    end."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, list[str]] = {}
+        self._hosts: dict[str, dict[str, list[str]]] = {}
 
-    def add(self, task: str, host: str) -> int:
-        hosts = self._hosts.setdefault(task, [])
+    def add(self, run: str, task: str, host: str) -> int:
+        hosts = self._hosts.setdefault(run, {}).setdefault(task, [])
         hosts.append(host)
         return len(hosts)
 
-    def repeated(self) -> dict[str, list[str]]:
-        """The hosts on which the process of a task died, by task."""
-        return {task: hosts[:-1] for task, hosts in self._hosts.items() if len(hosts) > 1}
+    def end(self, run: str) -> dict[str, list[str]]:
+        """The hosts on which the process of a task died, by task; then the run is forgotten."""
+        tasks = self._hosts.pop(run, {})
+        return {task: hosts[:-1] for task, hosts in tasks.items() if len(hosts) > 1}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of tasks, for which starts are counted."""
+
+    actor: Any
+    run: str
+
+    def add(self, task: str) -> int:
+        """How often the task has been started, this time too."""
+        import ray
+
+        return int(ray.get(self.actor.add.remote(self.run, task, socket.gethostname())))
+
+    def end(self) -> dict[str, list[str]]:
+        """See `_Starts.end`."""
+        import ray
+
+        found: dict[str, list[str]] = ray.get(self.actor.end.remote(self.run))
+        return found
+
+
+_kept: dict[str, Any] = {}  # an actor ends with its last handle
+
+
+def _starts() -> Any:
+    """The actor of this driver: one for all its runs, since an actor is a process, and starts in a second
+    of CPU (a third of a small jobs.clean_corpus, when each stage had its own)."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    context = ray.get_runtime_context()
+    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
+    name = f"task starts of job {context.get_job_id()}"
+    options = {"name": name, "get_if_exists": True, "num_cpus": 0, "scheduling_strategy": here}
+    _kept["starts"] = ray.remote(_Starts).options(**options).remote()
+    return _kept["starts"]
 
 
 def _run(
@@ -150,7 +190,7 @@ def _run(
     tasks: Mapping[str, Any],
     label: str,
     kind: type[RecordT],
-    run: Callable[[Any, Any], Any],
+    run: Callable[[Any, _Run], Any],
     rows: Mapping[str, int] | None = None,
 ) -> list[RecordT]:
     """`run(dataset, starts)` adds the work to the dataset of tasks."""
@@ -171,15 +211,13 @@ def _run(
 def _run_missing(
     missing: list[dict[str, Any]],
     label: str,
-    run: Callable[[Any, Any], Any],
+    run: Callable[[Any, _Run], Any],
     ended: Callable[[str], object],
 ) -> dict[str, str]:
     """Why tasks failed, by task. The others have gone on to the end, unless too many failed."""
     import ray.data
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    starts = ray.remote(_Starts).options(num_cpus=0, scheduling_strategy=here).remote()
+    starts = _Run(_starts(), uuid.uuid4().hex)
     failed: dict[str, str] = {}
     dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
     for row in run(dataset, starts).iter_rows():
@@ -193,7 +231,7 @@ def _run_missing(
         failed[row["task"]] = row["failure"]
         if len(failed) >= _MAX_FAILED:
             break
-    for task, hosts in ray.get(starts.repeated.remote()).items():
+    for task, hosts in starts.end().items():
         where = ", ".join(hosts)
         print(f"{label}: {task} was started again: its process died on {where}", file=sys.stderr)
     return failed

@@ -15,7 +15,7 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from ray.train import CheckpointUploadMode, UserCallback
+from ray.train import CheckpointUploadMode
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.util.queue import Queue
 from tqdm import tqdm
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from pipeline import node_cache, storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import BadInput, Stopped
-from pipeline.failures import DETERMINISTIC, cause_of
+from pipeline.failures import cause_of
 from pipeline.models import cpu
 from pipeline.models.flops import peak_flops
 from pipeline.models.placement import prepare_for_training
@@ -41,6 +41,7 @@ from pipeline.training.checkpoints import (
 from pipeline.training.data_parallel import distribute
 from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, train
 from pipeline.training.pace import Pace
+from pipeline.training.restarts import RetryMachinesOnly
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def fit(
                 storage_path=draft.path(_CHECKPOINTS),
                 failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=loop.keep_checkpoints),
-                callbacks=[_RetryMachinesOnly()],
+                callbacks=[RetryMachinesOnly()],
             ),
         )
         try:
@@ -139,15 +140,6 @@ def fit(
     last = result.checkpoint  # None: there was no step to train
     where = draft.path(_CHECKPOINTS, _RUN, Path(last.path).name) if last else ""
     return Trained({"step": 0.0, **metrics}, where)
-
-
-class _RetryMachinesOnly(UserCallback):  # type: ignore[misc]
-    """Ends the run at an error that the same code would make again, instead of restarting workers."""
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        for error in worker_exceptions.values():
-            if found := cause_of(error, *DETERMINISTIC):
-                raise found  # Ray Train retries no error of a callback
 
 
 @contextmanager
