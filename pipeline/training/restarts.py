@@ -1,0 +1,22 @@
+"""Which failures of workers Ray Train restarts them for.
+
+Apart from launch.py, which loads the networks' libraries: Ray Train's controller imports this module, in a
+process of its own that trains nothing, and starts 4 seconds of CPU sooner without them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.train import UserCallback
+
+from pipeline.failures import DETERMINISTIC, cause_of
+
+
+class RetryMachinesOnly(UserCallback):  # type: ignore[misc]
+    """Ends the run at an error that the same code would make again, instead of restarting workers."""
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        for error in worker_exceptions.values():
+            if found := cause_of(error, *DETERMINISTIC):
+                raise found  # Ray Train retries no error of a callback
