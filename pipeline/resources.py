@@ -103,8 +103,11 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
     if precision != "auto":
         return precision
     import ray
+    import torch
 
     await_node(1, int(gpu))
+    if not gpu and _this_node_is_all():
+        return resolve_precision(precision, torch.device("cpu"))  # no process is started for it: 3 s
     # A core, so that it is not the head's processor that is looked at.
     task = ray.remote(num_cpus=1, num_gpus=int(gpu))(_precision_here)
     found: Resolved = ray.get(task.remote(precision))
@@ -113,6 +116,14 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
 
 def _precision_here(precision: Precision) -> Resolved:
     return resolve_precision(precision, best_device())
+
+
+def _this_node_is_all() -> bool:
+    """Whether tasks can run on this process's node only."""
+    import ray
+
+    up = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return up == [ray.get_runtime_context().get_node_id()] and not may_grow()
 
 
 def _nothing() -> None:

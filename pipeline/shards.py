@@ -12,6 +12,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +169,7 @@ class _Run:
         return found
 
 
-_kept: dict[str, Any] = {}  # an actor ends with its last handle
+_kept: dict[str, Any] = {}  # an actor ends with the handle that its creator has
 
 
 def _starts() -> Any:
@@ -178,9 +179,11 @@ def _starts() -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     context = ray.get_runtime_context()
-    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
     name = f"task starts of job {context.get_job_id()}"
-    options = {"name": name, "get_if_exists": True, "num_cpus": 0, "scheduling_strategy": here}
+    with suppress(ValueError):
+        return ray.get_actor(name)
+    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
+    options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
     _kept["starts"] = ray.remote(_Starts).options(**options).remote()
     return _kept["starts"]
 

@@ -230,7 +230,7 @@ def while_fewer_than(shards: int, process: subprocess.Popen[bytes], pools: Path)
             process.wait(timeout=0.02)
         except subprocess.TimeoutExpired:
             continue
-        pytest.fail("the job ended before it was killed")
+        pytest.fail(f"the job ended before it was killed: {process.returncode}, {len(done(pools))}")
 
 
 def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
@@ -239,7 +239,7 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     """The killed and the resumed run on Ray's actors, one of which is killed first."""
     pools = tmp_path / "pools"
     write(texts, [f"another text {n}" for n in range(300)])
-    options = ("--embed.rows-per-shard", 5, "--resources.cpus-per-actor", 1)
+    options = ("--embed.rows-per-shard", 2, "--resources.cpus-per-actor", 1)
 
     process = start_job(
         "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
@@ -252,7 +252,7 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     (tasks,) = pools.glob("p/*.partial/_tasks")
-    assert 0 < len(done(pools)) < 60
+    assert 0 < len(done(pools)) < 150
     assert [path.name for path in (pools / "p").iterdir()] == [tasks.parent.name]  # no CURRENT
     with pytest.raises(BadInput, match="unfinished"):
         Pool.open(str(tasks.parent).removesuffix(".partial"))
@@ -262,7 +262,7 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
     assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]
-    assert resumed["counts"] == whole["counts"] == {"records": 300, "candidates": 300, "shards": 60}
+    assert resumed["counts"] == whole["counts"] == {"records": 300, "candidates": 300, "shards": 150}
     assert current(pools) == resumed["version"] == whole["version"]
     ours, theirs = (Pool.open(summary["pool"]).artifact for summary in (resumed, whole))
     assert ours.manifest["files"] == theirs.manifest["files"]

@@ -12,10 +12,10 @@ from pipeline import tracking
 from pipeline.retrieval.pools.versions import current_name
 
 
-@pytest.fixture(scope="module")
-def pools(local_ray, tiny_ranker, tmp_path_factory):
+@pytest.fixture
+def pools(local_ray, tiny_ranker, actors_in_process, tmp_path):
     """(their folder, the versions of `replies` in the order that they were made)"""
-    root = tmp_path_factory.mktemp("promote")
+    root = tmp_path
     model, versions = tiny_ranker("bi"), []
     for number in range(3):
         rows = [{"id": str(place), "text": f"reply {place}"} for place in range(3 + number)]
