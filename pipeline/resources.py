@@ -107,7 +107,7 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
 
     await_node(1, int(gpu))
     if not gpu and _this_node_is_all():
-        return resolve_precision(precision, torch.device("cpu"))  # no process is started for it: 3 s
+        return resolve_precision(precision, torch.device("cpu"))  # a task would take 3 s
     # A core, so that it is not the head's processor that is looked at.
     task = ray.remote(num_cpus=1, num_gpus=int(gpu))(_precision_here)
     found: Resolved = ray.get(task.remote(precision))

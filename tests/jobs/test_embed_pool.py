@@ -262,7 +262,9 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
     assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]
-    assert resumed["counts"] == whole["counts"] == {"records": 300, "candidates": 300, "shards": 150}
+    assert (
+        resumed["counts"] == whole["counts"] == {"records": 300, "candidates": 300, "shards": 150}
+    )
     assert current(pools) == resumed["version"] == whole["version"]
     ours, theirs = (Pool.open(summary["pool"]).artifact for summary in (resumed, whole))
     assert ours.manifest["files"] == theirs.manifest["files"]
