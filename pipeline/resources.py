@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+from pipeline import executors
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 
@@ -102,6 +103,8 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
     """What a precision is where the cluster's tasks run, on GPUs or not: one of them looks."""
     if precision != "auto":
         return precision
+    if executors.current():
+        return _precision_here(precision)
     import ray
     import torch
 

@@ -94,17 +94,17 @@ def test_a_format_that_is_missing_is_named(layout, prefix, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_is_not_there_is_refused_before_any_work(run_job, tmp_path, free_port):
-    refusal = run_job(
+def test_a_folder_that_is_not_there_is_refused_before_any_work(run_job_here, tmp_path, free_port):
+    refusal = run_job_here(
         "demo", "--data", tmp_path / "none", "--work", tmp_path / "work", "--port", free_port
     ).refusal
     assert f"--data {tmp_path}/none: no such folder" in refusal
 
 
-def test_a_port_in_use_is_refused_before_any_work(run_job, tmp_path):
+def test_a_port_in_use_is_refused_before_any_work(run_job_here, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        refusal = run_job("demo", "--work", tmp_path / "work", "--port", port).refusal
+        refusal = run_job_here("demo", "--work", tmp_path / "work", "--port", port).refusal
     assert f"--port {port}: in use" in refusal
     assert list(tmp_path.iterdir()) == []
 

@@ -12,6 +12,7 @@ import pytest
 
 from jobs import evaluate as evaluate_job
 from jobs import prepare_corpus
+from pipeline import executors
 from pipeline.artifact import open_artifact
 from pipeline.corpora.formats import wikipedia
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
@@ -26,12 +27,12 @@ QUICK = ("--latency-queries", 0, "--baselines", "false")
 
 
 @pytest.fixture
-def evaluate(run_job, tiny_ranker, convai2_corpus):
+def evaluate(run_job_here, tiny_ranker, convai2_corpus):
     """The job on a corpus whose valid split gives 20 candidates and whose train split gives none."""
 
     def run(*options: object, models=("poly",), corpus: str = convai2_corpus.uri):
         uris = [tiny_ranker(*([m] if isinstance(m, str) else m)).uri for m in models]
-        return run_job("evaluate", "--model", *uris, "--corpus", corpus, *options)
+        return run_job_here("evaluate", "--model", *uris, "--corpus", corpus, *options)
 
     return run
 
@@ -212,7 +213,7 @@ def test_a_protocol_sets_what_is_not_set_by_hand(evaluate):
     assert vars(found) == by_hand
 
 
-def test_questions_that_nobody_can_answer_are_counted(evaluate, local_ray, tmp_path):
+def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_process, tmp_path):
     lines = ["1 your persona: i am .", *(f"{n} hi\tyes\t\tyes|no|yes" for n in range(2, 5))]
     (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
     output, files = str(tmp_path / "corpus"), (str(tmp_path / "valid_self_original.txt"),)
@@ -250,7 +251,7 @@ def test_the_precision_is_chosen_and_said(evaluate, monkeypatch):
     assert [run.data.params["precision"] for run in runs] == ["fp32", "bf16", "bf16"]
 
 
-def test_a_small_split_is_asked_among_all_that_it_has(evaluate, local_ray, tmp_path):
+def test_a_small_split_is_asked_among_all_that_it_has(evaluate, actors_in_process, tmp_path):
     """88 pairs of somebody's own, by the protocol that the page recommends for them."""
     lines = ["1 your persona: i am .", *(f"{n} hi{n}\tyes{n}\t\tyes{n}|no" for n in range(2, 90))]
     (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
@@ -267,14 +268,16 @@ def test_a_small_split_is_asked_among_all_that_it_has(evaluate, local_ray, tmp_p
 
 
 @pytest.fixture(scope="module")
-def articles(local_ray, sample_files, tmp_path_factory):
+def articles(tracking_uri, sample_files, tmp_path_factory):
     """Article search on the sample articles: queries of valid, fixed others of train."""
     output = str(tmp_path_factory.mktemp("articles") / "articles")
     options = wikipedia.Options(task="search", others=30)
-    prepare_corpus.run(prepare_corpus.Config(
-        corpus="wikipedia", input=(str(sample_files / "wikipedia"),), output=output,
-        wikipedia=options,
-    ))  # fmt: skip
+    files = (str(sample_files / "wikipedia"),)
+    config = prepare_corpus.Config(
+        corpus="wikipedia", input=files, output=output, wikipedia=options
+    )
+    with executors.in_this_process():
+        prepare_corpus.run(config)
     return open_artifact(output, "corpus")
 
 
@@ -301,7 +304,7 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
     assert "its article is among others/" in train.refusal
 
 
-def test_a_threshold_for_none_is_chosen_on_valid(evaluate, local_ray, tmp_path):
+def test_a_threshold_for_none_is_chosen_on_valid(evaluate, actors_in_process, tmp_path):
     """Sub-task 4: a model that never saw NONE gives it any score; a threshold helps it."""
     for split, examples in (("train", 3), ("dev", 40)):
         rows = [dstc7_example(n, split) for n in range(examples)]
@@ -419,7 +422,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(
 
 
 @pytest.mark.shared
-def test_baselines_find_what_polyais_found_on_reddit(shared, local_ray, tmp_path):
+def test_baselines_find_what_polyais_found_on_reddit(shared, actors_in_process, tmp_path):
     """Published, 1-of-100, comments of 2015 to 2018: TF-IDF 26.4 %, BM25 27.5 %. These are of 2006."""
     files = tuple(map(str, sorted((shared / "data" / "reddit_dump").glob("RC_*"))))
     output = str(tmp_path / "corpus")
