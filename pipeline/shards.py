@@ -190,7 +190,13 @@ def _start_counter() -> Any:
     with suppress(ValueError):
         return ray.get_actor(name)
     here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
-    options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
+    options = {
+        "name": name,
+        "num_cpus": 0,
+        "scheduling_strategy": here,
+        "max_restarts": -1,  # killed, it forgets the counts; the job goes on
+        "max_task_retries": -1,
+    }
     _kept["counter"] = ray.remote(_StartCounter).options(**options).remote()
     return _kept["counter"]
 

@@ -111,6 +111,20 @@ def test_a_failure_is_raised_and_another_run_does_the_rest(out, refusing, square
     assert run_tasks(out, {"d": 4}, square, "-", TaskRecord)[0].counts["square"] == 16
 
 
+def test_the_actor_that_counts_starts_may_be_killed(out, square):
+    def killing(draft, name, argument):
+        import ray
+
+        if name == "c":
+            context = ray.get_runtime_context()
+            counting = ray.get_actor(f"task starts of job {context.get_job_id()}")
+            ray.kill(counting, no_restart=False)
+        return square(draft, name, argument)
+
+    records = run_tasks(out, TASKS, killing, "square", TaskRecord)
+    assert [record.counts["square"] for record in records] == [9, 1, 4, 16]
+
+
 def test_a_task_that_fails_stops_no_other_and_is_named_with_its_input(out, refusing):
     with pytest.raises(Stopped) as stopped:
         run_tasks(out, {"d": 4, "a": 1, "e": 5}, refusing, "square", TaskRecord)
