@@ -35,9 +35,9 @@ def current() -> InThisProcess | None:
 
 @contextmanager
 def in_this_process() -> Iterator[InThisProcess]:
-    """Tasks and actors of all threads run in this process: `shards.run_tasks` and `run_tasks_on_actors`.
+    """Tasks and actors (`pipeline.shards`) and trainings of all threads run in this process.
 
-    They write the same files. Training needs a cluster all the same.
+    Tasks write the same files as on a cluster. A training has one rank, whatever `--resources.workers` says.
     """
     global _current
     before, _current = _current, InThisProcess()

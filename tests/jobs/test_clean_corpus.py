@@ -126,7 +126,7 @@ def test_a_job_that_ends_halfway_goes_on_where_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(near, "_join", None)  # the last stage but one cannot run
-        with pytest.raises(Exception):
+        with pytest.raises(TypeError):
             run_job_here(*command("out"))
     assert not (tmp_path / "out").exists()
     tasks = tmp_path / "out.partial" / "_tasks"

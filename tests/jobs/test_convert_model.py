@@ -92,7 +92,9 @@ def test_vectors_are_cut_to_a_width_that_was_trained(run_job_here, tiny_ranker, 
     whole, ranker = load_ranker(folder), load_ranker(cut)
     expected = inference.candidate_vectors(whole, TEXTS)[:, :8]
     torch.testing.assert_close(inference.candidate_vectors(ranker, TEXTS), expected)
-    said = run_job_here("convert_model", "--model", folder, "--output", cut, "--dimensions", 5).refusal
+    said = run_job_here(
+        "convert_model", "--model", folder, "--output", cut, "--dimensions", 5
+    ).refusal
     assert "ranker.dimensions: 5 is not allowed; allowed: 0, or a width that was trained" in said
 
 

@@ -16,7 +16,9 @@ from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.training.tokenizer import TokenizerConfig
 
 
-def test_the_job_prints_writes_the_page_and_sums_up(run_job_here, reddit_corpus, tmp_path, monkeypatch):
+def test_the_job_prints_writes_the_page_and_sums_up(
+    run_job_here, reddit_corpus, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     done = run_job_here("inspect", "--corpus", reddit_corpus.uri, "--examples", 1)
     assert done.summary["job"] == "inspect"
@@ -66,7 +68,9 @@ def test_what_is_no_corpus_or_holds_nothing_or_is_damaged_is_refused(
         out = draft(str(tmp_path / kind), kind, TokenizerConfig(), {})
         assert isinstance(out, Draft)
         out.publish([out.write_file("notes.txt", b"")], {})
-    assert "kind is 'tokenizer'" in run_job_here("inspect", "--corpus", tmp_path / "tokenizer").refusal
+    assert (
+        "kind is 'tokenizer'" in run_job_here("inspect", "--corpus", tmp_path / "tokenizer").refusal
+    )
     assert "has no rows" in run_job_here("inspect", "--corpus", tmp_path / "corpus").refusal
 
     shutil.copytree(reddit_corpus.uri, tmp_path / "damaged")
@@ -75,7 +79,9 @@ def test_what_is_no_corpus_or_holds_nothing_or_is_damaged_is_refused(
     refusal = run_job_here("inspect", "--corpus", tmp_path / "damaged").refusal
     assert f"{file}: no readable Parquet file" in refusal
     file.unlink()
-    assert f"{file}: is missing" in run_job_here("inspect", "--corpus", tmp_path / "damaged").refusal
+    assert (
+        f"{file}: is missing" in run_job_here("inspect", "--corpus", tmp_path / "damaged").refusal
+    )
 
 
 @pytest.mark.parametrize("option", ["sample-rows", "examples", "seed"])
@@ -129,4 +135,7 @@ def test_a_corpus_or_a_pool_is_inspected_but_not_both(run_job_here, pool):
 
 
 def test_a_pool_that_is_not_there_is_refused(run_job_here, tmp_path):
-    assert f"{tmp_path}/none: not a pool" in run_job_here("inspect", "--pool", tmp_path / "none").refusal
+    assert (
+        f"{tmp_path}/none: not a pool"
+        in run_job_here("inspect", "--pool", tmp_path / "none").refusal
+    )

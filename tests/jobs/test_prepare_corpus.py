@@ -87,7 +87,9 @@ def test_a_corpus_is_a_folder_per_split_of_shards_with_the_columns_of_the_contra
 
 
 @pytest.mark.parametrize("corpus", ["convai2", "reddit"])
-def test_on_the_cluster_it_makes_the_same_files(run_job, run_job_here, sample_files, tmp_path, corpus):
+def test_on_the_cluster_it_makes_the_same_files(
+    run_job, run_job_here, sample_files, tmp_path, corpus
+):
     folder = sample_files / {"convai2": "convai2", "reddit": "reddit_dump"}[corpus]
     command = ("prepare_corpus", "--corpus", corpus, "--input", folder, "--output")
     there = run_job(*command, tmp_path / "there").summary
@@ -133,7 +135,9 @@ def test_articles_become_pairs_or_search(run_job_here, sample_files, tmp_path, t
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("month", "kind"), [("2006-01", "bz2"), ("2006-07", "zst")])
-def test_real_dumps_give_the_examples_of_the_published_code(run_job_here, shared, tmp_path, month, kind):
+def test_real_dumps_give_the_examples_of_the_published_code(
+    run_job_here, shared, tmp_path, month, kind
+):
     file = shared / "data" / "reddit_dump" / f"RC_{month}.{kind}"
     summary = run_job_here(
         "prepare_corpus", "--corpus", "reddit", "--input", file, "--output", tmp_path / "out",

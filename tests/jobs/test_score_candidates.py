@@ -159,7 +159,9 @@ def test_teachers_are_fetched_by_the_node_that_asks_them(
     run = teaching.run_tasks_on_actors
     monkeypatch.setattr(teaching, "run_tasks_on_actors", lambda *all: (node(), run(*all))[1])
     teacher = f"local://{tiny_ranker('poly').uri}"  # as in an object store
-    summary = run_job_here("score_candidates", *arguments(convai2_corpus.uri, [teacher], tmp_path / "o"))
+    summary = run_job_here(
+        "score_candidates", *arguments(convai2_corpus.uri, [teacher], tmp_path / "o")
+    )
     assert summary.summary["counts"]["scored"] > 0
 
 
