@@ -21,7 +21,9 @@ def session(
     `cpus`: logical CPUs of a cluster of our own; by default as many as the machine has. Ray gives
     each task and actor as many threads (OMP_NUM_THREADS) as CPUs, so nothing is oversubscribed.
     `for_tasks`: only tasks, actors and trainings will use it, so that nothing is started while those run
-    in this process (`pipeline.executors`). `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
+    in this process (`pipeline.executors`).
+
+    `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
     """
     if for_tasks and executors.current():
         yield ""
