@@ -220,7 +220,8 @@ def create_app(
     )
     errors.install(app)
     playground.install(app)
-    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes)
+    full = service.queue.full if service else lambda: None
+    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes, full=full)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
