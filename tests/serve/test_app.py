@@ -102,7 +102,7 @@ def test_a_replica_answers_as_an_engine_does(port, model, tiny_pool, asking):
     assert status == 200
     assert_same_ranking(body["results"], engine.rank_pool(CONTEXT, "replies", 50))
     assert {r["id"]: r["text"] for r in body["results"]} == REPLIES
-    assert body["pool"] == {"name": "replies", "version": "v-1"}
+    assert body["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
 
 
 def test_a_replica_says_what_it_serves(port, model):

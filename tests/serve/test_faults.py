@@ -27,6 +27,7 @@ from serve.client import Client
 from .conftest import ask
 
 ASKED = {"context": ["hello there"], "pool": "replies", "top_k": 3}
+QUIET = LoggingConfig(log_level="ERROR", enable_access_log=False)
 _PATIENCE_S = 120.0
 
 
@@ -47,11 +48,10 @@ def port(local_ray, model, pools) -> Iterator[int]:
     """Two replicas."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET)
     try:
         args = app.Args(model=model.uri, pools=[str(pools / "replies")], poll_s=0.5)
-        serve.run(app.application(args, num_replicas=2), logging_config=quiet)
+        serve.run(app.application(args, num_replicas=2), logging_config=QUIET)
         serve_replicas(2)
         yield port
     finally:
@@ -91,19 +91,23 @@ class Load:
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
         self.versions: list[str] = []
+        self.missing_shards: list[list[int]] = []
+        self.uncertified = 0
         self.answers = 0
 
 
 @contextmanager
-def steady_load(port: int) -> Iterator[Load]:
+def steady_load(port: int, prefix: str = "") -> Iterator[Load]:
     load, stop = Load(), threading.Event()
 
     def client() -> None:
         while not stop.is_set():
-            status, answer = ask(port, "POST", "/rank", ASKED)
+            status, answer = ask(port, "POST", f"{prefix}/rank", ASKED)
             load.statuses[status] += 1
             if status == 200:
                 load.versions.append(answer["pool"]["version"])
+                load.missing_shards.append(answer["pool"]["missing_shards"])
+                load.uncertified += not answer["certified"]
             load.answers += 1
 
     with ThreadPoolExecutor(2) as threads:
@@ -155,6 +159,38 @@ def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
     assert set(load.versions[heard:]) == {"v-2"}
     switches = sum(a != b for a, b in zip(load.versions, load.versions[1:], strict=False))
     assert switches < 40  # both replicas went over within a moment, and never back
+
+
+def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shards(
+    port, model, tiny_pool, tmp_path
+):
+    shutil.copytree(Path(tiny_pool(model)), tmp_path / "replies")
+    args = app.Args(
+        model=model.uri,
+        sharded_pools=[str(tmp_path / "replies")],
+        shard_cpus=0,
+        on_missing_shard="answer",
+        name="parts",
+        poll_s=0.5,
+    )
+    application = app.application(args, ray_actor_options={"num_cpus": 0})
+    serve.run(application, name="parts", route_prefix="/parts", logging_config=QUIET)
+    try:
+        with steady_load(port, "/parts") as load:
+            until(lambda: load.answers > 20)
+            assert not any(load.missing_shards)
+            (shard,) = pids("parts-shard-0")
+            os.kill(shard, signal.SIGKILL)
+            until(lambda: [0] in load.missing_shards)
+            until(lambda: not any(load.missing_shards[-20:]))
+            publish(tmp_path, "v-2")
+            make_current(str(tmp_path), "replies", "v-2")
+            until(lambda: load.versions[-20:] == ["v-2"] * 20)
+    finally:
+        serve.delete("parts")
+    assert set(load.statuses) <= {200, 429}, load.statuses
+    assert load.uncertified == sum(map(bool, load.missing_shards))
+    assert set(map(tuple, load.missing_shards)) == {(), (0,)}
 
 
 # The long form: make test-long
