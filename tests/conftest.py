@@ -14,10 +14,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 # Ray, torch and the tokenizers read these once, when they are imported.
 os.environ.pop("RAY_ADDRESS", None)  # never a cluster that others use
@@ -57,6 +55,7 @@ from pipeline.retrieval.pools.vector_format import encode
 from pipeline.training import tokenized_corpus
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
+from tests.helpers import Finished, job_command
 
 ROOT = Path(__file__).parents[1]
 
@@ -258,30 +257,6 @@ def publish_pool() -> Callable[..., Artifact]:
     return publish
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a user sees of a job."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The last line of standard output."""
-        assert self.code == 0, self.stderr
-        return json.loads(self.stdout.splitlines()[-1])
-
-    @property
-    def refusal(self) -> str:
-        """The one line that says what is wrong with the input."""
-        assert self.code == 2, (self.code, self.stderr)
-        lines = [line for line in self.stderr.splitlines() if line.startswith("python -m jobs.")]
-        assert len(lines) == 1, self.stderr
-        assert "Traceback" not in self.stderr
-        return lines[0]
-
-
 @pytest.fixture
 def run_job_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """`run_job_here("prepare_corpus", "--corpus", …)`: a job's `main` in this process, without Ray."""
@@ -314,10 +289,6 @@ def run_main(
     except SystemExit as stop:
         code = stop.code
     return Finished(code, *capfd.readouterr())
-
-
-def job_command(verb: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments)]
 
 
 @pytest.fixture(scope="session")

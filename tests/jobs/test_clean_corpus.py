@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ from jobs import prepare_corpus
 from pipeline import executors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.dedup import near
+from tests.helpers import rejected
 
 
 def rows_of(corpus: Artifact) -> dict[str, dict[str, Any]]:
@@ -24,11 +24,6 @@ def rows_of(corpus: Artifact) -> dict[str, dict[str, Any]]:
             rows[row["example_id"]] = row
     assert len(rows) == corpus.counts["examples"]
     return rows
-
-
-def rejected(folder: Path) -> list[dict[str, Any]]:
-    lines = [line for f in sorted(folder.iterdir()) for line in f.read_text().splitlines()]
-    return [json.loads(line) for line in lines]
 
 
 def words_of(row: dict[str, Any]) -> tuple[str, ...]:

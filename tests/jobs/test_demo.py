@@ -9,6 +9,7 @@ import pytest
 
 from jobs import demo
 from pipeline.config import BadInput
+from tests.helpers import free_port
 
 REAL = (
     "reddit_dump/RC_2006-01.bz2",
@@ -94,9 +95,9 @@ def test_a_format_that_is_missing_is_named(layout, prefix, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_is_not_there_is_refused_before_any_work(run_job_here, tmp_path, free_port):
+def test_a_folder_that_is_not_there_is_refused_before_any_work(run_job_here, tmp_path):
     refusal = run_job_here(
-        "demo", "--data", tmp_path / "none", "--work", tmp_path / "work", "--port", free_port
+        "demo", "--data", tmp_path / "none", "--work", tmp_path / "work", "--port", free_port()
     ).refusal
     assert f"--data {tmp_path}/none: no such folder" in refusal
 
@@ -107,9 +108,3 @@ def test_a_port_in_use_is_refused_before_any_work(run_job_here, tmp_path):
         refusal = run_job_here("demo", "--work", tmp_path / "work", "--port", port).refusal
     assert f"--port {port}: in use" in refusal
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 
 import mlflow
@@ -18,6 +17,7 @@ from pipeline.artifact import draft, folder_entries
 from pipeline.config import BadInput
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool
+from tests.helpers import wait_until
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -213,31 +213,22 @@ def done(pools: Path) -> list[Path]:
     return list(pools.glob("p/*.partial/_tasks/part-*.json"))
 
 
-def while_fewer_than(shards: int, process: subprocess.Popen[bytes], pools: Path) -> None:
-    while len(done(pools)) < shards:
-        try:  # waits a little
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        pytest.fail(f"the job ended before it was killed: {process.returncode}, {len(done(pools))}")
-
-
 def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
-    embed, start_job, tiny_ranker, texts, tmp_path, request
+    run_job, embed, start_job, tiny_ranker, texts, tmp_path
 ):
     """The killed and the resumed run on Ray's actors, one of which is killed first."""
     pools = tmp_path / "pools"
     write(texts, [f"another text {n}" for n in range(300)])
     options = ("--embed.rows-per-shard", 2, "--resources.cpus-per-actor", 1)
 
-    process = start_job(
-        "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
-        "--pools", pools, "--name", "p", *options
-    )  # fmt: skip
-    while_fewer_than(1, process, pools)
-    (actor, *_) = workers_of(process.pid)
-    actor.kill()
-    while_fewer_than(len(done(pools)) + 3, process, pools)  # it goes on without it
+    command = ("embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
+               "--pools", pools, "--name", "p", *options)  # fmt: skip
+    process = start_job(*command)
+    wait_until(lambda: done(pools), process)
+    wait_until(lambda: workers_of(process.pid), process)
+    workers_of(process.pid)[0].kill()
+    before = len(done(pools))
+    wait_until(lambda: len(done(pools)) >= before + 3, process)  # it goes on without it
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     (tasks,) = pools.glob("p/*.partial/_tasks")
@@ -246,8 +237,7 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     with pytest.raises(BadInput, match="unfinished"):
         Pool.open(str(tasks.parent).removesuffix(".partial"))
 
-    resumed = embed(texts, *options).summary
-    request.getfixturevalue("actors_in_process")
+    resumed = run_job(*command).summary
     whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
     assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from pipeline.artifact import open_artifact
+from tests.helpers import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,8 +74,7 @@ def made(cluster, submit_job, sample_files, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def port(made, cluster) -> Iterator[int]:
     """Where `serve run serve.app:build` answers."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
     command = [Path(sys.executable).with_name("serve"), "run", "serve.app:build",
@@ -89,11 +88,9 @@ def port(made, cluster) -> Iterator[int]:
             command, cwd=ROOT, start_new_session=True, stdout=stream, stderr=stream
         )
     try:
-        while not answers(port):
-            try:  # waits a little
-                process.wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                continue
+        try:
+            wait_until(lambda: answers(port), process)
+        except pytest.fail.Exception:
             pytest.fail(log.read_text())
         yield port
         process.send_signal(signal.SIGINT)

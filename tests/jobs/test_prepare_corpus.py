@@ -8,11 +8,9 @@ import lzma
 import re
 import shutil
 import signal
-import subprocess
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import psutil
@@ -22,27 +20,13 @@ import zstandard
 
 from jobs.benchmarks.measure import workers_of
 from pipeline import storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import schema
 from pipeline.corpora.raw import Reading, read_lines
+from tests.helpers import rejected, rows_of, wait_until
 
 PLAIN = ("--redact", "off", "--authors", "plain")
-
-
-def rows_of(corpus: Artifact) -> list[dict[str, Any]]:
-    """All rows; the column `split` agrees with the folder of each."""
-    rows = []
-    for file in corpus.files(suffix=".parquet"):
-        found = pq.read_table(file, partitioning=None).to_pylist()
-        assert {row["split"] for row in found} == {Path(file).parent.name}
-        rows += found
-    return rows
-
-
-def rejected(folder: Path) -> list[dict[str, Any]]:
-    lines = [line for f in sorted(folder.iterdir()) for line in f.read_text().splitlines()]
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="session")
@@ -455,12 +439,7 @@ def under_way(start_job, dump, tmp_path):
         (tmp_path / "in" / f"RC_{part:02d}.zst").write_bytes(data)
     options = ("--corpus", "reddit", "--input", tmp_path / "in", "--output")
     process = start_job("prepare_corpus", *options, tmp_path / "out")
-    while not any((tmp_path / "out.partial" / "_tasks").glob("*.json")):
-        try:  # waits a little
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        pytest.fail("the job ended before it had done anything")
+    wait_until(lambda: any((tmp_path / "out.partial" / "_tasks").glob("*.json")), process)
     return process, options
 
 

@@ -12,6 +12,7 @@ from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching
 from pipeline.training.teaching import TeachingConfig
+from tests.helpers import rows_of
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +31,6 @@ def scores_alone(ranker, context, candidates):
 def arguments(corpus, teachers, output, candidates=3):
     return ("--corpus", corpus, "--teacher", *teachers, "--output", output,
             "--teaching.random-candidates", candidates)  # fmt: skip
-
-
-def rows_of(artifact, split):
-    return [row for uri in artifact.files(f"{split}/", ".parquet")
-            for row in pq.read_table(uri).to_pylist()]  # fmt: skip
 
 
 @pytest.mark.parametrize("architectures", [["cross"], ["poly"], ["cross", "poly", "bi"]])

@@ -17,6 +17,7 @@ from pipeline.artifact import open_artifact
 from pipeline.models.tokens import Tokenizer
 from pipeline.training import tokenized_corpus
 from pipeline.training.tokenized_corpus import TokenizedCorpus
+from tests.helpers import rows_of
 
 NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
@@ -41,11 +42,6 @@ def tokenize(run_job_here, convai2_corpus, tmp_path):
                        "--output", output, *options)  # fmt: skip
 
     return run
-
-
-def rows_of(artifact, split):
-    tables = [pq.read_table(uri) for uri in artifact.files(f"{split}/", ".parquet")]
-    return [row for table in tables for row in table.to_pylist()]
 
 
 def test_ids_are_those_of_the_tokenizer_cut_and_in_order(tokenize, convai2_corpus, tmp_path):

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.ranker import load_ranker
+from tests.helpers import wait_until
 
 STEPS = {"bi": 4, "poly": 80, "cross": 3}
 COMMON = (
@@ -227,12 +227,8 @@ def test_a_training_that_is_killed_resumes_to_the_weights_of_one_that_was_not(
 
     process = start_job("finetune", *argv)
     partial = tmp_path / "poly.partial"
-    while len(list(partial.glob("_checkpoints/training/checkpoint_*/state.json"))) < 2:
-        try:  # waits a little
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        pytest.fail("the job ended before its second checkpoint")
+    saved = "_checkpoints/training/checkpoint_*/state.json"
+    wait_until(lambda: len(list(partial.glob(saved))) >= 2, process)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not output.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import socket
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ray.serve.schema import (
 
 from serve import app
 from serve.service import Ranked
+from tests.helpers import free_port
 
 from .conftest import REPLIES, ask
 
@@ -71,8 +71,7 @@ def model(tiny_ranker):
 @pytest.fixture(scope="module")
 def port(local_ray, model, tiny_pool) -> int:
     """Where the service of a poly-encoder and its pool listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
     try:

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from ray import serve
 from ray.serve.schema import LoggingConfig
@@ -23,6 +22,7 @@ from ray.serve.schema import LoggingConfig
 from pipeline.retrieval.pools.pool import make_current
 from serve import app
 from serve.client import Client
+from tests.helpers import free_port, ray_processes
 
 from .conftest import ask
 
@@ -46,8 +46,7 @@ def pools(model, tiny_pool, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def port(local_ray, model, pools) -> Iterator[int]:
     """Two replicas."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET)
     try:
         args = app.Args(model=model.uri, pools=[str(pools / "replies")], poll_s=0.5)
@@ -68,13 +67,8 @@ def replica_pids() -> list[int]:
 
 
 def pids(actor: str) -> list[int]:
-    """Of Ray's processes with that actor."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if line.startswith("ray::") and actor in line:
-            found.append(process.info["pid"])
-    return found
+    """Of our own Ray's processes with that actor."""
+    return [process.pid for process in ray_processes(actor)]
 
 
 def until(condition: Callable[[], bool]) -> None:
