@@ -59,8 +59,25 @@ from tests.helpers import Finished, job_command
 
 ROOT = Path(__file__).parents[1]
 
-settings.register_profile("polyrank", derandomize=True, deadline=None, database=None)
+# The same examples in every run, so that more of them would find the same.
+settings.register_profile(
+    "polyrank", derandomize=True, deadline=None, database=None, max_examples=50
+)
 settings.load_profile("polyrank")
+
+
+# Fixtures that start a Ray, and those that start a job in a process, which starts one too.
+_RAY = {"local_ray", "from_zero", "address", "submit_job", "start_job"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test-fast` leaves out: tests with Ray (`ray`), or with processes (`slow`)."""
+    for item in items:
+        if _RAY & set(getattr(item, "fixturenames", ())):
+            item.add_marker("ray")
+        function = getattr(item, "function", None)
+        if "subprocess" in getattr(getattr(function, "__code__", None), "co_names", ()):
+            item.add_marker("slow")
 
 
 @pytest.fixture

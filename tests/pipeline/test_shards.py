@@ -29,7 +29,7 @@ def out(tmp_path) -> Draft:
     return draft(str(tmp_path / "out"), "pool", Actors(), {})
 
 
-@pytest.fixture(params=["on the cluster", "in this process"])
+@pytest.fixture(params=[pytest.param("on the cluster", marks=pytest.mark.ray), "in this process"])
 def anywhere(request) -> Iterator[None]:
     if request.param == "on the cluster":
         request.getfixturevalue("local_ray")
