@@ -186,7 +186,8 @@ def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator
 
     So workers need no way to the MLflow server and no secret for it, and start a second sooner without it.
     """
-    with tqdm(desc=label, total=steps, unit="step") as bar:
+    # Whoever watches shows it in a way of their own.
+    with tqdm(desc=label, total=steps, unit="step", disable=watch is not None) as bar:
 
         def show(step: int, metrics: dict[str, float]) -> None:
             bar.set_postfix_str(progress_line(metrics), refresh=False)
