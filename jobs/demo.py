@@ -34,9 +34,9 @@ _CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Runs all stages on a Ray of its own, and asks the service that comes out of them.
+    """Runs the whole path on sample data, from raw dumps to a service, and asks the service.
 
-    Without --data on generated sample corpora; without --encoder one is pre-trained.
+    It has a Ray of its own. Without --data on generated sample corpora; without --encoder one is pre-trained.
     """
 
     work: str = ".demo"

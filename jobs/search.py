@@ -19,7 +19,7 @@ _SHOWN_VECTORS, _SHOWN_CHARACTERS = 3, 80
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Searches a pool and prints a table.
+    """Searches a pool and prints the best candidates for a context.
 
     A line: the score, with --cross the cross-encoder's before it; the id; which of the context's vectors
     (of a poly-encoder: its codes, from 0) carried how much of the score; the text.

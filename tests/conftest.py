@@ -129,7 +129,7 @@ def convai2_corpus(
     """The published corpus of the sample files: `train` without, `valid` with 20 candidates."""
     output = str(tmp_path_factory.mktemp("corpora") / "convai2")
     files = (str(sample_files / "convai2"),)
-    prepare_corpus.run(prepare_corpus.Config(corpus="convai2", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="convai2", input=files, output=output))
     return open_artifact(output, "corpus")
 
 
@@ -140,7 +140,7 @@ def reddit_corpus(
     """The published corpus of the sample dumps, redacted and hashed: `train` and `test`."""
     output = str(tmp_path_factory.mktemp("corpora") / "reddit")
     files = (str(sample_files / "reddit_dump"),)
-    prepare_corpus.run(prepare_corpus.Config(corpus="reddit", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="reddit", input=files, output=output))
     return open_artifact(output, "corpus")
 
 

@@ -68,8 +68,8 @@ class Options:
     earlier_turns: Literal["off", "numbered"] = "off"
     """`numbered`: turns before the context stand in columns context/0 (the latest), context/1, … as in
     PolyAI's JSON."""
-    quotes: Literal["on", "off"] = "on"
-    """`off`: double quotes in CSV and TSV are text like any other."""
+    quotes: bool = True
+    """False: double quotes in CSV and TSV are text like any other."""
 
     def __post_init__(self) -> None:
         for name in ("context_column", "response_column"):
@@ -98,7 +98,7 @@ class Malformed(Exception):
 
 def require_columns(uris: list[str], options: Options, reading: raw.Reading) -> None:
     """Raises BadInput where the first file lacks a column that the options name."""
-    tables.require_columns(uris, options.columns, reading, options.quotes == "on")
+    tables.require_columns(uris, options.columns, reading, options.quotes)
 
 
 def prepare(
@@ -133,7 +133,7 @@ def parse(
     """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
     name, named = uri.removeprefix(root), _split_of_file(uri, options)
     is_turn = re.compile(re.escape(options.context_column) + r"/\d+").fullmatch
-    rows = tables.read(uri, options.columns, reading, account, is_turn, options.quotes == "on")
+    rows = tables.read(uri, options.columns, reading, account, is_turn, options.quotes)
     for at, row in rows:
         try:
             example = _example(row, options, f"{name}/{at}", named)

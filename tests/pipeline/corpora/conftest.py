@@ -41,7 +41,7 @@ def prepare_here() -> Callable[..., Prepared]:
         privacy: Privacy | None = None,
     ) -> Prepared:
         reading = reading or Reading(max_malformed_share=1)
-        privacy = privacy or Privacy(redact="off", authors="plain", salt="")
+        privacy = privacy or Privacy(redact=False, authors="plain", salt="")
 
         def run_tasks(draft, tasks, work, label, kind, memory=0):
             return [from_json(kind, to_json(work(draft, task, tasks[task]))) for task in tasks]
