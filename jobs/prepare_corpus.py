@@ -78,6 +78,8 @@ class Config:
     """Rules for amazonqa."""
     opensubtitles: opensubtitles.Options = field(default_factory=opensubtitles.Options)
     """Rules for opensubtitles."""
+    banking77: intents.Options = field(default_factory=intents.Options)
+    """Rules for banking77."""
     pairs: pairs.Options = field(default_factory=pairs.Options)
     """Columns and splits of pairs."""
 
