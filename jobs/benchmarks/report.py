@@ -133,8 +133,8 @@ def page(found: Mapping[str, Sequence[Row]]) -> str:
 _INTRODUCTION = """# Benchmarks
 
 `make benchmark` makes this page. It runs `python -m jobs.benchmark <part> --size small --json FILE` for each
-part. Then `python -m jobs.benchmarks.report` reads all files of `jobs/benchmarks/results`. `--size full` gives
-the numbers that count against the targets, and takes hours. A test compares this page with the files.
+part. Then `python -m jobs.benchmarks.report` reads all files of `jobs/benchmarks/results`. The numbers of
+`--size full` count against the targets; they take hours. A test compares this page with the files.
 
 The two sides of a row ran in turn in one run, because only such ratios mean anything on a shared machine. A
 ratio above 1 means that polyrank is faster. The floor is what the machine itself allows. "One run, earlier"
