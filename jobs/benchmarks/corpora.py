@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -75,10 +75,16 @@ def _growth(runs: dict[int, Run]) -> list[Row]:
     ]
     memory = runs[most].peak_mib / runs[middle].peak_mib
     return [
-        Row("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio", detail={"MiB": mib}),
+        Row("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio",
+            detail={"MiB": mib, "curve": _curve(mib, "MiB")}),
         Row("corpora.reddit.time_growth", slopes[1] / slopes[0],
-            "seconds per further comment, ratio", detail={"seconds": seconds}),
+            "seconds per further comment, ratio",
+            detail={"seconds": seconds, "curve": _curve(seconds, "seconds")}),
     ]  # fmt: skip
+
+
+def _curve(values: Mapping[int, float], unit: str) -> dict[str, object]:
+    return {"x": "comments", "y": unit, "points": [list(point) for point in sorted(values.items())]}
 
 
 def _reader(corpus: Path) -> Row:

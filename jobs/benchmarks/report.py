@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.benchmarks import growth
+from jobs.benchmarks.growth import Curve
 from jobs.benchmarks.targets import BY_ROW, TARGETS, Target
 from pipeline.config import BadInput, require
 
@@ -25,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 PICTURE = "targets.svg"
 
 SECTIONS = {
+    "demo": "The demo",
     "corpora": "Corpora",
     "pretrain": "Pre-training",
     "finetune": "Fine-tuning",
@@ -127,6 +130,7 @@ def page(found: Mapping[str, Sequence[Row]]) -> str:
         _limits(compared),
     ]
     parts += [_section(name, found[name]) for name in SECTIONS]
+    parts.append(_growth(growth.curves(row for rows in found.values() for row in rows)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -201,18 +205,29 @@ def _short(source: Mapping[str, str]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
+    """Columns in which no row has a value are left out."""
+    columns: dict[str, list[str]] = {
+        "row": [f"`{row['row']}`" for row in rows],
+        "polyrank": [
+            f"{number(row['ours'])} {row['unit']}" if row["ours"] is not None else "failed"
+            for row in rows
+        ],
+        "beside it": [_peer(row) for row in rows],
+        "ratio": [number(row["ratio"]) for row in rows],
+        "share of the floor": [number(row["share_of_floor"]) for row in rows],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
     lines = [
-        "| row | polyrank | beside it | ratio | share of the floor |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        f"| {' | '.join(shown)} |",
+        f"| --- {'| ---: ' * (len(shown) - 1)}|",
+        *(f"| {' | '.join(cells)} |" for cells in zip(*shown.values(), strict=True)),
     ]
-    for row in rows:
-        ours = f"{number(row['ours'])} {row['unit']}" if row["ours"] is not None else "failed"
-        peer = number(row["peer"])
-        if peer and (who := row["detail"].get("peer")):
-            peer = f"{peer} ({who})"
-        cells = [f"`{row['row']}`", ours, peer, number(row["ratio"]), number(row["share_of_floor"])]
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _peer(row: Row) -> str:
+    value, who = number(row["peer"]), row["detail"].get("peer")
+    return f"{value} ({who})" if value and who else value
 
 
 def _notes(rows: Sequence[Row]) -> str:
@@ -220,10 +235,29 @@ def _notes(rows: Sequence[Row]) -> str:
     return "\n".join(f"- `{name}`: {note}" for name, note in noted)
 
 
+def _growth(curves: Sequence[Curve]) -> str:
+    if not curves:
+        return ""
+    lines = ["| row | from | to | slope |", "| --- | ---: | ---: | ---: |"]
+    for one in curves:
+        first, last = (
+            f"{number(x)} {one.x}: {number(y)} {one.y}" for x, y in (one.points[0], one.points[-1])
+        )
+        lines.append(f"| `{one.row}` | {first} | {last} | {one.slope:.2f} |")
+    return "\n".join([
+        "## Growth", "",
+        "How a measure grows with the size of its input. The slope is that of a line through the logarithms: "
+        "1 means proportional, 0 constant.", "",
+        *lines, "", f"![Growth, on logarithmic axes](jobs/benchmarks/results/{growth.PICTURE})",
+    ])  # fmt: skip
+
+
 def number(value: float | None) -> str:
     """Three digits that count."""
     if value is None:
         return ""
+    if 0 < abs(value) < 0.001:
+        return f"{value:.5f}"
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -280,6 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     compared = compare(row for rows in found.values() for row in rows)
     options.output.write_text(page(found))
     (options.results / PICTURE).write_text(picture(compared))
+    curves = growth.curves(row for rows in found.values() for row in rows)
+    (options.results / growth.PICTURE).write_text(growth.picture(curves))
     print(f"{os.path.relpath(options.output)}: {sum(map(len, found.values()))} rows")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.benchmarks import measure, report
+from jobs.benchmarks import growth, measure, report
 from jobs.benchmarks.measure import Row
 from jobs.benchmarks.targets import BY_ROW, TARGETS
 from pipeline.config import BadInput
@@ -34,6 +34,8 @@ def test_the_page_and_its_picture_are_those_of_the_files():
     made = report.picture(compared)
     assert (report.RESULTS / report.PICTURE).read_text() == made
     assert ET.fromstring(made).tag.endswith("svg")
+    curves = growth.curves(row for rows in found.values() for row in rows)
+    assert (report.RESULTS / growth.PICTURE).read_text() == growth.picture(curves)
 
 
 def test_every_target_of_the_issue_has_its_bound_here(shared):
@@ -103,3 +105,16 @@ def test_a_source_shows_no_folder_of_the_machine(monkeypatch):
     source = measure.source("full")
     assert source["command"] == "python -m jobs.benchmark search --model poly --size full"
     assert "cores" in source["machine"]
+
+
+def test_the_slope_of_a_power_is_its_exponent(tmp_path):
+    points = [[n, 3.0 * n**1.5] for n in (10, 40, 1000, 5000)]
+    detail = {"curve": {"x": "rows", "y": "seconds", "points": points[::-1]}}
+    written(tmp_path, "corpora-a", Row("a", 1.0, "s", detail=detail), Row("b", 1.0, "s"))
+    [curve] = growth.curves(row for rows in report.read(tmp_path).values() for row in rows)
+    assert curve.slope == pytest.approx(1.5)
+    made = ET.fromstring(growth.picture([curve, curve, curve, curve]))
+    assert len(made.findall(".//{*}circle")) == 16
+    assert "| `a` | 10 rows: 94.9 seconds | 5,000 rows: 1,060,660 seconds | 1.50 |" in report.page(
+        report.read(tmp_path)
+    )
