@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import pyarrow.dataset as pads
+import pyarrow.dataset as arrow_dataset
 import pyarrow.parquet as pq
 
 from jobs.benchmarks.measure import Row, Run, kill_often, run_job
@@ -98,7 +98,7 @@ def _reader(corpus: Path) -> Row:
             epoch.read(start, min(start + window, len(rows)))
 
     def theirs() -> None:
-        for _ in pads.dataset(corpus / "train").to_batches(
+        for _ in arrow_dataset.dataset(corpus / "train").to_batches(
             columns=list(columns), batch_size=window
         ):
             pass
