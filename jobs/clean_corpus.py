@@ -36,7 +36,7 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     inputs: dict[str, Any] = {"corpus": corpus}
-    sets = decontaminate.own_sets(corpus) if config.decontaminate.own_splits == "on" else []
+    sets = decontaminate.own_sets(corpus) if config.decontaminate.own_splits else []
     for number, uri in enumerate(config.evaluation):
         evaluation_set, inputs[f"evaluation.{number}"] = decontaminate.open_set(uri)
         sets.append(evaluation_set)

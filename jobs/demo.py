@@ -41,9 +41,9 @@ _seconds: dict[str, float] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Runs all stages on a Ray of its own, and asks the service that comes out of them.
+    """Runs the whole path on sample data, from raw dumps to a service, and asks the service.
 
-    Without --data on generated sample corpora; without --encoder one is pre-trained.
+    It has a Ray of its own. Without --data on generated sample corpora; without --encoder one is pre-trained.
     """
 
     work: str = ".demo"

@@ -80,7 +80,7 @@ def run(config: Config) -> program.Summary:
     is_current = versions.current_name(config.pools, config.name) == job.version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         return _summary(config, open_artifact(job.uri, KIND), True)
-    candidates.require_columns(job.files, config.embed.columns, config.reading)
+    candidates.require_columns(job.files, config.embed.columns, config.reading, config.embed)
     if config.dry_run:
         return _dry_run(config, job)
     with locked(config.pools, config.name, config.lock_expires_s) as lock:

@@ -12,9 +12,10 @@ from pipeline.corpora.made_up import dump_generator
 
 @dataclass(frozen=True, kw_only=True)
 class Config(dump_generator.Options):
-    """Writes RC_2012-01.zst, RC_2012-02.zst, … with made-up comments; 200,000 a second and core.
+    """Writes made-up Reddit comment dumps of any size, to measure and test with.
 
-    The same options give the same bytes. A job that was killed goes on with the files that are missing.
+    The files are RC_2012-01.zst, RC_2012-02.zst, …; a core writes 200,000 comments a second. The same
+    options give the same bytes. A job that was killed goes on with the files that are missing.
     """
 
     output: str

@@ -138,7 +138,7 @@ def sample_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared(corpus: str, files: Path, folder: Path) -> Artifact:
-    config = prepare_corpus.Config(corpus=corpus, input=(str(files),), output=str(folder / corpus))
+    config = prepare_corpus.Config(format=corpus, input=(str(files),), output=str(folder / corpus))
     with executors.in_this_process():
         prepare_corpus.run(config)
     return open_artifact(config.output, "corpus")

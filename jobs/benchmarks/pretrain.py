@@ -190,7 +190,7 @@ def sample_corpora(size: Size, work: Path) -> dict[str, str]:
         for name, folder in inputs.items():
             prepare_corpus.run(
                 prepare_corpus.Config(
-                    corpus=name, input=(str(raw / folder),), output=str(made / name)
+                    format=name, input=(str(raw / folder),), output=str(made / name)
                 )
             )
     return {name: str(made / name) for name in inputs}

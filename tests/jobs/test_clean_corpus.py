@@ -47,7 +47,7 @@ def doubled_corpus(
     (folder / "valid_1.txt").write_text(valid)
     (folder / "valid_2.txt").write_text(train[start : train.index("\n1 ", start) + 1])
     output = str(folder / "corpus")
-    config = prepare_corpus.Config(corpus="convai2", input=(str(folder),), output=output)
+    config = prepare_corpus.Config(format="convai2", input=(str(folder),), output=output)
     with executors.in_this_process():
         prepare_corpus.run(config)
     return open_artifact(output, "corpus")

@@ -68,11 +68,14 @@ def test_the_numbers_are_those_made_by_hand(evaluate, convai2_corpus, tiny_ranke
 
 def test_the_table_has_the_baselines_and_a_row_for_every_model(evaluate, tiny_ranker):
     models = ["poly", "bi", "cross", ("poly", 1)]
-    done = evaluate("--max-examples", 100, "--latency-queries", 2, models=models)
+    encoder = tiny_ranker("bi").uri
+    done = evaluate(
+        "--max-examples", 100, "--latency-queries", 2, "--mapped", encoder, models=models
+    )
     summary = done.summary
     # All four folders are called "ranker".
     first, second = (f"poly {tiny_ranker('poly', seed).fingerprint[:8]}" for seed in (0, 1))
-    names = ["chance", "tf-idf", "bm25", first, "bi", "cross", second]
+    names = ["chance", "tf-idf", "bm25", "sim ranker", "map ranker", first, "bi", "cross", second]
     assert list(summary["table"]) == list(summary["intervals"]) == names
     for name, row in summary["table"].items():
         assert list(row) == list(summary["intervals"][name]) == METRICS
@@ -216,7 +219,7 @@ def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_proces
     lines = ["1 your persona: i am .", *(f"{n} hi\tyes\t\tyes|no|yes" for n in range(2, 5))]
     (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
     output, files = str(tmp_path / "corpus"), (str(tmp_path / "valid_self_original.txt"),)
-    prepare_corpus.run(prepare_corpus.Config(corpus="convai2", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="convai2", input=files, output=output))
     done = evaluate("--candidates", 3, "--recall-at", 1, *QUICK, corpus=output)
     assert done.summary["unanswerable"] == 3
     assert done.summary["table"]["poly"]["R@1/3"] == 0
@@ -255,7 +258,7 @@ def test_a_small_split_is_asked_among_all_that_it_has(evaluate, actors_in_proces
     lines = ["1 your persona: i am .", *(f"{n} hi{n}\tyes{n}\t\tyes{n}|no" for n in range(2, 90))]
     (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
     output, files = str(tmp_path / "corpus"), (str(tmp_path / "valid_self_original.txt"),)
-    prepare_corpus.run(prepare_corpus.Config(corpus="convai2", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="convai2", input=files, output=output))
     done = evaluate("--protocol", "polyai", *QUICK, corpus=output)
     assert done.summary["examples"] == done.summary["candidates"] == 88
     assert done.summary["left_out"] == {}
@@ -273,7 +276,7 @@ def articles(tracking_uri, sample_files, tmp_path_factory):
     options = wikipedia.Options(task="search", others=30)
     files = (str(sample_files / "wikipedia"),)
     config = prepare_corpus.Config(
-        corpus="wikipedia", input=files, output=output, wikipedia=options
+        format="wikipedia", input=files, output=output, wikipedia=options
     )
     with executors.in_this_process():
         prepare_corpus.run(config)
@@ -310,7 +313,7 @@ def test_a_threshold_for_none_is_chosen_on_valid(evaluate, actors_in_process, tm
         (tmp_path / f"ubuntu_{split}_subtask_4.json").write_text(json.dumps(rows))
     output = str(tmp_path / "corpus")
     files = tuple(str(file) for file in sorted(tmp_path.glob("*.json")))
-    prepare_corpus.run(prepare_corpus.Config(corpus="dstc7", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="dstc7", input=files, output=output))
     options = ("--protocol", "dstc7", "--candidates", 101, "--latency-queries", 0)
     ranked = evaluate(*options, corpus=output).summary["table"]
     threshold = evaluate(*options, "--none", "threshold", corpus=output).summary["table"]
@@ -408,6 +411,8 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--none", "threshold"), "--none threshold: there are examples without the candidate 'NONE'"),
         (("--model", "MODEL", "MODEL"), "each model once"),
         (("--resources.actors", "-1"), "resources.actors: -1 is not allowed"),
+        (("--mapped", "MODEL", "--baselines", "false"), "mapped: "),
+        (("--mapped", "CORPUS"), "kind is 'corpus'; needed here: ranker or encoder"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
         (("--corpus", "MODEL"), "kind is 'ranker'; needed here: corpus"),
     ],
@@ -427,7 +432,7 @@ def test_baselines_find_what_polyais_found_on_reddit(shared, actors_in_process, 
     """Published, 1-of-100, comments of 2015 to 2018: TF-IDF 26.4 %, BM25 27.5 %. These are of 2006."""
     files = tuple(map(str, sorted((shared / "data" / "reddit_dump").glob("RC_*"))))
     output = str(tmp_path / "corpus")
-    prepare_corpus.run(prepare_corpus.Config(corpus="reddit", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="reddit", input=files, output=output))
     corpus = open_artifact(output, "corpus")
     asked = questions(corpus, "train", "blocks", 100, 50_000, seed=0)
     assert len(asked) == corpus.rows("train/")

@@ -86,6 +86,25 @@ def test_only_what_is_allowed_is_shown(search):
     assert "allow, deny, where: no candidate is left" in refusal
 
 
+def test_results_carry_the_columns_that_the_pool_keeps_and_filters_by(
+    run_job, search, tiny_ranker, actors_in_process, tmp_path
+):
+    rows = [
+        {"id": f"t{n}", "text": text, "kind": "odd" if n % 2 else "even", "page": n}
+        for n, text in enumerate(TEXTS)
+    ]
+    (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pool = run_job(
+        "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", tmp_path / "kinds.jsonl",
+        "--pools", tmp_path, "--name", "k", "--embed.filter-columns", "kind", "page",
+    ).summary["pool"]  # fmt: skip
+    done = search("--context", "a", "--where", "kind=odd", pool=pool)
+    found = {row["id"]: row["columns"] for row in done.summary["results"]}
+    assert found == {f"t{n}": {"kind": "odd", "page": str(n)} for n in (1, 3, 5)}
+    lines = [line for line in done.stdout.splitlines() if "kind=odd  page=" in line]
+    assert len(lines) == 3
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker, together):
     cross = tiny_ranker("cross")

@@ -53,7 +53,7 @@ _GRAMS = pa.schema(
 class Options:
     """What examples of train may share with an evaluation set."""
 
-    own_splits: Literal["on", "off"] = "on"
+    own_splits: bool = True
     """The corpus's own valid and test splits are evaluation sets too."""
     text: Literal["example", "response"] = "example"
     """What is looked at, here and there: all turns and the response, or the response."""

@@ -41,7 +41,7 @@ def prepare_here() -> Callable[..., Prepared]:
         privacy: Privacy | None = None,
     ) -> Prepared:
         reading = reading or Reading(max_malformed_share=1)
-        privacy = privacy or Privacy(redact="off", authors="plain", salt="")
+        privacy = privacy or Privacy(redact=False, authors="plain", salt="")
 
         with tempfile.TemporaryDirectory() as folder, executors.in_this_process():
             draft = Draft(folder, folder, "corpus", {}, {}, "")

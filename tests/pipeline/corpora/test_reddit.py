@@ -22,7 +22,7 @@ from pipeline.corpora.reddit.comments import normalise, trim
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.threads import build_examples, split_of
 
-PLAIN = Privacy(redact="off", authors="plain", salt="")
+PLAIN = Privacy(redact=False, authors="plain", salt="")
 Comment = dict[str, Any]
 Example = tuple[Any, ...]
 
@@ -512,7 +512,7 @@ def test_whatever_happens_to_a_dump_every_line_is_counted_once(data):
     lines = [line for line in data.split(b"\n") if line.strip()]
     assert comments.num_rows + rejects.counts.total() == len(lines)
     table, elsewhere = normalise(
-        comments, Options(), Privacy(redact="on", authors="hash", salt="s")
+        comments, Options(), Privacy(redact=True, authors="hash", salt="s")
     )
     rows, dropped = build_examples(table, Options())
     assert rows.num_rows + dropped.counts.total() + elsewhere == comments.num_rows
@@ -526,7 +526,7 @@ def test_the_rules_look_at_a_text_as_it_was_written():
         comment("a", None, "u/somebody"),  # 10 characters, redacted 6
         comment("b", "a", "a@b.io " * 18 + "x"),  # 127 characters, redacted 145
     ]
-    rows, _ = examples_of(comments, privacy=Privacy(redact="on", authors="hash", salt="s"))
+    rows, _ = examples_of(comments, privacy=Privacy(redact=True, authors="hash", salt="s"))
     assert [(row["context"], row["response"]) for row in rows] == [
         (["<user>"], "<email> " * 18 + "x")
     ]
@@ -534,7 +534,7 @@ def test_the_rules_look_at_a_text_as_it_was_written():
 
 def test_by_name_or_by_hash_the_examples_are_the_same(sample_comments):
     plain, _ = examples_of(sample_comments)
-    private = Privacy(redact="on", authors="hash", salt="s")
+    private = Privacy(redact=True, authors="hash", salt="s")
     hidden, _ = examples_of(sample_comments, privacy=private)
     assert [row["example_id"] for row in hidden] == [row["example_id"] for row in plain]
     pairs = zip(plain, hidden, strict=True)
@@ -552,10 +552,10 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
 
     monkeypatch.setattr(reddit, "_MIB", 200)
     config = prepare_corpus.Config(
-        corpus="reddit",
+        format="reddit",
         input=(str(sample_files / "reddit_dump"),),
         output=str(tmp_path / "out"),
-        redact="off",
+        redact=False,
         authors="plain",
         reddit=Options(rows_per_shard=50),
     )

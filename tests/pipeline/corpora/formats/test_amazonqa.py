@@ -206,7 +206,7 @@ def test_products_are_split_by_the_md5_of_their_id(prepare, share):
 
 def test_addresses_are_redacted_after_duplicates_are_found(prepare):
     two = [line(answer=f"Ask {name}@example.org about it.") for name in ("ann", "bob")]
-    privacy = Privacy(redact="on", authors="hash", salt="")
+    privacy = Privacy(redact=True, authors="hash", salt="")
     found = prepare(["\n".join(two)], privacy)
     assert [row["response"] for row in found.rows] == ["Ask <email> about it."] * 2
     assert found.dropped == {}

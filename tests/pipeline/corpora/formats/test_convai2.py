@@ -262,7 +262,7 @@ def test_two_files_of_one_name_are_refused_since_ids_come_from_names(actors_in_p
         read(tmp_path / folder, TWO_DIALOGUES)
         files.append(str(tmp_path / folder / "train.txt"))
     config = prepare_corpus.Config(
-        corpus="convai2", input=tuple(files), output=str(tmp_path / "out")
+        format="convai2", input=tuple(files), output=str(tmp_path / "out")
     )
     with pytest.raises(BadInput, match=r"train\.txt"):
         prepare_corpus.run(config)
