@@ -31,6 +31,7 @@ from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import BadInput, parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.sources import External
+from pipeline.training import launch
 from pipeline.training.checkpoints import read_state
 from pipeline.training.launch import read_saved
 from pipeline.training.pretraining import Pretraining
@@ -137,6 +138,15 @@ def checkpoints(output: Path) -> list[Path]:
     return [root / entry["checkpoint_dir_name"] for entry in snapshot["checkpoint_results"]]
 
 
+def last_checkpoint(output: Path) -> Path:
+    """The one from which a run goes on. Where the kill has truncated Ray's list, that is the newest whole
+    one."""
+    if listed := checkpoints(output):
+        return listed[-1]
+    root = Path(f"{output}.partial") / "_checkpoints" / "training"
+    return Path(launch._last_whole([str(path) for path in sorted(root.glob("checkpoint_*"))]))
+
+
 def processes(title: bytes) -> Iterator[int]:
     """Those of this test session's own clusters whose command line has the title."""
     token = f"RAY_AUTH_TOKEN={os.environ['RAY_AUTH_TOKEN']}".encode()
@@ -201,7 +211,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_weights(
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
     assert not output.exists()
-    last = checkpoints(output)[-1]
+    last = last_checkpoint(output)
     resumed_at = read_saved(last).state["step"]
     partial = last.with_name("checkpoint_2100-01-01_00-00-00.000000")
     partial.mkdir()
