@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import CodeType
 
 # Ray, torch and the tokenizers read these once, when they are imported.
 os.environ.pop("RAY_ADDRESS", None)  # never a cluster that others use
@@ -66,18 +67,29 @@ settings.register_profile(
 settings.load_profile("polyrank")
 
 
-# Fixtures that start a Ray, and those that start a job in a process, which starts one too.
-_RAY = {"local_ray", "from_zero", "address", "submit_job", "start_job"}
+# Fixtures that start a Ray, or a job in a process, which starts one.
+_RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make test-fast` leaves out: tests with Ray (`ray`), or with processes (`slow`)."""
+    """Marks what `make test-fast` leaves out: tests with a Ray (`ray`), and those that start other
+    processes, themselves or by a fixture (`slow`)."""
     for item in items:
         if _RAY & set(getattr(item, "fixturenames", ())):
             item.add_marker("ray")
-        function = getattr(item, "function", None)
-        if "subprocess" in getattr(getattr(function, "__code__", None), "co_names", ()):
+        definitions = item._fixtureinfo.name2fixturedefs.values()
+        functions = [item.function, *(each.func for all in definitions for each in all)]
+        if any(starts_processes(getattr(one, "__code__", None)) for one in functions):
             item.add_marker("slow")
+
+
+@functools.cache
+def starts_processes(code: CodeType | None) -> bool:
+    """Whether a function names `subprocess`, or a function inside of it does."""
+    if code is None:
+        return False
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return "subprocess" in code.co_names or any(map(starts_processes, inner))
 
 
 @pytest.fixture
