@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import secrets
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 
 # Ray, torch and the tokenizers read these once, when they are imported.
 os.environ.pop("RAY_ADDRESS", None)  # never a cluster that others use
@@ -79,17 +80,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ray")
         definitions = item._fixtureinfo.name2fixturedefs.values()
         functions = [item.function, *(each.func for all in definitions for each in all)]
-        if any(starts_processes(getattr(one, "__code__", None)) for one in functions):
+        if any(map(starts_processes, functions)):
             item.add_marker("slow")
 
 
 @functools.cache
-def starts_processes(code: CodeType | None) -> bool:
-    """Whether a function names `subprocess`, or a function inside of it does."""
-    if code is None:
-        return False
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return "subprocess" in code.co_names or any(map(starts_processes, inner))
+def starts_processes(function: Callable[..., object]) -> bool:
+    """Whether a function names `subprocess`; or a function inside of it does, or one of its module that it
+    calls."""
+    module = getattr(function, "__globals__", {})
+    waiting, seen = [getattr(inspect.unwrap(function), "__code__", None)], set[CodeType]()
+    while waiting:
+        code = waiting.pop()
+        if code is None or code in seen:
+            continue
+        if "subprocess" in code.co_names:
+            return True
+        seen.add(code)
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        called = [module.get(name) for name in code.co_names]
+        waiting += [
+            f.__code__ for f in called if isinstance(f, FunctionType) and f.__globals__ is module
+        ]
+    return False
 
 
 @pytest.fixture
