@@ -17,10 +17,10 @@ from argparse import ArgumentError
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import jsonargparse
-import yaml
+if TYPE_CHECKING:
+    import jsonargparse
 
 ConfigT = TypeVar("ConfigT")
 
@@ -87,6 +87,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
 
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
+    import jsonargparse  # takes longer than the rest that `import pipeline` loads
+
     positional = getattr(config_class, "POSITIONAL", "")
     if positional and argv and not argv[0].startswith("-"):
         argv = [f"--{positional}", *argv]
@@ -272,6 +274,8 @@ def _given(argv: Sequence[str], unions: Collection[str]) -> dict[str, Any]:
 
 def _mapping(value: str) -> dict[str, Any]:
     """What a YAML file or text holds; empty where that is no mapping."""
+    import yaml
+
     try:
         is_file = Path(value).is_file()
         found = yaml.safe_load(Path(value).read_text(encoding="utf-8") if is_file else value)

@@ -300,7 +300,7 @@ def _response(answer: Answer, milliseconds: float) -> RankResponse:
     explained, explanation = answer.explained, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
-        weights = _rounded(explained.weights_KM)
+        weights = _rounded(explained.weights_CM)
         tokens, attention_MT = explained.attended
         explanation = Explanation(tokens=tokens, vectors=_rounded(attention_MT))
     return RankResponse(

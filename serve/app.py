@@ -25,6 +25,7 @@ from pipeline.artifact import open_artifact
 from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
+from pipeline.registry import REGISTRY
 from serve.api import create_app
 from serve.engine import Engine, open_pools
 from serve.guard import token_hashes
@@ -32,7 +33,6 @@ from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.service import Service
 from serve.versions import (
-    REGISTRY,
     Decider,
     Decision,
     Follower,

@@ -19,11 +19,11 @@ from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.models import explanation, inference
-from pipeline.models.explanation import Attended
+from pipeline.models.explanation import Explained
 from pipeline.models.precision import Precision
-from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.ranker import Ranker
 from pipeline.models.settings import SETTINGS, parse_settings
-from pipeline.resources import best_device
+from pipeline.ranking.ranker import Ranker as LoadedRanker
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import filters, top_rows
@@ -79,13 +79,6 @@ class ToExplain(NamedTuple):
     """[K, D] of the results; those of a pool are read from its files."""
 
 
-class Explained(NamedTuple):
-    """What the context's vectors are made of, and how much each counts in each result's score."""
-
-    attended: Attended
-    weights_KM: Tensor
-
-
 class Engine:
     """Calls may come from any thread; a `Kind` is computed by one at a time."""
 
@@ -105,7 +98,7 @@ class Engine:
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
         self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]
-        self.ranker = _load(self.model, precision)
+        self.ranker = LoadedRanker.load(self.model.uri, precision).module
         gpu = self.ranker.device.type == "cuda"
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
         self.contexts = Kind("contexts", self._encode_contexts, tokens)
@@ -114,7 +107,7 @@ class Engine:
         self.second_stage: SecondStage | None = None
         if second_stage:
             artifact = open_artifact(second_stage, "ranker")
-            ranker = _load(artifact, precision)
+            ranker = LoadedRanker.load(second_stage, precision).module
             ranker.config.require_pairs()
             kind = Kind("second_stage", functools.partial(_score_pairs, ranker), tokens)
             self.second_stage = SecondStage(artifact, ranker, kind)
@@ -155,14 +148,7 @@ class Engine:
 
     def _score(self, asked: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
         """([M, D], [M], candidates [C, D]) → C scores each."""
-        device, found = self.ranker.device, list[list[float]]()
-        with torch.inference_mode():
-            for vectors_MD, mask_M, candidates_CD in asked:
-                scores_1C = self.ranker.dual.scores(
-                    vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device)
-                )
-                found.append(scores_1C[0].tolist())
-        return found
+        return [inference.vector_scores(self.ranker, *one).tolist() for one in asked]
 
     def _search(self, pool: Pool, asked: Sequence[Asked]) -> list[Answered]:
         """Questions without filter share their passes over the pool."""
@@ -191,12 +177,7 @@ class Engine:
 
     def _explain(self, asked: Sequence[ToExplain]) -> list[Explained]:
         return [
-            Explained(
-                explanation.attention_of_row(self.ranker, one.row),
-                explanation.candidate_weights(
-                    self.ranker, one.vectors_MD, one.mask_M, one.candidates()
-                ),
-            )
+            explanation.explain(self.ranker, one.row, one.vectors_MD, one.mask_M, one.candidates())
             for one in asked
         ]
 
@@ -278,13 +259,6 @@ class Engine:
         for answer in self._search(pool, [Asked(*one, 10, None) for one in vectors]):
             if not np.isfinite(answer.scores_K).all():
                 raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
-
-
-def _load(model: Artifact, precision: Precision) -> Ranker:
-    ranker = inference.place(load_ranker(model.local()), best_device(), precision)
-    if ranker.precision == "bf16":
-        inference.to_bf16(ranker)
-    return ranker
 
 
 def _score_pairs(

@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeline import storage
+from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, digest
 from pipeline.retrieval.pools.pool import CURRENT, KIND
 from serve.engine import Engine, require_search
 
-REGISTRY = "models:/"
 _SILENT_POLLS = 5  # a replica that has not asked for so long is gone
 _LEASE_S = 90.0  # an old version is given back when the longest request has ended
 
@@ -82,27 +81,11 @@ def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, li
     A pool whose CURRENT version another model embedded, or which cannot be read or is `refused` (its URI),
     is served in its newest version that this model embedded. Raises BadInput where there is none.
     """
-    model = read_artifact(_model_uri(targets.model), "ranker")
+    model = read_artifact(registry.model_uri(targets.model), "ranker")
     require_search(model, targets.pools)
     problems: list[str] = []
     pools = tuple(_version(uri, model, refused, problems) for uri in targets.pools)
     return Versions(model.uri, model.fingerprint, pools), problems
-
-
-def _model_uri(target: str) -> str:
-    """The alias' model of now."""
-    if not target.startswith(REGISTRY):
-        return target
-    name, _, alias = target.removeprefix(REGISTRY).partition("@")
-    if not alias:
-        raise BadInput(f"model: {target!r} is not allowed; allowed: models:/name@alias, or a URI")
-    import mlflow  # a second and a half
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return str(mlflow.MlflowClient().get_model_version_by_alias(name, alias).source)
-    except MlflowException as error:
-        raise BadInput(f"model: {target}: {str(error).splitlines()[0]}") from None
 
 
 def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[str]) -> str:

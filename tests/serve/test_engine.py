@@ -50,10 +50,10 @@ def test_candidates_are_ranked_by_the_models_scores(tiny_ranker, asking, archite
     ranked = asking(model).rank(CONTEXT, TEXTS, top_k=10)
     scores = own_scores(model.uri, CONTEXT, TEXTS)
     assert len(set(scores)) == len(TEXTS)
-    assert [one.place for one in ranked] == np.argsort(scores)[::-1].tolist()
+    assert [one.index for one in ranked] == np.argsort(scores)[::-1].tolist()
     assert [one.score for one in ranked] == pytest.approx(sorted(scores, reverse=True), rel=1e-4)
     assert [(one.text, one.id) for one in ranked] == [
-        (TEXTS[r.place], str(r.place)) for r in ranked
+        (TEXTS[r.index], str(r.index)) for r in ranked
     ]
 
 
@@ -84,7 +84,7 @@ def test_equal_texts_score_alike_and_keep_the_order_given(
     ranked = asking(tiny_ranker(architecture), precision=precision).rank(CONTEXT, texts, top_k=18)
     same = [one for one in ranked if one.text == "the same"]
     assert len({one.score for one in same}) == 1
-    assert [one.place for one in same] == list(range(0, 18, 2))
+    assert [one.index for one in same] == list(range(0, 18, 2))
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "convert"])
@@ -95,7 +95,7 @@ def test_a_pool_is_ranked_as_its_texts_would_be(tiny_ranker, tiny_pool, asking, 
     for top_k in (3, len(texts) + 5):
         found = engine.rank_pool(CONTEXT, "replies", top_k)
         given = engine.rank(CONTEXT, texts, top_k)
-        assert [(one.place, one.text) for one in found] == [(one.place, one.text) for one in given]
+        assert [(one.index, one.text) for one in found] == [(one.index, one.text) for one in given]
         assert [one.score for one in found] == pytest.approx(
             [one.score for one in given], rel=1e-5, abs=1e-6
         )
