@@ -305,7 +305,9 @@ def _response(answer: Answer, milliseconds: float) -> RankResponse:
         explanation = Explanation(tokens=tokens, vectors=_rounded(attention_MT))
     return RankResponse(
         results=[
-            Result(id=one.id, text=one.text, score=one.score, columns=one.columns, weights=some)
+            Result(
+                id=one.id, text=one.text, score=one.score, columns=dict(one.columns), weights=some
+            )
             for one, some in zip(answer.results, weights, strict=True)
         ],
         certified=answer.certified,

@@ -180,9 +180,9 @@ class Ranker:
 
         >>> ranker = Ranker.load("rankers/poly")
         >>> context = ["hi !", "do you like hot tea ?"]
-        >>> ranking = ranker.rank(context, ["i like tea", "it rains", "12 + 30 = 42"], top_k=2)
+        >>> ranking = ranker.rank(context, ["it rains", "i like tea", "no"], top_k=2)
         >>> [(result.index, result.text, round(result.score, 2)) for result in ranking]
-        [(0, 'i like tea', 0.0), (1, 'it rains', 0.0)]
+        [(1, 'i like tea', 5.74), (2, 'no', 5.01)]
         >>> ranker.rank("tea ?", {"r1": "it rains", "r2": "tea , please"})[0].id
         'r2'
         >>> ranker.rank("tea ?", [])
@@ -289,8 +289,8 @@ class Ranker:
         >>> explanation = Ranker.load("rankers/poly").explain("hot tea ?", ["i like tea", "it rains"])
         >>> explanation.weights.shape, explanation.weights.sum(axis=1).round(3).tolist()
         ((2, 3), [1.0, 1.0])
-        >>> "".join(explanation.tokens)
-        '[CLS]hot tea ?[SEP]'
+        >>> len(explanation.tokens), explanation.tokens[0], explanation.tokens[-1].strip()
+        (11, '[CLS]', '[SEP]')
         >>> explanation.attention.shape, explanation.token_weights.shape
         ((3, 11), (2, 11))
         """
