@@ -78,6 +78,10 @@ def in_windows(
     Of the next ones another thread makes the rows meanwhile.
     """
     windows = [given[at : at + _WINDOW] for at in range(0, len(given), _WINDOW)]
+    if len(windows) == 1:
+        rows = rows_of(given)
+        yield rows, vectors_of(rows)
+        return
     with ThreadPoolExecutor(1) as ahead:
         waiting = [ahead.submit(rows_of, window) for window in windows[:1]]
         for number in range(len(windows)):
