@@ -33,7 +33,10 @@ _NO_ANSWER = (OSError, RuntimeError)  # what the client raises where nobody answ
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Submits a command at the times of a cron line until it is told to stop (SIGTERM, Ctrl-C)."""
+    """Submits a command to a Ray cluster at the times of a cron line.
+
+    It goes on until it is told to stop (SIGTERM, Ctrl-C).
+    """
 
     cron: str
     """Minute, hour, day of the month, month, day of the week: "0 3 * * *" is every night at 3."""

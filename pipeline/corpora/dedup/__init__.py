@@ -52,8 +52,8 @@ def clean(
         files,
         options,
         contaminated=index is not None,
-        exact_buckets=-(-exact_bytes // _BUCKET_BYTES) if options.exact == "on" else 0,
-        near_buckets=-(-near_bytes // _BUCKET_BYTES) if options.near == "on" else 0,
+        exact_buckets=-(-exact_bytes // _BUCKET_BYTES) if options.exact else 0,
+        near_buckets=-(-near_bytes // _BUCKET_BYTES) if options.near else 0,
     )
     records = decontaminate.drop(draft, plan, index, sharing) if index else []
     records += exact.drop(draft, plan) if plan.exact_buckets else []
