@@ -45,7 +45,9 @@ class Config:
     """Which part of it."""
     protocol: protocols.Name = "convai2"
     """Whose source, candidates and recall_at hold where they are not set: convai2: given, 20; dstc7:
-    given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100."""
+    given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100; labels: sampled, all
+    that the split has. Pairs of your own: polyai. Texts and their labels: labels, where R@1 is the
+    accuracy."""
     source: Source | Literal["protocol"] = "protocol"
     """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
     responses of a block of C random examples; others: the response among the corpus' others/."""
@@ -161,7 +163,7 @@ def run(config: Config) -> program.Summary:
     notes = [f"{len(asked):,} of the {len(asked) + sum(asked.left_out.values()):,} examples of "
              f"{config.split}/ are asked{_reasons(asked.left_out)}"]  # fmt: skip
     notes.append(f"models compute in {precision}")
-    if rules.candidates < wanted:
+    if rules.candidates < wanted != protocols.ALL:
         notes.append(
             f"{rules.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
         )
