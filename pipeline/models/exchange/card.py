@@ -36,9 +36,9 @@ print(texts[scores.argmax()], scores)
 ```
 """
 _ONNX = """\
-`model.onnx` takes `ids`, int64 [texts, tokens]. `vocabulary.json` makes them; rows are padded with the pad id.
-It gives `context` and `candidate`, float32 encodings of length 1, and `sentence` for other tasks. A score is
-the dot product of one text's `context` and the other's `candidate`.
+`model.onnx` takes `ids`, int64 [texts, tokens], which `vocabulary.json` makes; rows end in the pad id. It
+gives `context` and `candidate`, float32 encodings of length 1, and `sentence` for other tasks. A score is the
+dot product of one text's `context` and the other's `candidate`.
 
 ```python
 import onnxruntime
