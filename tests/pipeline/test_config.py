@@ -129,9 +129,10 @@ def test_an_unknown_key_in_the_file_is_refused_with_the_file_and_the_nearest_one
 
 def test_a_second_name_is_the_same_option_on_the_command_line(yaml):
     class Named(Config):
-        ALIASES = MappingProxyType({"corpus": "mode"})
+        ALIASES = MappingProxyType({"corpus": "mode", "outer": "inner"})
 
     assert parse(Named, ["--input", "a", "--corpus=slow"], "test").mode == "slow"
+    assert parse(Named, ["--input", "a", "--outer.ks", "2", "3"], "test").inner.ks == (2, 3)
     with pytest.raises(BadInput, match="corpus: unknown option"):
         parse(Named, ["--input", "a", "--config", str(yaml("corpus: slow"))], "test")
 
