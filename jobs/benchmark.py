@@ -31,7 +31,7 @@ class Config:
     ]  # fmt: skip
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
-    """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
+    """`small`: minutes. `full`: what BENCHMARKS.md compares with the targets; for paper the recipes of
     jobs/configs/finetune that are meant."""
     kills: int = 20
     """For corpora and embed: how often the job is killed before its rows are compared; 0: never."""
@@ -166,7 +166,7 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import corpora
 
         rows = corpora.measure(config.size, work, config.kills)
-    measure.report(rows, config.json)
+    measure.report(rows, config.json, measure.source(config.size))
     figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
     return {"rows": figures, "machine": measure.environment()}
 

@@ -130,7 +130,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     if isinstance(out, Artifact):
         make_current(config.pools, config.name, job.version)
         return out, True
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         prepared, previous = _plan(config, job, out)
         if previous and _is_same(config, job, prepared, previous):
             storage.delete(out.staging)
@@ -250,7 +250,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
     out = draft(uri, KIND, config, job.inputs)
     assert isinstance(out, Draft)
     try:
-        with cluster.session():
+        with cluster.session(for_tasks=True):
             prepared, previous = _plan(config, job, out)
     finally:
         storage.delete(out.staging)

@@ -19,6 +19,7 @@ from pipeline.evaluation import none, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import Source, questions
 from pipeline.evaluation.results import Measurement, Result, compare_all
+from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.settings import RankerConfig
 from pipeline.resources import best_device, precision_of_tasks
@@ -60,6 +61,9 @@ class Config:
     """At most so many, drawn at random."""
     baselines: bool = True
     """Rows for chance, TF-IDF and BM25 (weights from the train split)."""
+    mapped: str = ""
+    """A frozen encoder, any that jobs.classify_intents takes, for two more baselines: the cosine of its
+    vectors (sim), and the same with a linear map that 10,000 examples of the train split train (map)."""
     none: Literal["ranked", "threshold"] = "ranked"
     """DSTC7's sub-task 4, the score of NONE. ranked: the model's own, as for any candidate; threshold:
     the one that gives the highest R@1 on the valid split."""
@@ -88,6 +92,9 @@ class Config:
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         require(not self.together or len(self.model) > 1, "together", True,
                 "false for one model alone")  # fmt: skip
+        require(
+            self.baselines or not self.mapped, "mapped", self.mapped, "none, with --baselines false"
+        )
         require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
 
     def rules(self) -> Protocol:
@@ -105,6 +112,9 @@ def run(config: Config) -> program.Summary:
     artifacts = [open_artifact(uri, "ranker") for uri in config.model]
     known = [model.fingerprint for model in artifacts]
     require(len(set(known)) == len(known), "model", config.model, "each model once")
+    encoder = sources.open_text_encoder(config.mapped) if config.mapped else None
+    require(encoder is None or corpus.rows("train/") > 0, "mapped", config.mapped, "none, with a corpus "
+            "that has no train split")  # fmt: skip
     measure = measurement(config, corpus)
 
     from pipeline import tracking
@@ -127,6 +137,8 @@ def run(config: Config) -> program.Summary:
             measure.of("tf-idf", lambda: TfIdf.fit(known)),
             measure.of("bm25", lambda: BM25.fit(known)),
         ]
+    if encoder is not None:
+        found += _mapped(encoder[0], corpus, measure, config)
     here = config.resources == HERE
     with nullcontext() if here else cluster.session():
         precision = _precision(config)
@@ -157,6 +169,7 @@ def run(config: Config) -> program.Summary:
         "left_out": dict(asked.left_out),
         "precision": precision,
         "models": {model.uri: model.fingerprint for model, _ in models.values()},
+        "mapped": encoder[1] if encoder else None,
         "skipped": skipped,
         **report.as_json(found, comparisons),
     }
@@ -207,6 +220,26 @@ def measurement(config: Config, corpus: Artifact) -> Measurement:
         none.require_none(asked, "--none threshold")
         calibration = questions(corpus, "valid", *draw)
     return Measurement(asked, rules, calibration, config.latency_queries, config.seed)
+
+
+def _mapped(
+    source: sources.Source, corpus: Artifact, measure: Measurement, config: Config
+) -> list[Result]:
+    """PolyAI's two baselines on a frozen encoder, in this process."""
+    from pipeline.classification import encoder as text_encoder
+    from pipeline.classification.settings import EncodeConfig
+    from pipeline.evaluation import mapped
+
+    settings = EncodeConfig(precision=config.precision)
+    encoder = text_encoder.load(source.local(), settings, best_device())
+    contexts, responses = mapped.train_pairs(corpus, config.seed)
+    vectors = [mapped.unit_vectors(encoder, texts) for texts in (contexts, responses)]
+    map_DD = mapped.fit_map(*vectors, seed=config.seed)
+    name = storage.name_of(config.mapped)
+    return [
+        measure.of(f"sim {name}", lambda: mapped.Mapped(encoder)),
+        measure.of(f"map {name}", lambda: mapped.Mapped(encoder, map_DD)),
+    ]
 
 
 def _precision(config: Config) -> Resolved:

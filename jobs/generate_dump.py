@@ -28,7 +28,7 @@ def run(config: Config) -> program.Summary:
     options = dump_generator.Options(
         **{name: getattr(config, name) for name in dump_generator.Options.__dataclass_fields__}
     )
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         written = dump_generator.generate(options, folder)
     files = storage.list_files(folder)
     return {

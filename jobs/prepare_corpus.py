@@ -119,7 +119,7 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
 
-    with cluster.session(), tracking.start("prepare_corpus", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("prepare_corpus", out) as tracked:
         privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
         options = getattr(config, config.format, None)
         records = FORMATS[config.format](out, files, options, config.reading, privacy)

@@ -44,6 +44,12 @@ class Metrics:
             tag_keys=("model", "pool", "version", "certified"),
         )
 
+        self._missing = metrics.Counter(
+            "polyrank_missing_shards_total",
+            description="Times that a shard of a pool did not answer in time.",
+            tag_keys=("pool", "shard"),
+        )
+
     def batch(self, batch: Batch) -> None:
         """A batch was computed."""
         tags = {"stage": batch.kind}
@@ -57,3 +63,5 @@ class Metrics:
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
+        for shard in answer.missing_shards:
+            self._missing.inc(1, {"pool": answer.pool, "shard": str(shard)})

@@ -18,22 +18,22 @@ TEXTS = ["Hello there!", "a cat", "trains and boats", "the sea in winter", "Why?
 
 
 @pytest.fixture
-def pool(run_job, tiny_ranker, actors_in_process, tmp_path) -> str:
+def pool(run_job_here, tiny_ranker, actors_in_process, tmp_path) -> str:
     """The texts in shards of two, with the ids t0 to t5."""
     rows = [json.dumps({"id": f"t{n}", "text": text}) + "\n" for n, text in enumerate(TEXTS)]
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(rows))
-    return run_job(
+    return run_job_here(
         "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", file,
         "--pools", tmp_path, "--name", "p", "--embed.rows-per-shard", 2
     ).summary["pool"]  # fmt: skip
 
 
 @pytest.fixture
-def search(run_job, tiny_ranker, pool):
+def search(run_job_here, tiny_ranker, pool):
     def run(*options: object, model: str = "", pool: str = pool):
         model = model or tiny_ranker("poly").uri
-        return run_job("search", "--pool", pool, "--model", model, *options)
+        return run_job_here("search", "--pool", pool, "--model", model, *options)
 
     return run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +16,7 @@ import torch
 from jobs import prepare_corpus
 from pipeline.artifact import draft, open_artifact
 from pipeline.corpora import file_tasks, raw
-from pipeline.corpora.schema import EXAMPLE, split_of
+from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
 from pipeline.models import inference, losses, ranker, settings
 from pipeline.models.biencoder import BiEncoder
 from pipeline.models.ranker import load_ranker
@@ -42,7 +41,7 @@ def test_the_files_that_contributing_names_are_there_and_three_at_most():
         assert all((ROOT / file).exists() for file in files), name
 
 
-def test_a_corpus_format(tmp_path, monkeypatch):
+def test_a_corpus_format(tmp_path, monkeypatch, actors_in_process):
     """Lines `question = answer`."""
 
     def rows(uri, reading, account):
@@ -55,18 +54,13 @@ def test_a_corpus_format(tmp_path, monkeypatch):
             yield {
                 "example_id": f"line-{at}", "group_id": question, "context": [question],
                 "response": answer, "candidates": None, "label": None, "source": "equations",
-                "split": split_of("all", question),
+                "split": split_by_name_or_group("all", question),
             }  # fmt: skip
 
     def prepare(draft, files, options, reading, privacy):
         return file_tasks.prepare(draft, files, rows, EXAMPLE, reading, privacy, "equations")
 
-    def run_tasks(draft, tasks, work, label, kind):
-        return [work(draft, name, tasks[name]) for name in tasks]
-
     monkeypatch.setitem(prepare_corpus.FORMATS, "equations", prepare)
-    monkeypatch.setattr(file_tasks.shards, "run_tasks", run_tasks)
-    monkeypatch.setattr(prepare_corpus.cluster, "session", nullcontext)
     lines = [f"what is {n} ? = {n}" for n in range(300)]
     (tmp_path / "sums.txt").write_text("\n".join([*lines, "what ?"]) + "\n")
     done = prepare_corpus.run(

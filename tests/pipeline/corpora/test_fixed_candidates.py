@@ -25,13 +25,9 @@ class Config:
 
 
 @pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draft:
+def out(tmp_path: Path, actors_in_process: list[str]) -> Draft:
     """A draft whose tasks run in this process."""
 
-    def run_tasks(draft, tasks, work, label, kind):
-        return [work(draft, name, argument) for name, argument in tasks.items()]
-
-    monkeypatch.setattr(fixed_candidates.shards, "run_tasks", run_tasks)
     found = draft(str(tmp_path / "out"), "corpus", Config(), {})
     assert isinstance(found, Draft)
     return found

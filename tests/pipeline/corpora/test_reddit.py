@@ -546,7 +546,7 @@ def test_by_name_or_by_hash_the_examples_are_the_same(sample_comments):
 
 
 def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
-    local_ray, sample_files, sample_comments, tmp_path, monkeypatch
+    actors_in_process, sample_files, sample_comments, tmp_path, monkeypatch
 ):
     from jobs import prepare_corpus
 
@@ -576,7 +576,7 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
 
 @pytest.mark.shared
 def test_on_all_real_months_together_parents_in_other_months_are_found(
-    local_ray, shared, run_job, tmp_path
+    shared, run_job_here, tmp_path
 ):
     files = sorted((shared / "data" / "reddit_dump").glob("RC_*"))
     months = [
@@ -585,7 +585,7 @@ def test_on_all_real_months_together_parents_in_other_months_are_found(
     together = oracle([comment for month in months for comment in month])
     assert len(files) == 4
     assert together.total() > sum(oracle(month).total() for month in months)
-    run_job(
+    run_job_here(
         "prepare_corpus", "--corpus", "reddit", "--input", *files, "--output", tmp_path / "out",
         "--redact", "off", "--authors", "plain"
     )  # fmt: skip

@@ -222,7 +222,7 @@ def test_options_outside_their_range_are_refused(option, value):
 
 
 @pytest.mark.shared
-def test_the_real_files_give_what_a_reading_by_hand_gives(run_job, shared, tmp_path):
+def test_the_real_files_give_what_a_reading_by_hand_gives(run_job_here, shared, tmp_path):
     folder = shared / "data" / "amazonqa"
     products: dict[tuple[str, str], list[str]] = {}
     for file in sorted(folder.glob("qa_*.json.gz")):
@@ -231,7 +231,7 @@ def test_the_real_files_give_what_a_reading_by_hand_gives(run_job, shared, tmp_p
                 texts = (record["question"], record["answer"])
                 if all(4 <= len(text.split(" ")) <= 59 for text in texts):
                     products.setdefault(texts, []).append(record["asin"])
-    summary = run_job(
+    summary = run_job_here(
         "prepare_corpus", "--corpus", "amazonqa", "--input", folder, "--output", tmp_path / "out",
         "--redact", "off"
     ).summary  # fmt: skip

@@ -253,7 +253,7 @@ def test_every_line_of_any_text_is_an_example_or_counted(tmp_path_factory, lines
     assert len({row["example_id"] for row in rows}) == len(rows)
 
 
-def test_two_files_of_one_name_are_refused_since_ids_come_from_names(local_ray, tmp_path):
+def test_two_files_of_one_name_are_refused_since_ids_come_from_names(actors_in_process, tmp_path):
     from jobs import prepare_corpus
 
     files = []

@@ -236,10 +236,10 @@ def test_lines_without_a_text_or_an_intent_are_counted(prepare):
     ],
 )
 def test_the_real_sets_are_read_to_the_last_text(
-    run_job, shared, tmp_path, corpus, counts, intents_there
+    run_job_here, shared, tmp_path, corpus, counts, intents_there
 ):
     folder = shared / "data" / "intent" / corpus
-    summary = run_job(
+    summary = run_job_here(
         "prepare_corpus", "--corpus", corpus, "--input", folder, "--output", tmp_path / "out",
         "--redact", "off"
     ).summary  # fmt: skip
