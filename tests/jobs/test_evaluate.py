@@ -211,9 +211,9 @@ def test_a_protocol_sets_what_is_not_set_by_hand(evaluate):
         assert (found.source, found.candidates, list(found.recall_at)) == (
             source, candidates, recall_at
         )  # fmt: skip
-    by_hand = {"source": "sampled", "candidates": 7, "recall_at": (3,)}
+    by_hand = {"source": "sampled", "candidates_per_question": 7, "recall_at": (3,)}
     found = evaluate_job.Config(protocol="dstc7", **by_hand, **required).rules()
-    assert vars(found) == by_hand
+    assert (found.source, found.candidates, found.recall_at) == tuple(by_hand.values())
 
 
 def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_process, tmp_path):
@@ -421,7 +421,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--split", "train"),
          "no candidates; allowed: a corpus that gives them, or --protocol polyai"),
         (("--candidates", "10"), "20 candidates; allowed: --candidates 10"),
-        (("--candidates", "1"), "candidates: 1 is not allowed; allowed: >= 2"),
+        (("--candidates", "1"), "candidates_per_question: 1 is not allowed; allowed: >= 2"),
         (("--source", "sampled", "--candidates", "100000"), "different responses in valid/"),
         (("--split", "test"), "the corpus has no examples in test/"),
         (("--recall-at", "0"), "recall_at: (0,) is not allowed"),
