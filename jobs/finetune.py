@@ -86,8 +86,8 @@ def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
     """Raises BadInput for a tokenizer alone, unless the architecture starts from one."""
     if reference.get("kind") == "tokenizer" and not config.ranker.starts_from_tokenizer:
         raise BadInput(f"--encoder {config.encoder}: is a tokenizer; allowed: an encoder (of jobs.pretrain, "
-                       "a transformers directory or a hub id), or --ranker.architecture convert, which starts "
-                       "from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
+                       "a transformers directory or a hub id), or --ranker.architecture convert, which "
+                       "starts from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
 
 
 def _say(asked: int, left_out: Mapping[str, int]) -> None:
