@@ -20,7 +20,8 @@ class Config:
 
     Read are a ranker (of jobs.finetune), a directory of sentence-transformers (a bi-encoder, or a
     CrossEncoder) and one of ParlAI with a poly-encoder (model, model.opt, model.dict,
-    model.dict.codecs); which one it is, its files say. The new model has the same vectors and scores.
+    model.dict.codecs); which one it is, its files say. In float32 the new model has the same vectors and
+    scores; the README.md in its folder says how to use it.
     """
 
     model: str
@@ -47,7 +48,7 @@ def run(config: Config) -> program.Summary:
     folder, source = _open(config.model)
 
     from pipeline import tracking
-    from pipeline.models.exchange import from_anywhere, to_onnx, to_sentence_transformers
+    from pipeline.models.exchange import card, from_anywhere, to_onnx, to_sentence_transformers
 
     kind = "ranker" if config.to == "polyrank" else config.to
     with tempfile.TemporaryDirectory() as made:
@@ -60,6 +61,7 @@ def run(config: Config) -> program.Summary:
             to_onnx.export(ranker, Path(made))
         else:
             to_sentence_transformers.export(ranker, Path(made))
+        (Path(made) / card.CARD).write_text(card.card(ranker, kind, config.model), encoding="utf-8")
         # What cannot be converted has been refused by now and leaves no draft.
         out = draft(config.output, kind, config, {"model": source})
         if isinstance(out, Artifact):

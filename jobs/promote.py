@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from jobs import program
 from pipeline import storage
@@ -24,12 +25,13 @@ class Config:
     back.
     """
 
+    ALIASES = MappingProxyType({"model": "registered_model"})
     pools: str = ""
     """Folder of all pools; with `--name`."""
     name: str = ""
     """The pool's name."""
-    model: str = ""
-    """Name of a registered model in MLflow, instead of a pool."""
+    registered_model: str = ""
+    """Name of a registered model in MLflow, instead of a pool; `--model` means the same."""
     version: str = _PREVIOUS
     """Of a pool: such as v-0123456789ab; of a model: a number, or one of its aliases. `previous`: of a
     pool the newest version made before the CURRENT one."""
@@ -37,12 +39,13 @@ class Config:
     """Of a model: the alias that moves; `previous` then names the version that it leaves."""
 
     def __post_init__(self) -> None:
-        require(bool(self.pools and self.name) != bool(self.model), "pools and name, model",
-                (self.pools, self.name, self.model), "either a pool or a model")  # fmt: skip
+        given = (self.pools, self.name, self.registered_model)
+        require(bool(self.pools and self.name) != bool(self.registered_model),
+                "pools and name, registered_model", given, "either a pool or a model")  # fmt: skip
 
 
 def run(config: Config) -> program.Summary:
-    return _model(config) if config.model else _pool(config)
+    return _model(config) if config.registered_model else _pool(config)
 
 
 def _pool(config: Config) -> program.Summary:
@@ -75,8 +78,13 @@ def _version_before(config: Config, current: str) -> str:
 def _model(config: Config) -> program.Summary:
     from pipeline import tracking
 
-    before, version = tracking.move_alias(config.model, config.alias, config.version)
-    return {"model": config.model, "alias": config.alias, "version": version, "before": before}
+    before, version = tracking.move_alias(config.registered_model, config.alias, config.version)
+    return {
+        "model": config.registered_model,
+        "alias": config.alias,
+        "version": version,
+        "before": before,
+    }
 
 
 if __name__ == "__main__":

@@ -355,7 +355,8 @@ def _normalise(
             continue
         name, equals, value = argument.partition("=")
         name = name[2:].replace("-", "_")
-        name = f"--{aliases.get(name, name)}"
+        group, dot, rest = name.partition(".")
+        name = f"--{aliases.get(group, group)}{dot}{rest}"
         hint = fields.get(name[2:])
         values = [value] if equals else []
         if not equals:

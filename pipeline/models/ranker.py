@@ -51,6 +51,12 @@ OnEncoder = DualEncoder | CrossEncoder
 Network = OnEncoder | ConvertNetwork
 RankerOnEncoder = BiConfig | PolyConfig | CrossConfig
 
+NETWORKS: dict[type[DualConfig], type[DualEncoder]] = {
+    BiConfig: BiEncoder,
+    PolyConfig: PolyEncoder,
+}
+"""The network of each architecture with two towers, by its settings."""
+
 _HEAD = "head.safetensors"
 _CONTEXTS, _CANDIDATES = "context_encoder", "candidate_encoder"  # folders of the towers
 _ONLY = "encoder"  # folder of a cross-encoder's tower
@@ -210,11 +216,7 @@ def new_network(
     if other.width != encoder.width:
         raise BadInput(f"the candidates' encoder has {other.width} dimensions, the contexts' "
                        f"{encoder.width}; allowed: as many")  # fmt: skip
-    match config:
-        case BiConfig():
-            return BiEncoder(encoder, other, config)
-        case PolyConfig():
-            return PolyEncoder(encoder, other, config)
+    return NETWORKS[type(config)](encoder, other, config)
 
 
 def _has_two_towers(config: RankerConfig) -> bool:

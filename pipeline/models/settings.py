@@ -56,6 +56,11 @@ class ScorerConfig:
         return self.vectors_per_context > 0
 
     @property
+    def starts_from_tokenizer(self) -> bool:
+        """Whether a tokenizer is enough to start from; the others start from an encoder."""
+        return False
+
+    @property
     def search_attention(self) -> SearchAttention:
         """How the search of a pool weighs a context's vectors.
 
@@ -265,6 +270,10 @@ class ConvertConfig(ScorerConfig):
         for name in ("position_tables", "windows", "hidden"):
             value = getattr(self, name)
             require(len(value) > 0 and min(value) >= 1, f"ranker.{name}", value, "numbers >= 1")
+
+    @property
+    def starts_from_tokenizer(self) -> bool:
+        return True
 
     @property
     def longest_text(self) -> int:
