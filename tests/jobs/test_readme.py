@@ -51,11 +51,11 @@ def home(tmp_path: Path, tiny_ranker, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_own_data_in_six_lines(home: Path, run_job, actors_in_process):
+def test_own_data_in_six_lines(home: Path, run_job_here):
     *jobs, serving, asking = lines()
     assert [words[:2] for words in jobs] == [["polyrank", verb] for verb in SMALL]
     for _, verb, *argv in jobs:
-        done = run_job(verb, *argv, *SMALL[verb])
+        done = run_job_here(verb, *argv, *SMALL[verb])
         assert done.code == 0, (verb, done.stderr[-2000:])
     assert (home / "mine" / "ranker" / "ranker.json").is_file()
     assert serving[:3] == ["serve", "run", "serve.app:build"]
