@@ -8,7 +8,8 @@ weights.safetensors    the tables' levels, uint8, and their ranges; all other we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor
 from pipeline.config import BadInput
 from pipeline.models.convert.network import ConvertNetwork
 from pipeline.models.convert.quantisation import Table, dequantised
-from pipeline.models.convert.tokenizer import ConvertTokenizer, load_vocabulary
+from pipeline.models.convert.start import rarity, start_from_shared_words
+from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.settings import ConvertConfig
 
 WEIGHTS = "weights.safetensors"
+COUNTS = "counts.json"
 _LEVELS, _RANGE = "levels", "range"
 _SUBWORDS = "tokens.subwords."
 
@@ -36,6 +39,8 @@ def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenize
     tokenizer = load_tokenizer(config, folder)
     torch.manual_seed(seed)
     network = ConvertNetwork(config, len(tokenizer))
+    if config.start == "shared_words":
+        start_from_shared_words(network, _rarity(folder, tokenizer))
     if (folder / WEIGHTS).exists():
         weights = _trainable(_read(folder), _tables(network))
         own = network.state_dict()
@@ -89,6 +94,31 @@ def load_tokenizer(config: ConvertConfig, folder: Path) -> ConvertTokenizer:
     return ConvertTokenizer(
         vocabulary, config.buckets, config.earlier_turns, config.number_earlier_turns
     )
+
+
+def save_counts(holding: Sequence[int], texts: int, folder: Path) -> None:
+    """How many of so many texts hold each subword, in the order of the ids."""
+    counts = {"texts": texts, "holding": list(holding)}
+    (folder / COUNTS).write_text(json.dumps(counts, separators=(",", ":")))
+
+
+def _rarity(folder: Path, tokenizer: ConvertTokenizer) -> Tensor | None:
+    """Of the subwords, by what `save_counts` wrote; None where it did not.
+
+    Raises BadInput for counts of another vocabulary.
+    """
+    path = folder / COUNTS
+    if not path.exists():
+        return None
+    try:
+        counts = json.loads(path.read_text())
+        holding_V, texts = torch.tensor(counts["holding"]), int(counts["texts"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInput(f"{path}: no counts of subwords ({error})") from None
+    if holding_V.shape != (len(tokenizer.vocabulary),):
+        raise BadInput(f"{path}: {len(holding_V)} counts; allowed: {len(tokenizer.vocabulary)}, one for "
+                       f"each subword of {VOCABULARY}")  # fmt: skip
+    return rarity(holding_V, texts)
 
 
 def _tables(network: ConvertNetwork) -> dict[str, Table]:
