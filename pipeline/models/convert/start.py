@@ -85,7 +85,7 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
 
 
 def _directions(width: int) -> tuple[Tensor, Tensor]:
-    """Two orthogonal directions of length 1 and mean 0: a layer norm, which subtracts the mean, keeps them."""
+    """Two orthogonal directions of length 1 and mean 0, which layer norms keep."""
     drawn_D2 = torch.randn(width, 2)
     q_D2, _ = torch.linalg.qr(drawn_D2 - drawn_D2.mean(dim=0))
     return q_D2[:, 0], q_D2[:, 1]
