@@ -104,6 +104,19 @@ class Ranker(nn.Module):
                            f"{self.config.architecture!r}")  # fmt: skip
         self.config = self.network.config = replace(self.config, dimensions=dimensions)
 
+    def quantise(self) -> None:
+        """Gives the blocks of a ConveRT model linear layers of 8 bits, for inference.
+
+        Raises BadInput for other models, and for one that keeps float32.
+        """
+        config, network = self.config, self.network
+        convertible = isinstance(config, ConvertConfig) and isinstance(network, ConvertNetwork)
+        if not (convertible and config.quantised):
+            raise BadInput("int8: true is not allowed; allowed: false, but for architecture 'convert' with "
+                           "ranker.quantised true")  # fmt: skip
+        self.config = network.config = replace(config, block_weights="int8")
+        convert.quantise_blocks(network.blocks)
+
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device

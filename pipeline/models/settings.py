@@ -248,6 +248,9 @@ class ConvertConfig(ScorerConfig):
     quantised: bool = True
     """Embeddings of 8 bits, in training too, and 16 bits for all other weights that are saved; false:
     float32."""
+    block_weights: Literal["float16", "int8"] = "float16"
+    """Of the blocks' linear layers in a saved model, where it is quantised. int8: with a scale for each
+    output; CPUs multiply them with inputs of 8 bits."""
     range_every_steps: int = 100
     """Training sets the range of 8-bit tables so often."""
 
@@ -274,6 +277,11 @@ class ConvertConfig(ScorerConfig):
     @property
     def starts_from_tokenizer(self) -> bool:
         return True
+
+    @property
+    def saves_int8(self) -> bool:
+        """Whether a saved model has blocks of 8 bits."""
+        return self.quantised and self.block_weights == "int8"
 
     @property
     def longest_text(self) -> int:
