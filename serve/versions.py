@@ -8,6 +8,7 @@ within `poll_s`. What one replica refuses is not taken, and reported; the old ve
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -96,6 +97,9 @@ def _model_uri(target: str) -> str:
     name, _, alias = target.removeprefix(REGISTRY).partition("@")
     if not alias:
         raise BadInput(f"model: {target!r} is not allowed; allowed: models:/name@alias, or a URI")
+    # MLflow's client would try for minutes while replicas wait for the decider; the next poll tries again.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     import mlflow  # a second and a half
     from mlflow.exceptions import MlflowException
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import socket
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -183,6 +184,22 @@ def test_texts_are_not_logged(client, caplog):
     assert client.post("/rank", json=asked).status_code == 200
     assert "/rank 200" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_full_disk_for_logs_costs_no_answer(client, caplog, capsys):
+    """Linux' /dev/full says of every write that no space is left."""
+    access = logging.getLogger("polyrank.serve.access")
+    full = logging.FileHandler("/dev/full")
+    access.addHandler(full)
+    try:
+        with caplog.at_level("INFO", access.name):
+            assert client.post("/rank", json=GOOD).status_code == 200
+            assert client.post("/rank", content=b"{").status_code == 415
+    finally:
+        access.removeHandler(full)
+        with suppress(OSError):
+            full.close()
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_a_slash_at_the_end_is_another_route(client):
