@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
 from ray.serve import metrics
 
 from serve.scheduling import Batch
@@ -44,6 +48,21 @@ class Metrics:
             tag_keys=("model", "pool", "version", "certified"),
         )
 
+        self._candidates = metrics.Counter(
+            "polyrank_candidates_total",
+            description="Candidates ranked: given with the questions, or rows of pools.",
+            tag_keys=("pool",),
+        )
+        self._ages = metrics.Gauge(
+            "polyrank_pool_age_seconds",
+            description="Seconds since the served version of a pool was made.",
+            tag_keys=("pool",),
+        )
+        self._problems = metrics.Gauge(
+            "polyrank_problems",
+            description="Reasons, listed in /info, why something else is served than what is wanted.",
+            tag_keys=("of",),
+        )
         self._missing = metrics.Counter(
             "polyrank_missing_shards_total",
             description="Times that a shard of a pool did not answer in time.",
@@ -63,5 +82,16 @@ class Metrics:
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
+        self._candidates.inc(answer.candidates, {"pool": answer.pool})
         for shard in answer.missing_shards:
             self._missing.inc(1, {"pool": answer.pool, "shard": str(shard)})
+
+    def followed(
+        self, of: str, problems: Sequence[str], pools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """What a decider has said (`of`: versions, candidate), and the pools that are served."""
+        self._problems.set(len(problems), {"of": of})
+        for pool in pools:
+            made = datetime.fromisoformat(pool["created_at"])
+            age_s = (datetime.now(UTC) - made).total_seconds()
+            self._ages.set(age_s, {"pool": pool["name"]})
