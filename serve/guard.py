@@ -34,6 +34,7 @@ TOKENS = "POLYRANK_TOKENS_SHA256"
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
 _OPEN_TO_ALL = frozenset({"/health", "/ready"})
+_WITH_BODY = ("POST", "PUT", "PATCH")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 200  # in the log
 _ATTEMPTS = 2
@@ -41,6 +42,10 @@ _BODY = "polyrank.body"
 """Where a proxy puts the body for the replica's guard: Serve's own way there asks the proxy for it, which
 takes another call between the two."""
 _LARGEST_IN_SCOPE = 65_536  # bytes: Serve sends the body once more beside
+_SERVES_TIMEOUT = "x-request-timeout-seconds"
+"""Header by which Serve's proxy gives a request up: without one it waits a minute where no replica lives."""
+_SPARE_S = 1.0  # a replica that lives answers by the deadline, with 504 at worst
+_WITHOUT_BODY_S = 5.0  # what asks for no work is answered at once, or by nobody
 _NICER = 10
 _RAYS = {404: "not_ready", 408: "too_late", 429: "overloaded", 500: "internal", 503: "not_ready"}
 
@@ -171,6 +176,10 @@ class Guard:
                     pass  # the body once more, which came in the scope
                 return message
 
+            if self._is_proxy:
+                left_s = scope["state"]["deadline"] - time.monotonic() + _SPARE_S
+                seconds = _WITHOUT_BODY_S if body is None else max(left_s, _SPARE_S)
+                MutableHeaders(scope=scope)[_SERVES_TIMEOUT] = f"{seconds:.3f}"
             await self._app(dict(scope), again, answer)
             if not answer.died:
                 break
@@ -179,7 +188,7 @@ class Guard:
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body; None: the method has none."""
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
+        if scope["method"] not in _WITH_BODY:
             return None
         most = self._limits.body_bytes
         length = headers.get("content-length", "")
@@ -234,6 +243,7 @@ class _Answer:
     def __init__(self, send: Send, request_id: str, method: str, is_proxy: bool) -> None:
         self._send, self._request_id = send, request_id
         self._head_only, self._is_proxy = method == "HEAD", is_proxy
+        self._has_body = method in _WITH_BODY
         self._rays: tuple[int, Headers] | None = None
         self.status = 0
         self.full_for_s = 0.0
@@ -269,6 +279,8 @@ class _Answer:
             return
         status, headers = self._rays or (500, Headers())
         code = _RAYS.get(status, "internal" if status >= 500 else "invalid_request")
+        if code == "too_late" and not self._has_body:
+            code = "not_ready"  # no replica lives
         wait = headers.get("retry-after", "1")
         retry = float(wait) if code in ("overloaded", "not_ready") and wait.isdecimal() else 0.0
         response = Refusal(code, CODES[code].text, None, retry).response()
