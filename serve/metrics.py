@@ -1,4 +1,4 @@
-"""What a replica tells Prometheus, beside Serve's own numbers; Ray puts `ray_` before each name."""
+"""The metrics of a replica, on Ray's Prometheus endpoint. Ray adds `ray_` before each name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Metrics:
         )
         self._waited = metrics.Histogram(
             "polyrank_waited_seconds",
-            description="Seconds that the first row of a batch waited for its turn.",
+            description="Seconds that the first row of a batch waited.",
             boundaries=_SECONDS,
             tag_keys=("stage",),
         )
@@ -44,7 +44,7 @@ class Metrics:
         )
         self._answers = metrics.Counter(
             "polyrank_answers_total",
-            description="Questions answered, by the versions that did.",
+            description="Questions answered, by model and pool version.",
             tag_keys=("model", "pool", "version", "certified"),
         )
 
@@ -60,7 +60,7 @@ class Metrics:
         )
         self._problems = metrics.Gauge(
             "polyrank_problems",
-            description="Reasons, listed in /info, why something else is served than what is wanted.",
+            description="Number of reasons, listed in /info, why the wanted versions are not served.",
             tag_keys=("of",),
         )
         self._missing = metrics.Counter(
@@ -70,7 +70,7 @@ class Metrics:
         )
 
     def batch(self, batch: Batch) -> None:
-        """A batch was computed."""
+        """Records a batch."""
         tags = {"stage": batch.kind}
         self._seconds.observe(batch.seconds, tags)
         self._waited.observe(batch.waited_s, tags)
@@ -78,7 +78,7 @@ class Metrics:
         self._units.inc(batch.units, tags)
 
     def answered(self, answer: Answer) -> None:
-        """A question was answered."""
+        """Records an answer."""
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
@@ -89,7 +89,7 @@ class Metrics:
     def followed(
         self, of: str, problems: Sequence[str], pools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """What a decider has said (`of`: versions, candidate), and the pools that are served."""
+        """Records a decision (`of`: versions or candidate) and the pools that are served."""
         self._problems.set(len(problems), {"of": of})
         for pool in pools:
             made = datetime.fromisoformat(pool["created_at"])
