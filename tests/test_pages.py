@@ -21,7 +21,6 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from jobs import submit
 from jobs.benchmarks import report
 from pipeline.config import parse
 from serve import api, app
@@ -94,7 +93,7 @@ def job(verb: str, argv: list[str]) -> None:
             parse(config_class, argv, verb)
         assert stop.value.code == 0
         return
-    config = parse(config_class, submit.joined(argv), verb)
+    config = parse(config_class, argv, verb)
     if verb == "submit":
         job(config.command[0], list(config.command[1:]))
     if verb == "schedule":
