@@ -178,25 +178,32 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
     return str(version.version)
 
 
-def move_alias(name: str, alias: str, version: str) -> tuple[str, str]:
-    """Lets `name`@`alias` mean another version: a number, or what another alias means. Returns what it
-    meant before ("": nothing), which `previous` means then, and what it means now.
+def registered_version(name: str, version: str) -> tuple[str, str]:
+    """(number, URI of the model) of a version: a number, or what an alias means.
 
     Raises BadInput where the registry has no such model or version.
     """
     client = mlflow.MlflowClient()
-    mlflow.set_tracking_uri(server())
     try:
         aliases = dict(client.get_registered_model(name).aliases)
         number = str(aliases.get(version, version))
-        client.get_model_version(name, number)
+        return number, str(client.get_model_version(name, number).source)
     except MlflowException as error:
         raise BadInput(f"{name}, version {version}: {str(error).splitlines()[0]}") from None
-    before = str(aliases.get(alias, ""))
-    if before and before != number:
+
+
+def version_of_alias(name: str, alias: str) -> str:
+    """The version that an alias of a registered model means; "" where it means none."""
+    return str(dict(mlflow.MlflowClient().get_registered_model(name).aliases).get(alias, ""))
+
+
+def move_alias(name: str, alias: str, version: str) -> None:
+    """Lets `name`@`alias` mean another version; `name`@`previous` then means the one before."""
+    client = mlflow.MlflowClient()
+    before = version_of_alias(name, alias)
+    if before and before != version:
         client.set_registered_model_alias(name, "previous", before)
-    client.set_registered_model_alias(name, alias, number)
-    return before, number
+    client.set_registered_model_alias(name, alias, version)
 
 
 def _earlier_run(draft: Draft) -> str:
