@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import types
 import typing
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jsonargparse
 import yaml
+
+from pipeline import progress
 
 ConfigT = TypeVar("ConfigT")
 
@@ -85,6 +88,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     A field may be a union of dataclasses (see `Variants`): files and command line say by its tag which one
     is meant, its default says so where they do not, and only the options of that one are known.
 
+    `--progress` is no field: it is an option of every job, see `pipeline.progress`.
+
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
     positional = getattr(config_class, "POSITIONAL", "")
@@ -97,6 +102,10 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     )
     help_of_config = "YAML files with any of the options; a later file wins over an earlier one."
     parser.add_argument("--config", action="config", help=help_of_config)
+    help_of_progress = "bar: for a person; json: a line of JSON per event on standard error; none."
+    parser.add_argument(
+        "--progress", type=progress.Mode, default=progress.mode(), help=help_of_progress
+    )
     fields = _option_types(config_class)
     try:
         normal = _passed_on(config_class, _normalise(argv, fields))
@@ -117,6 +126,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
             namespace = parser.parse_args(normal)
         values = namespace.as_dict()
         values.pop("config", None)
+        os.environ[progress.VARIABLE] = values.pop(
+            "progress"
+        )  # jobs that this one runs show the same
         return from_dict(config_class, values)
     except ArgumentError as error:
         raise BadInput(_one_line(error, fields)) from None

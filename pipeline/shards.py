@@ -7,22 +7,23 @@ end, and then the failed ones are named with their inputs.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import socket
 import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
+from pipeline import progress, task_costs
 from pipeline.actors import Actors
 from pipeline.artifact import Draft
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import storage_failure
-from pipeline.records import RecordT
+from pipeline.records import RecordT, TaskCost, TaskRecord
 from pipeline.resources import await_node, cpus_each, largest_memory
 from pipeline.retries import DELAYS_S, is_transient, with_retries
 
@@ -110,15 +111,21 @@ def _do(
     A full disk is raised: no other task can write either.
     """
     task = row["task"]
-    outcome = {"task": task, "refusal": "", "failure": "", "traceback": ""}
+    outcome = {"task": task, "refusal": "", "failure": "", "traceback": "", "cost": "{}"}
     number = starts.add(task)
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return outcome
     if number > _STARTS:
         why = f"its process died {_STARTS} times; where a node's memory was full, give it less at a time"
         return {**outcome, "failure": why}
+
+    def do_and_mark() -> TaskRecord:
+        record = task_costs.measured(lambda: work(draft, task, row["argument"]))
+        draft.mark(task, record)
+        return record
+
     try:
-        with_retries(lambda: draft.mark(task, work(draft, task, row["argument"])), delays_s)
+        cost = with_retries(do_and_mark, delays_s).cost
     except BadInput as error:
         return {**outcome, "refusal": str(error)}
     except Exception as error:
@@ -127,7 +134,7 @@ def _do(
         text = " ".join(f"{type(error).__name__}: {error}".split())
         shown = "" if is_transient(error) else traceback.format_exc()
         return {**outcome, "failure": text, "traceback": shown}
-    return outcome
+    return {**outcome, "cost": json.dumps(dataclasses.asdict(cost))}
 
 
 class _Starts:
@@ -202,13 +209,27 @@ def _run(
     size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
     started = sum(size[name] for name in tasks if name in done)
     total = sum(size[name] for name in tasks)
-    with tqdm(desc=label, total=total, initial=started, unit=unit) as progress:
+    outcome = _Outcome()
+    with progress.bar(label, total, started, unit) as bar:
         if missing:
-            failed = _run_missing(missing, label, run, lambda task: progress.update(size[task]))
-            if failed:
-                raise Stopped(_describe(failed, tasks, label))
+            outcome = _run_missing(missing, label, run, lambda task: bar.update(size[task]))
             done = draft.marks()
-    return [done.record(name, kind) for name in tasks]
+    records = {name: done.record(name, kind) for name in tasks if name in done}
+    costs = {name: record.cost for name, record in records.items()}
+    task_costs.report(task_costs.Stage(label, costs, outcome.failed, outcome.died_on))
+    if outcome.failed:
+        raise Stopped(_describe(outcome.failed, tasks, label))
+    return [records[name] for name in tasks]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What went wrong in a run of tasks."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why, by task."""
+    died_on: dict[str, list[str]] = field(default_factory=dict)
+    """See `_Starts.end`."""
 
 
 def _run_missing(
@@ -216,28 +237,29 @@ def _run_missing(
     label: str,
     run: Callable[[Any, _Run], Any],
     ended: Callable[[str], object],
-) -> dict[str, str]:
-    """Why tasks failed, by task. The others have gone on to the end, unless too many failed."""
+) -> _Outcome:
+    """Where tasks failed the others have gone on to the end, unless too many failed."""
     import ray.data
 
     starts = _Run(_starts(), uuid.uuid4().hex)
+    totals = task_costs.totals()
     failed: dict[str, str] = {}
     dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
     for row in run(dataset, starts).iter_rows():
         if row["refusal"]:
             raise BadInput(row["refusal"])
         if not row["failure"]:
+            totals.done(label, TaskCost(**json.loads(row["cost"])))
             ended(row["task"])
             continue
         if row["traceback"] and not failed:
             print(row["traceback"], file=sys.stderr, flush=True)
+        totals.failed(label)
+        progress.event("task_failed", stage=label, task=row["task"], why=row["failure"])
         failed[row["task"]] = row["failure"]
         if len(failed) >= _MAX_FAILED:
             break
-    for task, hosts in starts.end().items():
-        where = ", ".join(hosts)
-        print(f"{label}: {task} was started again: its process died on {where}", file=sys.stderr)
-    return failed
+    return _Outcome(failed, starts.end())
 
 
 def _describe(failed: Mapping[str, str], tasks: Mapping[str, Any], label: str) -> str:

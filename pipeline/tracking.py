@@ -11,8 +11,9 @@ import json
 import logging
 import math
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from mlflow.entities import LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
-from pipeline import storage
+from pipeline import storage, task_costs
 from pipeline.artifact import RUN, Artifact, Draft, git_revision
 from pipeline.config import BadInput, flatten
 
@@ -139,8 +140,23 @@ def _open(
         # MLflow refuses a second value of a parameter: those of the first attempt stay.
         mlflow.log_params({k: v for k, v in params.items() if k not in active.data.params})
         run = Run(active.info.run_id, mlflow.get_tracking_uri())
-        yield run
+        with task_costs.collected() as stages:
+            try:
+                yield run
+            finally:
+                _attach_stages(run, stages)
         run.flush()
+
+
+def _attach_stages(run: Run, stages: Sequence[task_costs.Stage]) -> None:
+    """Keeps what tasks cost and which failed, also of a job that fails."""
+    if not stages:
+        return
+    text = json.dumps([stage.as_json() for stage in stages], indent=1, ensure_ascii=False)
+    try:
+        run.attach({"tasks.json": text.encode()})
+    except (MlflowException, OSError) as error:  # the failure of the job says more
+        print(f"MLflow did not take tasks.json: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
 def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None = None) -> None:

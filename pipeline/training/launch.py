@@ -18,9 +18,8 @@ import torch
 from ray.train import CheckpointUploadMode
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.util.queue import Queue
-from tqdm import tqdm
 
-from pipeline import node_cache, storage
+from pipeline import node_cache, progress, storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import cause_of
@@ -148,7 +147,7 @@ def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator
 
     So workers need no way to the MLflow server and no secret for it, and start a second sooner without it.
     """
-    with tqdm(desc=label, total=steps, unit="step") as bar:
+    with progress.bar(label, steps, unit="step") as bar:
 
         def show(step: int, metrics: dict[str, float]) -> None:
             bar.set_postfix_str(progress_line(metrics), refresh=False)

@@ -24,9 +24,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
-from tqdm import tqdm
 
-from pipeline import storage
+from pipeline import progress, storage
 from pipeline.arrays import Ints
 from pipeline.config import BadInput, require, to_dict
 from pipeline.corpora.made_up.dump_text import bodies, quantiles, vocabulary
@@ -113,11 +112,11 @@ def generate(options: Options, folder: str) -> int:
         return row
 
     started = len(files) - len(missing)
-    with tqdm(desc="dump files", total=len(files), initial=started, unit="file") as progress:
+    with progress.bar("dump files", len(files), started, unit="file") as bar:
         if missing:
             dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
             for _ in dataset.map(write).iter_rows():
-                progress.update()
+                bar.update()
     return len(missing)
 
 
