@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import cluster, program
+from pipeline import cost
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
@@ -27,6 +28,8 @@ class Config:
     evaluation: tuple[str, ...] = ()
     """What train must not share words with: corpora (their valid and test), or files or folders of
     Parquet (context and response, or text) or of plain text, a text a line."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, tasks, requests and hours, and write nothing."""
     dedup: options.Options = field(default_factory=options.Options)
     """Duplicates."""
     decontaminate: decontaminate.Options = field(default_factory=decontaminate.Options)
@@ -40,6 +43,9 @@ def run(config: Config) -> program.Summary:
     for number, uri in enumerate(config.evaluation):
         evaluation_set, inputs[f"evaluation.{number}"] = decontaminate.open_set(uri)
         sets.append(evaluation_set)
+    if config.dry_run:
+        found = dedup.estimate(corpus, config.dedup, bool(sets))
+        return cost.show("clean_corpus", found)
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)

@@ -8,7 +8,6 @@ more than most rankings. Replicas of one node share the pools' pages.
 
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
-import functools
 import logging
 import os
 import random
@@ -107,12 +106,13 @@ class Ranker:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         self._args = args
+        self._metrics = Metrics()
         self._follower = self._following(_DECIDER)
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
             self._candidate.start(wait=False)  # the champion answers until it is there
-        metrics = Metrics()
+        metrics = self._metrics
         limits = args.limits
         self._service = Service(
             self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows
@@ -120,7 +120,12 @@ class Ranker:
 
     def _following(self, decider: str) -> Follower:
         replica = serve.get_replica_context().replica_id.unique_id
-        ask = functools.partial(_ask, decider)
+
+        def ask(report: Report) -> Decision:
+            if engine := self._follower.loaded:  # the decider is asked every poll_s
+                self._metrics.pools(engine.pools.values())
+            return _ask(decider, report)
+
         return Follower(replica, ask, self._load, self._args.poll_s)
 
     def _engine(self) -> Engine:

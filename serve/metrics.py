@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+from datetime import datetime
+
 from ray.serve import metrics
 
+from pipeline.retrieval.pools.pool import Pool
 from serve.scheduling import Batch
 from serve.service import Answer
 
@@ -43,6 +48,18 @@ class Metrics:
             description="Questions answered, by the versions that did.",
             tag_keys=("model", "pool", "version", "certified"),
         )
+
+        self._pool_age = metrics.Gauge(
+            "polyrank_pool_age_seconds",
+            description="Seconds since the version that is served was made.",
+            tag_keys=("pool",),
+        )
+
+    def pools(self, pools: Iterable[Pool]) -> None:
+        """Which versions are served now."""
+        for pool in pools:
+            made = datetime.fromisoformat(pool.artifact.manifest["created_at"]).timestamp()
+            self._pool_age.set(time.time() - made, {"pool": pool.name})
 
     def batch(self, batch: Batch) -> None:
         """A batch was computed."""
