@@ -37,7 +37,9 @@ _MIB = 1 << 20
 _BLOCK_MIB = (16, 256)
 _MANY = 4096
 _RATIO = 10  # of a dump to its .zst
-_SHUFFLED_SHARE = 1.0  # of the compressed dumps' size: what blocks write for buckets
+_SHUFFLED_SHARE = (
+    0.9  # of the dumps to what blocks write for buckets: 34.6 of 38.4 MB, made-up comments
+)
 _MEMORY_RATIO = 22  # of the memory that a bucket takes to its share of the compressed dump
 
 
