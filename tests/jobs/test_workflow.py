@@ -63,7 +63,7 @@ def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [("steps: [", {}, "not a workflow"),
-     ("- a", {}, r"\['a'\]' is not allowed; allowed: a mapping with `steps`"),
+     ("- a", {}, "is not allowed; allowed: a mapping with `steps`"),
      ("steps: {}", {}, "steps: 'none' is not allowed"),
      ("steps: {a: }", {}, "steps.a: 'None' is not allowed; allowed: a command"),
      ("steps: {a: ls}\nmore: 1", {}, "a mapping with `steps`"),
