@@ -39,8 +39,8 @@ class Config:
     version: str = ""
     """Of a model: a number or an alias; empty: candidate. Of a pool alone: such as v-0123456789ab."""
     rollback: bool = False
-    """Back to the version before: the model's alias `previous` and that model's pool. Of a pool alone, the
-    version that was CURRENT before the last promotion, else the newest one made before CURRENT."""
+    """Back to the version before: the model's alias `previous` and that model's pool. Of a pool alone,
+    the version that was CURRENT before."""
     corpus: str = ""
     """The test corpus, on which candidate and champion are compared. Always use the same one."""
     split: Literal["train", "valid", "test"] = "test"

@@ -173,15 +173,16 @@ def _estimate(step: Step) -> dict[str, Any]:
 def _start(command: tuple[str, ...]) -> tuple[int, str]:
     """Runs a command, passes its output on, and returns its exit code and the last line of output."""
     words = [sys.executable if command[:2] == _JOBS else command[0], *command[1:]]
-    with _passes_on_sigterm() as children:
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=_environment())
+    with (
+        _passes_on_sigterm() as children,
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=_environment()) as process,
+    ):
         children.append(process)
         last = ""
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout or ():
             print(line, end="", flush=True)
             last = line
-        return process.wait(), last
+    return process.returncode, last
 
 
 def _environment() -> dict[str, str]:

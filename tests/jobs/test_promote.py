@@ -74,12 +74,16 @@ def test_a_pinned_pool_gets_new_versions_and_keeps_current(
     assert embed(tiny_ranker("bi"), 9) == newer == current_name(str(folder), "replies")
 
 
-def test_the_version_before_a_promotion_is_not_removed(embed, pools, run_job, tiny_ranker):
-    folder, (first, second, _) = pools
-    for version in (first, second):
-        run_job("promote", "--pools", folder, "--name", "replies", "--version", version)
-    embed(tiny_ranker("bi"), 20, keep=1)
-    assert {first, second} <= {path.name for path in (folder / "replies").iterdir()}
+def test_the_version_that_was_current_before_is_not_removed(embed, pools, run_job, tiny_ranker):
+    folder, (_, second, _) = pools
+    pool = ("promote", "--pools", folder, "--name", "replies")
+    run_job(*pool, "--version", second)
+    newest = embed(tiny_ranker("bi"), 20, keep=1)
+    assert {path.name for path in (folder / "replies").iterdir() if path.is_dir()} == {
+        second,
+        newest,
+    }
+    assert run_job(*pool, "--rollback").summary["pool"]["version"] == second
 
 
 def test_a_version_that_does_not_open_is_refused(run_job, pools):

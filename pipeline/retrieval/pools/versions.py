@@ -15,7 +15,7 @@ from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
 
 _DAY_S = 86_400
 _PREFIX = "v-"
-_PREVIOUS = "PREVIOUS"  # the version that the last promotion left
+_PREVIOUS = "PREVIOUS"  # what was CURRENT before
 _PINNED = "PINNED"  # jobs leave CURRENT as it is
 # Settings that say which rows there are, or how they are filed; all others decide a vector.
 _NOT_OF_VECTORS = {
@@ -48,7 +48,7 @@ def publish(pools: str, name: str, version: str, publish_only: bool) -> None:
         print(f"pool {name}: {version} is published; CURRENT stays {current}, which is pinned "
               "(jobs.promote --unpin)", flush=True)  # fmt: skip
     else:
-        make_current(pools, name, version)
+        promote(pools, name, version)
 
 
 def promote(pools: str, name: str, version: str) -> None:
@@ -73,7 +73,7 @@ def is_pinned(pools: str, name: str) -> bool:
 
 
 def version_before(pools: str, name: str) -> str:
-    """The version that the last promotion left, else the newest one made before CURRENT.
+    """The version that was CURRENT before, else the newest one that is older than CURRENT.
 
     Raises BadInput where there is none.
     """
@@ -89,7 +89,7 @@ def version_before(pools: str, name: str) -> str:
 
 
 def previous_name(pools: str, name: str) -> str:
-    """The version that the last promotion left; "" where there was none."""
+    """The version that was CURRENT before; "" where there was none."""
     uri = storage.join(pools, name, _PREVIOUS)
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
@@ -147,8 +147,8 @@ def is_version(uri: str) -> bool:
 def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     """Removes versions, and what abandoned jobs have left; returns their names.
 
-    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before the last
-    promotion, and each that somebody has open (`lock.lease`). `keep` 0: all versions. Only who holds the
+    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one that was CURRENT
+    before, and each that somebody has open (`lock.lease`). `keep` 0: all versions. Only who holds the
     pool's lock may call it.
     """
     versions: dict[str, float] = {}
