@@ -1,11 +1,12 @@
 # make demo                         the whole path on sample corpora; make demo KEEP=1 leaves it up
 # make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
+# make test-fast                    those without Ray and processes, before a commit
 # make test                         the tests of CI
 # make test-long                    those that train several times: a quarter of an hour
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-long lint openapi kuberay clean
+.PHONY: demo test test-fast test-long lint openapi kuberay clean
 
 demo: .venv/installed
 	$(BIN)/python -m jobs.demo $(if $(DATA),--data $(DATA) --work .demo-data) \
@@ -13,6 +14,9 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # slow files first; each with a Ray of its own
+
+test-fast: .venv/installed
+	$(BIN)/python -m pytest -n 2 -m "not long and not ray and not slow"
 
 test-long: .venv/installed
 	$(BIN)/python -m pytest -m long

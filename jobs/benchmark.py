@@ -16,11 +16,12 @@ from pipeline.models.sources import open_encoder
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Measures a part of polyrank: `python -m jobs.benchmark corpora --size full`.
+    """Measures a part of polyrank beside other projects' code.
 
-    Only ratios of what ran in turn in one run mean anything on a shared machine. For finetune and paper,
-    options of jobs.finetune (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings; for
-    pretrain those of jobs.pretrain (--pretrain.*, --loop.*).
+    The part is the first argument: `polyrank benchmark corpora --size full`. Only ratios of what ran in
+    turn in one run mean anything on a shared machine. For finetune and paper, options of jobs.finetune
+    (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings; for pretrain those of
+    jobs.pretrain (--pretrain.*, --loop.*).
     """
 
     POSITIONAL = "name"

@@ -39,7 +39,7 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     inputs: dict[str, Any] = {"corpus": corpus}
-    sets = decontaminate.own_sets(corpus) if config.decontaminate.own_splits == "on" else []
+    sets = decontaminate.own_sets(corpus) if config.decontaminate.own_splits else []
     for number, uri in enumerate(config.evaluation):
         evaluation_set, inputs[f"evaluation.{number}"] = decontaminate.open_set(uri)
         sets.append(evaluation_set)
@@ -52,7 +52,7 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
 
-    with cluster.session(), tracking.start("clean_corpus", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("clean_corpus", out) as tracked:
         records = dedup.clean(out, corpus, sets, config.dedup, config.decontaminate)
         counts = sum_counts(record.counts for record in records)
         dropped = sum_counts(record.dropped for record in records)

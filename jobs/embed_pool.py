@@ -83,7 +83,7 @@ def run(config: Config) -> program.Summary:
     is_current = versions.current_name(config.pools, config.name) == job.version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         return _summary(config, open_artifact(job.uri, KIND), True)
-    candidates.require_columns(job.files, config.embed.columns, config.reading)
+    candidates.require_columns(job.files, config.embed.columns, config.reading, config.embed)
     if config.dry_run:
         return _dry_run(config, job)
     with locked(config.pools, config.name, config.lock_expires_s) as lock:
@@ -133,7 +133,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     if isinstance(out, Artifact):
         versions.publish(config.pools, config.name, job.version, config.publish_only)
         return out, True
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         prepared, previous = _plan(config, job, out)
         if previous and _is_same(config, job, prepared, previous):
             storage.delete(out.staging)
@@ -253,7 +253,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
     out = draft(uri, KIND, config, job.inputs)
     assert isinstance(out, Draft)
     try:
-        with cluster.session():
+        with cluster.session(for_tasks=True):
             prepared, previous = _plan(config, job, out)
     finally:
         storage.delete(out.staging)

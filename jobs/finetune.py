@@ -69,7 +69,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         return program.published(out, already_there=True)
     asked, left_out = task.validated
     _say(asked, left_out)
-    with cluster.session(), tracking.start("finetune", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, label, watch

@@ -89,7 +89,7 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.published(_finished(out, config), already_there=True)
-    with cluster.session(), tracking.start("pretrain", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("pretrain", out) as tracked:
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
             start=storage.join(storage.absolute(config.continue_from), TRAINING_STATE)

@@ -18,10 +18,13 @@ from pipeline.failures import cause_of, storage_failure, store_refusal
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
 
+command_of_verb = "python -m jobs.{}"
+"""What the user types before a verb's options; `jobs.__main__` changes it."""
+
 
 def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: str) -> None:
     """Runs a job from the command line and exits."""
-    program = f"python -m jobs.{name}"
+    program = command_of_verb.format(name)
     try:
         summary = run(parse(config_class, sys.argv[1:], program))
     except BadInput as error:

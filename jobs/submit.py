@@ -7,7 +7,6 @@ the settings files that the command names; inputs and outputs are URIs that all 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shlex
@@ -31,12 +30,13 @@ _GOING = ("PENDING", "RUNNING")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sends a job to a Ray cluster. The job and its options stand after `--`.
+    """Sends a job to a Ray cluster, and prints its output with --wait.
 
-    Its id is a key: a second job with the id of one that runs or has succeeded is refused, and one with the
-    id of a job that failed resumes it.
+    The job and its options stand after `--`. Its id is a key: a second job with the id of one that runs
+    or has succeeded is refused, and one with the id of a job that failed resumes it.
     """
 
+    AFTER_DASHES = "command"
     command: tuple[str, ...] = ()
     """What stands after `--`: the job's verb and options."""
     address: str = ""
@@ -92,7 +92,8 @@ def run(config: Config) -> program.Summary:
         return {**summary, "submitted": True}
     status, code = _follow(client, name)
     if status != "SUCCEEDED":
-        print(f"python -m jobs.submit: {name}: {status}", file=sys.stderr, flush=True)
+        command = program.command_of_verb.format("submit")
+        print(f"{command}: {name}: {status}", file=sys.stderr, flush=True)
         sys.exit(code or 1)
     return {**summary, "submitted": True, "status": status}
 
@@ -224,14 +225,5 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def joined(argv: list[str]) -> list[str]:
-    """The command after `--` as one option, so that its own options are not taken for ours."""
-    if "--" not in argv:
-        return argv
-    at = argv.index("--")
-    return [*argv[:at], "--command", json.dumps(argv[at + 1 :])]
-
-
 if __name__ == "__main__":
-    sys.argv = joined(sys.argv)
     program.main(Config, run, "submit")

@@ -61,8 +61,15 @@ class Step:
     @property
     def verb(self) -> str:
         """The job that the command runs; "": another program."""
-        is_job = self.command[:2] == _JOBS and self.command[2:3] != ()
+        if self.command[0] == "polyrank":
+            return self.command[1].replace("-", "_") if len(self.command) > 1 else "--help"
+        is_job = self.command[:2] == _JOBS and len(self.command) > 2
         return self.command[2].removeprefix("jobs.") if is_job else ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Those of the job."""
+        return self.command[2 if self.command[0] == "polyrank" else 3 :]
 
 
 def run(config: Config) -> program.Summary:
@@ -137,9 +144,9 @@ def _check(step: Step) -> None:
         require(found is not None, f"steps.{step.name}", step.command[0], "an installed program")
         return
     known = (_ROOT / "jobs" / f"{step.verb}.py").is_file()
-    require(known, f"steps.{step.name}", step.command[2], "a job, such as jobs.finetune")
+    require(known, f"steps.{step.name}", step.verb, "a job, such as finetune")
     try:
-        parse(_config_of(step), step.command[3:], f"python -m jobs.{step.verb}")
+        parse(_config_of(step), step.options, f"python -m jobs.{step.verb}")
     except BadInput as error:
         raise BadInput(f"steps.{step.name}: {error}") from None
 
@@ -172,6 +179,8 @@ def _estimate(step: Step) -> dict[str, Any]:
 
 def _start(command: tuple[str, ...]) -> tuple[int, str]:
     """Runs a command, passes its output on, and returns its exit code and the last line of output."""
+    if command[0] == "polyrank":
+        command = (*_JOBS, "jobs", *command[1:])
     words = [sys.executable if command[:2] == _JOBS else command[0], *command[1:]]
     with (
         _passes_on_sigterm() as children,

@@ -72,13 +72,16 @@ class Artifact:
         entries = self.manifest["files"]
         return sum(entry["rows"] for entry in entries if entry["path"].startswith(prefix))
 
-    def local(self) -> Path:
-        """A local folder with the files: its own, or a cached copy, made again if some were tidied away."""
-        folder = node_cache.local_folder(self.uri, self.fingerprint)
-        if not storage.is_local(self.uri) and _unlike(str(folder), self.manifest):
+    def local(self, only: Collection[str] | None = None) -> Path:
+        """A local folder with the files: its own, or a cached copy, made again if some were tidied away.
+
+        `only`: the paths of the files that are needed; None: all. The others may be missing.
+        """
+        folder = node_cache.local_folder(self.uri, self.fingerprint, only)
+        if not storage.is_local(self.uri) and _unlike(str(folder), self.manifest, only):
             storage.delete(str(folder))
-            folder = node_cache.local_folder(self.uri, self.fingerprint)
-        _check_sizes(str(folder), self.manifest)
+            folder = node_cache.local_folder(self.uri, self.fingerprint, only)
+        _check_sizes(str(folder), self.manifest, only)
         return folder
 
     def reference(self) -> dict[str, Any]:
@@ -136,16 +139,20 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
     return Artifact(uri, manifest)
 
 
-def _check_sizes(uri: str, manifest: Mapping[str, Any]) -> None:
+def _check_sizes(
+    uri: str, manifest: Mapping[str, Any], only: Collection[str] | None = None
+) -> None:
     """Raises BadInput, naming the first file that is gone or is not as long as it was."""
-    if unlike := _unlike(uri, manifest):
+    if unlike := _unlike(uri, manifest, only):
         raise BadInput(f"{unlike}; copy it again, or remove {uri} and make it anew")
 
 
-def _unlike(uri: str, manifest: Mapping[str, Any]) -> str:
+def _unlike(uri: str, manifest: Mapping[str, Any], only: Collection[str] | None = None) -> str:
     """What is wrong with the first file that is gone or is not as long as it was; "": all are whole."""
     found = storage.sizes_below(uri)  # one listing: of 1,000 files a request from an object store
     for entry in manifest["files"]:
+        if only is not None and entry["path"] not in only:
+            continue
         if (size := found.get(entry["path"])) != entry["bytes"]:
             state = "is missing" if size is None else f"has {size:,} bytes"
             says = f"{MANIFEST} says {entry['bytes']:,}"

@@ -47,8 +47,10 @@ def event(name: str, **facts: Any) -> None:
 
 
 @contextmanager
-def bar(label: str, total: float | None, initial: float = 0, unit: str = "task") -> Iterator[Bar]:
-    """Shows how much of a stage is done. `total`: None if not known yet."""
+def bar(
+    label: str, total: float | None, initial: float = 0, unit: str = "task", hidden: bool = False
+) -> Iterator[Bar]:
+    """Shows how much of a stage is done. `total`: None if not known yet. `hidden`: not to a person."""
     if mode() == "json":
         events = _Events(label, total, initial, unit)
         try:
@@ -59,7 +61,7 @@ def bar(label: str, total: float | None, initial: float = 0, unit: str = "task")
     big = unit not in ("task", "step", "file", "share", "trial")
     with tqdm(
         desc=label, total=total, initial=int(initial), unit=f" {unit}s" if big else unit,
-        unit_scale=big, disable=mode() == "none",
+        unit_scale=big, disable=hidden or mode() == "none",
     ) as shown:  # fmt: skip
         yield shown
 

@@ -7,6 +7,7 @@ asks, waits for the autoscaler, and refuses what no node type offers.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+from pipeline import executors
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 
@@ -102,6 +104,8 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
     """What a precision is where the cluster's tasks run, on GPUs or not: one of them looks."""
     if precision != "auto":
         return precision
+    if executors.current():
+        return _precision_here(precision)
     import ray
     import torch
 
@@ -132,6 +136,8 @@ def _nothing() -> None:
 
 def _nodes() -> list[dict[str, float]]:
     """The resources of the nodes that are up. What a node has none of is left out."""
+    if executors.current():
+        return [{"CPU": float(os.cpu_count() or 1)}]
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -3,6 +3,8 @@
 A task is tried again after an error of the network or the object store (`pipeline.retries`), and started
 again where its process or its node died, 3 times. One that still fails stops no other: those go on to the
 end, and then the failed ones are named with their inputs.
+
+Tasks run on the cluster, by Ray Data, or in this process (`pipeline.executors`).
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import socket
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Any
 
-from pipeline import progress, task_costs
+from pipeline import executors, progress, task_costs
 from pipeline.actors import Actors
 from pipeline.artifact import Draft
 from pipeline.config import BadInput, Stopped
@@ -53,7 +55,7 @@ def run_tasks(
     """
     delays_s = DELAYS_S
 
-    def run(dataset: Any, starts: _Run) -> Any:
+    def run(dataset: Any, starts: _Starts) -> Any:
         def do(row: dict[str, Any]) -> dict[str, Any]:
             return _do(draft, work, delays_s, starts, row)
 
@@ -61,7 +63,7 @@ def run_tasks(
         bound = min(memory, largest_memory())  # a small machine tries
         return dataset.map(do, **({"memory": bound} if memory else {}))
 
-    return _run(draft, tasks, label, kind, run)
+    return _run(draft, tasks, label, kind, lambda: work, run)
 
 
 def run_tasks_on_actors(
@@ -80,14 +82,14 @@ def run_tasks_on_actors(
     delays_s = DELAYS_S
 
     class Actor:
-        def __init__(self, starts: _Run) -> None:
+        def __init__(self, starts: _Starts) -> None:
             self._work = make()
             self._starts = starts
 
         def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
             return _do(draft, self._work, delays_s, self._starts, row)
 
-    def run(dataset: Any, starts: _Run) -> Any:
+    def run(dataset: Any, starts: _Starts) -> Any:
         import ray.data
 
         least, most = actors.count(len(tasks)), actors.most(len(tasks))
@@ -100,19 +102,23 @@ def run_tasks_on_actors(
             num_gpus=1 if actors.gpu else None,
         )
 
-    return _run(draft, tasks, label, kind, run, rows)
+    return _run(draft, tasks, label, kind, make, run, rows)
 
 
 def _do(
-    draft: Draft, work: Work[RecordT], delays_s: Sequence[float], starts: _Run, row: dict[str, Any]
+    draft: Draft,
+    work: Work[RecordT],
+    delays_s: Sequence[float],
+    starts: _Starts | None,
+    row: dict[str, Any],
 ) -> dict[str, Any]:
     """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned.
 
-    A full disk is raised: no other task can write either.
+    A full disk is raised: no other task can write either. `starts`: None where a task starts once only.
     """
     task = row["task"]
     outcome = {"task": task, "refusal": "", "failure": "", "traceback": "", "cost": "{}"}
-    number = starts.add(task)
+    number = starts.add(task) if starts else 1
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return outcome
     if number > _STARTS:
@@ -137,7 +143,7 @@ def _do(
     return {**outcome, "cost": json.dumps(dataclasses.asdict(cost))}
 
 
-class _Starts:
+class _StartCounter:
     """An actor: how often each task of a run has been started, and where. Ray itself starts again without
     end."""
 
@@ -156,8 +162,8 @@ class _Starts:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A run of tasks, for which starts are counted."""
+class _Starts:
+    """How often the tasks of one run have been started, for its processes on any node."""
 
     actor: Any
     run: str
@@ -169,7 +175,7 @@ class _Run:
         return int(ray.get(self.actor.add.remote(self.run, task, socket.gethostname())))
 
     def end(self) -> dict[str, list[str]]:
-        """See `_Starts.end`."""
+        """See `_StartCounter.end`."""
         import ray
 
         found: dict[str, list[str]] = ray.get(self.actor.end.remote(self.run))
@@ -179,7 +185,7 @@ class _Run:
 _kept: dict[str, Any] = {}  # an actor ends with the handle that its creator has
 
 
-def _starts() -> Any:
+def _start_counter() -> Any:
     """The actor of this driver: one for all its runs, since an actor is a process, and starts in a second
     of CPU (a third of a small jobs.clean_corpus, when each stage had its own)."""
     import ray
@@ -190,9 +196,15 @@ def _starts() -> Any:
     with suppress(ValueError):
         return ray.get_actor(name)
     here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
-    options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
-    _kept["starts"] = ray.remote(_Starts).options(**options).remote()
-    return _kept["starts"]
+    options = {
+        "name": name,
+        "num_cpus": 0,
+        "scheduling_strategy": here,
+        "max_restarts": -1,  # killed, it forgets the counts; the job goes on
+        "max_task_retries": -1,
+    }
+    _kept["counter"] = ray.remote(_StartCounter).options(**options).remote()
+    return _kept["counter"]
 
 
 def _run(
@@ -200,66 +212,86 @@ def _run(
     tasks: Mapping[str, Any],
     label: str,
     kind: type[RecordT],
-    run: Callable[[Any, _Run], Any],
+    make: Callable[[], Work[RecordT]],
+    run: Callable[[Any, _Starts], Any],
     rows: Mapping[str, int] | None = None,
 ) -> list[RecordT]:
-    """`run(dataset, starts)` adds the work to the dataset of tasks."""
+    """`run(dataset, starts)` adds the work to the dataset of tasks; `make()` is the work in this process."""
     done = draft.marks()
     missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in done]
     size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
     started = sum(size[name] for name in tasks if name in done)
     total = sum(size[name] for name in tasks)
-    outcome = _Outcome()
+    failed: dict[str, str] = {}
+    died_on: dict[str, list[str]] = {}
     with progress.bar(label, total, started, unit) as bar:
         if missing:
-            outcome = _run_missing(missing, label, run, lambda task: bar.update(size[task]))
+            if here := executors.current():
+                outcomes = _in_this_process(here, draft, missing, make)
+            else:
+                outcomes = _on_cluster(missing, run, died_on)
+            failed = _failures(outcomes, label, lambda task: bar.update(size[task]))
             done = draft.marks()
     records = {name: done.record(name, kind) for name in tasks if name in done}
     costs = {name: record.cost for name, record in records.items()}
-    task_costs.report(task_costs.Stage(label, costs, outcome.failed, outcome.died_on))
-    if outcome.failed:
-        raise Stopped(_describe(outcome.failed, tasks, label))
+    task_costs.report(task_costs.Stage(label, costs, failed, died_on))
+    if failed:
+        raise Stopped(_describe(failed, tasks, label))
     return [records[name] for name in tasks]
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What went wrong in a run of tasks."""
+def _in_this_process(
+    here: executors.InThisProcess,
+    draft: Draft,
+    missing: Sequence[dict[str, Any]],
+    make: Callable[[], Work[RecordT]],
+) -> Generator[dict[str, Any], None, None]:
+    """The outcome of each task, as it ends."""
+    work = make()
+    for row in missing:
+        yield _do(draft, work, DELAYS_S, None, row)
+        here.tasks.append(row["task"])
 
-    failed: dict[str, str] = field(default_factory=dict)
-    """Why, by task."""
-    died_on: dict[str, list[str]] = field(default_factory=dict)
-    """See `_Starts.end`."""
 
-
-def _run_missing(
+def _on_cluster(
     missing: list[dict[str, Any]],
-    label: str,
-    run: Callable[[Any, _Run], Any],
-    ended: Callable[[str], object],
-) -> _Outcome:
-    """Where tasks failed the others have gone on to the end, unless too many failed."""
+    run: Callable[[Any, _Starts], Any],
+    died_on: dict[str, list[str]],
+) -> Generator[dict[str, Any], None, None]:
+    """The outcome of each task, as it ends; then fills in `died_on`."""
     import ray.data
 
-    starts = _Run(_starts(), uuid.uuid4().hex)
-    totals = task_costs.totals()
-    failed: dict[str, str] = {}
+    starts = _Starts(_start_counter(), uuid.uuid4().hex)
     dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
-    for row in run(dataset, starts).iter_rows():
-        if row["refusal"]:
-            raise BadInput(row["refusal"])
-        if not row["failure"]:
-            totals.done(label, TaskCost(**json.loads(row["cost"])))
-            ended(row["task"])
-            continue
-        if row["traceback"] and not failed:
-            print(row["traceback"], file=sys.stderr, flush=True)
-        totals.failed(label)
-        progress.event("task_failed", stage=label, task=row["task"], why=row["failure"])
-        failed[row["task"]] = row["failure"]
-        if len(failed) >= _MAX_FAILED:
-            break
-    return _Outcome(failed, starts.end())
+    with suppress(GeneratorExit):  # nobody waits for the other tasks
+        yield from run(dataset, starts).iter_rows()
+    died_on.update(starts.end())
+
+
+def _failures(
+    outcomes: Generator[dict[str, Any], None, None], label: str, ended: Callable[[str], object]
+) -> dict[str, str]:
+    """Why tasks failed, by task. The others have gone on to the end, unless too many failed.
+
+    Raises BadInput where a task does.
+    """
+    failed: dict[str, str] = {}
+    with closing(outcomes):
+        for row in outcomes:
+            if row["refusal"]:
+                raise BadInput(row["refusal"])
+            if not row["failure"]:
+                task_costs.count_done(label, TaskCost(**json.loads(row["cost"])))
+                ended(row["task"])
+                continue
+            if row["traceback"] and not failed:
+                print(row["traceback"], file=sys.stderr, flush=True)
+            task_costs.count_failed(label)
+            progress.event("task_failed", stage=label, task=row["task"], why=row["failure"])
+            failed[row["task"]] = row["failure"]
+            if len(failed) >= _MAX_FAILED:
+                break
+    return failed
 
 
 def _describe(failed: Mapping[str, str], tasks: Mapping[str, Any], label: str) -> str:

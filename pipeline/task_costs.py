@@ -172,7 +172,22 @@ class Totals:
         self._tasks.inc(1, {"stage": stage, "outcome": "failed"})
 
 
+def count_done(stage: str, cost: TaskCost) -> None:
+    if totals := _totals():
+        totals.done(stage, cost)
+
+
+def count_failed(stage: str) -> None:
+    if totals := _totals():
+        totals.failed(stage)
+
+
+def _totals() -> Totals | None:
+    """Those of this process; None without Ray, which exports them."""
+    ray = sys.modules.get("ray")
+    return _totals_of_process() if ray and ray.is_initialized() else None
+
+
 @functools.cache
-def totals() -> Totals:
-    """Those of this process."""
+def _totals_of_process() -> Totals:
     return Totals()

@@ -136,10 +136,12 @@ class Explanation(BaseModel):
 
 
 class PoolVersion(BaseModel):
-    """Which version of a pool answered."""
+    """Which version of a pool answered; `missing_shards`: parts of it that did not, so that better rows may
+    be there."""
 
     name: str
     version: str
+    missing_shards: list[int] = []
 
 
 class RankResponse(BaseModel):
@@ -218,7 +220,8 @@ def create_app(
     )
     errors.install(app)
     playground.install(app)
-    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes)
+    full = service.queue.full if service else lambda: None
+    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes, full=full)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
@@ -230,7 +233,7 @@ def create_app(
             raise Refusal("not_ready", "no model is loaded", None, 1.0)
         return service
 
-    @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool"))
+    @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool", "shard_missing"))
     async def rank(
         asked: Annotated[
             Annotated[RankRequest, Tag("<object>")]
@@ -310,10 +313,15 @@ def _response(answer: Answer, milliseconds: float) -> RankResponse:
         ],
         certified=answer.certified,
         model=engine.model.fingerprint,
-        pool=PoolVersion(name=answer.pool, version=answer.pool_version) if answer.pool else None,
+        pool=_pool_version(answer) if answer.pool else None,
         milliseconds=round(milliseconds, 3),
         explanation=explanation,
     )
+
+
+def _pool_version(answer: Answer) -> PoolVersion:
+    missing = list(answer.missing_shards)
+    return PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
 
 
 def _rounded(weights: Tensor) -> list[list[float]]:

@@ -43,8 +43,12 @@ CODES: Mapping[str, Meaning] = {
     "overloaded": Meaning(429, "Too much is waiting; `Retry-After` says when to come again."),
     "internal": Meaning(500, "The request failed; the service's log says why."),
     "not_ready": Meaning(503, "No model is loaded yet; `Retry-After` says when to come again."),
+    "shard_missing": Meaning(503, "A part of the pool is out of reach; `Retry-After` says when."),
     "too_late": Meaning(504, "The request's time was over before its answer was computed."),
 }
+
+FULL_FOR = "x-polyrank-full-for-ms"
+"""Header of a replica's 429: for so long its proxies refuse by themselves, and take the header away."""
 
 REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
             "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
@@ -69,15 +73,23 @@ class Refusal(Exception):
     """A request that is answered with an error."""
 
     def __init__(
-        self, code: str, message: str, field: str | None = None, retry_after_s: float = 0.0
+        self,
+        code: str,
+        message: str,
+        field: str | None = None,
+        retry_after_s: float = 0.0,
+        full_for_s: float = 0.0,
     ) -> None:
+        """`full_for_s`: what a replica tells the proxies, see FULL_FOR."""
         super().__init__(message)
         self.code, self.message, self.field = code, message, field
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.full_for_s = retry_after_s, full_for_s
 
     def response(self) -> JSONResponse:
         """The one shape."""
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
+        if self.full_for_s:
+            headers[FULL_FOR] = str(math.ceil(1000 * self.full_for_s))
         if self.code == "unauthorized":
             headers["www-authenticate"] = "Bearer"
         return _response(self.code, self.message, self.field, headers)
@@ -88,6 +100,13 @@ def _response(
 ) -> JSONResponse:
     problem = {"code": code, "message": message, "field": field}
     return JSONResponse({"error": problem}, CODES[code].status, dict(headers))
+
+
+def overloaded(waiting_s: float, most_waiting_s: float) -> Refusal:
+    """`most_waiting_s`: of work that may wait. A tenth of it is done before a proxy asks again: no core is
+    idle meanwhile."""
+    message = f"{waiting_s:.1f} s of work are waiting"
+    return Refusal("overloaded", message, None, max(1.0, waiting_s), most_waiting_s / 10)
 
 
 def documented(*codes: str) -> dict[int | str, dict[str, Any]]:

@@ -19,14 +19,14 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import CODES, Refusal
+from serve.errors import CODES, FULL_FOR, Refusal
 from serve.limits import MAX_TIMEOUT_MS, Limits
 
 TOKENS = "POLYRANK_TOKENS_SHA256"
@@ -37,6 +37,10 @@ _OPEN_TO_ALL = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 200  # in the log
 _ATTEMPTS = 2
+_BODY = "polyrank.body"
+"""Where a proxy puts the body for the replica's guard: Serve's own way there asks the proxy for it, which
+takes another call between the two."""
+_LARGEST_IN_SCOPE = 65_536  # bytes: Serve sends the body once more beside
 _NICER = 10
 _RAYS = {404: "not_ready", 408: "too_late", 429: "overloaded", 500: "internal", 503: "not_ready"}
 
@@ -65,9 +69,14 @@ class Guard:
         limits: Limits | None = None,
         token_hashes: Sequence[str] = (),
         is_proxy: bool = False,
+        full: Callable[[], Refusal | None] = lambda: None,
     ) -> None:
+        """`full`: why a replica takes no more work at the moment."""
         self._app, self._limits = app, limits or Limits()
         self._tokens, self._is_proxy = tuple(token_hashes), is_proxy
+        self._full = full
+        self._full_until: dict[str, float] = {}
+        """By path: a replica has said that it is full until then."""
         self._gives_way = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +109,12 @@ class Guard:
         except _Gone:
             return
         else:
-            await self._ask(scope, receive, body, answer)
+            if body is not None and (refusal := self._overloaded(scope["path"])):
+                await refusal.response()(scope, receive, answer)
+            else:
+                await self._ask(scope, receive, body, answer)
+                if answer.full_for_s:
+                    self._full_until[scope["path"]] = time.monotonic() + answer.full_for_s
         if not self._is_proxy:
             _access.info(
                 "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_LONGEST_PATH],
@@ -116,6 +130,19 @@ class Guard:
         if scheme.lower() != "bearer" or not any(known):
             raise Refusal("unauthorized", CODES["unauthorized"].text)
 
+    def _overloaded(self, path: str) -> Refusal | None:
+        """Why a request is refused before anything is done for it.
+
+        In a replica: too much is waiting. In a proxy: a replica has just said so, for a moment; with one
+        request's way to a replica and back for each refusal, the cores that answers need did little else.
+        """
+        if refusal := self._full():
+            return refusal
+        if self._full_until.get(path, 0.0) > time.monotonic():
+            return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
+        self._full_until.pop(path, None)
+        return None
+
     def _timeout_s(self, headers: Headers) -> float:
         asked = headers.get(TIMEOUT)
         if asked is None:
@@ -128,15 +155,21 @@ class Guard:
         self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
     ) -> None:
         """Hands the request on; in a proxy once more where a replica has died under it."""
+        if self._is_proxy and body is not None and len(body) <= _LARGEST_IN_SCOPE:
+            scope[_BODY] = body
         for _ in range(_ATTEMPTS if self._is_proxy else 1):
             sent = False
 
             async def again() -> Message:
                 nonlocal sent
-                if sent or body is None:
+                if body is None:
                     return await receive()
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
+                if not sent:
+                    sent = True
+                    return {"type": "http.request", "body": body, "more_body": False}
+                while (message := await receive())["type"] == "http.request":
+                    pass  # the body once more, which came in the scope
+                return message
 
             await self._app(dict(scope), again, answer)
             if not answer.died:
@@ -158,7 +191,11 @@ class Guard:
         if media != "application/json" and not media.endswith("+json"):
             raise Refusal("unsupported_media_type",
                           "content-type: allowed: application/json", "content-type")  # fmt: skip
-        body = bytearray()
+        body = bytearray(scope.pop(_BODY, b""))
+        if len(body) > most:
+            raise _too_long(most)
+        if body:
+            return bytes(body)
         try:
             async with asyncio.timeout(self._limits.upload_s):
                 more = True
@@ -168,14 +205,16 @@ class Guard:
                         raise _Gone
                     body += message.get("body", b"")
                     if len(body) > most:
-                        raise Refusal(
-                            "too_large", f"the body has over {most:,} bytes, which is the most"
-                        )
+                        raise _too_long(most)
                     more = message.get("more_body", False)
         except TimeoutError:
             raise Refusal("upload_too_slow",
                           f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
         return bytes(body)
+
+
+def _too_long(most: int) -> Refusal:
+    return Refusal("too_large", f"the body has over {most:,} bytes, which is the most")
 
 
 def _is_open_to_all(method: str, path: str) -> bool:
@@ -197,6 +236,8 @@ class _Answer:
         self._head_only, self._is_proxy = method == "HEAD", is_proxy
         self._rays: tuple[int, Headers] | None = None
         self.status = 0
+        self.full_for_s = 0.0
+        """So long the replica takes no more requests."""
 
     @property
     def died(self) -> bool:
@@ -213,6 +254,9 @@ class _Answer:
                 self._rays = self.status, headers
                 return
             headers["x-request-id"] = self._request_id
+            if self._is_proxy and FULL_FOR in headers:
+                self.full_for_s = int(headers[FULL_FOR]) / 1000
+                del headers[FULL_FOR]
         elif self._rays is not None:
             return
         elif message["type"] == "http.response.body" and self._head_only:

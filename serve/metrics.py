@@ -49,6 +49,11 @@ class Metrics:
             tag_keys=("model", "pool", "version", "certified"),
         )
 
+        self._missing = metrics.Counter(
+            "polyrank_missing_shards_total",
+            description="Times that a shard of a pool did not answer in time.",
+            tag_keys=("pool", "shard"),
+        )
         self._pool_age = metrics.Gauge(
             "polyrank_pool_age_seconds",
             description="Seconds since the version that is served was made.",
@@ -74,3 +79,5 @@ class Metrics:
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
+        for shard in answer.missing_shards:
+            self._missing.inc(1, {"pool": answer.pool, "shard": str(shard)})

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.errors import Refusal
+from serve.errors import Refusal, overloaded
 
 _SMOOTHING = 0.1  # how much the last batch counts in the time that a unit takes; of n < 10: 1/n
 
@@ -110,7 +110,7 @@ class WorkQueue:
         batch_rows: int = 1024,
     ) -> None:
         """`most_waiting_s`: of work that is accepted; more is refused. `batch_rows`: in one batch."""
-        self._most_waiting_s, self._watch, self._batch_rows = most_waiting_s, watch, batch_rows
+        self._most_s, self._watch, self._batch_rows = most_waiting_s, watch, batch_rows
         self._changed = threading.Condition()
         self._rows: dict[Kind, list[_Row]] = {}
         self._numbers = itertools.count()
@@ -132,16 +132,21 @@ class WorkQueue:
         """Seconds of work that requests have before them which were let in, by what such ones took before."""
         return sum(max(0.0, one.expected_s - one.spent_s) for one in self._requests)
 
+    def full(self) -> Refusal | None:
+        """Why any request is refused now."""
+        waiting_s = self.waiting_s
+        return overloaded(waiting_s, self._most_s) if waiting_s > self._most_s else None
+
     @contextmanager
     def admit(self, name: str, units: float, deadline: float) -> Iterator[None]:
         """Lets a request in, whose rows are handed in within. Requests of one name take as long a unit.
 
         Raises Refusal (overloaded) where so much is waiting that it would be late.
         """
-        waiting = self.waiting_s
-        if waiting > min(self._most_waiting_s, deadline - time.monotonic()):
-            raise Refusal("overloaded", f"{waiting:.1f} s of work are waiting", None,
-                          max(1.0, waiting))  # fmt: skip
+        if refusal := self.full():
+            raise refusal
+        if (waiting_s := self.waiting_s) > deadline - time.monotonic():
+            raise overloaded(waiting_s, 0.0)  # others may have more time
         request = _Request(units * self._request_s[name].value)
         self._requests.add(request)
         token = _current.set(request)

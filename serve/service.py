@@ -74,6 +74,27 @@ class Answer:
     pool_version: str = ""
     explained: Explained | None = None
     """Where the question asks for it and there are results."""
+    missing_shards: Sequence[int] = ()
+    """Shards of the pool whose rows are not among the results."""
+
+
+class _InPool(NamedTuple):
+    """What a search of a pool has found."""
+
+    results: list[Ranked]
+    certified: bool
+    version: str
+    vectors_MD: torch.Tensor = torch.empty(0)
+    """Of the context; empty where there are no results."""
+    mask_M: torch.Tensor = torch.empty(0)
+    vectors_at: Callable[[Sequence[int]], torch.Tensor] = lambda places: torch.empty(0)
+    """The vectors [K, D] of results, by their places in the pool."""
+    missing_shards: Sequence[int] = ()
+
+
+def _depth(engine: Engine, question: Question) -> int:
+    """How many of a pool's rows are wanted: those that a second stage scores."""
+    return max(question.top_k, _SECOND_STAGE) if engine.second_stage else question.top_k
 
 
 class Service:
@@ -218,17 +239,35 @@ class Service:
     async def _search(
         self, engine: Engine, question: Question, name: str, deadline: float
     ) -> Answer:
-        if name not in engine.pools:
-            there = ", ".join(sorted(engine.pools)) or "none"
+        if name not in engine.pools and name not in engine.sharded:
+            there = ", ".join(sorted([*engine.pools, *engine.sharded])) or "none"
             raise Refusal("unknown_pool", f"pool: not served here; there are: {there}", "pool")
-        pool = engine.pools[name]
         (row,) = await self._tokenize(engine.ranker.context_rows, [question.context])
+        search = self._search_shards if name in engine.sharded else self._search_here
+        found = await search(engine, question, name, row, deadline)
+        results = found.results
+        if engine.second_stage and results:
+            results = await self._score_anew(engine.second_stage, question, results, deadline)
+        explained = None
+        if question.explain and results:
+            places = [one.place for one in results]
+            candidates = functools.partial(found.vectors_at, places)
+            explainable = ToExplain(row, found.vectors_MD, found.mask_M, candidates)
+            explained = await self._explain(engine, explainable, deadline)
+        return Answer(
+            results, found.certified, engine, name, found.version, explained, found.missing_shards
+        )
+
+    async def _search_here(
+        self, engine: Engine, question: Question, name: str, row: Sequence[int], deadline: float
+    ) -> _InPool:
+        """In a pool that this replica holds."""
+        pool = engine.pools[name]
         among = engine.among(name, question.where, question.allow)
         if among is not None and not among.any():
-            return Answer([], True, engine, name, pool.version)
+            return _InPool([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        depth = max(question.top_k, _SECOND_STAGE) if engine.second_stage else question.top_k
-        asked = Asked(vectors_MD, mask_M, depth, among)
+        asked = Asked(vectors_MD, mask_M, _depth(engine, question), among)
         (found,) = await self.queue.run(engine.searches[name], [asked], [1.0], deadline)
         kept = filters.columns(pool)
         results = []
@@ -236,15 +275,37 @@ class Service:
             candidate = pool.row(place)
             columns = pool.columns_at(place, kept) if kept else {}
             results.append(Ranked(place, candidate.id, candidate.text, score, columns))
-        if engine.second_stage:
-            results = await self._score_anew(engine.second_stage, question, results, deadline)
-        explained = None
-        if question.explain:
-            places_K = np.array([one.place for one in results], np.int64)
-            candidates = functools.partial(engine.vectors_of_pool, name, places_K)
-            explainable = ToExplain(row, vectors_MD, mask_M, candidates)
-            explained = await self._explain(engine, explainable, deadline)
-        return Answer(results, found.certified, engine, name, pool.version, explained)
+
+        def vectors_at(places: Sequence[int]) -> torch.Tensor:
+            return engine.vectors_of_pool(name, np.array(places, np.int64))
+
+        return _InPool(results, found.certified, pool.version, vectors_MD, mask_M, vectors_at)
+
+    async def _search_shards(
+        self, engine: Engine, question: Question, name: str, row: Sequence[int], deadline: float
+    ) -> _InPool:
+        """In a pool that other deployments hold."""
+        pool = engine.sharded[name]
+        ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
+        found = await pool.search(
+            vectors_MD.numpy(),
+            mask_M.numpy(),
+            engine.ranker.config.search_attention,
+            _depth(engine, question),
+            question.where,
+            question.allow,
+            question.explain,
+            deadline,
+        )
+        results = [Ranked(r.place, r.id, r.text, r.score, r.columns) for r in found.rows]
+        vectors = {r.place: r.vector_D for r in found.rows if r.vector_D is not None}
+
+        def vectors_at(places: Sequence[int]) -> torch.Tensor:
+            return torch.from_numpy(np.stack([vectors[place] for place in places]))
+
+        return _InPool(
+            results, found.certified, pool.version, vectors_MD, mask_M, vectors_at, found.missing
+        )
 
     async def _score_anew(
         self, stage: SecondStage, question: Question, found: list[Ranked], deadline: float

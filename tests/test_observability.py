@@ -34,7 +34,7 @@ def test_every_number_but_the_sizes_of_batches_is_on_the_dashboard():
 
 
 def test_every_number_is_explained_on_a_page():
-    pages = (ROOT / "serve" / "README.md").read_text() + (ROOT / "CLUSTER.md").read_text()
+    pages = "".join((ROOT / name).read_text() for name in ("serve/README.md", "OPERATING.md"))
     assert {name for name in COUNTED if f"`ray_{name}`" not in pages} == set()
 
 

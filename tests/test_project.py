@@ -24,7 +24,6 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 import jobs
-from jobs import submit
 from jobs.benchmarks.paper.trials import recipe as recipe_of
 from pipeline.config import BadInput, flatten, identity, parse, to_dict
 
@@ -220,7 +219,7 @@ def test_the_commands_of_the_pages_are_commands(line, monkeypatch: pytest.Monkey
     monkeypatch.chdir(ROOT)
     program, *argv = shlex.split(line.partition("python -m jobs.")[2])
     assert program in VERBS
-    config = parse(config_of(program), submit.joined(argv), program)
+    config = parse(config_of(program), argv, program)
     if program == "submit":
         verb, *theirs = config.command
         parse(config_of(verb), theirs, verb)

@@ -145,13 +145,16 @@ def kill_often(
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """The Ray workers below a process that are at work on a task."""
+    """The Ray workers below a process that are at work on a task of ours."""
     found = []
     for process in _family(pid):
         with suppress(psutil.Error):
             title = " ".join(process.cmdline()[:1])
-            # A node does not survive its agents; an idle worker is no loss.
-            if title.startswith("ray::") and not title.endswith(("Agent", "IDLE")):
+            # A node does not survive its agents; an idle worker is no loss; actors that keep a book for
+            # others (Ray Data's, and `shards`' own) have names with an underscore.
+            if title.startswith("ray::") and not (
+                title.startswith("ray::_") or title.endswith(("Agent", "IDLE"))
+            ):
                 found.append(process)
     return found
 

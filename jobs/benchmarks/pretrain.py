@@ -159,7 +159,7 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
     has made is used again."""
     if corpus and open_artifact(corpus, TOKENS, "corpus").kind == TOKENS:
         return corpus
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         source = corpus or sample_corpora(size, work)["reddit"]
         made = work / f"tokens-{digest([source, size])}"
         learnt = TokenizerConfig(vocabulary=_VOCABULARY[size])
@@ -186,11 +186,11 @@ def sample_corpora(size: Size, work: Path) -> dict[str, str]:
         "reddit": "reddit_dump",
         "convai2": "convai2",
     }
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         for name, folder in inputs.items():
             prepare_corpus.run(
                 prepare_corpus.Config(
-                    corpus=name, input=(str(raw / folder),), output=str(made / name)
+                    format=name, input=(str(raw / folder),), output=str(made / name)
                 )
             )
     return {name: str(made / name) for name in inputs}

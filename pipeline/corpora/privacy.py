@@ -14,12 +14,12 @@ import pyarrow.compute as pc
 class Privacy:
     """What leaves the corpus of the people in it."""
 
-    redact: Literal["on", "off"]
+    redact: bool
     authors: Literal["hash", "plain"]
     salt: str
 
     def redacted(self, texts: pa.Array) -> pa.Array:
-        return redact(texts) if self.redact == "on" else texts
+        return redact(texts) if self.redact else texts
 
     def hashed(self, names: pa.Array) -> pa.Array:
         return hash_names(names, self.salt) if self.authors == "hash" else names

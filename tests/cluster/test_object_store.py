@@ -230,10 +230,10 @@ def test_two_jobs_do_not_make_one_artifact_at_a_time(out):
 
 
 def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
-    s3, bucket, cache, run_job, submit_job, sample_files, tmp_path
+    s3, bucket, cache, run_job_here, submit_job, sample_files, tmp_path
 ):
     options = ("--corpus", "reddit", "--authors", "plain")
-    local = run_job("prepare_corpus", *options, "--input", sample_files / "reddit_dump",
+    local = run_job_here("prepare_corpus", *options, "--input", sample_files / "reddit_dump",
                     "--output", tmp_path / "out").summary  # fmt: skip
     storage.upload(sample_files / "reddit_dump", storage.join(bucket, "dump"))
     s3.fail_every = 50

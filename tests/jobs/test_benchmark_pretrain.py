@@ -43,13 +43,13 @@ def recipe(corpus, tmp_path) -> Pretraining:
 
 
 @pytest.fixture
-def in_process(run_job, monkeypatch):
+def in_process(run_job_here, monkeypatch):
     """Jobs run on the tests' Ray; returns the options that each was given."""
     asked: list[tuple[str, ...]] = []
 
     def run(verb, *options):
         asked.append((verb, *map(str, options)))
-        return Run(run_job(verb, *options).summary, 1.0, 1.0)
+        return Run(run_job_here(verb, *options).summary, 1.0, 1.0)
 
     for module in (pretrain, gpu):
         monkeypatch.setattr(module, "run_job", run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 
 import mlflow
@@ -18,8 +17,7 @@ from pipeline.artifact import draft, folder_entries
 from pipeline.config import BadInput
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool
-
-inline = pytest.mark.usefixtures("actors_in_process")
+from tests.helpers import wait_until
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -33,11 +31,11 @@ def texts(tmp_path) -> Path:
 
 
 @pytest.fixture
-def embed(run_job, tiny_ranker, tmp_path):
+def embed(run_job_here, tiny_ranker, tmp_path):
     """The job on a file, into pool "p" of `tmp_path / "pools"`."""
 
     def run(file: Path, *options: object, model: str = "", pools: str = ""):
-        return run_job(
+        return run_job_here(
             "embed_pool", "--model", model or tiny_ranker("poly").uri, "--candidates", file,
             "--pools", pools or tmp_path / "pools", "--name", "p", *options
         )  # fmt: skip
@@ -53,7 +51,6 @@ def versions(pools: Path) -> list[str]:
     return sorted(path.name for path in (pools / "p").glob("v-*"))
 
 
-@inline
 def test_the_summary_the_run_and_the_pool_say_the_same(embed, texts, tiny_ranker, tmp_path):
     write(texts, ["a", "b", "a", ""])
     summary = embed(texts).summary
@@ -75,7 +72,6 @@ def test_the_summary_the_run_and_the_pool_say_the_same(embed, texts, tiny_ranker
     assert run.data.tags["output_fingerprint"] == summary["fingerprint"]
 
 
-@inline
 def test_the_same_texts_and_model_again_leave_nothing_to_do(
     embed, texts, actors_in_process, tmp_path
 ):
@@ -89,7 +85,6 @@ def test_the_same_texts_and_model_again_leave_nothing_to_do(
     assert versions(tmp_path / "pools") == [first["version"]]
 
 
-@inline
 @pytest.mark.parametrize("change", ["texts", "model", "setting"])
 def test_other_texts_or_another_model_make_a_version_beside_and_current_names_it(
     embed, texts, tiny_ranker, tmp_path, change
@@ -107,7 +102,6 @@ def test_other_texts_or_another_model_make_a_version_beside_and_current_names_it
     assert len(reader) == len(Pool.open(old["output"])) == 9
 
 
-@inline
 def test_vectors_of_another_precision_are_not_copied(embed, texts, tmp_path, actors_in_process):
     """A pool is of one precision, as its manifest says."""
     for precision, more in (("fp32", "one"), ("bf16", "two"), ("bf16", "three")):
@@ -121,7 +115,6 @@ def test_vectors_of_another_precision_are_not_copied(embed, texts, tmp_path, act
         assert ("computed in bf16, the version before in fp32" in done.stdout) == (more == "two")
 
 
-@inline
 def test_a_version_that_is_there_becomes_current_again(embed, texts, tmp_path):
     contents = texts.read_text()
     old = embed(texts).summary
@@ -131,7 +124,6 @@ def test_a_version_that_is_there_becomes_current_again(embed, texts, tmp_path):
     assert current(tmp_path / "pools") == old["version"]
 
 
-@inline
 def test_a_corpus_split_is_a_source_of_candidates(embed, convai2_corpus):
     options = ("--embed.text-column", "response", "--embed.id-column", "example_id")
     summary = embed(Path(convai2_corpus.uri) / "train", *options).summary
@@ -139,7 +131,6 @@ def test_a_corpus_split_is_a_source_of_candidates(embed, convai2_corpus):
     assert summary["counts"]["candidates"] == len(Pool.open(summary["pool"]))
 
 
-@inline
 def test_ids_may_be_hashes_of_the_texts(embed, texts):
     pool = Pool.open(embed(texts, "--embed.id-column", "").summary["pool"])
     assert {len(pool.row(place).id) for place in range(9)} == {32}
@@ -148,7 +139,6 @@ def test_ids_may_be_hashes_of_the_texts(embed, texts):
 # Refusals: exit code 2, one line, and nothing that looks like a pool
 
 
-@inline
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
@@ -205,7 +195,6 @@ def with_nan(model: Path, folder: Path) -> str:
     return out.publish(folder_entries(folder / "files"), {}).uri
 
 
-@inline
 def test_weights_that_are_not_numbers_fail_the_job_and_leave_current(
     embed, texts, tiny_ranker, tmp_path
 ):
@@ -224,31 +213,22 @@ def done(pools: Path) -> list[Path]:
     return list(pools.glob("p/*.partial/_tasks/part-*.json"))
 
 
-def while_fewer_than(shards: int, process: subprocess.Popen[bytes], pools: Path) -> None:
-    while len(done(pools)) < shards:
-        try:  # waits a little
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        pytest.fail(f"the job ended before it was killed: {process.returncode}, {len(done(pools))}")
-
-
 def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
-    embed, start_job, tiny_ranker, texts, tmp_path, request
+    run_job, embed, start_job, tiny_ranker, texts, tmp_path
 ):
     """The killed and the resumed run on Ray's actors, one of which is killed first."""
     pools = tmp_path / "pools"
     write(texts, [f"another text {n}" for n in range(300)])
     options = ("--embed.rows-per-shard", 2, "--resources.cpus-per-actor", 1)
 
-    process = start_job(
-        "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
-        "--pools", pools, "--name", "p", *options
-    )  # fmt: skip
-    while_fewer_than(1, process, pools)
-    (actor, *_) = workers_of(process.pid)
-    actor.kill()
-    while_fewer_than(len(done(pools)) + 3, process, pools)  # it goes on without it
+    command = ("embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
+               "--pools", pools, "--name", "p", *options)  # fmt: skip
+    process = start_job(*command)
+    wait_until(lambda: done(pools), process)
+    wait_until(lambda: workers_of(process.pid), process)
+    workers_of(process.pid)[0].kill()
+    before = len(done(pools))
+    wait_until(lambda: len(done(pools)) >= before + 3, process)  # it goes on without it
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     (tasks,) = pools.glob("p/*.partial/_tasks")
@@ -257,8 +237,7 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     with pytest.raises(BadInput, match="unfinished"):
         Pool.open(str(tasks.parent).removesuffix(".partial"))
 
-    resumed = embed(texts, *options).summary
-    request.getfixturevalue("actors_in_process")
+    resumed = run_job(*command).summary
     whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
     assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]
@@ -273,7 +252,6 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     assert names[0] == names[1]
 
 
-@inline
 def test_of_a_corpus_the_examples_are_embedded_and_nothing_else(embed, convai2_corpus):
     assert Path(convai2_corpus.uri, "rejected").is_dir()
     options = ("--embed.text-column", "response", "--embed.id-column", "example_id")

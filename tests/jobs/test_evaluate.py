@@ -12,6 +12,7 @@ import pytest
 
 from jobs import evaluate as evaluate_job
 from jobs import prepare_corpus
+from pipeline import executors
 from pipeline.artifact import open_artifact
 from pipeline.corpora.formats import wikipedia
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
@@ -26,12 +27,12 @@ QUICK = ("--latency-queries", 0, "--baselines", "false")
 
 
 @pytest.fixture
-def evaluate(run_job, tiny_ranker, convai2_corpus):
+def evaluate(run_job_here, tiny_ranker, convai2_corpus):
     """The job on a corpus whose valid split gives 20 candidates and whose train split gives none."""
 
-    def run(*options: object, models=("poly",), corpus: str = convai2_corpus.uri):
+    def run(*options: object, models=("poly",), corpus: str = convai2_corpus.uri, job=run_job_here):
         uris = [tiny_ranker(*([m] if isinstance(m, str) else m)).uri for m in models]
-        return run_job("evaluate", "--model", *uris, "--corpus", corpus, *options)
+        return job("evaluate", "--model", *uris, "--corpus", corpus, *options)
 
     return run
 
@@ -130,11 +131,10 @@ def test_plot_and_errors_go_where_they_are_wanted(evaluate, tmp_path, convai2_co
     assert done.stdout.count("the right one at") == 6
 
 
-@pytest.mark.parametrize("resources", [(), ("--resources.actors", 2)])
 def test_models_together_have_the_mean_of_their_scores(
-    evaluate, tiny_ranker, convai2_corpus, tmp_path, resources
+    evaluate, tiny_ranker, convai2_corpus, tmp_path
 ):
-    options = (*QUICK, "--max-examples", 30, "--errors", tmp_path / "e.jsonl", *resources)
+    options = (*QUICK, "--max-examples", 30, "--errors", tmp_path / "e.jsonl")
     done = evaluate(*options, "--together", "true", models=["bi", "cross"])
     assert list(done.summary["table"]) == ["bi", "cross", "bi + cross"]
     pairs = [(pair["first"], pair["second"]) for pair in done.summary["comparisons"]]
@@ -212,11 +212,11 @@ def test_a_protocol_sets_what_is_not_set_by_hand(evaluate):
     assert vars(found) == by_hand
 
 
-def test_questions_that_nobody_can_answer_are_counted(evaluate, local_ray, tmp_path):
+def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_process, tmp_path):
     lines = ["1 your persona: i am .", *(f"{n} hi\tyes\t\tyes|no|yes" for n in range(2, 5))]
     (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
     output, files = str(tmp_path / "corpus"), (str(tmp_path / "valid_self_original.txt"),)
-    prepare_corpus.run(prepare_corpus.Config(corpus="convai2", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="convai2", input=files, output=output))
     done = evaluate("--candidates", 3, "--recall-at", 1, *QUICK, corpus=output)
     assert done.summary["unanswerable"] == 3
     assert done.summary["table"]["poly"]["R@1/3"] == 0
@@ -250,12 +250,12 @@ def test_the_precision_is_chosen_and_said(evaluate, monkeypatch):
     assert [run.data.params["precision"] for run in runs] == ["fp32", "bf16", "bf16"]
 
 
-def test_a_small_split_is_asked_among_all_that_it_has(evaluate, local_ray, tmp_path):
+def test_a_small_split_is_asked_among_all_that_it_has(evaluate, actors_in_process, tmp_path):
     """88 pairs of somebody's own, by the protocol that the page recommends for them."""
     lines = ["1 your persona: i am .", *(f"{n} hi{n}\tyes{n}\t\tyes{n}|no" for n in range(2, 90))]
     (tmp_path / "valid_self_original.txt").write_text("\n".join(lines) + "\n")
     output, files = str(tmp_path / "corpus"), (str(tmp_path / "valid_self_original.txt"),)
-    prepare_corpus.run(prepare_corpus.Config(corpus="convai2", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="convai2", input=files, output=output))
     done = evaluate("--protocol", "polyai", *QUICK, corpus=output)
     assert done.summary["examples"] == done.summary["candidates"] == 88
     assert done.summary["left_out"] == {}
@@ -267,14 +267,16 @@ def test_a_small_split_is_asked_among_all_that_it_has(evaluate, local_ray, tmp_p
 
 
 @pytest.fixture(scope="module")
-def articles(local_ray, sample_files, tmp_path_factory):
+def articles(tracking_uri, sample_files, tmp_path_factory):
     """Article search on the sample articles: queries of valid, fixed others of train."""
     output = str(tmp_path_factory.mktemp("articles") / "articles")
     options = wikipedia.Options(task="search", others=30)
-    prepare_corpus.run(prepare_corpus.Config(
-        corpus="wikipedia", input=(str(sample_files / "wikipedia"),), output=output,
-        wikipedia=options,
-    ))  # fmt: skip
+    files = (str(sample_files / "wikipedia"),)
+    config = prepare_corpus.Config(
+        format="wikipedia", input=files, output=output, wikipedia=options
+    )
+    with executors.in_this_process():
+        prepare_corpus.run(config)
     return open_artifact(output, "corpus")
 
 
@@ -301,14 +303,14 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
     assert "its article is among others/" in train.refusal
 
 
-def test_a_threshold_for_none_is_chosen_on_valid(evaluate, local_ray, tmp_path):
+def test_a_threshold_for_none_is_chosen_on_valid(evaluate, actors_in_process, tmp_path):
     """Sub-task 4: a model that never saw NONE gives it any score; a threshold helps it."""
     for split, examples in (("train", 3), ("dev", 40)):
         rows = [dstc7_example(n, split) for n in range(examples)]
         (tmp_path / f"ubuntu_{split}_subtask_4.json").write_text(json.dumps(rows))
     output = str(tmp_path / "corpus")
     files = tuple(str(file) for file in sorted(tmp_path.glob("*.json")))
-    prepare_corpus.run(prepare_corpus.Config(corpus="dstc7", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="dstc7", input=files, output=output))
     options = ("--protocol", "dstc7", "--candidates", 101, "--latency-queries", 0)
     ranked = evaluate(*options, corpus=output).summary["table"]
     threshold = evaluate(*options, "--none", "threshold", corpus=output).summary["table"]
@@ -337,15 +339,17 @@ def dstc7_example(number: int, split: str) -> dict:
 
 
 @pytest.mark.parametrize("actors", [2, 0])  # 0: as many as fit
-def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate, actors):
-    options = ("--max-examples", 60, "--baselines", "false", "--latency-queries", 1)
-    here = evaluate(*options).summary
+def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate, run_job, actors):
+    models, precision = ["bi", "poly"], ("--precision", "fp32")
+    options = ("--max-examples", 60, "--baselines", "false", "--latency-queries", 1, *precision)
+    options = (*options, "--together", "true")
+    here = evaluate(*options, models=models).summary
     resources = ("--resources.actors", actors, "--resources.cpus-per-actor", 1)
-    there = evaluate(*options, *resources).summary
+    there = evaluate(*options, *resources, models=models, job=run_job).summary
     assert there["examples"] == 60
-    # bf16 hardware rounds a text as its batch is padded: a few of the candidates change places.
-    assert there["table"]["poly"] == pytest.approx(here["table"]["poly"], abs=0.07)
-    assert list(there["latency_ms"]) == ["poly"]
+    assert list(there["table"]) == list(there["latency_ms"]) == ["bi", "poly", "bi + poly"]
+    for name, metrics in there["table"].items():
+        assert metrics == pytest.approx(here["table"][name], abs=1e-6)
 
 
 @pytest.fixture
@@ -419,11 +423,11 @@ def test_what_cannot_be_asked_is_refused_in_one_line(
 
 
 @pytest.mark.shared
-def test_baselines_find_what_polyais_found_on_reddit(shared, local_ray, tmp_path):
+def test_baselines_find_what_polyais_found_on_reddit(shared, actors_in_process, tmp_path):
     """Published, 1-of-100, comments of 2015 to 2018: TF-IDF 26.4 %, BM25 27.5 %. These are of 2006."""
     files = tuple(map(str, sorted((shared / "data" / "reddit_dump").glob("RC_*"))))
     output = str(tmp_path / "corpus")
-    prepare_corpus.run(prepare_corpus.Config(corpus="reddit", input=files, output=output))
+    prepare_corpus.run(prepare_corpus.Config(format="reddit", input=files, output=output))
     corpus = open_artifact(output, "corpus")
     asked = questions(corpus, "train", "blocks", 100, 50_000, seed=0)
     assert len(asked) == corpus.rows("train/")

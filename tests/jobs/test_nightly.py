@@ -23,14 +23,14 @@ FIRST = {str(n): f"text {n}" for n in range(30)}
 
 
 @pytest.fixture
-def night(run_job, tiny_ranker, tmp_path):
+def night(run_job_here, tiny_ranker, tmp_path):
     """`night(rows, …)`: the job on a table of rows, into pool "p" of `tmp_path / "pools"`."""
 
     def run(rows: Rows | list[tuple[str, str]], *options: object, model: str = ""):
         pairs = rows.items() if isinstance(rows, dict) else rows
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in pairs))
-        return run_job(
+        return run_job_here(
             "embed_pool", "--model", model or tiny_ranker("poly").uri, "--candidates", file,
             "--pools", tmp_path / "pools", "--name", "p", *options
         )  # fmt: skip

@@ -9,7 +9,6 @@ import math
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from pipeline.models.sources import External
 from pipeline.training.checkpoints import read_state
 from pipeline.training.launch import read_saved
 from pipeline.training.pretraining import Pretraining
+from tests.helpers import wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
 pytestmark = pytest.mark.timeout(
@@ -135,15 +135,6 @@ def processes(title: bytes) -> Iterator[int]:
             named = title in (folder / "cmdline").read_bytes()
             if named and token in (folder / "environ").read_bytes():
                 yield int(folder.name)
-
-
-def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    while not condition():
-        try:
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        pytest.fail("the job ended too early")
 
 
 # A process dies

@@ -14,7 +14,7 @@ from pipeline.retrieval.pools.versions import current_name
 
 
 @pytest.fixture
-def embed(local_ray, actors_in_process, tmp_path):
+def embed(actors_in_process, tmp_path):
     """`embed(model, rows)`: another version of the pool `replies`, and its name."""
 
     def run(model, count, **settings):
@@ -42,109 +42,115 @@ def aliases_of(name):
     return {alias: str(version) for alias, version in found.items()}
 
 
-def test_a_pool_goes_back_step_by_step_and_forward_by_name(run_job, pools):
+def test_a_pool_goes_back_step_by_step_and_forward_by_name(run_job_here, pools):
     folder, (first, second, third) = pools
     pool = ("promote", "--pools", folder, "--name", "replies")
-    done = run_job(*pool, "--rollback").summary["pool"]
+    done = run_job_here(*pool, "--rollback").summary["pool"]
     assert (done["before"], done["version"], done["pinned"]) == (third, second, True)
     assert (
-        run_job(*pool, "--rollback").summary["pool"]["version"] == third
+        run_job_here(*pool, "--rollback").summary["pool"]["version"] == third
     )  # what the last one left
-    assert run_job(*pool, "--version", first).summary["pool"]["version"] == first
+    assert run_job_here(*pool, "--version", first).summary["pool"]["version"] == first
     assert current_name(str(folder), "replies") == first
 
 
-def test_a_pool_without_an_older_version_stays(run_job, embed, tiny_ranker, tmp_path):
+def test_a_pool_without_an_older_version_stays(run_job_here, embed, tiny_ranker, tmp_path):
     only = embed(tiny_ranker("bi"), 3)
-    refused = run_job("promote", "--pools", tmp_path / "pools", "--name", "replies", "--rollback")
+    refused = run_job_here(
+        "promote", "--pools", tmp_path / "pools", "--name", "replies", "--rollback"
+    )
     assert refused.code == 2 and f"has none before {only}" in refused.stderr
 
 
 def test_a_pinned_pool_gets_new_versions_and_keeps_current(
-    embed, pools, run_job, tiny_ranker, capfd
+    embed, pools, run_job_here, tiny_ranker, capfd
 ):
     folder, (*_, third) = pools
     pool = ("promote", "--pools", folder, "--name", "replies")
-    assert run_job(*pool, "--pin").summary["pool"]["pinned"]
+    assert run_job_here(*pool, "--pin").summary["pool"]["pinned"]
     newer = embed(tiny_ranker("bi"), 9)
     assert f"CURRENT stays {third}, which is pinned" in capfd.readouterr().out
     assert current_name(str(folder), "replies") == third != newer
-    assert not run_job(*pool, "--unpin").summary["pool"]["pinned"]
+    assert not run_job_here(*pool, "--unpin").summary["pool"]["pinned"]
     assert current_name(str(folder), "replies") == third
     assert embed(tiny_ranker("bi"), 9) == newer == current_name(str(folder), "replies")
 
 
-def test_the_version_that_was_current_before_is_not_removed(embed, pools, run_job, tiny_ranker):
+def test_the_version_that_was_current_before_is_not_removed(
+    embed, pools, run_job_here, tiny_ranker
+):
     folder, (_, second, _) = pools
     pool = ("promote", "--pools", folder, "--name", "replies")
-    run_job(*pool, "--version", second)
+    run_job_here(*pool, "--version", second)
     newest = embed(tiny_ranker("bi"), 20, keep=1)
     assert {path.name for path in (folder / "replies").iterdir() if path.is_dir()} == {
         second,
         newest,
     }
-    assert run_job(*pool, "--rollback").summary["pool"]["version"] == second
+    assert run_job_here(*pool, "--rollback").summary["pool"]["version"] == second
 
 
-def test_a_version_that_does_not_open_is_refused(run_job, pools):
+def test_a_version_that_does_not_open_is_refused(run_job_here, pools):
     folder, _ = pools
     before = current_name(str(folder), "replies")
-    refused = run_job("promote", "--pools", folder, "--name", "replies",
+    refused = run_job_here("promote", "--pools", folder, "--name", "replies",
                       "--version", "v-nope")  # fmt: skip
     assert refused.code == 2 and "v-nope" in refused.stderr
     assert current_name(str(folder), "replies") == before
 
 
-def test_an_alias_moves_and_moves_back(run_job, tiny_ranker, tracking_uri):
+def test_an_alias_moves_and_moves_back(run_job_here, tiny_ranker, tracking_uri):
     one = tracking.register("replies-model", tiny_ranker("bi"), "champion")
     two = tracking.register("replies-model", tiny_ranker("poly"), "candidate")
-    done = run_job("promote", "--model", "replies-model")
+    done = run_job_here("promote", "--model", "replies-model")
     assert (done.summary["before"], done.summary["version"]) == (one, two)
     assert aliases_of("replies-model")["champion"] == two
-    run_job("promote", "--model", "replies-model", "--rollback")
+    run_job_here("promote", "--model", "replies-model", "--rollback")
     assert aliases_of("replies-model") == {"champion": one, "previous": two, "candidate": two}
-    refused = run_job("promote", "--model", "replies-model", "--version", "7")
+    refused = run_job_here("promote", "--model", "replies-model", "--version", "7")
     assert refused.code == 2 and "replies-model, version 7" in refused.stderr
 
 
-def test_model_and_pool_move_together_and_back(run_job, embed, tiny_ranker, tmp_path, tracking_uri):
+def test_model_and_pool_move_together_and_back(
+    run_job_here, embed, tiny_ranker, tmp_path, tracking_uri
+):
     old, new = tiny_ranker("bi", seed=1), tiny_ranker("bi", seed=2)
     one = tracking.register("pair", old, "champion")
     two = tracking.register("pair", new, "candidate")
     together = ("promote", "--model", "pair", "--pools", tmp_path / "pools", "--name", "replies")
     of_old = embed(old, 4)
-    refused = run_job(*together)
+    refused = run_job_here(*together)
     assert refused.code == 2 and "no version was embedded by" in refused.stderr
     assert aliases_of("pair")["champion"] == one
     of_new = embed(new, 4, publish_only=True)
     assert current_name(str(tmp_path / "pools"), "replies") == of_old
-    planned = run_job(*together, "--dry-run").summary
+    planned = run_job_here(*together, "--dry-run").summary
     assert (planned["version"], planned["pool"]["version"]) == (two, of_new)
     assert (aliases_of("pair")["champion"], current_name(str(tmp_path / "pools"), "replies")) == (
         one, of_old,
     )  # fmt: skip
-    run_job(*together)
+    run_job_here(*together)
     assert (aliases_of("pair")["champion"], current_name(str(tmp_path / "pools"), "replies")) == (
         two, of_new,
     )  # fmt: skip
-    back = run_job(*together, "--rollback").summary
+    back = run_job_here(*together, "--rollback").summary
     assert (back["version"], back["pool"]["version"], back["pool"]["pinned"]) == (one, of_old, True)
     assert aliases_of("pair") == {"champion": one, "previous": two, "candidate": two}
 
 
 def test_a_candidate_that_is_not_better_is_not_promoted(
-    run_job, tiny_ranker, convai2_corpus, tracking_uri
+    run_job_here, tiny_ranker, convai2_corpus, tracking_uri
 ):
     """Two models of random weights: neither is better, and the interval is wide."""
     one = tracking.register("rivals", tiny_ranker("bi", seed=1), "champion")
     two = tracking.register("rivals", tiny_ranker("bi", seed=2), "candidate")
     compared = ("promote", "--model", "rivals", "--corpus", convai2_corpus.uri, "--split", "valid")
-    stopped = run_job(*compared)
+    stopped = run_job_here(*compared)
     assert stopped.code == 1
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("python -m jobs.")]
     assert "rivals: not promoted: R@1 of the candidate less that of the champion is" in line
     assert aliases_of("rivals")["champion"] == one
-    done = run_job(*compared, "--min-difference", "-0.9").summary
+    done = run_job_here(*compared, "--min-difference", "-0.9").summary
     low, high = done["comparison"]["interval"]
     assert low <= done["comparison"]["difference"] <= high
     assert done["comparison"]["examples"] == convai2_corpus.counts["examples.valid"]
@@ -165,6 +171,6 @@ def test_options_that_do_not_go_together_are_refused(settings, message):
         promote.Config(**settings)
 
 
-def test_a_pool_alone_needs_a_version(run_job, tmp_path):
-    refused = run_job("promote", "--pools", tmp_path, "--name", "n")
+def test_a_pool_alone_needs_a_version(run_job_here, tmp_path):
+    refused = run_job_here("promote", "--pools", tmp_path, "--name", "n")
     assert refused.code == 2 and "a version of the pool, or --rollback" in refused.stderr

@@ -18,22 +18,22 @@ TEXTS = ["Hello there!", "a cat", "trains and boats", "the sea in winter", "Why?
 
 
 @pytest.fixture
-def pool(run_job, tiny_ranker, actors_in_process, tmp_path) -> str:
+def pool(run_job_here, tiny_ranker, actors_in_process, tmp_path) -> str:
     """The texts in shards of two, with the ids t0 to t5."""
     rows = [json.dumps({"id": f"t{n}", "text": text}) + "\n" for n, text in enumerate(TEXTS)]
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(rows))
-    return run_job(
+    return run_job_here(
         "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", file,
         "--pools", tmp_path, "--name", "p", "--embed.rows-per-shard", 2
     ).summary["pool"]  # fmt: skip
 
 
 @pytest.fixture
-def search(run_job, tiny_ranker, pool):
+def search(run_job_here, tiny_ranker, pool):
     def run(*options: object, model: str = "", pool: str = pool):
         model = model or tiny_ranker("poly").uri
-        return run_job("search", "--pool", pool, "--model", model, *options)
+        return run_job_here("search", "--pool", pool, "--model", model, *options)
 
     return run
 
@@ -84,6 +84,25 @@ def test_only_what_is_allowed_is_shown(search):
     assert ids("--deny", "t1", "t5", "--allow", "t1", "t2") == ["t2"]
     refusal = search("--context", "a", "--allow", "gone").refusal
     assert "allow, deny, where: no candidate is left" in refusal
+
+
+def test_results_carry_the_columns_that_the_pool_keeps_and_filters_by(
+    run_job, search, tiny_ranker, actors_in_process, tmp_path
+):
+    rows = [
+        {"id": f"t{n}", "text": text, "kind": "odd" if n % 2 else "even", "page": n}
+        for n, text in enumerate(TEXTS)
+    ]
+    (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pool = run_job(
+        "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", tmp_path / "kinds.jsonl",
+        "--pools", tmp_path, "--name", "k", "--embed.filter-columns", "kind", "page",
+    ).summary["pool"]  # fmt: skip
+    done = search("--context", "a", "--where", "kind=odd", pool=pool)
+    found = {row["id"]: row["columns"] for row in done.summary["results"]}
+    assert found == {f"t{n}": {"kind": "odd", "page": str(n)} for n in (1, 3, 5)}
+    lines = [line for line in done.stdout.splitlines() if "kind=odd  page=" in line]
+    assert len(lines) == 3
 
 
 @pytest.mark.parametrize("together", [False, True])

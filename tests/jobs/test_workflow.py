@@ -72,7 +72,9 @@ def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
      ("variables: {x: 1}\nsteps: {a: ls}", {"set": ("y=1",)},
       "^set: 'y=1' is not allowed; allowed: NAME=VALUE with one of: x"),
      ("steps: {a: no-such-program}", {}, r"^steps\.a: 'no-such-program' is not allowed"),
-     ("steps: {a: python -m jobs.nope}", {}, r"^steps\.a: 'jobs\.nope' is not allowed"),
+     ("steps: {a: python -m jobs.nope}", {}, r"^steps\.a: 'nope' is not allowed; allowed: a job"),
+     ("steps: {a: polyrank nope}", {}, r"^steps\.a: 'nope' is not allowed"),
+     ("steps: {a: polyrank embed-pool --nope 1}", {}, r"^steps\.a: .*--nope"),
      ("steps: {a: python -m jobs.inspect --nope 1}", {}, r"^steps\.a: .*--nope"),
      ("steps: {a: ls}", {"start_at": "b"}, "^start_at: 'b' is not allowed; allowed: a")],
 )  # fmt: skip

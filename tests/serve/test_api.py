@@ -70,7 +70,7 @@ def test_a_pool_is_ranked(client, engine):
     assert [REPLIES[result["id"]] for result in body["results"]] == [one.text for one in ranked]
     expected = [one.score for one in ranked]
     assert [r["score"] for r in body["results"]] == pytest.approx(expected, rel=1e-5)
-    assert body["pool"] == {"name": "replies", "version": "v-1"}
+    assert body["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
     assert body["model"] == engine.engine.model.fingerprint
     assert body["certified"] is True
 

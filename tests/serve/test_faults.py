@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from ray import serve
 from ray.serve.schema import LoggingConfig
@@ -23,10 +22,12 @@ from ray.serve.schema import LoggingConfig
 from pipeline.retrieval.pools.pool import make_current
 from serve import app
 from serve.client import Client
+from tests.helpers import free_port, ray_processes
 
 from .conftest import ask
 
 ASKED = {"context": ["hello there"], "pool": "replies", "top_k": 3}
+QUIET = LoggingConfig(log_level="ERROR", enable_access_log=False)
 _PATIENCE_S = 120.0
 
 
@@ -45,13 +46,11 @@ def pools(model, tiny_pool, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def port(local_ray, model, pools) -> Iterator[int]:
     """Two replicas."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET)
     try:
         args = app.Args(model=model.uri, pools=[str(pools / "replies")], poll_s=0.5)
-        serve.run(app.application(args, num_replicas=2), logging_config=quiet)
+        serve.run(app.application(args, num_replicas=2), logging_config=QUIET)
         serve_replicas(2)
         yield port
     finally:
@@ -68,13 +67,8 @@ def replica_pids() -> list[int]:
 
 
 def pids(actor: str) -> list[int]:
-    """Of Ray's processes with that actor."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if line.startswith("ray::") and actor in line:
-            found.append(process.info["pid"])
-    return found
+    """Of our own Ray's processes with that actor."""
+    return [process.pid for process in ray_processes(actor)]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -91,19 +85,23 @@ class Load:
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
         self.versions: list[str] = []
+        self.missing_shards: list[list[int]] = []
+        self.uncertified = 0
         self.answers = 0
 
 
 @contextmanager
-def steady_load(port: int) -> Iterator[Load]:
+def steady_load(port: int, prefix: str = "") -> Iterator[Load]:
     load, stop = Load(), threading.Event()
 
     def client() -> None:
         while not stop.is_set():
-            status, answer = ask(port, "POST", "/rank", ASKED)
+            status, answer = ask(port, "POST", f"{prefix}/rank", ASKED)
             load.statuses[status] += 1
             if status == 200:
                 load.versions.append(answer["pool"]["version"])
+                load.missing_shards.append(answer["pool"]["missing_shards"])
+                load.uncertified += not answer["certified"]
             load.answers += 1
 
     with ThreadPoolExecutor(2) as threads:
@@ -155,6 +153,38 @@ def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
     assert set(load.versions[heard:]) == {"v-2"}
     switches = sum(a != b for a, b in zip(load.versions, load.versions[1:], strict=False))
     assert switches < 40  # both replicas went over within a moment, and never back
+
+
+def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shards(
+    port, model, tiny_pool, tmp_path
+):
+    shutil.copytree(Path(tiny_pool(model)), tmp_path / "replies")
+    args = app.Args(
+        model=model.uri,
+        sharded_pools=[str(tmp_path / "replies")],
+        shard_cpus=0,
+        on_missing_shard="answer",
+        name="parts",
+        poll_s=0.5,
+    )
+    application = app.application(args, ray_actor_options={"num_cpus": 0})
+    serve.run(application, name="parts", route_prefix="/parts", logging_config=QUIET)
+    try:
+        with steady_load(port, "/parts") as load:
+            until(lambda: load.answers > 20)
+            assert not any(load.missing_shards)
+            (shard,) = pids("parts-shard-0")
+            os.kill(shard, signal.SIGKILL)
+            until(lambda: [0] in load.missing_shards)
+            until(lambda: not any(load.missing_shards[-20:]))
+            publish(tmp_path, "v-2")
+            make_current(str(tmp_path), "replies", "v-2")
+            until(lambda: load.versions[-20:] == ["v-2"] * 20)
+    finally:
+        serve.delete("parts")
+    assert set(load.statuses) <= {200, 429}, load.statuses
+    assert load.uncertified == sum(map(bool, load.missing_shards))
+    assert set(map(tuple, load.missing_shards)) == {(), (0,)}
 
 
 # The long form: make test-long

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from serve import api, guard
+from serve.errors import FULL_FOR, overloaded
 from serve.guard import Guard
 from serve.limits import Limits
 from serve.scheduling import WorkQueue
@@ -245,6 +246,59 @@ def test_a_request_whose_replica_died_is_asked_once_more(death, deaths, status):
     response = TestClient(Guard(proxy, is_proxy=True)).post("/rank", json=GOOD)
     assert response.status_code == status
     assert bodies == [GOOD, GOOD]
+
+
+def test_a_replica_gets_the_body_with_the_request(service):
+    """Serve's own way asks the proxy for it: one more call between the two."""
+    replica = api.create_app(service)
+
+    async def serve_says(scope: Any, receive: Any, send: Any) -> None:
+        async def never() -> Any:
+            raise AssertionError("the replica asked for the body")
+
+        await replica(scope, never, send)
+
+    proxy = TestClient(Guard(serve_says, is_proxy=True))
+    assert proxy.post("/rank", json=GOOD).status_code == 200
+    assert proxy.post("/rank", content=b"{", headers={"content-type": "application/json"}).json()[
+        "error"
+    ]["code"] == "invalid_json"  # fmt: skip
+
+
+def test_a_replicas_bound_holds_for_a_body_that_comes_with_the_request(service):
+    replica = api.create_app(service, Limits(body_bytes=1_000))
+    asked = {"context": ["a"], "candidates": ["x" * 1_000]}
+    response = TestClient(Guard(replica, is_proxy=True)).post("/rank", json=asked)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
+
+
+def test_a_proxy_refuses_for_a_moment_what_a_full_replica_would(monkeypatch):
+    now, asked = [1000.0], []
+
+    async def full(request: Any) -> JSONResponse:
+        asked.append(request.url.path)
+        return overloaded(waiting_s=2.5, most_waiting_s=2.0).response()
+
+    routes = [Route(path, full, methods=["POST"]) for path in ("/rank", "/embed")]
+    client = TestClient(Guard(Starlette(routes=routes), is_proxy=True))
+    monkeypatch.setattr("serve.guard.time.monotonic", lambda: now[0])
+    for at, reaches in ((1000.0, 1), (1000.1, 1), (1000.19, 1), (1000.21, 2), (1000.3, 2)):
+        now[0] = at
+        response = client.post("/rank", json=GOOD)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+        assert int(response.headers["retry-after"]) >= 1
+        assert FULL_FOR not in response.headers
+        assert response.headers.get("connection") != "close"
+        assert len(asked) == reaches
+    client.post("/embed", json=GOOD)
+    assert asked == ["/rank", "/rank", "/embed"]
+
+
+def test_a_full_replica_refuses_before_it_reads_the_request(tiny_ranker, asking, monkeypatch):
+    client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
+    monkeypatch.setattr(WorkQueue, "waiting_s", 61.5)
+    response = client.post("/rank", content=b"{", headers={"content-type": "application/json"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "62")
 
 
 def test_an_error_of_ours_is_no_reason_to_ask_again(failing_once):

@@ -63,8 +63,8 @@ def _plan(corpus: Artifact, options: Options, contaminated: bool) -> Plan:
 
 def _key_bytes(examples: int, options: Options) -> tuple[int, int]:
     """Of the keys by which exact and near duplicates are found; 0: they are not looked for."""
-    exact_bytes = examples * exact.KEY_BYTES if options.exact == "on" else 0
-    near_bytes = examples * options.bands * near.KEY_BYTES if options.near == "on" else 0
+    exact_bytes = examples * exact.KEY_BYTES if options.exact else 0
+    near_bytes = examples * options.bands * near.KEY_BYTES if options.near else 0
     return exact_bytes, near_bytes
 
 

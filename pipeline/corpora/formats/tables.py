@@ -11,6 +11,7 @@ import csv
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import encodings
 
 Lines = Iterable[tuple[int, str]]
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -35,6 +37,35 @@ _ENDINGS = {
 _JSON_HEAD = 1000  # objects that are looked through for the names of columns
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20  # for each column of Parquet
+_NO_ID = ", or '': a hash of the text is the id"
+_OTHER_DELIMITERS = ";\t|"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFormat:
+    """How CSV, TSV and JSON lines are written. Settings of jobs that read tables extend it."""
+
+    GROUP = ""
+    """The settings' name on the command line; "": there are no such options."""
+    encoding: str = "utf-8"
+    """Of CSV, TSV and JSON lines: utf-8, cp1252 (Windows' Latin-1), utf-16, or another that Python knows."""
+    delimiter: str = ""
+    """Between the fields of CSV and TSV, such as ";" or "\\t"; empty: a comma, in TSV a tab."""
+    quotes: bool = True
+    """False: double quotes in CSV and TSV are text like any other."""
+
+    def __post_init__(self) -> None:
+        require(encodings.is_known(self.encoding), f"{self.GROUP}.encoding", self.encoding,
+                "utf-8, cp1252, utf-16, or another encoding that Python knows")  # fmt: skip
+        require(len(self.delimiter) <= 1 or self.delimiter == "\\t", f"{self.GROUP}.delimiter",
+                self.delimiter, 'one character, such as ";"')  # fmt: skip
+
+    def option(self, name: str) -> str:
+        """Its name on the command line."""
+        return f"{self.GROUP}.{name}" if self.GROUP else ""
+
+
+_PLAIN = TableFormat()
 
 
 def read(
@@ -43,18 +74,18 @@ def read(
     reading: raw.Reading,
     account: file_tasks.Account,
     also: Callable[[str], object] = lambda name: False,
-    quotes: bool = True,
+    form: TableFormat = _PLAIN,
 ) -> Rows:
     """The rows of a file, with at least the columns `wanted` (by option) and those that `also` takes.
 
-    What is no row is set aside in `account`. `quotes`: in CSV and TSV they have their meaning.
-    Raises BadInput, with the names of the file's columns, where a wanted one is not among them.
+    What is no row is set aside in `account`. Raises BadInput for a file in another encoding, and, with the
+    names of the file's columns, where a wanted one is not among them.
     """
     with storage.open_input(uri) as stream:
         is_parquet = stream.read(4) == b"PAR1"
     if is_parquet:
         return _parquet_rows(uri, wanted, also, account)
-    lines = text_lines(uri, reading, account)
+    lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, account.notes)
     first = next(((at, line) for at, line in lines if line.strip()), None)
     if first is None:
         return iter(())
@@ -62,19 +93,24 @@ def read(
     kind = _kind(raw.plain_name(uri), first[1])
     if kind == "json":
         return _json_rows(uri, lines, wanted, account)
-    records = csv_records(uri, lines, account, "\t" if kind == "tsv" else ",", quotes)
-    return _csv_rows(uri, records, wanted, account)
+    delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
+    delimiter = "\t" if delimiter == "\\t" else delimiter
+    records = csv_records(uri, lines, account, delimiter, form.quotes)
+    return _csv_rows(uri, records, wanted, account, form)
 
 
 def require_columns(
-    uris: Sequence[str], wanted: Mapping[str, str], reading: raw.Reading, quotes: bool = True
+    uris: Sequence[str],
+    wanted: Mapping[str, str],
+    reading: raw.Reading,
+    form: TableFormat = _PLAIN,
 ) -> None:
     """Raises BadInput as `read`, for the first file; of JSON lines it reads 1,000, of others one.
 
     A job can call it before it starts Ray. Its tasks check the other files.
     """
     for uri in uris[:1]:
-        next(read(uri, wanted, reading, file_tasks.Account(), quotes=quotes), None)
+        next(read(uri, wanted, reading, file_tasks.Account(), form=form), None)
 
 
 def text_lines(
@@ -107,7 +143,7 @@ def csv_records(
         taken.clear()
         try:
             fields = next(records, None)
-            fault = "line too long" if any(raw.is_overlong(line) for _, line in taken) else ""
+            fault = next((fault for _, line in taken if (fault := _fault(line))), "")
         except csv.Error as error:  # the next record begins on the next line
             fields, fault = [], f"not CSV: {error}"
         if fields is None:
@@ -117,6 +153,16 @@ def csv_records(
             account.malformed.add(fault, uri, taken[0][0], "\n".join(line for _, line in taken))
         elif fields:
             yield taken[0][0], fields
+
+
+def _fault(line: str) -> str:
+    return (
+        "line too long"
+        if raw.is_overlong(line)
+        else "not UTF-8"
+        if encodings.is_damaged(line)
+        else ""
+    )
 
 
 def _kind(name: str, first_line: str) -> str:
@@ -131,9 +177,10 @@ def _csv_rows(
     records: Iterator[tuple[int, list[str]]],
     wanted: Mapping[str, str],
     account: file_tasks.Account,
+    form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
-    _require(uri, wanted, columns)
+    _require(uri, wanted, columns, _delimiter_hint(columns, form))
     for at, fields in records:
         account.records += 1
         if len(fields) == len(columns):
@@ -158,8 +205,8 @@ def _json_objects(uri: str, lines: Lines, account: file_tasks.Account) -> Rows:
         if not line.strip():
             continue
         account.records += 1
-        if raw.is_overlong(line):
-            account.malformed.add("line too long", uri, at, line)
+        if fault := _fault(line):
+            account.malformed.add(fault, uri, at, line)
             continue
         try:
             value = json.loads(line)
@@ -194,8 +241,18 @@ def _parquet_rows(
             raise BadInput(f"{uri}: broken Parquet after {at:,} rows ({error})") from None
 
 
-def _require(uri: str, wanted: Mapping[str, str], columns: list[str]) -> None:
+def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
+    """Where a file seems to have one column: what else may stand between its columns; "" elsewhere."""
+    found = [one for one in _OTHER_DELIMITERS if len(columns) == 1 and one in columns[0]]
+    if not found:
+        return ""
+    shown = "\\t" if found[0] == "\t" else found[0]
+    option = f", which --{form.option('delimiter')} '{shown}' reads" if form.GROUP else ""
+    return f" (the fields seem to be separated by '{shown}'{option})"
+
+
+def _require(uri: str, wanted: Mapping[str, str], columns: list[str], hint: str = "") -> None:
     for option, name in wanted.items():
-        require(
-            columns.count(name) == 1, option, name, f"the columns of {uri}: {', '.join(columns)}"
-        )
+        more = _NO_ID if option == "embed.id_column" else ""
+        require(columns.count(name) == 1, option, name,
+                f"the columns of {uri}: {', '.join(columns)}{hint or more}")  # fmt: skip

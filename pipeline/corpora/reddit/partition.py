@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from pipeline import resources
+from pipeline import executors, resources
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import buckets, raw
@@ -99,6 +99,14 @@ def _blocks(
     privacy: Privacy,
 ) -> Iterator[dict[str, Any]]:
     """A row per block, parsed and filed, and one per file, at its end."""
+    if executors.current():
+        for index, uri in files:
+            file = pa.table({"index": [index], "uri": [uri]})
+            for block in _read_file(known, block_bytes, options, file):
+                parsed = _parse_and_retry(draft, bucket_count, options, privacy, block)
+                yield from parsed.to_pylist()
+        return
+
     import ray.data
 
     resources.await_node(1)

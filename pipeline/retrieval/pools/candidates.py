@@ -60,13 +60,14 @@ def stage(
     columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
+    form: tables.TableFormat,
 ) -> list[PartsRecord]:
     """Reads every file's `columns` (the id's, the text's, those to filter by) and writes its candidates.
 
     Without an id column, "", the text's content hash is the id.
     """
     work = functools.partial(
-        _stage, columns=columns, max_text_bytes=max_text_bytes, reading=reading
+        _stage, columns=columns, max_text_bytes=max_text_bytes, reading=reading, form=form
     )
     tasks = {f"file-{number:05d}": uri for number, uri in enumerate(files)}
     return shards.run_tasks(draft, tasks, work, "read candidates", PartsRecord)
@@ -104,11 +105,13 @@ def _stage(
     columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
+    form: tables.TableFormat,
 ) -> PartsRecord:
     account = Account()
     schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in columns[2:])])
     parts = list[tuple[str, int]]()
-    for number, rows in enumerate(_parts(_rows(uri, columns, max_text_bytes, reading, account))):
+    found = _rows(uri, columns, max_text_bytes, reading, account, form)
+    for number, rows in enumerate(_parts(found)):
         part = f"{task}-{number:03d}"
         table = pa.table([pa.array(c, pa.string()) for c in zip(*rows, strict=True)], schema=schema)
         keys = [(text_key(row[2]), id_key(row[0]), len(row[1].encode())) for row in rows]
@@ -125,9 +128,11 @@ def _stage(
     )
 
 
-def require_columns(files: list[str], columns: tuple[str, ...], reading: raw.Reading) -> None:
+def require_columns(
+    files: list[str], columns: tuple[str, ...], reading: raw.Reading, form: tables.TableFormat
+) -> None:
     """Raises BadInput where the first file lacks one of the `columns` (see `stage`)."""
-    tables.require_columns(files, _by_option(columns), reading)
+    tables.require_columns(files, _by_option(columns), reading, form)
 
 
 def _by_option(columns: tuple[str, ...]) -> dict[str, str]:
@@ -144,11 +149,12 @@ def _rows(
     max_text_bytes: int,
     reading: raw.Reading,
     account: Account,
+    form: tables.TableFormat,
 ) -> Iterator[Row]:
     """What can be a candidate; everything else is in `account`."""
     id_column, text_column, *kept = columns
     wanted = _by_option(columns)
-    for at, row in tables.read(uri, wanted, reading, account):
+    for at, row in tables.read(uri, wanted, reading, account, form=form):
         text, name = row.get(text_column), row.get(id_column)
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
         values = [row.get(column) for column in kept]

@@ -55,6 +55,38 @@ class Shard:
     def __len__(self) -> int:
         return int(self.rows.num_rows)
 
+    def part(self, rows: slice) -> Shard:
+        """A stretch of the rows."""
+        if rows == slice(0, len(self)):
+            return self
+        table = self.rows.slice(rows.start, rows.stop - rows.start)
+        return Shard(table, self.vectors.take(rows), self.sketch.take(rows))
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of `count` parts of a pool's rows, which are equal up to one row and follow each other."""
+
+    number: int
+    """From 0."""
+    count: int
+
+    def rows(self, total: int) -> slice:
+        """Of so many rows those in this part."""
+        return slice(total * self.number // self.count, total * (self.number + 1) // self.count)
+
+    def rows_of_files(self, artifact: Artifact) -> dict[str, slice]:
+        """The names of a pool's files that hold rows of this part, and which of the file's rows."""
+        mine, found, first = self.rows(artifact.rows("rows/")), dict[str, slice](), 0
+        for entry in artifact.manifest["files"]:
+            if not entry["path"].startswith("rows/"):
+                continue
+            start, stop = max(mine.start - first, 0), min(mine.stop - first, entry["rows"])
+            if start < stop or self.count == 1:
+                found[Path(entry["path"]).stem] = slice(start, stop)
+            first += entry["rows"]
+        return found
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -70,10 +102,11 @@ class Pool:
     """Where each shard ends in the pool."""
 
     @classmethod
-    def open(cls, uri: str, check: Check = "once") -> Pool:
+    def open(cls, uri: str, check: Check = "once", share: Share | None = None) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
 
-        `check`: the files' checksums and the ids; sizes and shapes are checked always.
+        `check`: the files' checksums and the ids; sizes and shapes are checked always. `share`: opens this
+        part of the rows alone, and needs only the files that hold it; places then begin at its first row.
         Raises BadInput where there is none, or where a file is not what the manifest says.
         """
         uri = storage.absolute(uri.rstrip("/"))
@@ -84,14 +117,17 @@ class Pool:
         if artifact.manifest.get("dtype") not in FILE_DTYPES:
             raise BadInput(f"{uri}: dtype is {artifact.manifest.get('dtype')!r}; allowed: "
                            f"{', '.join(FILE_DTYPES)}; embed the pool again")  # fmt: skip
-        folder = artifact.local()
+        share = share or Share(0, 1)
+        parts = share.rows_of_files(artifact)
+        only = None if share.count == 1 else [ROTATION, *_files_of(artifact, list(parts))]
+        folder = artifact.local(only)
         rotation = _load(folder / ROTATION, np.float64, (artifact.manifest["dimensions"], None))
         if not is_orthonormal(rotation):
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
-        names = [Path(file).stem for file in artifact.files("rows/")]
         columns = rotation.shape[1]
-        shards = tuple(_open_shard(folder, name, artifact.manifest, columns) for name in names)
-        checksums.contents(artifact, folder, [shard.rows for shard in shards], check)
+        whole = [_open_shard(folder, name, artifact.manifest, columns) for name in parts]
+        checksums.contents(artifact, folder, [shard.rows for shard in whole], check, only)
+        shards = tuple(s.part(rows) for s, rows in zip(whole, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
         name = storage.name_of(uri[: -len(storage.name_of(uri)) - 1])
         return cls(artifact, name, storage.name_of(uri), shards, rotation, ends)
@@ -196,6 +232,14 @@ class Pool:
             found.append((self.shards[number], places[at:end] - start))
             at = end
         return found
+
+
+def _files_of(artifact: Artifact, names: Sequence[str]) -> list[str]:
+    """The paths of the files of some shards."""
+    folders = ("rows", "vectors", "norms", "sketch", "sketch_norms")
+    wanted = {(folder, name) for folder in folders for name in names}
+    paths = (Path(path) for path in artifact.paths())
+    return [str(path) for path in paths if (str(path.parent), path.stem) in wanted]
 
 
 def _open_shard(folder: Path, name: str, manifest: dict[str, Any], columns: int) -> Shard:

@@ -22,6 +22,9 @@ _NOT_OF_VECTORS = {
     f"embed.{name}"
     for name in (
         "text_column",
+        "encoding",
+        "delimiter",
+        "quotes",
         "id_column",
         "rows_per_shard",
         "batch_tokens",
