@@ -11,6 +11,7 @@ from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate, options
+from pipeline.corpora.schema import example_files
 from pipeline.records import sum_counts
 
 
@@ -44,8 +45,9 @@ def run(config: Config) -> program.Summary:
         evaluation_set, inputs[f"evaluation.{number}"] = decontaminate.open_set(uri)
         sets.append(evaluation_set)
     if config.dry_run:
-        found = dedup.estimate(corpus, config.dedup, bool(sets))
-        return cost.show("clean_corpus", found)
+        shards = example_files(corpus)
+        sizes, rows = [e["bytes"] for e in shards], sum(e["rows"] for e in shards)
+        return cost.show("clean_corpus", dedup.estimate(sizes, rows, config.dedup, bool(sets)))
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)

@@ -209,6 +209,7 @@ def commands(page: Path) -> list[str]:
 PAGES = (
     ROOT / "README.md",
     ROOT / "CLUSTER.md",
+    ROOT / "OPERATING.md",
     ROOT / "pipeline/training/README.md",
     ROOT / "pipeline/training/PRETRAINING.md",
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs import clean_corpus, finetune, prepare_corpus, score_candidates
+from jobs.benchmarks import capacity
 from pipeline import cost
 from pipeline.corpora import raw, reddit
 from pipeline.models.settings import ranker_config
@@ -110,6 +111,13 @@ def test_the_rates_are_those_of_the_pages():
         "evaluation texts": 122_000 / 2,
         "near duplicates": 30_000 / 2,
     }
+
+
+def test_the_table_of_full_sizes_is_what_the_rates_give():
+    assert capacity.table() in (ROOT / "OPERATING.md").read_text()
+    assert pytest.approx(108.8, abs=0.1) == capacity.TEXTS_PER_CORE_S
+    page = (ROOT / "pipeline" / "retrieval" / "README.md").read_text()
+    assert "| 164,271 passages | seconds |" in page and "| all | 755 |" in page
 
 
 def test_numbers_are_printed_for_people(capsys):

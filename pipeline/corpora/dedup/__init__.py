@@ -68,26 +68,24 @@ def _key_bytes(examples: int, options: Options) -> tuple[int, int]:
     return exact_bytes, near_bytes
 
 
-def estimate(corpus: Artifact, options: Options, contaminated: bool) -> Estimate:
-    """What it takes to clean a corpus. `contaminated`: there are evaluation sets."""
-    plan = _plan(corpus, options, contaminated)
-    rows = sum(shard.rows for shard in plan.shards)
-    sizes = [e["bytes"] for e in corpus.manifest["files"] if not e["path"].startswith("others/")]
+def estimate(sizes: Sequence[int], rows: int, options: Options, contaminated: bool) -> Estimate:
+    """What it takes to clean a corpus of shards of these sizes. `contaminated`: there are evaluation sets."""
+    key_bytes = _key_bytes(rows, options)
     steps = {
         "evaluation texts": contaminated,
-        "exact duplicates": plan.exact_buckets > 0,
-        "near duplicates": plan.near_buckets > 0,
+        "exact duplicates": key_bytes[0] > 0,
+        "near duplicates": key_bytes[1] > 0,
     }
     passes = sum(steps.values()) + 1  # each step reads the shards, and so does the one that writes
-    bucket_count = plan.exact_buckets + plan.near_buckets
-    tasks = passes * len(plan.shards) + bucket_count
+    bucket_count = sum(-(-size // _BUCKET_BYTES) for size in key_bytes)
+    tasks = passes * len(sizes) + bucket_count
     return Estimate(
         input_files=len(sizes),
         input_bytes=sum(sizes),
         rows=rows,
         tasks=tasks,
-        requests=passes * cost.reads(sizes) + bucket_count * len(plan.shards) + 2 * tasks,
-        shuffle_bytes=sum(_key_bytes(rows, options)),
+        requests=passes * cost.reads(sizes) + bucket_count * len(sizes) + 2 * tasks,
+        shuffle_bytes=sum(key_bytes),
         cpu_hours=sum(cost.core_hours(rows, name) for name, on in steps.items() if on),
         basis=cost.MEASURED["near duplicates"].source,
     )
