@@ -23,7 +23,7 @@ from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
-from pipeline.retrieval.pools import build, candidates, embed, gate, versions
+from pipeline.retrieval.pools import build, candidates, embed, gate, promotion, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
@@ -131,7 +131,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 
     out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
-        versions.publish(config.pools, config.name, job.version, config.publish_only)
+        promotion.publish(config.pools, config.name, job.version, config.publish_only)
         return out, True
     with cluster.session(for_tasks=True):
         prepared, previous = _plan(config, job, out)
@@ -142,7 +142,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
             pool = _embed(config, job, out, prepared, previous, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
-    versions.publish(config.pools, config.name, job.version, config.publish_only)
+    promotion.publish(config.pools, config.name, job.version, config.publish_only)
     return pool, False
 
 

@@ -12,7 +12,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, require
 from pipeline.evaluation import protocols
-from pipeline.retrieval.pools import versions
+from pipeline.retrieval.pools import promotion, versions
 from pipeline.retrieval.pools.lock import locked
 from pipeline.retrieval.pools.pool import Pool
 
@@ -158,7 +158,7 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
 
 def _version_of_model(config: Config, model: Artifact) -> str:
     """The pool's newest version that the model embedded."""
-    found = versions.newest_of_model(config.pools, config.name, model.fingerprint)
+    found = promotion.newest_of_model(config.pools, config.name, model.fingerprint)
     if not found:
         raise BadInput(
             f"pool {config.name}: no version was embedded by {model.uri} ({model.fingerprint}); make one: "
@@ -171,7 +171,7 @@ def _pool_version(config: Config) -> str:
     """The version that a pool alone moves to."""
     current = versions.current_name(config.pools, config.name)
     if config.rollback or config.version == _PREVIOUS:
-        return versions.version_before(config.pools, config.name)
+        return promotion.version_before(config.pools, config.name)
     if not config.version and not (config.pin or config.unpin):
         raise BadInput("version: '' is not allowed; allowed: a version of the pool, or --rollback")
     return config.version or current
@@ -187,10 +187,10 @@ def _move_pool(config: Config, version: str) -> dict[str, Any]:
     Pool.open(uri)
     pin = config.pin or config.rollback
     if not config.dry_run:
-        versions.promote(config.pools, config.name, version)
+        promotion.promote(config.pools, config.name, version)
         if pin or config.unpin:
-            versions.set_pin(config.pools, config.name, pin)
-    pinned = pin or (not config.unpin and versions.is_pinned(config.pools, config.name))
+            promotion.set_pin(config.pools, config.name, pin)
+    pinned = pin or (not config.unpin and promotion.is_pinned(config.pools, config.name))
     return {"name": config.name, "version": version, "before": before, "pinned": pinned}
 
 

@@ -95,3 +95,22 @@ def test_the_workflows_that_are_shipped_are_commands(file, monkeypatch):
     verbs = [step.verb for step in steps]
     path = ["prepare_corpus", "pretrain", "finetune", "embed_pool", "promote"]
     assert [verb for verb in dict.fromkeys(verbs) if verb in path] == path
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_whole_path_runs_and_again_does_nothing(sample_files, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = {
+        "lake": tmp_path, "dumps": sample_files / "reddit_dump", "dialogues": sample_files / "convai2",
+        "vocabulary": 1000, "gpu": "false", "deploy": "true", "name": "dialogue-test",
+        "pretrain": "jobs/configs/pretrain/tiny-cpu.yaml", "finetune": "jobs/configs/demo-poly.yaml",
+    }  # fmt: skip
+    arguments = [f"{name}={value}" for name, value in settings.items()]
+    file = ROOT / "jobs" / "workflows" / "dialogue.yaml"
+    first = {step["step"]: step for step in run(file, *arguments)["steps"]}
+    assert first["promote"]["before"] == "" and first["promote"]["pool"]["name"] == "replies"
+    again = {step["step"]: step for step in run(file, *arguments)["steps"]}
+    made = [name for name in first if first[name].get("fingerprint")]
+    assert len(made) == 8 and all(again[name]["already_done"] for name in made)
+    assert again["promote"]["version"] == again["promote"]["before"]

@@ -11,12 +11,11 @@ from pipeline.artifact import MANIFEST, Artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
 from pipeline.models.precision import Resolved
 from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
+from pipeline.retrieval.pools.pool import KIND, Pool, current_uri
 
 _DAY_S = 86_400
 _PREFIX = "v-"
-_PREVIOUS = "PREVIOUS"  # what was CURRENT before
-_PINNED = "PINNED"  # jobs leave CURRENT as it is
+PREVIOUS = "PREVIOUS"
 # Settings that say which rows there are, or how they are filed; all others decide a vector.
 _NOT_OF_VECTORS = {
     f"embed.{name}"
@@ -42,76 +41,10 @@ def current_name(pools: str, name: str) -> str:
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
 
-def publish(pools: str, name: str, version: str, publish_only: bool) -> None:
-    """Makes a job's new version CURRENT, unless the CURRENT one is pinned or is to stay."""
-    current = current_name(pools, name)
-    if current and publish_only:
-        print(f"pool {name}: {version} is published; CURRENT stays {current}", flush=True)
-    elif current and current != version and is_pinned(pools, name):
-        print(f"pool {name}: {version} is published; CURRENT stays {current}, which is pinned "
-              "(jobs.promote --unpin)", flush=True)  # fmt: skip
-    else:
-        promote(pools, name, version)
-
-
-def promote(pools: str, name: str, version: str) -> None:
-    """Makes a version CURRENT and remembers the one before. Only who holds the pool's lock may call it."""
-    current = current_name(pools, name)
-    if current and current != version:
-        storage.write_bytes(storage.join(pools, name, _PREVIOUS), f"{current}\n".encode())
-    make_current(pools, name, version)
-
-
-def set_pin(pools: str, name: str, pinned: bool) -> None:
-    uri = storage.join(pools, name, _PINNED)
-    if pinned:
-        storage.write_bytes(uri, b"")
-    else:
-        storage.delete(uri)
-
-
-def is_pinned(pools: str, name: str) -> bool:
-    """Whether jobs leave CURRENT as it is."""
-    return storage.exists(storage.join(pools, name, _PINNED))
-
-
-def version_before(pools: str, name: str) -> str:
-    """The version that was CURRENT before, else the newest one that is older than CURRENT.
-
-    Raises BadInput where there is none.
-    """
-    current, made = current_name(pools, name), _made(pools, name)
-    before = previous_name(pools, name)
-    if before in made and before != current:
-        return before
-    older = [version for version in made if made[version] < made.get(current, "~")]
-    if not older:
-        raise BadInput(f"version: {storage.join(pools, name)} has none before {current or 'CURRENT'}; "
-                       f"there are: {', '.join(sorted(made)) or 'none'}")  # fmt: skip
-    return max(older, key=lambda version: made[version])
-
-
 def previous_name(pools: str, name: str) -> str:
     """The version that was CURRENT before; "" where there was none."""
-    uri = storage.join(pools, name, _PREVIOUS)
+    uri = storage.join(pools, name, PREVIOUS)
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
-
-
-def newest_of_model(pools: str, name: str, fingerprint: str) -> str:
-    """The newest version that a model embedded; "" where there is none."""
-    made = _made(pools, name, fingerprint)
-    return max(made, key=lambda version: made[version], default="")
-
-
-def _made(pools: str, name: str, fingerprint: str = "") -> dict[str, str]:
-    """When each published version was made; those of one model only, if its fingerprint is given."""
-    found = {}
-    for uri in storage.list_folders(storage.join(pools, name)):
-        if is_version(uri):
-            manifest = read_artifact(uri, KIND).manifest
-            if fingerprint in ("", manifest["inputs"]["model"]["fingerprint"]):
-                found[storage.name_of(uri)] = str(manifest["created_at"])
-    return found
 
 
 def open_current(pools: str, name: str) -> Pool | None:
@@ -150,8 +83,8 @@ def is_version(uri: str) -> bool:
 def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     """Removes versions, and what abandoned jobs have left; returns their names.
 
-    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one that was CURRENT
-    before, and each that somebody has open (`lock.lease`). `keep` 0: all versions. Only who holds the
+    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
+    (PREVIOUS), and each that somebody has open (`lock.lease`). `keep` 0: all versions. Only who holds the
     pool's lock may call it.
     """
     versions: dict[str, float] = {}
