@@ -83,8 +83,8 @@ def is_version(uri: str) -> bool:
 def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     """Removes versions, and what abandoned jobs have left; returns their names.
 
-    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
-    (PREVIOUS), and each that somebody has open (`lock.lease`). `keep` 0: all versions. Only who holds the
+    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, where `keep` is
+    not 1 the one before it (PREVIOUS), and each that somebody has open (`lock.lease`). `keep` 0: all versions. Only who holds the
     pool's lock may call it.
     """
     versions: dict[str, float] = {}
@@ -101,8 +101,8 @@ def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     newest = sorted(versions, key=lambda version: versions[version], reverse=True)
     for version in newest[keep:] if keep else ():
         young = time.time() - versions[version] < keep_days * _DAY_S
-        is_named = version in (current_name(pools, name), previous_name(pools, name))
-        if not (young or is_named or is_leased(pools, name, version)):
+        named = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
+        if not (young or version in named or is_leased(pools, name, version)):
             removed.append(version)
     for folder in removed:
         uri = storage.join(pools, name, folder)
