@@ -68,3 +68,14 @@ def test_every_job_takes_the_option_and_hands_it_on(monkeypatch):
     assert progress.mode() == "json"
     with pytest.raises(BadInput, match="progress"):
         parse(Config, ["--progress", "loud"], "job")
+
+
+def test_a_job_tells_a_machine_of_its_stages(run_job_here, sample_files, tmp_path, monkeypatch):
+    monkeypatch.setenv(progress.VARIABLE, "bar")
+    files = ("--input", sample_files / "convai2", "--output", tmp_path / "out")
+    done = run_job_here("prepare_corpus", "--progress", "json", "--corpus", "convai2", *files)
+    told = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    (stage,) = [event for event in told if event["event"] == "stage"]
+    assert stage["rows"] == done.summary["counts"]["examples"]
+    assert [event for event in told if event["event"] == "progress"][-1]["done"] == stage["tasks"]
+    assert "%|" not in done.stderr

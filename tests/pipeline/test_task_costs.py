@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
-from pipeline import progress, task_costs
+import mlflow
+import pytest
+
+from pipeline import executors, progress, task_costs, tracking
+from pipeline.actors import Actors
+from pipeline.artifact import draft
+from pipeline.config import Stopped
 from pipeline.records import TaskCost, TaskRecord, from_json, to_json
+from pipeline.shards import run_tasks
 from pipeline.task_costs import Stage
 
 
@@ -57,3 +65,25 @@ def test_the_end_of_a_stage_is_told_and_kept(monkeypatch, capsys):
         ["t3"], {"t9": "full"}, {"t1": ["h7"]},
     )  # fmt: skip
     assert next(iter(event["slowest_tasks"])) == "t3"
+
+
+def test_mlflow_keeps_what_tasks_cost_also_of_a_job_that_fails(tmp_path, tracking_uri):
+    out = draft(str(tmp_path / "out"), "corpus", Actors(), {})
+
+    def work(draft, name, argument):
+        if argument == 0:
+            raise ArithmeticError("nought")
+        return TaskRecord(files=[draft.write_file(name, b"." * argument, rows=argument)])
+
+    with (
+        executors.in_this_process(),
+        pytest.raises(Stopped, match="1 of 2 tasks failed"),
+        tracking.start("job", out) as run,
+    ):
+        run_tasks(out, {"good": 5, "bad": 0}, work, "divide", TaskRecord)
+    folder = mlflow.artifacts.download_artifacts(run_id=run.run_id, dst_path=str(tmp_path / "run"))
+    (stage,) = json.loads((Path(folder) / "tasks.json").read_text())
+    assert (stage["stage"], stage["tasks"], stage["rows"], stage["bytes"]) == ("divide", 1, 5, 5)
+    assert stage["failed"] == {"bad": "ArithmeticError: nought"}
+    cost = stage["slowest_tasks"]["good"]
+    assert cost["host"] == socket.gethostname() and cost["peak_memory_bytes"] > 0

@@ -83,9 +83,9 @@ def is_version(uri: str) -> bool:
 def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     """Removes versions, and what abandoned jobs have left; returns their names.
 
-    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, where `keep` is
-    not 1 the one before it (PREVIOUS), and each that somebody has open (`lock.lease`). `keep` 0: all versions. Only who holds the
-    pool's lock may call it.
+    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
+    (PREVIOUS; not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
+    Only who holds the pool's lock may call it.
     """
     versions: dict[str, float] = {}
     removed = []
