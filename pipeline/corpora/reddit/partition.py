@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import executors, resources
+from pipeline import executors, progress, resources
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import buckets, raw
