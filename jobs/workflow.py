@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -38,8 +38,6 @@ class Config:
     The same command again continues: finished jobs recognise their output within seconds. On a cluster:
     `python -m jobs.submit --wait -- workflow FILE`.
     """
-
-    POSITIONAL: ClassVar[str] = "file"
 
     file: str
     """The workflow: YAML with `variables` and `steps`, a command for each step's name."""
