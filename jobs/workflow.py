@@ -39,6 +39,8 @@ class Config:
     `python -m jobs.submit --wait -- workflow FILE`.
     """
 
+    POSITIONAL = "file"
+
     file: str
     """The workflow: YAML with `variables` and `steps`, a command for each step's name."""
     set: tuple[str, ...] = ()
