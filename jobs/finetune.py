@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jobs import program
 from pipeline import cost
 from pipeline.artifact import Artifact, draft, open_artifact
-from pipeline.config import NOT_IDENTITY, require
+from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.models.settings import PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training.finetune_settings import FinetuneConfig
@@ -49,6 +50,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     """`watch` hears of the steps that are done, of how many."""
     corpus = open_artifact(config.corpus, "corpus")
     source, encoder = open_encoder(config.encoder)
+    _require_encoder(config, encoder)
 
     from jobs import cluster
     from pipeline import tracking
@@ -85,6 +87,14 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         _register(config, ranker)
     validation = {"asked": asked, "left_out": left_out}
     return program.published(ranker, already_there=False, metrics=metrics, validation=validation)
+
+
+def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
+    """Raises BadInput for a tokenizer alone, unless the architecture starts from one."""
+    if reference.get("kind") == "tokenizer" and not config.ranker.starts_from_tokenizer:
+        raise BadInput(f"--encoder {config.encoder}: is a tokenizer; allowed: an encoder (of jobs.pretrain, "
+                       "a transformers directory or a hub id), or --ranker.architecture convert, which "
+                       "starts from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
 
 
 def _say(asked: int, left_out: Mapping[str, int]) -> None:

@@ -58,7 +58,7 @@ def _corpus(config: Config) -> program.Summary:
 
     from pipeline.corpora.report import page, survey, text
 
-    found = survey.survey(corpus, config.sample_rows, config.examples, config.seed)
+    found = survey.survey_corpus(corpus, config.sample_rows, config.examples, config.seed)
     for line in text.lines(found):
         print(line)
     html = storage.absolute(config.html or f"{storage.name_of(corpus.uri)}.html")

@@ -41,6 +41,9 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         if failure := storage_failure(error):
             _refuse(program, Stopped(f"{failure}; the same command resumes when it can write"), 1)
         raise
+    if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
+        said = f"runs and curves: mlflow ui --backend-store-uri {store}"
+        print(said, file=sys.stderr, flush=True)
     print(json.dumps({"job": name, **summary}, ensure_ascii=False), flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from jobs import program
@@ -28,14 +29,16 @@ class Config:
     With `--corpus` a model is promoted only if it is as good as the champion on that corpus.
     """
 
-    model: str = ""
-    """Name of a registered model in MLflow."""
+    ALIASES = MappingProxyType({"model": "registered_model"})
+
+    registered_model: str = ""
+    """Name of a registered model in MLflow; `--model` means the same."""
     alias: str = "champion"
     """The model's alias that moves; the alias `previous` then names the version that it leaves."""
     pools: str = ""
     """Folder of all pools; with `--name`."""
     name: str = ""
-    """The pool's name. With `--model` the pool moves to its newest version of that model."""
+    """The pool's name. With a model the pool moves to its newest version of that model."""
     version: str = ""
     """Of a model: a number or an alias; empty: candidate. Of a pool alone: such as v-0123456789ab."""
     rollback: bool = False
@@ -64,7 +67,12 @@ class Config:
         require(
             bool(self.pools) == bool(self.name), "name", self.name, "set exactly if pools is set"
         )
-        require(bool(self.pools or self.model), "model", self.model, "a model, or pools and name")
+        require(
+            bool(self.pools or self.registered_model),
+            "registered_model",
+            self.registered_model,
+            "a model, or pools and name",
+        )
         require(
             not (self.version and self.rollback), "version", self.version, "empty with rollback"
         )
@@ -76,14 +84,19 @@ class Config:
         )
         require(not (self.unpin and (self.pin or self.rollback)), "unpin", True,
                 "false with pin and rollback")  # fmt: skip
-        require(not self.corpus or bool(self.model), "corpus", self.corpus, "empty without a model")
+        require(
+            not self.corpus or bool(self.registered_model),
+            "corpus",
+            self.corpus,
+            "empty without a model",
+        )
         require(-1 <= self.min_difference <= 1, "min_difference", self.min_difference, "-1 to 1")
         require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
 
 
 def run(config: Config) -> program.Summary:
     with _locked(config):
-        if not config.model:
+        if not config.registered_model:
             return {"dry_run": config.dry_run, "pool": _move_pool(config, _pool_version(config))}
         return {"dry_run": config.dry_run, **_promote_model(config)}
 
@@ -104,19 +117,19 @@ def _promote_model(config: Config) -> program.Summary:
     from pipeline import tracking
 
     wanted = config.version or (_PREVIOUS if config.rollback else _CANDIDATE)
-    version, source = tracking.registered_version(config.model, wanted)
+    version, source = tracking.registered_version(config.registered_model, wanted)
     candidate = open_artifact(source, "ranker")
-    before = tracking.version_of_alias(config.model, config.alias)
-    summary: program.Summary = {"model": config.model, "alias": config.alias, "version": version,
+    before = tracking.version_of_alias(config.registered_model, config.alias)
+    summary: program.Summary = {"model": config.registered_model, "alias": config.alias, "version": version,
                                 "before": before}  # fmt: skip
     pool = _version_of_model(config, candidate) if config.pools else ""
     if config.corpus and before and before != version:
-        _, source = tracking.registered_version(config.model, before)
+        _, source = tracking.registered_version(config.registered_model, before)
         summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
     if config.pools:
         summary["pool"] = _move_pool(config, pool)
     if not config.dry_run:
-        tracking.move_alias(config.model, config.alias, version)
+        tracking.move_alias(config.registered_model, config.alias, version)
     return summary
 
 
@@ -149,7 +162,7 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
     }
     if low <= config.min_difference:
         raise Stopped(
-            f"model {config.model}: not promoted: R@1 of the candidate less that of the champion is "
+            f"model {config.registered_model}: not promoted: R@1 of the candidate less that of the champion is "
             f"{pair['difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} on {found['examples']:,} "
             f"questions; allowed: an interval above --min-difference {config.min_difference:g}"
         )

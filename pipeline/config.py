@@ -19,12 +19,14 @@ from argparse import ArgumentError
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import jsonargparse
 import yaml
 
 from pipeline import option_errors, progress
+
+if TYPE_CHECKING:
+    import jsonargparse
 
 ConfigT = TypeVar("ConfigT")
 
@@ -96,6 +98,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
 
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
+    import jsonargparse  # takes longer than the rest that `import pipeline` loads
+
     if (after_dashes := getattr(config_class, "AFTER_DASHES", "")) and "--" in argv:
         at = list(argv).index("--")
         argv = [*argv[:at], f"--{after_dashes}", json.dumps(argv[at + 1 :])]
@@ -361,7 +365,8 @@ def _normalise(
             continue
         name, equals, value = argument.partition("=")
         name = name[2:].replace("-", "_")
-        name = f"--{aliases.get(name, name)}"
+        group, dot, rest = name.partition(".")
+        name = f"--{aliases.get(group, group)}{dot}{rest}"
         hint = fields.get(name[2:])
         values = [value] if equals else []
         if not equals:

@@ -29,6 +29,8 @@ from pipeline.artifact import RUN, Artifact, Draft, git_revision
 from pipeline.config import BadInput, flatten
 
 _SQLITE = "sqlite:///"
+local_store = ""
+"""The data base on this machine that this process has logged a run to; "": none yet, or a server."""
 _MAX_PARAM_CHARACTERS = 500  # MLflow's own bound is 6,000; nobody reads more than this in a table
 
 
@@ -122,7 +124,9 @@ def _open(
     """Continues the run `earlier_run` if the server has it; else opens a new one."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    global local_store
     mlflow.set_tracking_uri(server())
+    local_store = server() if server().startswith(_SQLITE) else ""
     experiment_id = _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
     tags = {
         "job": job,

@@ -29,6 +29,7 @@ from pipeline.artifact import open_artifact
 from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
+from pipeline.registry import REGISTRY
 from pipeline.retrieval.pools.pool import Share
 from serve.api import create_app
 from serve.engine import Engine, open_pools
@@ -47,7 +48,6 @@ from serve.shards import (
     ShardUnavailable,
 )
 from serve.versions import (
-    REGISTRY,
     Decider,
     Decision,
     Follower,
@@ -139,14 +139,13 @@ class Ranker:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         self._args = args
-        self._metrics = Metrics()
         self._shards = [_Shard(handle) for handle in shards]
+        self._metrics = metrics = Metrics()
         self._follower = self._following(_DECIDER)
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
             self._candidate.start(wait=False)  # the champion answers until it is there
-        metrics = self._metrics
         limits = args.limits
         self._service = Service(
             self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows
@@ -156,11 +155,13 @@ class Ranker:
         replica = serve.get_replica_context().replica_id.unique_id
 
         def ask(report: Report) -> Decision:
-            if engine := self._follower.loaded:  # the decider is asked every poll_s
-                self._metrics.pools(engine.pools.values())
-            return _ask(decider, report)
+            decision = _ask(decider, report)
+            pools = follower.loaded.info()["pools"] if follower.loaded else []
+            self._metrics.followed(decider, decision.problems, pools)
+            return decision
 
-        return Follower(replica, ask, self._load, self._args.poll_s)
+        follower = Follower(replica, ask, self._load, self._args.poll_s)
+        return follower
 
     def _engine(self) -> Engine:
         """Which model answers a request."""

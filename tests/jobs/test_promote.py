@@ -157,10 +157,10 @@ def test_a_candidate_that_is_not_better_is_not_promoted(
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({}, "model: '' is not allowed"),
+    [({}, "registered_model: '' is not allowed"),
      ({"pools": "p"}, "name: '' is not allowed"),
-     ({"model": "m", "pin": True}, "pin: True is not allowed"),
-     ({"model": "m", "version": "3", "rollback": True}, "version: '3' is not allowed"),
+     ({"registered_model": "m", "pin": True}, "pin: True is not allowed"),
+     ({"registered_model": "m", "version": "3", "rollback": True}, "version: '3' is not allowed"),
      ({"pools": "p", "name": "n", "corpus": "c"}, "corpus: 'c' is not allowed"),
      ({"pools": "p", "name": "n", "pin": True, "unpin": True}, "unpin: True is not allowed")],
 )  # fmt: skip

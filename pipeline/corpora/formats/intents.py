@@ -32,7 +32,13 @@ from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.schema import Split, hash_split, named_split, schema_with, split_of
+from pipeline.corpora.schema import (
+    Split,
+    hash_split,
+    named_split,
+    schema_with,
+    split_by_name_or_group,
+)
 from pipeline.records import TaskRecord, sum_counts
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
@@ -172,7 +178,7 @@ def _banking(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Ite
     columns = {"column text": "text", "column category": "category"}
     for at, row in tables.read(uri, columns, reading, account):
         id_ = f"{name}/{at}"
-        yield Labelled(at, id_, row["text"], row["category"], split_of(name, id_))
+        yield Labelled(at, id_, row["text"], row["category"], split_by_name_or_group(name, id_))
 
 
 def _clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:

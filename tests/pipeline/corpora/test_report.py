@@ -67,8 +67,10 @@ def publish(tmp_path: Path) -> Callable[..., Artifact]:
     return functools.partial(published, tmp_path / "corpus")
 
 
-def look(corpus: Artifact, sample_rows: int = 0, examples: int = 2, seed: int = 0) -> survey.Survey:
-    return survey.survey(corpus, sample_rows, examples, seed)
+def look(
+    corpus: Artifact, sample_rows: int = 0, examples: int = 2, seed: int = 0
+) -> survey.CorpusSurvey:
+    return survey.survey_corpus(corpus, sample_rows, examples, seed)
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
