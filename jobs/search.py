@@ -73,24 +73,22 @@ def run(config: Config) -> program.Summary:
     import torch
 
     from pipeline.models import inference
-    from pipeline.models.ranker import load_ranker
+    from pipeline.ranking.ranker import Ranker
     from pipeline.retrieval.search import filters, rerank, top_rows, weights_of_vectors
 
-    device = torch.device("cpu")
-    ranker = inference.place(load_ranker(model.local()), device, config.precision)
+    ranker = Ranker.load(model.uri, config.precision, device="cpu")
     attention = ranker.config.search_attention
     cross = None
     if cross_model:
         cross = rerank.load_cross_encoder(cross_model)
-        inference.place(cross, device, config.precision)
+        inference.prepare(cross, torch.device("cpu"), config.precision)
     among = _among(config, pool)
     count = config.cross_candidates if cross else config.top_k
     for _ in range(
         2
     ):  # the first time maps pages and allocates; the second is what a service takes
         clock = [time.perf_counter()]
-        context = inference.context_vectors(ranker, [config.context])
-        vectors_1MD, mask_1M = (tensor.numpy() for tensor in context)
+        vectors_1MD, mask_1M = ranker.encode_contexts([config.context])
         clock.append(time.perf_counter())
         found = top_rows(
             pool, vectors_1MD, count, mask_1M, attention, config.method, among, config.certify

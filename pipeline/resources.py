@@ -91,11 +91,11 @@ def best_device() -> torch.device:
 
     A task or an actor may use those it asked for; since Ray 2.60 it sees all of its node.
     """
-    import ray
     import torch
 
     allowed = torch.cuda.is_available()
-    if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+    ray = sys.modules.get("ray")  # a process without it, such as a notebook's, is no worker
+    if ray and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
         allowed = allowed and bool(ray.get_gpu_ids())
     return torch.device("cuda" if allowed else "cpu")
 

@@ -19,12 +19,12 @@ from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.models import explanation, inference
-from pipeline.models.explanation import Attended
+from pipeline.models.explanation import Explained
 from pipeline.models.polyencoder import Attention
 from pipeline.models.precision import Precision
-from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.ranker import Ranker
 from pipeline.models.settings import SETTINGS, parse_settings
-from pipeline.resources import best_device
+from pipeline.ranking.ranker import Ranker as LoadedRanker
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import filters, top_rows
@@ -83,13 +83,6 @@ class ToExplain(NamedTuple):
     """[K, D] of the results; those of a pool are read from its files."""
 
 
-class Explained(NamedTuple):
-    """What the context's vectors are made of, and how much each counts in each result's score."""
-
-    attended: Attended
-    weights_KM: Tensor
-
-
 class Engine:
     """Calls may come from any thread; a `Kind` is computed by one at a time."""
 
@@ -111,7 +104,7 @@ class Engine:
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
         self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]
-        self.ranker = _load(self.model, precision)
+        self.ranker = LoadedRanker.load(self.model.uri, precision).module
         gpu = self.ranker.device.type == "cuda"
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
         self.contexts = Kind("contexts", self._encode_contexts, tokens)
@@ -120,7 +113,7 @@ class Engine:
         self.second_stage: SecondStage | None = None
         if second_stage:
             artifact = open_artifact(second_stage, "ranker")
-            ranker = _load(artifact, precision)
+            ranker = LoadedRanker.load(second_stage, precision).module
             ranker.config.require_pairs()
             kind = Kind("second_stage", functools.partial(_score_pairs, ranker), tokens)
             self.second_stage = SecondStage(artifact, ranker, kind)
@@ -132,6 +125,8 @@ class Engine:
         self.sharded = {pool.name: pool for pool in sharded}
         if both := sorted(self.sharded.keys() & self.pools.keys()):
             raise BadInput(f"pools: two are named {both[0]!r}")
+        self.pool_rows = {name: len(pool) for name, pool in self.pools.items()}
+        self.pool_rows |= {pool.name: pool.description["candidates"] for pool in sharded}
         self.searches: Mapping[str, Kind] = {}
         if self.pools:
             attention = self.ranker.config.search_attention
@@ -168,23 +163,11 @@ class Engine:
 
     def _score(self, asked: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
         """([M, D], [M], candidates [C, D]) → C scores each."""
-        device, found = self.ranker.device, list[list[float]]()
-        with torch.inference_mode():
-            for vectors_MD, mask_M, candidates_CD in asked:
-                scores_1C = self.ranker.dual.scores(
-                    vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device)
-                )
-                found.append(scores_1C[0].tolist())
-        return found
+        return [inference.vector_scores(self.ranker, *one).tolist() for one in asked]
 
     def _explain(self, asked: Sequence[ToExplain]) -> list[Explained]:
         return [
-            Explained(
-                explanation.attention_of_row(self.ranker, one.row),
-                explanation.candidate_weights(
-                    self.ranker, one.vectors_MD, one.mask_M, one.candidates()
-                ),
-            )
+            explanation.explain(self.ranker, one.row, one.vectors_MD, one.mask_M, one.candidates())
             for one in asked
         ]
 
@@ -311,13 +294,6 @@ def _search_together(pool: Pool, attention: Attention, asked: Sequence[Asked]) -
                 bool(answer.certified[at]),
             )
     return [found[place] for place in range(len(asked))]
-
-
-def _load(model: Artifact, precision: Precision) -> Ranker:
-    ranker = inference.place(load_ranker(model.local()), best_device(), precision)
-    if ranker.precision == "bf16":
-        inference.to_bf16(ranker)
-    return ranker
 
 
 def _score_pairs(

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from pipeline.classification.classifier import Classified
-from pipeline.retrieval.search import filters
-from serve.engine import Asked, Engine, Explained, SecondStage, ToExplain, Where
+from pipeline.models.explanation import Explained
+from pipeline.ranking.results import Result, best_results
+from pipeline.ranking.search import results_at
+from serve.engine import Asked, Engine, SecondStage, ToExplain, Where
 from serve.errors import CODES, Refusal
 from serve.intents import Intents
 from serve.scheduling import Batch, WorkQueue
@@ -49,23 +51,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """A candidate with its score."""
-
-    place: int
-    """Among the question's candidates, or in the pool."""
-    id: str
-    text: str
-    score: float
-    columns: dict[str, Any]
-    """Those that a pool keeps to filter by."""
-
-
-@dataclass(frozen=True)
 class Answer:
     """Best first; ties in the order given, in a pool by id."""
 
-    results: list[Ranked]
+    results: list[Result]
     certified: bool
     """Whether this is provably the exact top k; with a second stage: whether it scored the exact best."""
     engine: Engine
@@ -76,12 +65,14 @@ class Answer:
     """Where the question asks for it and there are results."""
     missing_shards: Sequence[int] = ()
     """Shards of the pool whose rows are not among the results."""
+    candidates: int = 0
+    """How many were ranked: given with the question, or rows of the pool."""
 
 
 class _InPool(NamedTuple):
     """What a search of a pool has found."""
 
-    results: list[Ranked]
+    results: list[Result]
     certified: bool
     version: str
     vectors_MD: torch.Tensor = torch.empty(0)
@@ -148,15 +139,14 @@ class Service:
         candidates = question.candidates or []
         texts = [candidate.text for candidate in candidates]
         scores, _, explainable = await self._scored(engine, question.context, texts, deadline)
-        order = sorted(range(len(texts)), key=lambda place: -scores[place])[: question.top_k]
-        results = [
-            Ranked(place, candidates[place].id, texts[place], scores[place], {}) for place in order
-        ]
+        ids = [candidate.id for candidate in candidates]
+        results = best_results(ids, texts, scores, question.top_k)
         explained = None
         if question.explain and explainable is not None:
+            order = [one.index for one in results]
             of_results = explainable._replace(candidates=lambda: explainable.candidates()[order])
             explained = await self._explain(engine, of_results, deadline)
-        return Answer(results, True, engine, explained=explained)
+        return Answer(results, True, engine, explained=explained, candidates=len(texts))
 
     async def scores(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
@@ -250,12 +240,19 @@ class Service:
             results = await self._score_anew(engine.second_stage, question, results, deadline)
         explained = None
         if question.explain and results:
-            places = [one.place for one in results]
+            places = [one.index for one in results]
             candidates = functools.partial(found.vectors_at, places)
             explainable = ToExplain(row, found.vectors_MD, found.mask_M, candidates)
             explained = await self._explain(engine, explainable, deadline)
         return Answer(
-            results, found.certified, engine, name, found.version, explained, found.missing_shards
+            results,
+            found.certified,
+            engine,
+            name,
+            found.version,
+            explained,
+            found.missing_shards,
+            engine.pool_rows[name],
         )
 
     async def _search_here(
@@ -269,12 +266,7 @@ class Service:
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
         asked = Asked(vectors_MD, mask_M, _depth(engine, question), among)
         (found,) = await self.queue.run(engine.searches[name], [asked], [1.0], deadline)
-        kept = filters.columns(pool)
-        results = []
-        for place, score in zip(found.places_K.tolist(), found.scores_K.tolist(), strict=True):
-            candidate = pool.row(place)
-            columns = pool.columns_at(place, kept) if kept else {}
-            results.append(Ranked(place, candidate.id, candidate.text, score, columns))
+        results = results_at(pool, found.places_K, found.scores_K)
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return engine.vectors_of_pool(name, np.array(places, np.int64))
@@ -297,7 +289,7 @@ class Service:
             question.explain,
             deadline,
         )
-        results = [Ranked(r.place, r.id, r.text, r.score, r.columns) for r in found.rows]
+        results = [Result(r.place, r.id, r.text, r.score, r.columns) for r in found.rows]
         vectors = {r.place: r.vector_D for r in found.rows if r.vector_D is not None}
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
@@ -308,8 +300,8 @@ class Service:
         )
 
     async def _score_anew(
-        self, stage: SecondStage, question: Question, found: list[Ranked], deadline: float
-    ) -> list[Ranked]:
+        self, stage: SecondStage, question: Question, found: list[Result], deadline: float
+    ) -> list[Result]:
         (context,) = await self._tokenize(stage.ranker.context_rows, [question.context])
         texts = [one.text for one in found]
         rows = await self._tokenize(stage.ranker.candidate_rows, texts)

@@ -41,7 +41,7 @@ def search(run_job_here, tiny_ranker, pool):
 @pytest.mark.parametrize("context", [("Do you like winter?",), ("the sea", "a cat " * 9, "why")])
 def test_the_best_candidates_of_the_pool_are_shown_best_first(search, pool, tiny_ranker, context):
     found = search("--context", *context, "--top-k", 4)
-    ranker = load_ranker(tiny_ranker("poly").local())
+    ranker = inference.prepare(load_ranker(tiny_ranker("poly").local()), torch.device("cpu"))
     vectors, mask = inference.context_vectors(ranker, [context])
     assert mask.all()
     logits = Pool.open(pool).vectors_at(np.arange(6)).astype(np.float64) @ vectors[0].numpy().T
@@ -112,7 +112,8 @@ def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker, together):
     found = search("--context", "the sea", *options).summary
     first = search("--context", "the sea", "--top-k", 4).summary["results"]
     texts = [result["text"] for result in first]
-    scores = inference.pair_scores(load_ranker(cross.local()), [["the sea"]], [texts])[0].numpy()
+    reader = inference.prepare(load_ranker(cross.local()), torch.device("cpu"))
+    scores = inference.pair_scores(reader, [["the sea"]], [texts])[0].numpy()
     decide = scores + [result["score"] for result in first] if together else scores
     order = np.argsort(-decide)[:3]
     assert [result["text"] for result in found["results"]] == [texts[at] for at in order]

@@ -21,8 +21,8 @@ from ray.serve.schema import (
     ServeDeploySchema,
 )
 
+from pipeline.ranking.results import Result
 from serve import app
-from serve.service import Ranked
 from tests.helpers import free_port
 
 from .conftest import REPLIES, ask
@@ -83,7 +83,7 @@ def port(local_ray, model, tiny_pool) -> int:
         serve.shutdown()
 
 
-def assert_same_ranking(results: list[dict[str, Any]], ranked: list[Ranked]) -> None:
+def assert_same_ranking(results: list[dict[str, Any]], ranked: list[Result]) -> None:
     """In the same order, with the same scores."""
     assert [result["id"] for result in results] == [one.id for one in ranked]
     scores = [one.score for one in ranked]

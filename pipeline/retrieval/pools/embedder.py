@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from zlib import crc32
 
@@ -30,7 +29,6 @@ from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers, ShardCheck
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 
-_WINDOW_ROWS = 4096
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
 _ORDINARY = "an ordinary text"
 
@@ -59,9 +57,7 @@ class Embedder:
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
-        self._ranker = inference.place(load_ranker(model), best_device(), precision)
-        if self._ranker.precision == "bf16":
-            inference.to_bf16(self._ranker)
+        self._ranker = inference.prepare(load_ranker(model), best_device(), precision)
         self._previous = Pool.open(previous) if previous else None
         self._contexts = inference.context_vectors(self._ranker, canaries) if canaries else None
 
@@ -112,18 +108,16 @@ class Embedder:
 
     def _embed(self, texts: Sequence[str]) -> tuple[Floats, Ints]:
         """(vectors [N, D], how many tokens of its own each text has [N])"""
-        windows = [texts[at : at + _WINDOW_ROWS] for at in range(0, len(texts), _WINDOW_ROWS)]
-        vectors: list[Floats] = [np.empty((0, self._ranker.dual.dimensions), np.float32)]
+        ranker, batch_tokens = self._ranker, self._batch_tokens
+        vectors: list[Floats] = [np.empty((0, ranker.dual.dimensions), np.float32)]
         tokens: list[int] = []
-        with ThreadPoolExecutor(1) as ahead:
-            waiting = [ahead.submit(self._ranker.candidate_rows, window) for window in windows[:1]]
-            for number in range(len(windows)):
-                rows = waiting.pop().result()
-                if number + 1 < len(windows):
-                    waiting.append(ahead.submit(self._ranker.candidate_rows, windows[number + 1]))
-                part = inference.row_vectors(self._ranker, rows, self._batch_tokens)
-                vectors.append(part.numpy())
-                tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
+        for rows, part in inference.in_windows(
+            texts,
+            ranker.candidate_rows,
+            lambda rows: inference.row_vectors(ranker, rows, batch_tokens),
+        ):
+            vectors.append(part.numpy())
+            tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
         return np.concatenate(vectors), np.array(tokens, np.int64)
 
     def _check(self, name: str, rows: pa.Table, vectors_ND: Floats, known_N: Bools) -> ShardCheck:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +31,25 @@ from pipeline.retrieval.pools.checksums import Check
 from pipeline.retrieval.pools.sketch import is_orthonormal
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, LENGTH, Dtype, Layer, decode
 
+if TYPE_CHECKING:
+    from pipeline.ranking.inputs import Context
+    from pipeline.ranking.ranker import Ranker
+    from pipeline.ranking.results import Ranking
+    from pipeline.ranking.search import Where
+    from pipeline.retrieval.methods import Method
+
 CURRENT = "CURRENT"
 KIND = "pool"
 ROTATION = "rotation.npy"
+
+
+class Model(Protocol):
+    """A ranker, loaded or not."""
+
+    @property
+    def uri(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
 
 
 class Row(NamedTuple):
@@ -184,7 +200,42 @@ class Pool:
         """What the vectors were computed in; pools of earlier versions do not say."""
         return str(self.artifact.manifest.get("precision", "unknown"))
 
-    def require_model(self, model: Artifact) -> None:
+    def search(
+        self,
+        ranker: Ranker,
+        context: Context,
+        top_k: int = 10,
+        *,
+        where: Where | None = None,
+        allow: Collection[str] | None = None,
+        deny: Collection[str] = (),
+        method: Method = "auto",
+    ) -> Ranking:
+        """The best candidates for a context, best first; all of them where there are fewer than `top_k`.
+
+        `ranker`: the one that embedded the pool. `context`: a text, or turns, oldest first. `where`: columns
+        that the pool keeps (`--embed.filter-columns`), and the value or the values that a candidate may have
+        there; `allow`: ids of the only candidates that count, `deny`: of those that do not. `method`:
+        approximate needs an index of neighbours; the answer of all others is certified.
+
+        Raises BadInput for another ranker, an empty context, and a column that the pool does not keep.
+
+        >>> from pipeline import Ranker
+        >>> ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+        >>> ranking = pool.search(ranker, ["hi !", "do you like tea ?"], top_k=3)
+        >>> len(ranking), ranking.certified
+        (3, True)
+        >>> [result.id for result in pool.search(ranker, "tea ?", allow=["r1", "r3"])]
+        ['r1', 'r3']
+        >>> pool.search(ranker, "tea ?", where={"lang": "en"})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        pipeline.config.BadInput: where: 'lang' is not allowed; allowed: columns that the pool keeps ...
+        """
+        from pipeline.ranking.search import search  # torch takes seconds
+
+        return search(self, ranker, context, top_k, where, allow, deny, method)
+
+    def require_model(self, model: Model) -> None:
         """Raises BadInput unless `model` embedded the pool: vectors of two models do not compare."""
         if self.model_fingerprint != model.fingerprint:
             raise BadInput(f"{self.artifact.uri}: embedded by the model {self.model_fingerprint}, not by "

@@ -143,7 +143,7 @@ def test_windows_and_batches_do_not_change_what_comes_out(shard, model, written,
     work = shard(TEXTS)
     work.make(model)
     whole = dict(written)
-    monkeypatch.setattr(embedder, "_WINDOW_ROWS", 5)
+    monkeypatch.setattr(inference, "_WINDOW", 5)
     work.make(model, batch_tokens=40)
     for text in TEXTS:
         np.testing.assert_allclose(written[text], whole[text], atol=0.03)
