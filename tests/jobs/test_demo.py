@@ -206,4 +206,4 @@ def test_the_demo_goes_from_dumps_to_answers(run_job, sample_files, short_recipe
         assert len(ranked) == 3
     assert (work / "demo.png").stat().st_size > 10_000
     assert str(work / "demo.png") in finished.stdout
-    assert "Traceback" not in finished.stderr and "raylet" not in finished.stderr
+    assert "Traceback" not in finished.stderr
