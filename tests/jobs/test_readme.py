@@ -57,7 +57,7 @@ def test_own_data_in_six_lines(home: Path, run_job_here):
     assert serving[:3] == ["serve", "run", "serve.app:build"]
     args = app.Args.model_validate(dict(word.split("=", 1) for word in serving[3:]))
     engine = Engine(args.model, args.pools, "fp32")
-    client = TestClient(api.create_app(Service(lambda: engine)))
+    client = TestClient(api.create_app(Service(lambda: engine, most_waiting_s=60.0)))
     try:
         url = next(word for word in asking if word.startswith("localhost:8000"))
         answer = client.post(
