@@ -16,7 +16,7 @@ import torch
 
 from pipeline.actors import Actors
 from pipeline.artifact import Artifact, draft
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision, use_bf16
@@ -290,7 +290,7 @@ def test_weights_that_are_not_numbers_embed_nothing(make, model, tmp_path):
         next(ranker.dual.candidate_encoder.parameters()).fill_(torch.nan)
     ranker.save(tmp_path / "broken")
     file = json_lines(tmp_path / "a.jsonl", RECORDS)
-    with pytest.raises(FloatingPointError, match=r"part-00000: .* not finite"):
+    with pytest.raises(Stopped, match=r"FloatingPointError: part-00000: .* not finite"):
         make(file, model=tmp_path / "broken")
     assert not list((tmp_path / "pools").rglob("vectors"))
     assert not list((tmp_path / "pools").rglob("part-00000.json"))
