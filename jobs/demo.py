@@ -291,18 +291,11 @@ def _serve(work: Path, port: int) -> None:
 
     print("\n== The service: dialogues at /rank, articles at /articles/rank", flush=True)
     quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    applications = [
-        serve.RunTarget(
-            build(Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"])),
-            name=pool,
-            route_prefix=route,
-            logging_config=quiet,
-        )
-        for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles"))
-    ]
     with _timed("The service"):
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
-        serve.run_many(applications)  # at the same time
+        for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles")):
+            served = Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"])
+            serve.run(build(served), name=pool, route_prefix=route, logging_config=quiet)
     print(f"   {_seconds['The service']:.1f} s")
 
 
