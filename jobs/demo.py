@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -46,13 +46,14 @@ class Config:
     It has a Ray of its own. Without --data on generated sample corpora; without --encoder one is pre-trained.
     """
 
+    ALIASES = MappingProxyType({"keep": "keep_running"})
     work: str = ".demo"
     """Folder for everything that is made."""
     data: str = ""
     """Folder with real dumps: RC_* files, ConvAI2's *_self_original*.txt, WikiExtractor output."""
     encoder: str = ""
     """A pre-trained sentence encoder to start from: a `transformers` directory."""
-    keep: bool = False
+    keep_running: bool = False
     """Leave the service and the dashboard up until Ctrl-C."""
     port: int = 8000
     """Of the service, on 127.0.0.1."""
@@ -78,7 +79,7 @@ def run(config: Config) -> program.Summary:
     from ray import serve
 
     # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.
-    with cluster.session(dashboard=config.keep) as dashboard:
+    with cluster.session(dashboard=config.keep_running) as dashboard:
         _corpora(work, data)
         encoder = config.encoder or _pretrain(work)
         recipes = "finetune" if config.encoder else "demo"
@@ -92,7 +93,7 @@ def run(config: Config) -> program.Summary:
         details = {"minutes": minutes, "seconds": _seconds, "tables": tables, "answers": answers}
         (work / "demo.json").write_text(json.dumps(details, indent=1, ensure_ascii=False))
         _say_further(config, minutes, dashboard, picture)
-        if config.keep:
+        if config.keep_running:
             with suppress(KeyboardInterrupt):
                 signal.pause()
         serve.shutdown()
@@ -230,7 +231,7 @@ def _side_by_side(trainings: Mapping[str, _Begun], at_once: int) -> None:
             def watch(step: int, steps: int) -> None:
                 with lock:
                     if name not in shown:
-                        bar.total += steps
+                        bar.total = (bar.total or 0) + steps
                     shown[name] = f"{step}/{steps}"
                     bar.set_postfix(shown, refresh=False)
                     bar.update(step - done[name])
@@ -345,7 +346,7 @@ def _say_further(config: Config, minutes: float, dashboard: str, picture: str) -
     tracking = os.environ["MLFLOW_TRACKING_URI"]
     body = json.dumps({"context": ["how is work going ?"], "pool": "replies", "top_k": 3})
     url = f"http://127.0.0.1:{config.port}"
-    again = "" if config.keep else " (python -m jobs.demo --keep leaves it up)"
+    again = "" if config.keep_running else " (python -m jobs.demo --keep leaves it up)"
     print(f"""
 == Done in {minutes:.1f} minutes. To look further{again}:
 

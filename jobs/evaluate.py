@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 from jobs import cluster, program
@@ -36,6 +37,7 @@ class Config:
     Candidates are shuffled, and ties count against the scorer.
     """
 
+    ALIASES = MappingProxyType({"candidates": "candidates_per_question"})
     model: tuple[str, ...]
     """Rankers (of jobs.finetune); each is a row of the table."""
     corpus: str
@@ -46,13 +48,15 @@ class Config:
     """Which part of it."""
     protocol: protocols.Name = "convai2"
     """Whose source, candidates and recall_at hold where they are not set: convai2: given, 20; dstc7:
-    given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100."""
+    given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100; labels: sampled, all
+    that the split has. Pairs of your own: polyai. Texts and their labels: labels, where R@1 is the
+    accuracy."""
     source: Source | Literal["protocol"] = "protocol"
     """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
     responses of a block of C random examples; others: the response among the corpus' others/."""
-    candidates: int = 0
-    """C: candidates of an example, the right one among them; 0: the protocol's, or, of blocks and sampled,
-    as many as a smaller split has."""
+    candidates_per_question: int = 0
+    """C: candidates of an example, the right one among them; `--candidates` means the same. 0: the
+    protocol's, or, of blocks and sampled, as many as a smaller split has."""
     recall_at: tuple[int, ...] = ()
     """The k of R@k/C; none: the protocol's."""
     max_examples: int = 100_000
@@ -83,7 +87,8 @@ class Config:
     """Of the draws and of the candidates' order."""
 
     def __post_init__(self) -> None:
-        require(self.candidates == 0 or self.candidates >= 2, "candidates", self.candidates, ">= 2")
+        require(self.candidates_per_question == 0 or self.candidates_per_question >= 2,
+                "candidates_per_question", self.candidates_per_question, ">= 2")  # fmt: skip
         require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
         require(all(k >= 1 for k in self.recall_at), "recall_at", self.recall_at, "numbers >= 1")
         for name in ("latency_queries", "seed"):
@@ -100,7 +105,9 @@ class Config:
         preset = PROTOCOLS[self.protocol]
         source = preset.source if self.source == "protocol" else self.source
         return Protocol(
-            source, self.candidates or preset.candidates, self.recall_at or preset.recall_at
+            source,
+            self.candidates_per_question or preset.candidates,
+            self.recall_at or preset.recall_at,
         )
 
 
@@ -174,7 +181,7 @@ def run(config: Config) -> program.Summary:
     notes = [f"{len(asked):,} of the {len(asked) + sum(asked.left_out.values()):,} examples of "
              f"{config.split}/ are asked{_reasons(asked.left_out)}"]  # fmt: skip
     notes.append(f"models compute in {precision}")
-    if rules.candidates < wanted:
+    if rules.candidates < wanted != protocols.ALL:
         notes.append(
             f"{rules.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
         )
@@ -209,7 +216,7 @@ def run(config: Config) -> program.Summary:
 def measurement(config: Config, corpus: Artifact) -> Measurement:
     """What every model is asked, and how it is counted."""
     rules = config.rules()
-    fewer = config.candidates == 0
+    fewer = config.candidates_per_question == 0
     draw = (rules.source, rules.candidates, config.max_examples, config.seed, fewer)
     asked = questions(corpus, config.split, *draw)
     rules = replace(rules, candidates=asked.candidates)

@@ -35,6 +35,14 @@ _TASKS = "_tasks"
 _REQUEST = "_request.json"
 _LOCK = "_lock"
 _LOCK_EXPIRES_S = 120.0
+_MADE_BY = {
+    "corpus": "jobs.prepare_corpus",
+    "tokenizer": "jobs.train_tokenizer",
+    "encoder": "jobs.pretrain",
+    "ranker": "jobs.finetune",
+    "pool": "jobs.embed_pool",
+    "classifier": "jobs.classify_intents",
+}
 RUN = "_run.json"
 """In a draft, the tracking run of the job that makes it (see pipeline.tracking)."""
 
@@ -124,7 +132,8 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
         for partial in {uri + ".partial", uri}:
             if storage.exists(storage.join(partial, _REQUEST)):
                 raise BadInput(f"{uri}: unfinished; run the job that makes it again, it resumes")
-        raise BadInput(f"{uri}: not a {kind} ({MANIFEST} is missing)")
+        made_by = f"; {_MADE_BY[kinds[0]]} makes one" if kinds[0] in _MADE_BY else ""
+        raise BadInput(f"{uri}: not a {kind} ({MANIFEST} is missing){made_by}")
     try:
         manifest = json.loads(storage.read_bytes(manifest_uri))
         found_kind, found_version = manifest["kind"], manifest["format_version"]

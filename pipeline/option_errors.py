@@ -21,7 +21,10 @@ def one_line(error: ArgumentError) -> str:
     if wrong_type:
         name, expected, value = wrong_type.groups()
         expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", expected)
-        return f"{name}: {value!r} is not allowed; allowed: {expected}"
+        expected = re.sub(r"^Literal\[(.*)\]$", r"\1", expected)
+        near = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{name}: {value!r} is not allowed; allowed: {expected}{hint}"
     missing = re.match(r"the following arguments are required: (.*)", text)
     if missing:
         return f"--{missing[1].replace(', ', ', --')}: missing; see --help"

@@ -9,7 +9,6 @@ more than most rankings. Replicas of one node share the pools' pages. Pools that
 
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
-import functools
 import logging
 import os
 import random
@@ -141,12 +140,12 @@ class Ranker:
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         self._args = args
         self._shards = [_Shard(handle) for handle in shards]
+        self._metrics = metrics = Metrics()
         self._follower = self._following(_DECIDER)
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
             self._candidate.start(wait=False)  # the champion answers until it is there
-        metrics = Metrics()
         limits = args.limits
         self._service = Service(
             self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows
@@ -154,8 +153,15 @@ class Ranker:
 
     def _following(self, decider: str) -> Follower:
         replica = serve.get_replica_context().replica_id.unique_id
-        ask = functools.partial(_ask, decider)
-        return Follower(replica, ask, self._load, self._args.poll_s)
+
+        def ask(report: Report) -> Decision:
+            decision = _ask(decider, report)
+            pools = follower.loaded.info()["pools"] if follower.loaded else []
+            self._metrics.followed(decider, decision.problems, pools)
+            return decision
+
+        follower = Follower(replica, ask, self._load, self._args.poll_s)
+        return follower
 
     def _engine(self) -> Engine:
         """Which model answers a request."""

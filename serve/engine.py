@@ -125,6 +125,8 @@ class Engine:
         self.sharded = {pool.name: pool for pool in sharded}
         if both := sorted(self.sharded.keys() & self.pools.keys()):
             raise BadInput(f"pools: two are named {both[0]!r}")
+        self.pool_rows = {name: len(pool) for name, pool in self.pools.items()}
+        self.pool_rows |= {pool.name: pool.description["candidates"] for pool in sharded}
         self.searches: Mapping[str, Kind] = {}
         if self.pools:
             attention = self.ranker.config.search_attention

@@ -65,6 +65,8 @@ class Answer:
     """Where the question asks for it and there are results."""
     missing_shards: Sequence[int] = ()
     """Shards of the pool whose rows are not among the results."""
+    candidates: int = 0
+    """How many were ranked: given with the question, or rows of the pool."""
 
 
 class _InPool(NamedTuple):
@@ -144,7 +146,7 @@ class Service:
             order = [one.index for one in results]
             of_results = explainable._replace(candidates=lambda: explainable.candidates()[order])
             explained = await self._explain(engine, of_results, deadline)
-        return Answer(results, True, engine, explained=explained)
+        return Answer(results, True, engine, explained=explained, candidates=len(texts))
 
     async def scores(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
@@ -243,7 +245,14 @@ class Service:
             explainable = ToExplain(row, found.vectors_MD, found.mask_M, candidates)
             explained = await self._explain(engine, explainable, deadline)
         return Answer(
-            results, found.certified, engine, name, found.version, explained, found.missing_shards
+            results,
+            found.certified,
+            engine,
+            name,
+            found.version,
+            explained,
+            found.missing_shards,
+            engine.pool_rows[name],
         )
 
     async def _search_here(

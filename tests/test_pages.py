@@ -21,7 +21,6 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from jobs import submit
 from jobs.benchmarks import report
 from pipeline.config import parse
 from serve import api, app
@@ -94,14 +93,9 @@ def job(verb: str, argv: list[str]) -> None:
             parse(config_class, argv, verb)
         assert stop.value.code == 0
         return
-    config = parse(config_class, submit.joined(argv), verb)
+    config = parse(config_class, argv, verb)
     if verb == "submit":
         job(config.command[0], list(config.command[1:]))
-    if verb == "schedule":
-        inner = _VERB.match(config.command)
-        assert inner
-        words = [word for word in shlex.split(inner[2]) if not word.endswith("reembed.yaml")]
-        assert [word for word in words if word != "--config"] == []
 
 
 def serving(words: list[str]) -> None:

@@ -178,8 +178,8 @@ def pretraining(name: str, *more: str):
 @pytest.mark.parametrize("name", ["reddit-base", "wikipedia-base"])
 def test_the_papers_pretraining(name):
     config = pretraining(name)
-    assert (config.encoder.layers, config.encoder.width, config.encoder.heads) == (12, 768, 12)
-    assert config.encoder.positions == 1024
+    assert (config.shape.layers, config.shape.width, config.shape.heads) == (12, 768, 12)
+    assert config.shape.positions == 1024
     assert config.pretrain.lanes == config.resources.workers == 32
     assert config.pretrain.lane_tokens == 32_000
     assert (config.pretrain.objective, config.pretrain.masking) == ("alternate", "xlm")
@@ -194,7 +194,7 @@ def test_the_papers_pretraining(name):
 def test_lanes_are_shared_evenly_also_by_8_workers(name):
     config = pretraining(name)
     assert config.pretrain.lanes % config.resources.workers == 0 == config.pretrain.lanes % 8
-    assert config.pretrain.longest_pair <= config.encoder.positions
+    assert config.pretrain.longest_pair <= config.shape.positions
 
 
 # The cluster

@@ -5,8 +5,8 @@ Both compare unit vectors of the context's newest turn, x, and of the response, 
     SIM = x · y,    MAP = x · (W + α I) y
 
 W starts orthogonal and α at 1. Adagrad trains them on pairs of the train split, by the softmax over the
-responses of a batch. A fifth of the pairs is kept apart: the learning rate and the factor of |W|² / 2 are those
-with the highest R@1 on it (conversational-datasets, baselines/vector_based.py).
+responses of a batch. A fifth of the pairs is kept apart: the learning rate and the factor of |W|² / 2 are
+those with the highest R@1 on it (conversational-datasets, baselines/vector_based.py).
 
 N questions, T texts, K and S candidates as in `questions.py`, D dimensions, B pairs in a batch.
 """

@@ -39,7 +39,7 @@ def recipe(corpus, tmp_path) -> Pretraining:
     options = ["--corpus", corpus, "--output", str(tmp_path / "encoder"), *TINY]
     config = pretrain.parse(pretrain_job.Config, options, "test")
     tokens = TokenizedCorpus.open(corpus)
-    return Pretraining((tokens,), (1.0,), config.encoder, config.pretrain, config.loop)
+    return Pretraining((tokens,), (1.0,), config.shape, config.pretrain, config.loop)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_without_accelerate_a_row_is_left_out(in_process, corpus, tmp_path, monk
 def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "rows.json"
-    done = benchmark.run(benchmark.Config(name="gpu", work=str(tmp_path), json=str(file)))
+    done = benchmark.run(benchmark.Config(part="gpu", work=str(tmp_path), json=str(file)))
     assert done["rows"] == {}
     assert "gpu: there is no GPU here, so nothing is measured" in capsys.readouterr().out
     assert json.loads(file.read_text()) == []

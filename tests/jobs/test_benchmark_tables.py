@@ -343,7 +343,7 @@ def test_two_corpora_of_one_task_are_refused(paper, convai2_corpus):
 def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job_here, tmp_path):
     done = run_job_here("benchmark", "corpora", "--finetune.epochs", 2, "--work", tmp_path)
     assert (
-        "name: 'corpora' is not allowed; allowed: finetune, paper, pretrain, with --finetune.epochs 2"
+        "part: 'corpora' is not allowed; allowed: finetune, paper, pretrain, with --finetune.epochs 2"
         in done.refusal
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,27 @@ def test_a_ranker_goes_to_sentence_transformers_and_comes_back(
     assert run_job_here("convert_model", "--model", there, "--output", back).summary["already_done"]
 
 
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
+def test_the_card_of_a_converted_model_is_right(
+    run_job_here, tiny_ranker, tmp_path, monkeypatch, architecture
+):
+    """Its code runs as it stands, and gives the original's scores in float32."""
+    pytest.importorskip("sentence_transformers")
+    model, there = tiny_ranker(architecture), tmp_path / "there"
+    options = ("--model", model.uri, "--output", there, "--to", "sentence-transformers")
+    run_job_here("convert_model", *options)
+    text = (there / "README.md").read_text()
+    assert model.uri in text and "--precision fp32" in text
+    code = text.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(there)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    (expected,) = own_scores(
+        load_ranker(model.local()), [["hi", "what do you do ?"]], [names["texts"]]
+    )
+    assert names["scores"].ravel() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
 def test_a_converted_ranker_is_served(run_job_here, tiny_ranker, tmp_path):
     """Its manifest has no settings of jobs.finetune."""
     there, back = tmp_path / "there", tmp_path / "back"
@@ -59,6 +81,7 @@ def test_a_converted_ranker_is_served(run_job_here, tiny_ranker, tmp_path):
         "convert_model", "--model", model.uri, "--output", there, "--to", "sentence-transformers"
     )
     run_job_here("convert_model", "--model", there, "--output", back)
+    assert "serve run serve.app:build model=" in (back / "README.md").read_text()
     served, original = Engine(str(back)), Engine(model.uri)
     (found,) = own_scores(served.ranker, CONTEXTS[:1], [TEXTS])
     (expected,) = own_scores(original.ranker, CONTEXTS[:1], [TEXTS])

@@ -15,6 +15,7 @@ from jobs import prepare_corpus
 from pipeline import executors
 from pipeline.artifact import open_artifact
 from pipeline.corpora.formats import wikipedia
+from pipeline.evaluation import protocols
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.questions import questions
@@ -202,7 +203,7 @@ def test_candidates_are_sampled_where_the_corpus_gives_none(evaluate):
 def test_a_protocol_sets_what_is_not_set_by_hand(evaluate):
     rules = {"convai2": ("given", 20, [1, 2, 5, 10]), "dstc7": ("given", 100, [1, 10, 50]),
              "ubuntu": ("given", 10, [1, 2, 5]), "wikipedia": ("others", 10_001, [1, 10, 100]),
-             "polyai": ("blocks", 100, [1])}  # fmt: skip
+             "polyai": ("blocks", 100, [1]), "labels": ("sampled", protocols.ALL, [1])}  # fmt: skip
     required = {"model": ("m",), "corpus": "c"}
     for name, wanted in rules.items():
         source, candidates, recall_at = wanted
@@ -210,9 +211,9 @@ def test_a_protocol_sets_what_is_not_set_by_hand(evaluate):
         assert (found.source, found.candidates, list(found.recall_at)) == (
             source, candidates, recall_at
         )  # fmt: skip
-    by_hand = {"source": "sampled", "candidates": 7, "recall_at": (3,)}
+    by_hand = {"source": "sampled", "candidates_per_question": 7, "recall_at": (3,)}
     found = evaluate_job.Config(protocol="dstc7", **by_hand, **required).rules()
-    assert vars(found) == by_hand
+    assert (found.source, found.candidates, found.recall_at) == tuple(by_hand.values())
 
 
 def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_process, tmp_path):
@@ -251,6 +252,31 @@ def test_the_precision_is_chosen_and_said(evaluate, monkeypatch):
         output_format="list",
     )  # fmt: skip
     assert [run.data.params["precision"] for run in runs] == ["fp32", "bf16", "bf16"]
+
+
+def test_classification_ranks_all_labels_and_r_at_1_is_the_accuracy(
+    evaluate, run_job_here, tiny_ranker, tmp_path
+):
+    labels = ["card lost", "card broken", "top up", "refund", "exchange rate"]
+    rows = [f"text {n} of {labels[n % 5]} ?,{labels[n % 5]}" for n in range(40)]
+    (tmp_path / "valid.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    output = run_job_here(
+        "prepare_corpus", "--format", "pairs", "--input", tmp_path / "valid.csv",
+        "--output", tmp_path / "corpus", "--pairs.context-column", "text",
+        "--pairs.response-column", "label",
+    ).summary["output"]  # fmt: skip
+    done = evaluate("--protocol", "labels", "--precision", "fp32", *QUICK, corpus=output)
+
+    ranker = load_ranker(tiny_ranker("poly").local())
+    texts = [[row.split(",")[0]] for row in rows]
+    vectors, mask = inference.context_vectors(ranker, texts)
+    scores = ranker.dual.scores(vectors, mask, inference.candidate_vectors(ranker, labels))
+    right = [
+        labels[place] == row.split(",")[1]
+        for place, row in zip(scores.argmax(1), rows, strict=True)
+    ]
+    assert done.summary["table"]["poly"]["R@1/5"] == pytest.approx(sum(right) / len(right))
+    assert done.summary["candidates"] == 5 and "not 1,000,000,000" not in done.stdout
 
 
 def test_a_small_split_is_asked_among_all_that_it_has(evaluate, actors_in_process, tmp_path):
@@ -393,9 +419,9 @@ def test_a_checkpoint_of_another_architecture_is_refused(
     ("options", "message"),
     [
         (("--split", "train"),
-         "no candidates; allowed: a corpus that gives them, or --source sampled"),
+         "no candidates; allowed: a corpus that gives them, or --protocol polyai"),
         (("--candidates", "10"), "20 candidates; allowed: --candidates 10"),
-        (("--candidates", "1"), "candidates: 1 is not allowed; allowed: >= 2"),
+        (("--candidates", "1"), "candidates_per_question: 1 is not allowed; allowed: >= 2"),
         (("--source", "sampled", "--candidates", "100000"), "different responses in valid/"),
         (("--split", "test"), "the corpus has no examples in test/"),
         (("--recall-at", "0"), "recall_at: (0,) is not allowed"),

@@ -87,14 +87,14 @@ def test_only_what_is_allowed_is_shown(search):
 
 
 def test_results_carry_the_columns_that_the_pool_keeps_and_filters_by(
-    run_job, search, tiny_ranker, actors_in_process, tmp_path
+    run_job_here, search, tiny_ranker, tmp_path
 ):
     rows = [
         {"id": f"t{n}", "text": text, "kind": "odd" if n % 2 else "even", "page": n}
         for n, text in enumerate(TEXTS)
     ]
     (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pool = run_job(
+    pool = run_job_here(
         "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", tmp_path / "kinds.jsonl",
         "--pools", tmp_path, "--name", "k", "--embed.filter-columns", "kind", "page",
     ).summary["pool"]  # fmt: skip

@@ -358,7 +358,7 @@ def test_a_corpus_without_a_train_split_is_refused(refused, tmp_path):
     [
         ({}, "needed here: tokenizer"),
         ({"--tokenizer": "none"}, "not a tokenizer"),
-        ({"--encoder.width": 15, "--encoder.heads": 2}, "encoder.width: 15"),
+        ({"--encoder.width": 15, "--encoder.heads": 2}, "shape.width: 15"),
         ({"--pretrain.steps": 0}, "pretrain.steps: 0"),
     ],
 )

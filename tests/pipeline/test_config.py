@@ -129,9 +129,10 @@ def test_an_unknown_key_in_the_file_is_refused_with_the_file_and_the_nearest_one
 
 def test_a_second_name_is_the_same_option_on_the_command_line(yaml):
     class Named(Config):
-        ALIASES = MappingProxyType({"corpus": "mode"})
+        ALIASES = MappingProxyType({"corpus": "mode", "outer": "inner"})
 
     assert parse(Named, ["--input", "a", "--corpus=slow"], "test").mode == "slow"
+    assert parse(Named, ["--input", "a", "--outer.ks", "2", "3"], "test").inner.ks == (2, 3)
     with pytest.raises(BadInput, match="corpus: unknown option"):
         parse(Named, ["--input", "a", "--config", str(yaml("corpus: slow"))], "test")
 
@@ -142,7 +143,8 @@ def test_a_second_name_is_the_same_option_on_the_command_line(yaml):
         ("--max-steps x", ["max_steps", "'x'", "int"]),
         ("--max-steps 2.5", ["max_steps", "'2.5'", "int"]),
         ("--keep maybe", ["keep", "'maybe'", "bool"]),
-        ("--mode medium", ["mode", "'medium'", "'fast', 'slow'"]),
+        ("--mode medium", ["mode", "'medium'", "allowed: 'fast', 'slow'"]),
+        ("--mode slwo", ["mode", "'slwo'", "allowed: 'fast', 'slow'; did you mean slow?"]),
         ("--inner.share 2", ["inner.share", "2.0", "0 to 1"]),
         ("--inner.share=-1", ["inner.share", "-1.0", "0 to 1"]),
         ("--inner.share .nan", ["inner.share", "nan", "0 to 1"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,20 +16,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
+from jobs import embed_pool
+from pipeline import storage
 from pipeline.retrieval.pools.pool import make_current
 from serve import app
 from serve.client import Client
 from tests.helpers import free_port, ray_processes
 
-from .conftest import ask
+from .conftest import REPLIES, ask
 
 ASKED = {"context": ["hello there"], "pool": "replies", "top_k": 3}
 QUIET = LoggingConfig(log_level="ERROR", enable_access_log=False)
 _PATIENCE_S = 120.0
+SWAPS = int(os.environ.get("POLYRANK_SWAPS", "50"))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,8 @@ def port(local_ray, model, pools) -> Iterator[int]:
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET)
     try:
         args = app.Args(model=model.uri, pools=[str(pools / "replies")], poll_s=0.5)
-        serve.run(app.application(args, num_replicas=2), logging_config=QUIET)
+        options = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}  # jobs run beside
+        serve.run(app.application(args, **options), logging_config=QUIET)
         serve_replicas(2)
         yield port
     finally:
@@ -85,6 +91,8 @@ class Load:
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
         self.versions: list[str] = []
+        self.served: list[tuple[str, str]] = []
+        """(the model's fingerprint, the pool's version) of each answer."""
         self.missing_shards: list[list[int]] = []
         self.uncertified = 0
         self.answers = 0
@@ -100,6 +108,7 @@ def steady_load(port: int, prefix: str = "") -> Iterator[Load]:
             load.statuses[status] += 1
             if status == 200:
                 load.versions.append(answer["pool"]["version"])
+                load.served.append((answer["model"], answer["pool"]["version"]))
                 load.missing_shards.append(answer["pool"]["missing_shards"])
                 load.uncertified += not answer["certified"]
             load.answers += 1
@@ -238,13 +247,47 @@ def test_slow_senders_take_nobody_elses_place(port):
 
 
 @pytest.mark.long
-def test_fifty_new_versions_are_fifty_swaps_without_a_failure(port, pools):
-    with steady_load(port) as load:
-        for number in range(50):
-            version = f"w-{number:02d}"
-            publish(pools, version)
-            make_current(str(pools), "replies", version)
-            until(lambda: load.versions[-20:].count(version) == 20)  # noqa: B023
+@pytest.mark.timeout(7200)
+def test_fifty_swaps_of_model_and_pool_without_a_failure(port, tiny_ranker, tmp_path):
+    """Each from a real jobs.embed_pool and a new alias in MLflow's registry, under steady requests."""
+    models = [tiny_ranker("poly", seed) for seed in (0, 1)]
+    mlflow_client = mlflow.MlflowClient()
+    mlflow_client.create_registered_model("swapped")
+    numbers = [
+        mlflow_client.create_model_version("swapped", one.uri).version for one in models
+    ]  # fmt: skip
+    published: list[tuple[str, str]] = []
+
+    def publish_next(number: int) -> None:
+        """A pool with one more text, by the other model, which becomes the champion."""
+        rows = [{"id": key, "text": text} for key, text in REPLIES.items()]
+        rows += [{"id": f"new-{at}", "text": f"number {at}"} for at in range(number)]
+        file = tmp_path / "candidates.jsonl"
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        model = models[number % 2]
+        config = embed_pool.Config(
+            model=model.uri, candidates=(str(file),), pools=str(tmp_path), name="replies"
+        )
+        version = storage.name_of(embed_pool.run(config)["output"])
+        mlflow_client.set_registered_model_alias("swapped", "champion", numbers[number % 2])
+        published.append((model.fingerprint, version))
+
+    publish_next(0)
+    args = app.Args(
+        model="models:/swapped@champion",
+        pools=[str(tmp_path / "replies")],
+        name="swapped",
+        poll_s=0.5,
+    )
+    application = app.application(args, num_replicas=2, ray_actor_options={"num_cpus": 0})
+    serve.run(application, name="swapped", route_prefix="/swapped", logging_config=QUIET)
+    try:
+        with steady_load(port, "/swapped") as load:
+            for number in range(1, SWAPS + 1):
+                publish_next(number)
+                until(lambda: load.served[-20:] == [published[-1]] * 20)
+    finally:
+        serve.delete("swapped")
     assert set(load.statuses) <= {200, 429}, load.statuses
-    seen = dict.fromkeys(version for version in load.versions if version.startswith("w-"))
-    assert list(seen) == [f"w-{number:02d}" for number in range(50)]
+    assert load.uncertified == 0
+    assert list(dict.fromkeys(load.served)) == published  # each taken, in order, and none mixed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import socket
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -185,6 +186,22 @@ def test_texts_are_not_logged(client, caplog):
     assert "secret" not in caplog.text
 
 
+def test_a_full_disk_for_logs_costs_no_answer(client, caplog, capsys):
+    """Linux' /dev/full says of every write that no space is left."""
+    access = logging.getLogger("polyrank.serve.access")
+    full = logging.FileHandler("/dev/full")
+    access.addHandler(full)
+    try:
+        with caplog.at_level("INFO", access.name):
+            assert client.post("/rank", json=GOOD).status_code == 200
+            assert client.post("/rank", content=b"{").status_code == 415
+    finally:
+        access.removeHandler(full)
+        with suppress(OSError):
+            full.close()
+    assert "No space left" in capsys.readouterr().err
+
+
 def test_a_slash_at_the_end_is_another_route(client):
     """A redirect would go to whatever host the client names."""
     response = client.post("/rank/", json=GOOD, headers={"host": "evil"}, follow_redirects=False)
@@ -203,9 +220,18 @@ def test_origins_that_are_listed_may_ask(service):
 # In Serve's proxies
 
 
+class Clock:
+    """Seconds pass when a test says so."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 @pytest.mark.parametrize(
     ("status", "expected", "code"),
-    [(404, 503, "not_ready"), (408, 504, "too_late"), (429, 429, "overloaded"),
+    [(404, 503, "not_ready"), (408, 503, "not_ready"), (429, 429, "overloaded"),
      (500, 500, "internal"), (503, 503, "not_ready"), (400, 422, "invalid_request")],
 )  # fmt: skip
 def test_rays_own_answers_get_the_one_shape(status, expected, code):
@@ -220,6 +246,30 @@ def test_rays_own_answers_get_the_one_shape(status, expected, code):
     assert response.headers["x-request-id"]
     if status == 429:
         assert response.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("method", "asked_ms", "seconds", "status"),
+    [("GET", None, 5, 503), ("POST", None, 11, 504), ("POST", "2500", 3.5, 504)],
+)
+def test_a_proxy_does_not_wait_for_replicas_that_are_gone(
+    method, asked_ms, seconds, status, monkeypatch
+):
+    """Serve would wait a minute, or without end where a client's header says so."""
+    said: list[float] = []
+
+    async def ray_says(request: Any) -> PlainTextResponse:
+        said.extend(map(float, request.headers.getlist("x-request-timeout-seconds")))
+        return PlainTextResponse("Request timed out", 408)
+
+    app = Guard(Starlette(routes=[Route("/rank", ray_says, methods=[method])]), is_proxy=True)
+    monkeypatch.setattr("serve.guard.time", Clock())
+    headers = {"x-request-timeout-seconds": "-1"} | ({"x-timeout-ms": asked_ms} if asked_ms else {})
+    response = TestClient(app).request(
+        method, "/rank", headers=headers, **({"json": GOOD} if method == "POST" else {})
+    )
+    assert response.status_code == status
+    assert said == [pytest.approx(seconds)]
 
 
 def test_our_answers_pass_the_proxy_unchanged(service):
@@ -273,7 +323,7 @@ def test_a_replicas_bound_holds_for_a_body_that_comes_with_the_request(service):
 
 
 def test_a_proxy_refuses_for_a_moment_what_a_full_replica_would(monkeypatch):
-    now, asked = [1000.0], []
+    asked: list[str] = []
 
     async def full(request: Any) -> JSONResponse:
         asked.append(request.url.path)
@@ -281,9 +331,9 @@ def test_a_proxy_refuses_for_a_moment_what_a_full_replica_would(monkeypatch):
 
     routes = [Route(path, full, methods=["POST"]) for path in ("/rank", "/embed")]
     client = TestClient(Guard(Starlette(routes=routes), is_proxy=True))
-    monkeypatch.setattr("serve.guard.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("serve.guard.time", clock := Clock())
     for at, reaches in ((1000.0, 1), (1000.1, 1), (1000.19, 1), (1000.21, 2), (1000.3, 2)):
-        now[0] = at
+        clock.now = at
         response = client.post("/rank", json=GOOD)
         assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
         assert int(response.headers["retry-after"]) >= 1

@@ -39,8 +39,6 @@ from pipeline.models.polyencoder import (
 from pipeline.models.settings import ConvertConfig
 from pipeline.models.tokens import Tokens
 
-_LARGER_EMBEDDINGS, _SMALLER_BRANCHES = 20.0, 0.3  # of a model that starts from shared words
-
 
 class _Texts(NamedTuple):
     """Padded texts of one kind."""
@@ -82,19 +80,6 @@ class ConvertNetwork(VectorNetwork):
             self.length = outputs**0.25
         # A tensor: compiled code takes a new number every step as new code.
         self.register_buffer("scale", torch.tensor(math.sqrt(outputs)), persistent=False)
-        if config.start == "shared_words":
-            self._start_from_shared_words()
-
-    @torch.no_grad()
-    def _start_from_shared_words(self) -> None:
-        """Encodings are then mainly the shared skip of the sum of a text's embeddings."""
-        self.tokens.subwords.grow(_LARGER_EMBEDDINGS)
-        branches = [part.attention.out for part in self.blocks.layers]
-        branches += [part.feed_forward.narrow for part in self.blocks.layers]
-        sides = (self.context, self.candidate, self.earlier, self.combined)
-        branches += [side.out for side in sides if side is not None]
-        for branch in branches:
-            branch.weight.mul_(_SMALLER_BRANCHES)
 
     @property
     def pad(self) -> int:

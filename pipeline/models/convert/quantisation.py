@@ -55,12 +55,6 @@ class Table(nn.Module):
         self.register_buffer("high", torch.tensor(math.nan))
         self.register_buffer("levels", None)
 
-    def grow(self, factor: float) -> None:
-        """Multiplies all rows."""
-        assert self.weight is not None
-        with torch.no_grad():
-            self.weight.mul_(factor)
-
     def set_range(self) -> None:
         """Sets the levels' range by the weights of now; from then on rows are rounded to levels."""
         assert self.weight is not None
