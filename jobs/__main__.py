@@ -24,7 +24,7 @@ VERBS = (
     # pools, and what follows them
     "embed_pool", "search", "promote",
     # clusters, and everything at once
-    "submit", "schedule", "benchmark", "demo",
+    "submit", "workflow", "benchmark", "demo",
 )  # fmt: skip
 """In the order of the path from raw files to a service."""
 

@@ -23,11 +23,11 @@ from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
-from pipeline.retrieval.pools import build, candidates, embed, gate, versions
+from pipeline.retrieval.pools import build, candidates, embed, gate, promotion, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
-from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
+from pipeline.retrieval.pools.pool import KIND, Pool, current_uri
 
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
 
@@ -51,6 +51,9 @@ class Config:
     """The pool's name."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Only say what would be done."""
+    publish_only: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Leave CURRENT as it is, until jobs.promote moves it. A pool's first version becomes CURRENT all the
+    same."""
     keep: int = field(default=3, metadata=NOT_IDENTITY)
     """Versions that stay; CURRENT, and what a service has open, stay too. 0: all."""
     keep_days: float = field(default=0.0, metadata=NOT_IDENTITY)
@@ -128,7 +131,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 
     out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
-        make_current(config.pools, config.name, job.version)
+        promotion.publish(config.pools, config.name, job.version, config.publish_only)
         return out, True
     with cluster.session(for_tasks=True):
         prepared, previous = _plan(config, job, out)
@@ -139,7 +142,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
             pool = _embed(config, job, out, prepared, previous, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
-    make_current(config.pools, config.name, job.version)
+    promotion.publish(config.pools, config.name, job.version, config.publish_only)
     return pool, False
 
 

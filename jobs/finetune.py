@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import program
+from pipeline import cost
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.models.settings import PolyConfig, RankerConfig
@@ -32,6 +33,8 @@ class Config:
     """The task."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """The optimisation."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, steps, memory and hours, measured on this machine, and train nothing."""
     resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
     """What it runs on."""
     register_as: str = field(default="", metadata=NOT_IDENTITY)
@@ -51,13 +54,17 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
     from jobs import cluster
     from pipeline import tracking
+    from pipeline.resources import best_device
     from pipeline.training import launch
+    from pipeline.training.estimate import estimate_finetuning
     from pipeline.training.finetuning import Finetuning
     from pipeline.training.loop import validation_steps
 
     recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
+    if config.dry_run:
+        return cost.show("finetune", estimate_finetuning(recipe, config.resources, best_device()))
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jobs import cluster, program
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.artifact import Artifact, Draft, draft
 from pipeline.config import NOT_IDENTITY, BadInput
-from pipeline.corpora import published_counts, reddit
+from pipeline.corpora import published_counts, raw, reddit
 from pipeline.corpora.author_key import author_key
 from pipeline.corpora.formats import (
     amazonqa,
@@ -60,6 +60,8 @@ class Config:
     an output on this machine, a random one that is kept in ~/.config/polyrank."""
     expect: published_counts.Expect = field(default="report", metadata=NOT_IDENTITY)
     """Published numbers of examples: say where others are found, or refuse them (`published`)."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, tasks, requests and hours, and write nothing."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """Damaged input."""
     reddit: reddit.Options = field(default_factory=reddit.Options)
@@ -102,6 +104,8 @@ def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
     if config.format == "pairs":
         pairs.require_columns(files, config.pairs, config.reading)
+    if config.dry_run:
+        return cost.show("prepare_corpus", _estimate(config, files))
     fingerprint = storage.raw_fingerprint(files)
     inputs: dict[str, Any] = {
         "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
@@ -142,6 +146,20 @@ def run(config: Config) -> program.Summary:
     for line in [*notes, *published_counts.differences(sizes)]:
         print(line, file=sys.stderr)
     return program.published(corpus, already_there=False, notes=notes, published=sizes)
+
+
+def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:
+    sizes = [storage.size_of(file) for file in files]
+    if config.format == "reddit":
+        ratio, comment_bytes = raw.expansion(files[0])
+        return reddit.estimate(sizes, comment_bytes, ratio, config.reddit)
+    return cost.Estimate(
+        input_files=len(sizes),
+        input_bytes=sum(sizes),
+        tasks=len(sizes),
+        requests=cost.reads(sizes) + 3 * len(sizes),
+        basis=f"no rate is measured for {config.format}",
+    )
 
 
 if __name__ == "__main__":

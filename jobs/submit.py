@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,6 +110,8 @@ def _pack(config: Config) -> _Parcel:
         for file in (_ROOT / package).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".md"
     }
+    for name in _settings_of_workflow(verb, arguments):
+        files[name] = Path(name)
     for word in arguments:
         path = word.partition("=")[2] if word.startswith("--") and "=" in word else word
         if not path or Path(path).is_absolute() or not Path(path).exists():
@@ -128,6 +131,19 @@ def _pack(config: Config) -> _Parcel:
             f"--max-upload-mib {config.max_upload_mib}; put data where all nodes reach it and name its URI"
         )
     return parcel
+
+
+def _settings_of_workflow(verb: str, arguments: Sequence[str]) -> list[str]:
+    """Files below the working directory that the commands of a workflow name."""
+    if verb != "workflow":
+        return []
+    texts = [Path(word).read_text(encoding="utf-8") for word in arguments if Path(word).is_file()]
+    words = {word.partition("=")[2] or word for text in texts for word in text.split()}
+    return [
+        word for word in sorted(words)
+        if word.endswith((".yaml", ".yml", ".txt")) and not Path(word).is_absolute()
+        and ".." not in Path(word).parts and Path(word).is_file()
+    ]  # fmt: skip
 
 
 def _is_job(file: Path) -> bool:

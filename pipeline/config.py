@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import types
 import typing
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
-from pipeline import option_errors
+from pipeline import option_errors, progress
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -95,6 +96,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     A field may be a union of dataclasses (see `Variants`): files and command line say by its tag which one
     is meant, its default says so where they do not, and only the options of that one are known.
 
+    `--progress` is no field: it is an option of every job, see `pipeline.progress`.
+
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
     import jsonargparse  # takes longer than the rest that `import pipeline` loads
@@ -113,6 +116,10 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     files: dict[str, dict[str, Any]] = {}
     help_of_config = "YAML files with any of the options; a later file wins over an earlier one."
     parser.add_argument("--config", action="config", help=help_of_config)
+    help_of_progress = "bar: for a person; json: a line of JSON per event on standard error; none."
+    parser.add_argument(
+        "--progress", type=progress.Mode, default=progress.mode(), help=help_of_progress
+    )
     fields = _option_types(config_class)
     try:
         aliases = getattr(config_class, "ALIASES", {})
@@ -131,6 +138,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
             namespace = parser.parse_args(normal)
         values = namespace.as_dict()
         values.pop("config", None)
+        os.environ[progress.VARIABLE] = values.pop(
+            "progress"
+        )  # jobs that this one runs show the same
         return from_dict(config_class, values)
     except ArgumentError as error:
         raise BadInput(_in_file(option_errors.one_line(error), normal, files)) from None
@@ -303,7 +313,7 @@ def _require_known(
 ) -> None:
     """Raises BadInput for an option or a file's key that is not there, naming the nearest one."""
     groups = {name[:at] for name in fields for at, letter in enumerate(name) if letter == "."}
-    own = {"config", "help", "print_config"}
+    own = {"config", "help", "print_config", "progress"}
     for argument in argv:
         name = argument[2:].partition("=")[0]
         if argument.startswith("--") and name not in {*fields, *groups, *own}:

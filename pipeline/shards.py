@@ -9,6 +9,8 @@ Tasks run on the cluster, by Ray Data, or in this process (`pipeline.executors`)
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import socket
 import sys
 import traceback
@@ -18,14 +20,12 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
-from pipeline import executors
+from pipeline import executors, progress, task_costs
 from pipeline.actors import Actors
 from pipeline.artifact import Draft
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import storage_failure
-from pipeline.records import RecordT
+from pipeline.records import RecordT, TaskCost, TaskRecord
 from pipeline.resources import await_node, cpus_each, largest_memory
 from pipeline.retries import DELAYS_S, is_transient, with_retries
 
@@ -117,15 +117,21 @@ def _do(
     A full disk is raised: no other task can write either. `starts`: None where a task starts once only.
     """
     task = row["task"]
-    outcome = {"task": task, "refusal": "", "failure": "", "traceback": ""}
+    outcome = {"task": task, "refusal": "", "failure": "", "traceback": "", "cost": "{}"}
     number = starts.add(task) if starts else 1
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return outcome
     if number > _STARTS:
         why = f"its process died {_STARTS} times; where a node's memory was full, give it less at a time"
         return {**outcome, "failure": why}
+
+    def do_and_mark() -> TaskRecord:
+        record = task_costs.measured(lambda: work(draft, task, row["argument"]))
+        draft.mark(task, record)
+        return record
+
     try:
-        with_retries(lambda: draft.mark(task, work(draft, task, row["argument"])), delays_s)
+        cost = with_retries(do_and_mark, delays_s).cost
     except BadInput as error:
         return {**outcome, "refusal": str(error)}
     except Exception as error:
@@ -134,7 +140,7 @@ def _do(
         text = " ".join(f"{type(error).__name__}: {error}".split())
         shown = "" if is_transient(error) else traceback.format_exc()
         return {**outcome, "failure": text, "traceback": shown}
-    return outcome
+    return {**outcome, "cost": json.dumps(dataclasses.asdict(cost))}
 
 
 class _StartCounter:
@@ -216,17 +222,22 @@ def _run(
     size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
     started = sum(size[name] for name in tasks if name in done)
     total = sum(size[name] for name in tasks)
-    with tqdm(desc=label, total=total, initial=started, unit=unit) as progress:
+    failed: dict[str, str] = {}
+    died_on: dict[str, list[str]] = {}
+    with progress.bar(label, total, started, unit) as bar:
         if missing:
             if here := executors.current():
                 outcomes = _in_this_process(here, draft, missing, make)
             else:
-                outcomes = _on_cluster(missing, label, run)
-            failed = _failures(outcomes, lambda task: progress.update(size[task]))
-            if failed:
-                raise Stopped(_describe(failed, tasks, label))
+                outcomes = _on_cluster(missing, run, died_on)
+            failed = _failures(outcomes, label, lambda task: bar.update(size[task]))
             done = draft.marks()
-    return [done.record(name, kind) for name in tasks]
+    records = {name: done.record(name, kind) for name in tasks if name in done}
+    costs = {name: record.cost for name, record in records.items()}
+    task_costs.report(task_costs.Stage(label, costs, failed, died_on))
+    if failed:
+        raise Stopped(_describe(failed, tasks, label))
+    return [records[name] for name in tasks]
 
 
 def _in_this_process(
@@ -243,22 +254,22 @@ def _in_this_process(
 
 
 def _on_cluster(
-    missing: list[dict[str, Any]], label: str, run: Callable[[Any, _Starts], Any]
+    missing: list[dict[str, Any]],
+    run: Callable[[Any, _Starts], Any],
+    died_on: dict[str, list[str]],
 ) -> Generator[dict[str, Any], None, None]:
-    """The outcome of each task, as it ends; then says which ones were started again."""
+    """The outcome of each task, as it ends; then fills in `died_on`."""
     import ray.data
 
     starts = _Starts(_start_counter(), uuid.uuid4().hex)
     dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
     with suppress(GeneratorExit):  # nobody waits for the other tasks
         yield from run(dataset, starts).iter_rows()
-    for task, hosts in starts.end().items():
-        where = ", ".join(hosts)
-        print(f"{label}: {task} was started again: its process died on {where}", file=sys.stderr)
+    died_on.update(starts.end())
 
 
 def _failures(
-    outcomes: Generator[dict[str, Any], None, None], ended: Callable[[str], object]
+    outcomes: Generator[dict[str, Any], None, None], label: str, ended: Callable[[str], object]
 ) -> dict[str, str]:
     """Why tasks failed, by task. The others have gone on to the end, unless too many failed.
 
@@ -270,10 +281,13 @@ def _failures(
             if row["refusal"]:
                 raise BadInput(row["refusal"])
             if not row["failure"]:
+                task_costs.count_done(label, TaskCost(**json.loads(row["cost"])))
                 ended(row["task"])
                 continue
             if row["traceback"] and not failed:
                 print(row["traceback"], file=sys.stderr, flush=True)
+            task_costs.count_failed(label)
+            progress.event("task_failed", stage=label, task=row["task"], why=row["failure"])
             failed[row["task"]] = row["failure"]
             if len(failed) >= _MAX_FAILED:
                 break

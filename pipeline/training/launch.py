@@ -20,9 +20,8 @@ import torch
 from ray.train import CheckpointUploadMode
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.util.queue import Queue
-from tqdm import tqdm
 
-from pipeline import executors, node_cache, storage
+from pipeline import executors, node_cache, progress, storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import cause_of
@@ -187,7 +186,7 @@ def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator
     So workers need no way to the MLflow server and no secret for it, and start a second sooner without it.
     """
     # Whoever watches shows it in a way of their own.
-    with tqdm(desc=label, total=steps, unit="step", disable=watch is not None) as bar:
+    with progress.bar(label, steps, unit="step", hidden=watch is not None) as bar:
 
         def show(step: int, metrics: dict[str, float]) -> None:
             bar.set_postfix_str(progress_line(metrics), refresh=False)

@@ -140,6 +140,8 @@ class S3:
     requests: Counter[str]
     fail_every: int = 0
     """Of so many requests it refuses one; 0: none."""
+    forbid: bool = False
+    """Whether it refuses all, as it does without credentials."""
 
     def bucket(self, name: str) -> str:
         """The URI of a new bucket."""
@@ -163,6 +165,10 @@ def s3() -> Iterator[S3]:
 
     def counting(environ: dict[str, Any], start_response: Any) -> Any:
         requests[environ["REQUEST_METHOD"]] += 1
+        if here.forbid:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"]
         if here.fail_every and requests.total() % here.fail_every == 0:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml")])

@@ -25,9 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
-from tqdm import tqdm
 
-from pipeline import executors, storage
+from pipeline import executors, progress, storage
 from pipeline.arrays import Ints
 from pipeline.config import BadInput, require, to_dict
 from pipeline.corpora.made_up.dump_text import bodies, quantiles, vocabulary
@@ -112,9 +111,9 @@ def generate(options: Options, folder: str) -> int:
         return row
 
     started = len(files) - len(missing)
-    with tqdm(desc="dump files", total=len(files), initial=started, unit="file") as progress:
+    with progress.bar("dump files", len(files), started, unit="file") as bar:
         for _ in _in_parallel(write, missing):
-            progress.update()
+            bar.update()
     return len(missing)
 
 

@@ -15,6 +15,7 @@ from pipeline.retrieval.pools.pool import KIND, Pool, current_uri
 
 _DAY_S = 86_400
 _PREFIX = "v-"
+PREVIOUS = "PREVIOUS"
 # Settings that say which rows there are, or how they are filed; all others decide a vector.
 _NOT_OF_VECTORS = {
     f"embed.{name}"
@@ -37,6 +38,12 @@ _NOT_OF_VECTORS = {
 def current_name(pools: str, name: str) -> str:
     """What CURRENT says, "" where there is none."""
     uri = current_uri(pools, name)
+    return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
+
+
+def previous_name(pools: str, name: str) -> str:
+    """The version that was CURRENT before; "" where there was none."""
+    uri = storage.join(pools, name, PREVIOUS)
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
 
@@ -76,8 +83,9 @@ def is_version(uri: str) -> bool:
 def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     """Removes versions, and what abandoned jobs have left; returns their names.
 
-    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, and each that
-    somebody has open (`lock.lease`). `keep` 0: all versions. Only who holds the pool's lock may call it.
+    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
+    (PREVIOUS; not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
+    Only who holds the pool's lock may call it.
     """
     versions: dict[str, float] = {}
     removed = []
@@ -93,8 +101,8 @@ def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
     newest = sorted(versions, key=lambda version: versions[version], reverse=True)
     for version in newest[keep:] if keep else ():
         young = time.time() - versions[version] < keep_days * _DAY_S
-        is_current = version == current_name(pools, name)
-        if not (young or is_current or is_leased(pools, name, version)):
+        named = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
+        if not (young or version in named or is_leased(pools, name, version)):
             removed.append(version)
     for folder in removed:
         uri = storage.join(pools, name, folder)
