@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jobs import cluster, program
 from pipeline import storage
@@ -18,7 +18,8 @@ from pipeline.artifact import (
     open_artifact,
     request_of,
 )
-from pipeline.config import NOT_IDENTITY, require
+from pipeline.config import NOT_IDENTITY, Stopped, require
+from pipeline.corpora.privacy import REDACTION_RULES, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
 from pipeline.models.settings import SETTINGS, parse_settings
@@ -27,7 +28,9 @@ from pipeline.retrieval.pools import build, candidates, embed, gate, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
-from pipeline.retrieval.pools.pool import KIND, Pool, current_uri, make_current
+from pipeline.retrieval.pools.plan import compare
+from pipeline.retrieval.pools.pool import KIND, current_uri, make_current
+from pipeline.retrieval.pools.versions import Version
 
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
 
@@ -49,6 +52,8 @@ class Config:
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str
     """The pool's name."""
+    redact: Literal["on", "off"] = field(default="on", metadata=NOT_IDENTITY)
+    """Replace e-mail addresses, u/names, IPs and phone numbers by tags, as jobs.prepare_corpus does."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Only say what would be done."""
     keep: int = field(default=3, metadata=NOT_IDENTITY)
@@ -81,15 +86,26 @@ def run(config: Config) -> program.Summary:
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         return _summary(config, open_artifact(job.uri, KIND), True)
     candidates.require_columns(job.files, config.embed.columns, config.reading)
+    if config.gate.canaries:
+        gate.read_canaries(config.gate.canaries)
     if config.dry_run:
         return _dry_run(config, job)
     with locked(config.pools, config.name, config.lock_expires_s) as lock:
         pool, there = _update(config, job, lock)
-        for removed in versions.remove_old(
-            config.pools, config.name, config.keep, config.keep_days
-        ):
-            print(f"pool {config.name}: removed {removed}")
+        _remove_old(config)
     return _summary(config, pool, there)
+
+
+def _remove_old(config: Config) -> None:
+    limit = config.gate.max_removed_share
+    found = versions.remove_old(config.pools, config.name, config.keep, config.keep_days, limit)
+    for version in found.removed:
+        print(f"pool {config.name}: removed {version}")
+    for version, rows in found.kept_larger:
+        print(
+            f"pool {config.name}: kept {version} beyond --keep {config.keep}: it has {rows:,} candidates, "
+            f"and no version that stays has {1 - limit:.0%} of that; remove its folder if it may go"
+        )
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,8 @@ def _job(config: Config) -> _Job:
     fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
+    if config.redact == "on":  # with off, the pool is that of polyrank before it redacted pools
+        inputs["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"
     uri = storage.join(config.pools, config.name, version)
     return _Job(model, settings.architecture, files, inputs, version, uri)
@@ -127,7 +145,13 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     from pipeline import tracking
 
     out = draft(job.uri, KIND, config, job.inputs)
+    before = versions.current_name(config.pools, config.name)
+    rows_before = versions.rows_of(config.pools, config.name, before) if before else 0
     if isinstance(out, Artifact):
+        if current := versions.open_current(config.pools, config.name):
+            changes = compare(out.files("rows/"), current.artifact.files("rows/"))
+            shares = gate.shares_of(changes, out.rows("rows/"), rows_before)
+            _refuse(gate.refusal(config.gate, shares, before, rows_before))
         make_current(config.pools, config.name, job.version)
         return out, True
     with cluster.session():
@@ -135,15 +159,22 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
         if previous and _is_same(config, job, prepared, previous):
             storage.delete(out.staging)
             return previous.artifact, True
+        shares = gate.shares_of(prepared.plan.changes, prepared.plan.rows, rows_before)
+        _refuse(gate.refusal(config.gate, shares, before, rows_before))
         with tracking.start("embed_pool", out) as tracked:
-            pool = _embed(config, job, out, prepared, previous, lock, tracked.run_id)
+            pool = _embed(config, job, out, prepared, previous, shares, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
     make_current(config.pools, config.name, job.version)
     return pool, False
 
 
-def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool | None]:
+def _refuse(reason: str) -> None:
+    if reason:
+        raise Stopped(reason)
+
+
+def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Version | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
     from pipeline.resources import precision_of_tasks
 
@@ -156,7 +187,15 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool
         print(f"pool {config.name}: computed in {precision}, the version before in "
               f"{previous.precision}: nothing is copied", flush=True)  # fmt: skip
     prepared = embed.prepare(
-        out, job.files, config.embed, config.gate, config.reading, previous, copies, precision
+        out,
+        job.files,
+        config.embed,
+        config.gate,
+        config.reading,
+        previous,
+        copies,
+        precision,
+        Privacy(redact=config.redact, authors="hash", salt=""),
     )
     plan = prepared.plan
     rows = plan.rows - plan.known if prepared.copies else plan.rows
@@ -172,12 +211,12 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool
     return prepared, previous
 
 
-def _rate(previous: Pool | None) -> float:
+def _rate(previous: Version | None) -> float:
     """Rows that an actor embeds in a second, as the version before has measured; 0: not known."""
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Pool) -> bool:
+def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Version) -> bool:
     """Whether the version before has the same rows, and they would be made the same way."""
     theirs = {**job.inputs, "candidates": previous.artifact.manifest["inputs"]["candidates"]}
     request = request_of(KIND, config, theirs)
@@ -191,7 +230,8 @@ def _embed(
     job: _Job,
     out: Draft,
     prepared: embed.PlanRecord,
-    previous: Pool | None,
+    previous: Version | None,
+    shares: gate.Shares,
     lock: Lock,
     run_id: str,
 ) -> Artifact:
@@ -199,6 +239,8 @@ def _embed(
     records = embed.embed(
         out, prepared, job.model, config.embed, config.gate, config.reading, config.resources
     )
+    for note in dict.fromkeys(note for record in records for note in record.notes):
+        print(f"pool {config.name}: {note}", flush=True)
     checks = [record.check for record in records if record.check]
     dimensions = checks[0].dimensions
     plan = prepared.plan
@@ -206,7 +248,7 @@ def _embed(
     if not prepared.canary_file:  # near texts are not the same ones to two models
         kind += f", {job.model.fingerprint}"
     passed, answered = gate.check(
-        config.gate, checks, kind, prepared.canaries, prepared.canaries_before, plan.present
+        config.gate, checks, kind, prepared.canaries, prepared.canaries_before, plan.present, shares
     )
     print(f"pool {config.name}: the gate is passed: {passed}", flush=True)
     began = time.perf_counter()
@@ -256,9 +298,14 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
         storage.delete(out.staging)
     plan = prepared.plan
     same = previous is not None and _is_same(config, job, prepared, previous)
+    before = versions.current_name(config.pools, config.name)
+    rows_before = versions.rows_of(config.pools, config.name, before) if before else 0
+    shares = gate.shares_of(plan.changes, plan.rows, rows_before)
+    if refused := gate.refusal(config.gate, shares, before, rows_before):
+        print(f"pool {config.name}: would be refused: {refused}")
     return {
         "pool": storage.join(config.pools, config.name),
-        "version": previous.version if previous and same else job.version,
+        "version": previous.name if previous and same else job.version,
         "already_done": same,
         "plan": asdict(plan.changes),
         "dropped": dict(prepared.dropped),

@@ -101,7 +101,9 @@ def test_only_what_is_new_or_changed_is_embedded_and_the_pool_is_that_of_a_whole
 
 def test_a_text_that_has_moved_to_another_id_is_copied(night):
     night(FIRST)
-    second = night({"a": "text 1", "b": "text 0", "c": "more"}).summary
+    second = night(
+        {"a": "text 1", "b": "text 0", "c": "more"}, "--gate.max-removed-share", 1
+    ).summary
     assert second["plan"] == {"new": 3, "changed": 0, "same": 0, "gone": 30}
     assert embedded(second) == 1
 
@@ -154,7 +156,9 @@ def test_a_pool_may_have_one_row(night):
 
 
 def test_two_texts_of_one_id_are_counted_by_name_and_the_first_one_stays(night, pools):
-    summary = night([("1", "a"), ("2", "b"), ("1", "c")]).summary
+    rows = [("1", "a"), ("2", "b"), ("1", "c")]
+    assert "'1' is the id of several rows with different texts" in night(rows).refusal
+    summary = night(rows, "--embed.repeated-ids", "first").summary
     assert summary["dropped"] == {"the same id again": 1}
     assert {name: text for name, (text, _) in contents(summary["pool"]).items()} == {
         "1": "a",
@@ -224,6 +228,58 @@ def test_a_gate_that_is_not_passed_publishes_nothing_and_the_next_run_may(
     # It has been looked at, and is let pass: the same shards, and nothing is done again.
     second = night(changed(FIRST), "--gate.min-cosine", -1, "--gate.min-recall", 0).summary
     assert current(pools) == second["version"]
+
+
+def test_an_export_that_broke_off_is_refused_before_anything_is_embedded(
+    night, pools, actors_in_process
+):
+    first = night(FIRST).summary
+    few = {name: FIRST[name] for name in ("1", "2")}
+    actors_in_process.clear()
+    line = stopped(night(few))
+    assert f"28 of the 30 ids of {first['version']} are gone (93.3%" in line
+    assert "the same command with --gate.max-removed-share 1" in line
+    assert actors_in_process == []
+    assert current(pools) == first["version"]
+    dry = night(few, "--dry-run")
+    assert "would be refused: the gate: 28 of the 30 ids" in dry.stdout
+    meant = night(few, "--gate.max-removed-share", 1).summary
+    assert current(pools) == meant["version"]
+    gate = Pool.open(meant["output"]).artifact.manifest["gate"]
+    assert (gate["removed_share"], gate["changed_share"]) == (0.9333, 0.0)
+
+
+def test_a_version_with_other_texts_under_the_same_ids_is_refused(night, pools):
+    first = night(FIRST).summary
+    line = stopped(night({name: f"error 500: {name}" for name in FIRST}))
+    assert "30 of the 30 ids of" in line and "have another text (100.0%" in line
+    assert current(pools) == first["version"]
+
+
+def test_an_export_that_broke_off_is_refused_beside_a_damaged_version_too(night, pools):
+    first = night(FIRST).summary
+    next(Path(first["output"]).glob("rows/*")).unlink()
+    assert "28 of the 30 ids" in stopped(night({"1": "text 1", "2": "text 2"}))
+
+
+def test_the_last_version_of_a_larger_pool_stays_and_that_is_said(night, pools):
+    first = night(FIRST).summary
+    night({"1": "text 1"}, "--gate.max-removed-share", 1)
+    finished = night({"1": "text 1", "2": "text 2"}, "--keep", 1)
+    assert f"kept {first['version']} beyond --keep 1: it has 30 candidates" in finished.stdout
+    assert versions(pools) == sorted([first["version"], finished.summary["version"]])
+
+
+def test_a_version_before_whose_vectors_are_damaged_is_not_copied(night):
+    """Only who copies them opens them."""
+    first = night(FIRST).summary
+    file = next(Path(first["output"]).glob("vectors/*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    finished = night(changed(FIRST))
+    assert "nothing is copied, as the version before cannot be opened" in finished.stdout
+    assert embedded(finished.summary) == 29
 
 
 def test_canaries_find_the_answers_of_the_night_before(night, pools):

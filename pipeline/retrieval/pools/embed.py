@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from pipeline import storage
 from pipeline.actors import Actors
 from pipeline.artifact import MANIFEST, Draft
-from pipeline.config import BadInput, require
+from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.corpora import raw
+from pipeline.corpora.privacy import Privacy
 from pipeline.models.precision import Precision, Resolved
 from pipeline.models.sources import Source
 from pipeline.records import TaskRecord, sum_counts
@@ -25,8 +26,8 @@ from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
 from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read_canaries
 from pipeline.retrieval.pools.plan import Plan, make
-from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
+from pipeline.retrieval.pools.versions import Version
 from pipeline.shards import Work, run_tasks_on_actors
 
 _PLAN = "plan"
@@ -41,6 +42,8 @@ class EmbedConfig:
     """Column with the candidate's text."""
     id_column: str = "id"
     """Column with its id, text or integer; empty: the text's content hash is the id."""
+    repeated_ids: Literal["stop", "first"] = field(default="stop", metadata=NOT_IDENTITY)
+    """An id that rows with different texts have: stop, or keep its first row and count the others."""
     filter_columns: tuple[str, ...] = ()
     """Columns that searches can filter by; a text with other values there is another candidate."""
     rows_per_shard: int = 16_384
@@ -114,15 +117,17 @@ def prepare(
     config: EmbedConfig,
     gate: GateConfig,
     reading: raw.Reading,
-    previous: Pool | None,
+    previous: Version | None,
     copies: bool,
     precision: Resolved,
+    privacy: Privacy,
 ) -> PlanRecord:
     """Reads all candidates and plans the pool.
 
     `previous`: the version before. `copies`: whether its vectors are those that the model would make.
     `precision`: what it would compute them in; a job that is resumed elsewhere keeps to it.
-    Raises BadInput where nothing is left to embed, or too much is malformed.
+    `privacy`: what leaves the texts.
+    Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
     done = draft.marks()
     if _PLAN in done:
@@ -130,7 +135,7 @@ def prepare(
         if not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
             return record
     began = time.perf_counter()
-    staged = candidates.stage(draft, files, config.columns, config.max_text_bytes, reading)
+    staged = candidates.stage(draft, files, config.columns, config.max_text_bytes, reading, privacy)
     dropped = sum_counts(record.dropped for record in staged)
     parts = [part for record in staged for part in record.parts]
     if not parts:
@@ -140,7 +145,12 @@ def prepare(
     contexts = _canaries(gate, before)
     known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
     texts = gate.canary_texts if contexts is None else 0
-    plan = make(draft, parts, previous, config.rows_per_shard, texts, known)
+    rows_before = previous.artifact.files("rows/") if previous else []
+    plan = make(draft, parts, rows_before, config.rows_per_shard, texts, known)
+    if plan.repeated_id and config.repeated_ids == "stop":
+        raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
+                       "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "
+                       "keeps the first row of each id")  # fmt: skip
     if contexts is None:
         contexts = [[text[:_CANARY_CHARACTERS]] for text in plan.first]
     record = PlanRecord(

@@ -19,6 +19,7 @@ import torch
 
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Draft
+from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.models import inference
 from pipeline.models.precision import Precision
@@ -62,7 +63,14 @@ class Embedder:
         self._ranker = inference.place(load_ranker(model), best_device(), precision)
         if self._ranker.precision == "bf16":
             inference.to_bf16(self._ranker)
-        self._previous = Pool.open(previous) if previous else None
+        self._previous: Pool | None = None
+        self._notes: list[str] = []
+        try:
+            self._previous = Pool.open(previous) if previous else None
+        except BadInput as error:
+            self._notes.append(
+                f"nothing is copied, as the version before cannot be opened: {error}"
+            )
         self._contexts = inference.context_vectors(self._ranker, canaries) if canaries else None
 
     def __call__(self, draft: Draft, name: str, slices: plan.Slices) -> EmbedRecord:
@@ -95,6 +103,7 @@ class Embedder:
             actor_seconds=actor_seconds,
             started=started,
             ended=time.time(),
+            notes=self._notes,
         )
 
     def _copy(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:

@@ -11,11 +11,14 @@ of a million rows or so: memory does not grow with the pool, and no text is held
 
 from __future__ import annotations
 
+import functools
 import io
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,7 +27,7 @@ from pipeline.arrays import Ints, Keys
 from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.retrieval.pools import candidates
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.changes import Changes as Changes
 
 NEW, SAME_TEXT, SAME_ID = -1, -2, -3
 _REASONS = {SAME_TEXT: "the same text again", SAME_ID: "the same id again"}
@@ -34,23 +37,12 @@ _SHARD_BYTES = 64 << 20  # of text in a shard; an actor holds all of it in memor
 # A small pool is cut finer, so that all actors have work and a kill loses little.
 _LEAST_SHARDS, _LEAST_ROWS = 16, 512
 
+_READS_AT_ONCE = 16
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 Slices = list[tuple[str, int, int]]
 """(part, first row, behind the last row) each"""
-
-
-@dataclass(frozen=True)
-class Changes:
-    """The ids of a pool beside those of the version before."""
-
-    new: int
-    changed: int
-    """They have another text now."""
-    same: int
-    gone: int
-
-    @property
-    def none(self) -> bool:
-        return not (self.new or self.changed or self.gone)
 
 
 @dataclass(frozen=True)
@@ -65,6 +57,8 @@ class Plan:
     dropped: dict[str, int]
     first: tuple[str, ...]
     """Some texts, those with the lowest hashes."""
+    repeated_id: str
+    """An id that rows with different texts have; "": there is none."""
     present: tuple[str, ...]
     """Which of the `hashes` that were asked about are in the pool."""
 
@@ -84,27 +78,33 @@ class _Columns:
 def make(
     draft: Draft,
     parts: Sequence[tuple[str, int]],
-    previous: Pool | None,
+    before: Sequence[str],
     rows_per_shard: int,
     texts: int,
     hashes: Sequence[str],
 ) -> Plan:
     """Writes the verdicts on all candidates, and samples of those that are dropped.
 
-    `parts`: (name, rows) of the candidates, a row at least. `texts`: how many first ones to tell.
-    `hashes`: texts to look for, the first 16 digits of their content hashes.
+    `parts`: (name, rows) of the candidates, a row at least. `before`: the files with the rows of the
+    version before. `texts`: how many first ones to tell. `hashes`: texts to look for, the first 16 digits
+    of their content hashes.
     """
     total = sum(rows for _, rows in parts)
     columns = _Columns(_mapped(total, np.uint64), _mapped(total, np.uint64))
     sizes = _mapped(total, np.int64)
-    for part, place in _places(parts):
-        keys = candidates.read_keys(draft, part)
+    read_keys = functools.partial(candidates.read_keys, draft)
+    names = [name for name, _ in parts]
+    for (_, place), keys in zip(_places(parts), _ahead(read_keys, names), strict=True):
         columns.texts[place] = keys[:, candidates.TEXT_KEY]
         columns.ids[place] = keys[:, candidates.ID_KEY]
         sizes[place] = keys[:, candidates.BYTES]
-    verdicts, changes = _verdicts(columns, _columns_of(previous))
-    for part, place in _places(parts):
-        draft.write_file(f"{_FOLDER}/{part}.npy", candidates.npy_file(verdicts[place]))
+    verdicts, changes = _verdicts(columns, _columns_of(before))
+
+    def write(at: tuple[str, slice]) -> None:
+        draft.write_file(f"{_FOLDER}/{at[0]}.npy", candidates.npy_file(verdicts[at[1]]))
+
+    for _ in _ahead(write, list(_places(parts))):
+        pass
     kept = changes.new + changes.changed + changes.same
     size = min(rows_per_shard, max(_LEAST_ROWS, -(-kept // _LEAST_SHARDS)))
     shards = _cut(parts, verdicts, sizes, size)
@@ -115,8 +115,14 @@ def make(
         known=sum(int(np.count_nonzero(verdicts[at] >= 0)) for at in _chunks(total)),
         dropped=_drop(draft, parts, verdicts),
         first=tuple(_row(draft, parts, place)[1] for place in first),
+        repeated_id=_repeated_id(draft, parts, verdicts),
         present=tuple(present),
     )
+
+
+def compare(rows: Sequence[str], before: Sequence[str]) -> Changes:
+    """The ids of a published version beside those of another one; each is given by its files of rows."""
+    return _verdicts(_columns_of(rows), _columns_of(before))[1]
 
 
 def read_verdicts(draft: Draft, part: str) -> Ints:
@@ -240,6 +246,14 @@ def _drop(draft: Draft, parts: Sequence[tuple[str, int]], verdicts: Ints) -> dic
     return dict(rejects.counts)
 
 
+def _repeated_id(draft: Draft, parts: Sequence[tuple[str, int]], verdicts: Ints) -> str:
+    for chunk in _chunks(len(verdicts)):
+        places = np.flatnonzero(verdicts[chunk] == SAME_ID)
+        if len(places):
+            return _row(draft, parts, int(places[0]) + chunk.start)[0]
+    return ""
+
+
 def _row(draft: Draft, parts: Sequence[tuple[str, int]], place: int) -> tuple[str, str]:
     """(id, text)"""
     part, rows = next((part, rows) for part, rows in _places(parts) if place < rows.stop)
@@ -247,19 +261,31 @@ def _row(draft: Draft, parts: Sequence[tuple[str, int]], place: int) -> tuple[st
     return row["id"][0].as_py(), row["text"][0].as_py()
 
 
-def _columns_of(previous: Pool | None) -> _Columns:
-    if previous is None:
-        return _Columns(np.empty(0, np.uint64), np.empty(0, np.uint64))
-    columns = _Columns(_mapped(len(previous), np.uint64), _mapped(len(previous), np.uint64))
-    start = 0
-    for rows in previous.rows:
-        at = slice(start, start + rows.num_rows)
-        columns.texts[at] = [
-            candidates.text_key(value) for value in rows["content_hash"].to_pylist()
-        ]
-        columns.ids[at] = [candidates.id_key(value) for value in rows["id"].to_pylist()]
-        start = at.stop
-    return columns
+def _columns_of(files: Sequence[str]) -> _Columns:
+    """The keys of a published version's rows. Of its files only ids and hashes are read."""
+    with tempfile.TemporaryFile() as texts, tempfile.TemporaryFile() as ids:
+        for text_keys, id_keys in _ahead(candidates.read_published_keys, files):
+            texts.write(text_keys.tobytes())
+            ids.write(id_keys.tobytes())
+        rows = texts.tell() // 8
+        if not rows:
+            return _Columns(np.empty(0, np.uint64), np.empty(0, np.uint64))
+        texts.flush()
+        ids.flush()
+        return _Columns(*(np.memmap(file, np.uint64, "r", shape=(rows,)) for file in (texts, ids)))
+
+
+def _ahead(read: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -> Iterator[ResultT]:
+    """`read(item)` of each item, in order, while the next ones are read: from an object store each takes
+    20 ms or more, and a large pool has thousands."""
+    with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+        waiting: deque[Future[ResultT]] = deque()
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) > 2 * _READS_AT_ONCE:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _places(parts: Sequence[tuple[str, int]]) -> Iterator[tuple[str, slice]]:
