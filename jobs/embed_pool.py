@@ -18,10 +18,11 @@ from pipeline.artifact import (
     open_artifact,
     request_of,
 )
-from pipeline.config import NOT_IDENTITY, Stopped, require
+from pipeline.config import NOT_IDENTITY, Stopped, require, to_dict
 from pipeline.corpora.privacy import REDACTION_RULES, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
+from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import build, candidates, embed, gate, versions
@@ -30,6 +31,7 @@ from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.plan import compare
 from pipeline.retrieval.pools.pool import KIND, current_uri, make_current
+from pipeline.retrieval.pools.unfinished import find_shards
 from pipeline.retrieval.pools.versions import Version
 
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
@@ -186,6 +188,12 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
     if previous is not None and previous.precision != precision:
         print(f"pool {config.name}: computed in {precision}, the version before in "
               f"{previous.precision}: nothing is copied", flush=True)  # fmt: skip
+    unfinished = find_shards(
+        versions.unfinished(config.pools, config.name, out.staging),
+        job.model.fingerprint,
+        versions.vector_settings(to_dict(config)),
+        {"precision": precision, "numerics": NUMERICS},
+    )
     prepared = embed.prepare(
         out,
         job.files,
@@ -196,9 +204,13 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         copies,
         precision,
         Privacy(redact=config.redact, authors="hash", salt=""),
+        unfinished,
     )
     plan = prepared.plan
-    rows = plan.rows - plan.known if prepared.copies else plan.rows
+    rows = plan.rows - plan.salvaged - (plan.known if prepared.copies else 0)
+    if plan.salvaged:
+        print(f"pool {config.name}: {plan.salvaged:,} texts were embedded by builds that were killed, and "
+              "are copied from there")  # fmt: skip
     estimate = "not known yet how long that takes"
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
@@ -220,7 +232,7 @@ def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Ve
     """Whether the version before has the same rows, and they would be made the same way."""
     theirs = {**job.inputs, "candidates": previous.artifact.manifest["inputs"]["candidates"]}
     request = request_of(KIND, config, theirs)
-    same_numbers = prepared.precision == previous.precision
+    same_numbers = (prepared.precision, NUMERICS) == (previous.precision, previous.numerics)
     same_rows = prepared.plan.changes.none
     return same_numbers and same_rows and request == previous.artifact.manifest["request"]
 
@@ -278,6 +290,7 @@ def _embed(
         dimensions=dimensions,
         dtype=config.embed.dtype,
         precision=prepared.precision,
+        numerics=prepared.numerics,
         statistics=statistics,
         plan=asdict(plan.changes),
         embedded=embedded,

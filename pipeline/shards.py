@@ -71,10 +71,12 @@ def run_tasks_on_actors(
     kind: type[RecordT],
     actors: Actors,
     rows: Mapping[str, int] | None = None,
+    tasks_at_once: int = 1,
 ) -> list[RecordT]:
     """As `run_tasks`, on actors that each call `make()` once for the `work` they do.
 
-    `rows`: how many each task has, where that tells better how long it takes.
+    `rows`: how many each task has, where that tells better how long it takes. `tasks_at_once`: of an
+    actor, each in a thread of its own.
     """
     delays_s = DELAYS_S
 
@@ -94,7 +96,16 @@ def run_tasks_on_actors(
         return dataset.map(
             Actor,
             fn_constructor_args=(starts,),
-            compute=ray.data.ActorPoolStrategy(min_size=least, max_size=most),
+            compute=ray.data.ActorPoolStrategy(
+                min_size=least,
+                max_size=most,
+                # Ray's default is twice as many. A pool that may grow needs them: it grows when they wait.
+                max_tasks_in_flight_per_actor=None
+                if tasks_at_once == 1 or least < most
+                else tasks_at_once,
+                max_concurrent_calls_per_actor=tasks_at_once,
+                enable_true_multi_threading=tasks_at_once > 1,
+            ),
             num_cpus=cpus,
             num_gpus=1 if actors.gpu else None,
         )

@@ -224,7 +224,7 @@ def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             draft.mark(name, work(draft, name, tasks[name]))
         return [draft.marks().record(name, kind) for name in tasks]
 
-    def run_on_actors(draft, tasks, make, label, kind, actors, rows):
+    def run_on_actors(draft, tasks, make, label, kind, actors, rows, tasks_at_once):
         done.extend(name for name in tasks if name not in draft.marks())
         return run(draft, tasks, make(), label, kind)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jobs import embed_pool
 from pipeline import storage
-from pipeline.retrieval.pools import candidates, embedder
+from pipeline.retrieval.pools import candidates, embed, embedder
+from pipeline.retrieval.pools import versions as versions_module
 from pipeline.retrieval.pools.lock import lease, locked
 from pipeline.retrieval.pools.pool import Pool
 
@@ -400,6 +402,107 @@ def test_a_reader_finds_a_whole_version_whenever_it_looks(night, pools, tmp_path
     seen += map(json.loads, rest.splitlines())
     assert (seen[0], seen[-1]) == (known[0], known[-1])
     assert seen == [look for look in known if look in seen]
+
+
+def interrupted(finished) -> None:
+    """Ctrl-C says how to go on."""
+    assert finished.code == 130
+    lines = finished.stderr.splitlines()
+    assert "python -m jobs.embed_pool: interrupted; the same command resumes" in lines
+    assert "Traceback" not in finished.stderr
+
+
+def stop_after(shards: int, monkeypatch) -> None:
+    """Ends the job, as Ctrl-C does, when it has made so many shards."""
+    made, write = [], embedder.build.write_shard
+
+    def killed(*arguments):
+        made.append(arguments)
+        if len(made) > shards:
+            raise KeyboardInterrupt
+        return write(*arguments)
+
+    monkeypatch.setattr(embedder.build, "write_shard", killed)
+
+
+def test_what_a_killed_build_has_embedded_is_not_lost_when_the_input_changes(
+    night, pools, monkeypatch, tmp_path
+):
+    options = ("--embed.rows-per-shard", 5)
+    for rows in (
+        FIRST,
+        changed(FIRST),
+    ):  # two nights, each with an input of its own, and both killed
+        with monkeypatch.context() as patch:
+            stop_after(3, patch)
+            interrupted(night(rows, *options))
+    assert len([name for name in versions(pools) if name.endswith(".partial")]) == 2
+    third = changed(FIRST) | {"third": "third night"}
+    finished = night(third, *options)
+    # Each of the killed ones has made 3 shards of 5 rows. Of the first, "text 3" is gone, and "text 5"
+    # stands in no later one; the second has copied from the first what that had.
+    kept = {f"text {n}" for n in range(15)} | set(list(changed(FIRST).values())[:15])
+    expected = [text for text in third.values() if text not in kept]
+    assert (
+        f"{len(third) - len(expected)} texts were embedded by builds that were killed"
+        in finished.stdout
+    )
+    assert f"to embed {len(expected)} of {len(third)}" in finished.stdout
+    assert embedded(finished.summary) == len(expected) < 20
+    assert versions(pools) == [current(pools)]
+    monkeypatch.setattr(versions_module, "unfinished", lambda *_: [])
+    whole = night(third, *options, "--pools", tmp_path / "undisturbed").summary
+    assert embedded(whole) == len(third)
+    ours, theirs = contents(finished.summary["output"]), contents(whole["output"])
+    assert {name: text for name, (text, _) in ours.items()} == third
+    for name, (_, vector) in theirs.items():
+        np.testing.assert_allclose(ours[name][1], vector, atol=0.05)
+
+
+@pytest.mark.parametrize("change", ["model", "precision", "numerics", "removed"])
+def test_vectors_of_a_killed_build_that_would_differ_are_not_copied(
+    night, pools, monkeypatch, tiny_ranker, change
+):
+    before = ("--embed.precision", "fp32") if change == "precision" else ()
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        interrupted(night(FIRST, "--embed.rows-per-shard", 5, *before))
+    model, after = "", ()
+    if change == "model":
+        model = tiny_ranker("poly", seed=1).uri
+    elif change == "precision":
+        after = ("--embed.precision", "bf16")
+    elif change == "numerics":
+        monkeypatch.setattr(embed_pool, "NUMERICS", 2)
+    else:
+        made = embedder.UnfinishedVectors.at
+        monkeypatch.setattr(embedder.UnfinishedVectors, "at", lambda self, places: (
+            [path.unlink() for path in pools.glob("p/*.partial/vectors/part-00000.npy")],
+            made(self, places))[1])  # fmt: skip
+    summary = night(changed(FIRST), *after, model=model).summary
+    assert embedded(summary) == 29
+
+
+def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(night, pools, monkeypatch):
+    first = night(FIRST).summary
+    for module in (embed_pool, embed, versions_module):
+        monkeypatch.setattr(module, "NUMERICS", 2)
+    with monkeypatch.context() as patch:
+        stop_after(0, patch)
+        interrupted(night(FIRST))
+    second = night(FIRST).summary
+    assert (second["already_done"], embedded(second)) == (False, 30)
+    numerics = [Pool.open(run["output"]).artifact.manifest["numerics"] for run in (first, second)]
+    assert numerics == [1, 2]
+
+
+def test_a_build_is_not_resumed_with_other_numerics(night, monkeypatch, actors_in_process):
+    options = ("--embed.rows-per-shard", 5)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(FIRST, *options))
+    monkeypatch.setattr(embed, "NUMERICS", 2)
+    assert embedded(night(FIRST, *options).summary) == 30
 
 
 def test_a_full_disk_fails_the_night_and_the_next_run_goes_on(night, pools, monkeypatch):

@@ -221,6 +221,23 @@ def test_each_actor_makes_its_work_once_for_all_its_tasks(out, make, tmp_path, a
     assert os.getpid() not in processes
 
 
+def test_an_actor_may_work_on_two_tasks_at_once(out):
+    def make():
+        import threading
+
+        both = threading.Barrier(2)
+
+        def work(draft, name, argument):
+            both.wait(timeout=120)
+            return TaskRecord(counts={"process": os.getpid()})
+
+        return work
+
+    resources = Actors(actors=1, cpus_per_actor=1)
+    records = run_tasks_on_actors(out, TASKS, make, "-", TaskRecord, resources, tasks_at_once=2)
+    assert len({record.counts["process"] for record in records}) == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "tasks", "count"),
     [({}, 9, 2), ({}, 1, 1), ({"cpus_per_actor": 2}, 9, 1), ({"actors": 5}, 9, 5),

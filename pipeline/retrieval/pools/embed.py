@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,18 +20,21 @@ from pipeline.artifact import MANIFEST, Draft
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
-from pipeline.models.precision import Precision, Resolved
+from pipeline.models.precision import NUMERICS, Precision, Resolved
 from pipeline.models.sources import Source
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
 from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read_canaries
 from pipeline.retrieval.pools.plan import Plan, make
+from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.retrieval.pools.versions import Version
 from pipeline.shards import Work, run_tasks_on_actors
 
-_PLAN = "plan"
+_PLAN = PLAN
+# Of an actor: while one is in the model, the one before is checked and written, and the next one read.
+_SHARDS_AT_ONCE = 2
 _CANARY_CHARACTERS = 300
 
 
@@ -94,6 +98,10 @@ class PlanRecord(TaskRecord):
     canaries_before: Canaries | None
     """Those of the version before."""
     seconds: float
+    numerics: int = 1
+    """See `pipeline.models.precision`."""
+    unfinished: list[UnfinishedShard] = field(default_factory=list)
+    """What killed builds have embedded, to copy from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +111,7 @@ class EmbedRecord(TaskRecord):
     check: ShardCheck | None
     """None: all rows of the shard were dropped."""
     rows_embedded: int
-    """The other rows were copied."""
+    """The other rows were copied, from the version before or from unfinished builds."""
     actor_seconds: float
     """In the model."""
     started: float
@@ -121,18 +129,22 @@ def prepare(
     copies: bool,
     precision: Resolved,
     privacy: Privacy,
+    unfinished: Sequence[UnfinishedShard] = (),
 ) -> PlanRecord:
     """Reads all candidates and plans the pool.
 
     `previous`: the version before. `copies`: whether its vectors are those that the model would make.
     `precision`: what it would compute them in; a job that is resumed elsewhere keeps to it.
-    `privacy`: what leaves the texts.
+    `privacy`: what leaves the texts. `unfinished`: what killed builds have embedded by this model, these
+    settings and this precision.
     Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
     done = draft.marks()
     if _PLAN in done:
         record = done.record(_PLAN, PlanRecord)
-        if not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
+        if record.numerics != NUMERICS:  # its shards would not go with those to come
+            draft.forget_tasks()
+        elif not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
             return record
     began = time.perf_counter()
     staged = candidates.stage(draft, files, config.columns, config.max_text_bytes, reading, privacy)
@@ -146,7 +158,10 @@ def prepare(
     known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
     texts = gate.canary_texts if contexts is None else 0
     rows_before = previous.artifact.files("rows/") if previous else []
-    plan = make(draft, parts, rows_before, config.rows_per_shard, texts, known)
+    plan = make(
+        draft, parts, rows_before, config.rows_per_shard, texts, known,
+        [shard.rows_file for shard in unfinished], copies,
+    )  # fmt: skip
     if plan.repeated_id and config.repeated_ids == "stop":
         raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
                        "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "
@@ -165,6 +180,8 @@ def prepare(
         malformed=sum_counts(record.malformed for record in staged),
         dropped=sum_counts([dropped, plan.dropped]),
         seconds=round(time.perf_counter() - began, 3),
+        numerics=NUMERICS,
+        unfinished=list(unfinished) if plan.salvaged else [],
     )
     draft.mark(_PLAN, record)
     return record
@@ -193,11 +210,14 @@ def embed(
         sample=gate.sample,
         dtype=config.dtype,
         precision=prepared.precision,
+        unfinished=prepared.unfinished,
     )
     tasks = prepared.plan.shards
     rows = {name: sum(end - start for _, start, end in tasks[name]) for name in tasks}
     label = "embed candidates"
-    records = run_tasks_on_actors(draft, tasks, make_work, label, EmbedRecord, actors, rows)
+    records = run_tasks_on_actors(
+        draft, tasks, make_work, label, EmbedRecord, actors, rows, _SHARDS_AT_ONCE
+    )
     raw.check_share(draft, [prepared, *records], reading)
     if not sum_counts(record.counts for record in records).get("candidates"):
         dropped = sum_counts(record.dropped for record in records)

@@ -3,7 +3,9 @@
 Every candidate gets a verdict, an int64: its text's place in the version before, `NEW` where it has none
 there, `SAME_TEXT` or `SAME_ID` where a candidate before it has taken its text or its id.
 
-    _plan/file-00000-000.npy   the verdicts on that part of the candidates
+    _plan/file-00000-000.npy              the verdicts on that part of the candidates
+    _plan/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for those
+                                          that are to be copied from there
 
 All keys and verdicts lie in unnamed files that are mapped, 32 bytes a row, and are gone through in buckets
 of a million rows or so: memory does not grow with the pool, and no text is held here.
@@ -57,10 +59,12 @@ class Plan:
     dropped: dict[str, int]
     first: tuple[str, ...]
     """Some texts, those with the lowest hashes."""
-    repeated_id: str
-    """An id that rows with different texts have; "": there is none."""
     present: tuple[str, ...]
     """Which of the `hashes` that were asked about are in the pool."""
+    repeated_id: str = ""
+    """An id that rows with different texts have; "": there is none."""
+    salvaged: int = 0
+    """Candidates whose vectors come from builds that were never finished."""
 
     @property
     def rows(self) -> int:
@@ -82,12 +86,15 @@ def make(
     rows_per_shard: int,
     texts: int,
     hashes: Sequence[str],
+    unfinished: Sequence[str] = (),
+    copies: bool = True,
 ) -> Plan:
     """Writes the verdicts on all candidates, and samples of those that are dropped.
 
     `parts`: (name, rows) of the candidates, a row at least. `before`: the files with the rows of the
     version before. `texts`: how many first ones to tell. `hashes`: texts to look for, the first 16 digits
-    of their content hashes.
+    of their content hashes. `unfinished`: the files of rows of builds that were never finished, for texts
+    that are not copied from the version before; `copies`: whether any are.
     """
     total = sum(rows for _, rows in parts)
     columns = _Columns(_mapped(total, np.uint64), _mapped(total, np.uint64))
@@ -105,6 +112,9 @@ def make(
 
     for _ in _ahead(write, list(_places(parts))):
         pass
+    salvaged = (
+        _salvage(draft, parts, columns.texts, verdicts, unfinished, copies) if unfinished else 0
+    )
     kept = changes.new + changes.changed + changes.same
     size = min(rows_per_shard, max(_LEAST_ROWS, -(-kept // _LEAST_SHARDS)))
     shards = _cut(parts, verdicts, sizes, size)
@@ -117,6 +127,7 @@ def make(
         first=tuple(_row(draft, parts, place)[1] for place in first),
         repeated_id=_repeated_id(draft, parts, verdicts),
         present=tuple(present),
+        salvaged=salvaged,
     )
 
 
@@ -163,6 +174,39 @@ def _verdicts(columns: _Columns, before: _Columns) -> tuple[Ints, Changes]:
             changed += int(known.sum()) - alike
             new += int((~known).sum())
     return verdicts, Changes(new, changed, same, len(before.ids) - same - changed)
+
+
+def read_salvaged(draft: Draft, part: str) -> Ints:
+    """Places in unfinished builds; all NEW where there are none."""
+    uri = draft.path(_FOLDER, f"{part}-unfinished.npy")
+    if not storage.exists(uri):
+        return np.full(len(read_verdicts(draft, part)), NEW, np.int64)
+    places: Ints = np.load(io.BytesIO(storage.read_bytes(uri)), allow_pickle=False)
+    return places
+
+
+def _salvage(
+    draft: Draft,
+    parts: Sequence[tuple[str, int]],
+    texts: Keys,
+    verdicts: Ints,
+    unfinished: Sequence[str],
+    copies: bool,
+) -> int:
+    """Writes where unfinished builds have the texts; returns how many they have."""
+    theirs = _columns_of(unfinished).texts
+    buckets = len(texts) // _BUCKET_ROWS + 1
+    found = _mapped(len(texts), np.int64)
+    found[:] = NEW
+    count = 0
+    for bucket in range(buckets):
+        at = _in_bucket(texts, bucket, buckets)
+        at = at[(verdicts[at] == NEW) | ((verdicts[at] >= 0) & (not copies))]
+        found[at] = _find(texts[at], theirs, bucket, buckets)
+        count += int(np.count_nonzero(found[at] >= 0))
+    for part, place in _places(parts):
+        draft.write_file(f"{_FOLDER}/{part}-unfinished.npy", candidates.npy_file(found[place]))
+    return count
 
 
 def _find(wanted: Keys, keys: Keys, bucket: int, buckets: int) -> Ints:

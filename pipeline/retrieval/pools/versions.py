@@ -10,7 +10,7 @@ from typing import Any
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
-from pipeline.models.precision import Resolved
+from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import KIND, current_uri, precision_of
 
@@ -57,6 +57,11 @@ class Version:
     def precision(self) -> str:
         return precision_of(self.artifact)
 
+    @property
+    def numerics(self) -> int:
+        """See `pipeline.models.precision`."""
+        return int(self.artifact.manifest.get("numerics", 1))
+
 
 def open_current(pools: str, name: str) -> Version | None:
     """The version before the one to be made; None where there is none, or, which is said, none to open.
@@ -88,12 +93,28 @@ def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Res
     """
     if before.model_fingerprint != model.fingerprint or before.precision != precision:
         return False
-    settings = (flatten(before.artifact.manifest["config"]), flatten(to_dict(config)))
-    mine, other = (
-        {k: v for k, v in s.items() if k.startswith("embed.") and k not in _NOT_OF_VECTORS}
-        for s in settings
-    )
-    return mine == other
+    mine = vector_settings(before.artifact.manifest["config"])
+    return before.numerics == NUMERICS and mine == vector_settings(to_dict(config))
+
+
+def vector_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a job that decide a vector, by their dotted names."""
+    return {
+        name: value
+        for name, value in flatten(config).items()
+        if name.startswith("embed.") and name not in _NOT_OF_VECTORS
+    }
+
+
+def unfinished(pools: str, name: str, but: str) -> list[str]:
+    """The drafts that killed jobs have left, `but` for one: their URIs."""
+    return [
+        uri
+        for uri in storage.list_folders(storage.join(pools, name))
+        if storage.name_of(uri).startswith(_PREFIX)
+        and not is_version(uri)
+        and storage.name_of(uri) != storage.name_of(but)
+    ]
 
 
 def is_version(uri: str) -> bool:
