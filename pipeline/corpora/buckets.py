@@ -22,7 +22,7 @@ from pipeline.artifact import Draft
 _FOLDER = "_buckets"
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 _READERS = 16  # an object store answers in some 20 ms, whatever the size
-MERGE_BYTES = 128 << 20  # that a merge holds in memory
+MERGE_BYTES = 256 << 20  # that a merge holds in memory
 
 
 def write(

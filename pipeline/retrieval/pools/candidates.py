@@ -115,7 +115,8 @@ def read_published_keys(uri: str) -> tuple[Keys, Keys]:
     )
     with storage.open_input(uri) as stream:
         rows = pa.ipc.open_file(stream, options=options).read_all()
-    texts = np.array([text_key(value) for value in rows["content_hash"].to_pylist()], np.uint64)
+    hashes = bytes.fromhex("".join(rows["content_hash"].to_pylist()))
+    texts = np.frombuffer(hashes, ">u8")[::2].astype(np.uint64)
     return texts, np.array([id_key(value) for value in rows["id"].to_pylist()], np.uint64)
 
 

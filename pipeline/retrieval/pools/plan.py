@@ -7,8 +7,8 @@ there, `SAME_TEXT` or `SAME_ID` where a candidate before it has taken its text o
     _plan/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for those
                                           that are to be copied from there
 
-All keys and verdicts lie in unnamed files that are mapped, 32 bytes a row, and are gone through in buckets
-of a million rows or so: memory does not grow with the pool, and no text is held here.
+All keys, verdicts and places by bucket lie in unnamed files that are mapped, 64 bytes a row at most, and are
+gone through in buckets of a million rows or so: memory does not grow with the pool, and no text is held here.
 """
 
 from __future__ import annotations
@@ -149,25 +149,27 @@ def _verdicts(columns: _Columns, before: _Columns) -> tuple[Ints, Changes]:
     and ids are looked at again until no id is lost.
     """
     buckets = len(columns.texts) // _BUCKET_ROWS + 1
+    texts, texts_before = _Buckets(columns.texts, buckets), _Buckets(before.texts, buckets)
+    ids, ids_before = _Buckets(columns.ids, buckets), _Buckets(before.ids, buckets)
     verdicts = _mapped(len(columns.texts), np.int64)
     verdicts[:] = NEW
     lost = 1
     while lost:
         for bucket in range(buckets):
-            at = _in_bucket(columns.texts, bucket, buckets)
+            at = texts.places(bucket)
             at = at[verdicts[at] != SAME_ID]
             verdicts[at] = SAME_TEXT
             at = at[_first(columns.texts[at])]
-            verdicts[at] = _find(columns.texts[at], before.texts, bucket, buckets)
+            verdicts[at] = texts_before.find(columns.texts[at], bucket)
         lost = changed = same = new = 0
         for bucket in range(buckets):
-            at = _in_bucket(columns.ids, bucket, buckets)
+            at = ids.places(bucket)
             at = at[verdicts[at] >= NEW]
             first = _first(columns.ids[at])
             verdicts[np.delete(at, first)] = SAME_ID
             lost += len(at) - len(first)
             at = at[first]
-            was = _find(columns.ids[at], before.ids, bucket, buckets)
+            was = ids_before.find(columns.ids[at], bucket)
             known = was >= 0
             alike = int((columns.texts[at[known]] == before.texts[was[known]]).sum())
             same += alike
@@ -194,41 +196,61 @@ def _salvage(
     copies: bool,
 ) -> int:
     """Writes where unfinished builds have the texts; returns how many they have."""
-    theirs = _columns_of(unfinished).texts
     buckets = len(texts) // _BUCKET_ROWS + 1
+    ours, theirs = _Buckets(texts, buckets), _Buckets(_columns_of(unfinished).texts, buckets)
     found = _mapped(len(texts), np.int64)
     found[:] = NEW
     count = 0
     for bucket in range(buckets):
-        at = _in_bucket(texts, bucket, buckets)
+        at = ours.places(bucket)
         at = at[(verdicts[at] == NEW) | ((verdicts[at] >= 0) & (not copies))]
-        found[at] = _find(texts[at], theirs, bucket, buckets)
+        found[at] = theirs.find(texts[at], bucket)
         count += int(np.count_nonzero(found[at] >= 0))
     for part, place in _places(parts):
         draft.write_file(f"{_FOLDER}/{part}-unfinished.npy", candidates.npy_file(found[place]))
     return count
 
 
-def _find(wanted: Keys, keys: Keys, bucket: int, buckets: int) -> Ints:
-    """The place of each wanted key, all of them of this bucket, or NEW."""
-    there = _in_bucket(keys, bucket, buckets)
-    if not len(there):
-        return np.full(len(wanted), NEW, np.int64)
-    there = there[np.argsort(keys[there], kind="stable")]
-    at = np.searchsorted(keys[there], wanted)
-    found = there[np.minimum(at, len(there) - 1)]
-    return np.where(keys[found] == wanted, found, NEW)
+class _Buckets:
+    """The places of keys, ascending in each bucket; a key is in the bucket that it leaves as remainder."""
+
+    def __init__(self, keys: Keys, buckets: int) -> None:
+        self._keys = keys
+        self._places = _mapped(len(keys), np.int64) if len(keys) else np.empty(0, np.int64)
+        counts = np.zeros(buckets, np.int64)
+        for chunk in _chunks(len(keys)):
+            counts += np.bincount((keys[chunk] % buckets).astype(np.int64), minlength=buckets)
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        filled = self._starts[:-1].copy()
+        for chunk in _chunks(len(keys)):
+            bucket = (keys[chunk] % buckets).astype(np.uint16)
+            order = np.argsort(bucket, kind="stable")
+            ends = np.searchsorted(bucket[order], np.arange(buckets), side="right")
+            start = 0
+            for number, end in enumerate(ends.tolist()):
+                at = filled[number]
+                self._places[at : at + end - start] = order[start:end] + chunk.start
+                filled[number] += end - start
+                start = end
+
+    def places(self, bucket: int) -> Ints:
+        found: Ints = np.array(self._places[self._starts[bucket] : self._starts[bucket + 1]])
+        return found
+
+    def find(self, wanted: Keys, bucket: int) -> Ints:
+        """The place of each wanted key, all of them of this bucket, or NEW."""
+        there = self.places(bucket)
+        if not len(there):
+            return np.full(len(wanted), NEW, np.int64)
+        there = there[np.argsort(self._keys[there], kind="stable")]
+        at = np.searchsorted(self._keys[there], wanted)
+        found = there[np.minimum(at, len(there) - 1)]
+        return np.where(self._keys[found] == wanted, found, NEW)
 
 
 def _first(keys: Keys) -> Ints:
     """Where each key is for the first time."""
     return np.unique(keys, return_index=True)[1]
-
-
-def _in_bucket(keys: Keys, bucket: int, buckets: int) -> Ints:
-    """Places, ascending."""
-    found = [np.flatnonzero(keys[at] % buckets == bucket) + at.start for at in _chunks(len(keys))]
-    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def _cut(
