@@ -116,12 +116,9 @@ def run_tasks_on_actors(
 def _do(
     draft: Draft, work: Work[RecordT], delays_s: Sequence[float], starts: _Run, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned.
-
-    A full disk is raised: no other task can write either.
-    """
+    """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned."""
     task = row["task"]
-    outcome = {"task": task, "refusal": "", "failure": "", "traceback": ""}
+    outcome = {"task": task, "refusal": "", "storage": "", "failure": "", "traceback": ""}
     number = starts.add(task)
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return outcome
@@ -133,8 +130,8 @@ def _do(
     except BadInput as error:
         return {**outcome, "refusal": str(error)}
     except Exception as error:
-        if storage_failure(error):
-            raise
+        if failure := storage_failure(error):
+            return {**outcome, "storage": f"{failure} (on {socket.gethostname()})"}
         text = " ".join(f"{type(error).__name__}: {error}".split())
         shown = "" if is_transient(error) else traceback.format_exc()
         return {**outcome, "failure": text, "traceback": shown}
@@ -243,6 +240,8 @@ def _run_missing(
     for row in run(dataset, starts).iter_rows():
         if row["refusal"]:
             raise BadInput(row["refusal"])
+        if row["storage"]:  # no other task can write either
+            raise Stopped(f"{label}: {row['storage']}; the same command resumes when it can write")
         if not row["failure"]:
             ended(row["task"])
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs import program
 from pipeline import shards
 from pipeline.actors import Actors
 from pipeline.artifact import Draft, draft
@@ -184,6 +186,29 @@ def test_a_process_that_dies_is_replaced_three_times_and_that_is_said(
     assert set(out.marks()) == {"a", "c"}
     assert "fill: a was started again: its process died on " in capsys.readouterr().err
     assert len(list(tmp_path.glob("begun-b-*"))) == 4
+
+
+@pytest.mark.parametrize("on_actors", [False, True])
+def test_a_full_disk_ends_a_job_with_one_line(out, monkeypatch, capfd, on_actors):
+    """Ray's own report of it has 65 lines, the cause in line 58."""
+
+    def work(draft, name, argument):
+        raise OSError(errno.ENOSPC, "No space left on device", draft.path(name))
+
+    def run(config):
+        if on_actors:
+            actors = Actors(actors=1, cpus_per_actor=1)
+            return run_tasks_on_actors(out, TASKS, lambda: work, "fill", TaskRecord, actors)
+        return run_tasks(out, TASKS, work, "fill", TaskRecord)
+
+    monkeypatch.setattr(sys, "argv", ["job"])
+    with pytest.raises(SystemExit) as ended:
+        program.main(Actors, run, "job")
+    assert ended.value.code == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if line and "task/s" not in line]
+    assert len(said) == 1, said
+    assert said[0].startswith("python -m jobs.job: fill: [Errno 28] No space left on device: ")
+    assert said[0].endswith("the same command resumes when it can write")
 
 
 def test_workers_of_tasks_load_no_torch(out):
