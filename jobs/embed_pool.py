@@ -26,6 +26,7 @@ from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import build, candidates, embed, gate, versions
+from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
@@ -137,23 +138,27 @@ def _job(config: Config) -> _Job:
     inputs: dict[str, Any] = {"model": model, "candidates": source}
     if config.redact == "on":  # with off, the pool is that of polyrank before it redacted pools
         inputs["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
+    if NUMERICS > 1:  # the first ones were not named
+        inputs["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"
     uri = storage.join(config.pools, config.name, version)
     return _Job(model, settings.architecture, files, inputs, version, uri)
 
 
 def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
-    """(the version that is CURRENT then, whether it was there before)"""
+    """(the version that is CURRENT then, whether it was there before)
+
+    Raises Stopped where the gate refuses the version.
+    """
     from pipeline import tracking
 
     out = draft(job.uri, KIND, config, job.inputs)
-    before = versions.current_name(config.pools, config.name)
-    rows_before = versions.rows_of(config.pools, config.name, before) if before else 0
     if isinstance(out, Artifact):
         if current := versions.open_current(config.pools, config.name):
             changes = compare(out.files("rows/"), current.artifact.files("rows/"))
-            shares = gate.shares_of(changes, out.rows("rows/"), rows_before)
-            _refuse(gate.refusal(config.gate, shares, before, rows_before))
+            _, refused = _look_at_changes(config, changes, out.rows("rows/"))
+            if refused:
+                raise Stopped(refused)
         make_current(config.pools, config.name, job.version)
         return out, True
     with cluster.session():
@@ -161,8 +166,9 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
         if previous and _is_same(config, job, prepared, previous):
             storage.delete(out.staging)
             return previous.artifact, True
-        shares = gate.shares_of(prepared.plan.changes, prepared.plan.rows, rows_before)
-        _refuse(gate.refusal(config.gate, shares, before, rows_before))
+        shares, refused = _look_at_changes(config, prepared.plan.changes, prepared.plan.rows)
+        if refused:
+            raise Stopped(refused)
         with tracking.start("embed_pool", out) as tracked:
             pool = _embed(config, job, out, prepared, previous, shares, lock, tracked.run_id)
             tracking.finish(tracked, pool)
@@ -171,9 +177,12 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     return pool, False
 
 
-def _refuse(reason: str) -> None:
-    if reason:
-        raise Stopped(reason)
+def _look_at_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Shares, str]:
+    """(how much of CURRENT a version of so many rows leaves, why the gate refuses that)"""
+    before = versions.current_name(config.pools, config.name)
+    rows_before = versions.rows_of(config.pools, config.name, before) if before else 0
+    shares = gate.shares_of(changes, rows, rows_before)
+    return shares, gate.refusal(config.gate, shares, before, rows_before)
 
 
 def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Version | None]:
@@ -311,10 +320,8 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
         storage.delete(out.staging)
     plan = prepared.plan
     same = previous is not None and _is_same(config, job, prepared, previous)
-    before = versions.current_name(config.pools, config.name)
-    rows_before = versions.rows_of(config.pools, config.name, before) if before else 0
-    shares = gate.shares_of(plan.changes, plan.rows, rows_before)
-    if refused := gate.refusal(config.gate, shares, before, rows_before):
+    _, refused = _look_at_changes(config, plan.changes, plan.rows)
+    if refused:
         print(f"pool {config.name}: would be refused: {refused}")
     return {
         "pool": storage.join(config.pools, config.name),

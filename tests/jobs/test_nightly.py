@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jobs import embed_pool
-from pipeline import storage
+from pipeline import artifact, storage
 from pipeline.retrieval.pools import candidates, embed, embedder
 from pipeline.retrieval.pools import versions as versions_module
 from pipeline.retrieval.pools.lock import lease, locked
@@ -195,6 +195,14 @@ def test_a_dry_run_of_what_is_there_says_so(night):
     for rows in (FIRST, dict(reversed(FIRST.items()))):
         found = night(rows, "--dry-run").summary
         assert (found["already_done"], found["version"]) == (True, first["version"])
+
+
+def test_a_plan_does_not_fetch_the_version_before(night, pools, monkeypatch):
+    """At another name of this disk, whose files are to it what those of an object store are."""
+    options = ("--pools", f"local://{pools}")
+    night(FIRST, *options)
+    monkeypatch.setattr(artifact.node_cache, "local_folder", None)
+    assert night(changed(FIRST), *options, "--dry-run").summary["plan"]["same"] == 27
 
 
 def test_a_dry_run_loads_no_model(night, monkeypatch):

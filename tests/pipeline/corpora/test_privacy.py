@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.corpora.file_tasks import private
 from pipeline.corpora.privacy import Privacy, hash_names, redact
 
 
@@ -121,3 +122,18 @@ def test_a_profile_has_the_hash_of_its_author():
     found = HASH.profiles_hashed(subreddits).to_pylist()
     assert found == [f"u_{hashed(['Jo_9'])[0]}", "umbrellas", f"u_{hashed(['other'])[0]}"]
     assert PLAIN.profiles_hashed(subreddits) == subreddits
+
+
+def test_redacted_texts_are_counted():
+    rows = pa.table(
+        {
+            "context": [["a@b.io", "x"], ["y"], None],
+            "response": ["call 1-555-123-4567", "z", None],
+            "candidates": pa.nulls(3, pa.list_(pa.string())),
+        }
+    )
+    found, counts = private(rows, HASH)
+    assert found["response"].to_pylist() == ["call <phone>", "z", None]
+    assert counts == {"texts.redacted": 2}
+    assert private(rows, PLAIN) == (rows, {})
+    assert private(found, HASH) == (found, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from dataclasses import replace
@@ -201,3 +202,24 @@ def test_a_plan_of_nothing_but_changes_of_ids_embeds_nothing(make):
     assert made.changes == Changes(new=2, changed=0, same=0, gone=2)
     assert verdicts == [1, 0]
     assert replace(made.changes, new=0, gone=0).none
+
+
+def test_of_the_version_before_ids_and_hashes_are_read_and_no_texts(tmp_path, monkeypatch):
+    records = [
+        {"id": f"{n}", "text": "long " * 200, "content_hash": content_hash(f"{n}")}
+        for n in range(500)
+    ]
+    data = candidates.arrow_file(pa.Table.from_pylist(records, schema=ROWS)).to_pybytes()
+    read = []
+
+    class Counted(io.BytesIO):
+        def read(self, size=-1):
+            found = super().read(size)
+            read.append(len(found))
+            return found
+
+    monkeypatch.setattr(storage, "open_input", lambda uri: pa.PythonFile(Counted(data), "r"))
+    texts, ids = candidates.read_published_keys("somewhere.arrow")
+    assert texts.tolist() == [candidates.text_key(row["content_hash"]) for row in records]
+    assert ids.tolist() == [candidates.id_key(row["id"]) for row in records]
+    assert sum(read) < len(data) / 10
