@@ -189,7 +189,7 @@ def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--gate.canaries", "nowhere.txt"), "nowhere.txt"),
+        (("--gate.canaries", "nowhere.txt"), "gate.canaries: 'nowhere.txt' is not allowed"),
         (("--embed.id-column", "key"), "id, text; or none (--embed.id-column '')"),
         (("--model", "MODEL/cross"), "'cross' has no candidate vectors; allowed: bi, poly"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),

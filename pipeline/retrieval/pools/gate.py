@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NotRequired, TypedDict
 
+from pipeline import storage
 from pipeline.config import Stopped, require
 from pipeline.corpora import raw
 from pipeline.retrieval.pools.changes import Changes
@@ -101,6 +102,7 @@ def read_canaries(uri: str) -> list[list[str]]:
 
     Raises BadInput where there are none.
     """
+    require(storage.exists(uri), "gate.canaries", uri, "a file with a query in each line")
     lines = [line for _, line in raw.read_lines(uri, raw.Reading()) if line.strip()]
     require(bool(lines), "gate.canaries", uri, "a file with a query in each line")
     return [line.split("\t") for line in lines]
