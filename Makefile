@@ -1,11 +1,17 @@
 # make demo                         the whole path on sample corpora; make demo KEEP=1 leaves it up
 # make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
+# make test-fast                    those without Ray and processes, before a commit
 # make test                         the tests of CI
 # make test-long                    those that train several times: a quarter of an hour
+# make benchmark                    all benchmarks in their small form, and BENCHMARKS.md: half an hour
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-long lint openapi kuberay clean
+DEMO ?= .demo
+RESULTS := jobs/benchmarks/results
+BENCHMARKS ?= corpora pretrain finetune embed search serve convert intents paper
+
+.PHONY: demo test test-fast test-long benchmark lint openapi kuberay clean
 
 demo: .venv/installed
 	$(BIN)/python -m jobs.demo $(if $(DATA),--data $(DATA) --work .demo-data) \
@@ -14,8 +20,28 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # slow files first; each with a Ray of its own
 
+test-fast: .venv/installed
+	$(BIN)/python -m pytest -n 2 -m "not long and not ray and not slow"
+
 test-long: .venv/installed
 	$(BIN)/python -m pytest -m long
+
+# It takes the rankers and corpora of `make demo`; DEMO=.demo-data takes those of real dumps. The peers need the
+# extra `bench`. A part that cannot run here says why, and the others go on.
+DATA_OF_search := --model $(DEMO)/rankers/poly --corpus $(DEMO)/corpora/convai2
+DATA_OF_serve := $(DATA_OF_search)
+DATA_OF_finetune := --encoder $(or $(ENCODER),$(DEMO)/encoder) --corpus $(DEMO)/corpora/convai2
+DATA_OF_paper := $(DATA_OF_finetune)
+DATA_OF_convert := --corpus $(DEMO)/corpora/reddit
+DATA_OF_corpora := --kills 2
+DATA_OF_embed := --data $(or $(DATA),.data) --kills 2
+DATA_OF_intents := --data $(or $(DATA),.data)
+
+benchmark: $(BENCHMARKS:%=benchmark-%)
+	$(BIN)/python -m jobs.benchmarks.report
+
+benchmark-%: .venv/installed
+	-$(BIN)/python -m jobs.benchmark $* --size small $(DATA_OF_$*) --json $(RESULTS)/$*-small.json
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from jobs import program
@@ -16,21 +17,23 @@ from pipeline.models.sources import open_encoder
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Measures a part of polyrank: `python -m jobs.benchmark corpora --size full`.
+    """Measures a part of polyrank beside other projects' code.
 
-    Only ratios of what ran in turn in one run mean anything on a shared machine. For finetune and paper,
-    options of jobs.finetune (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings; for
-    pretrain those of jobs.pretrain (--pretrain.*, --loop.*).
+    The part is the first argument: `polyrank benchmark corpora --size full`. Only ratios of what ran in
+    turn in one run mean anything on a shared machine. For finetune and paper, options of jobs.finetune
+    (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings; for pretrain those of
+    jobs.pretrain (--pretrain.*, --loop.*).
     """
 
-    POSITIONAL = "name"
+    POSITIONAL = "part"
+    ALIASES = MappingProxyType({"name": "part"})
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
-    name: Literal[
+    part: Literal[
         "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain", "search", "serve",
     ]  # fmt: skip
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
-    """`small`: minutes. `full`: what the README's figures come from; for paper the recipes of
+    """`small`: minutes. `full`: what BENCHMARKS.md compares with the targets; for paper the recipes of
     jobs/configs/finetune that are meant."""
     kills: int = 20
     """For corpora and embed: how often the job is killed before its rows are compared; 0: never."""
@@ -74,25 +77,25 @@ class Config:
         require(self.kills >= 0, "kills", self.kills, ">= 0")
         for name in ("seeds", "max_examples"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-        if self.name in ("finetune", "paper"):
+        if self.part in ("finetune", "paper"):
             for name in ("encoder", "corpus"):
                 value = getattr(self, name)
-                require(bool(value), name, value, f"its URI, for {self.name}")
-            several = self.name == "paper" and self.table != 5
+                require(bool(value), name, value, f"its URI, for {self.part}")
+            several = self.part == "paper" and self.table != 5
             require(several or len(self.corpus) == 1, "corpus", self.corpus, "one, but for paper's tables "
                     "other than 5")  # fmt: skip
-        if self.name in ("search", "serve"):
+        if self.part in ("search", "serve"):
             for name in ("model", "corpus"):
                 value = getattr(self, name)
-                require(bool(value), name, value, f"its URI, for {self.name}")
-        if self.name == "convert":
+                require(bool(value), name, value, f"its URI, for {self.part}")
+        if self.part == "convert":
             require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
-        reads_only = self.name == "finetune" or (self.name == "paper" and self.table != 5)
-        require(reads_only or self.name == "serve" or not self.only, "only", self.only,
+        reads_only = self.part == "finetune" or (self.part == "paper" and self.table != 5)
+        require(reads_only or self.part == "serve" or not self.only, "only", self.only,
                 "none, but for finetune, serve, and paper's tables other than 5")  # fmt: skip
-        if self.name in ("gpu", "pretrain"):
+        if self.part in ("gpu", "pretrain"):
             require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
-        require(self.name in ("finetune", "paper", "pretrain") or not self.overrides, "name", self.name,
+        require(self.part in ("finetune", "paper", "pretrain") or not self.overrides, "part", self.part,
                 f"finetune, paper, pretrain, with {' '.join(self.overrides)}")  # fmt: skip
 
 
@@ -100,7 +103,7 @@ def run(config: Config) -> program.Summary:
     work = Path(config.work).absolute()
     if storage.is_local(config.work):
         work.mkdir(parents=True, exist_ok=True)
-    if config.name == "paper" and config.table != 5:
+    if config.part == "paper" and config.table != 5:
         from jobs.benchmarks.paper import sweep
         from jobs.benchmarks.paper.trials import Setting
 
@@ -109,14 +112,14 @@ def run(config: Config) -> program.Summary:
             storage.absolute(config.work),
         )  # fmt: skip
         rows = sweep.measure(config.table, config.corpus, config.only, config.seeds, setting)
-    elif config.name == "paper":
+    elif config.part == "paper":
         encoder, _ = open_encoder(config.encoder)
         corpus = open_artifact(config.corpus[0], "corpus")
 
         from jobs.benchmarks import inference_time
 
         rows = inference_time.measure(config.size, encoder.local(), corpus)
-    elif config.name == "finetune":
+    elif config.part == "finetune":
         encoder, _ = open_encoder(config.encoder)
 
         from jobs.benchmarks import finetune_rate
@@ -124,40 +127,40 @@ def run(config: Config) -> program.Summary:
         rows = finetune_rate.measure(
             config.size, encoder.local(), config.corpus[0], config.only, config.overrides, work
         )
-    elif config.name == "search":
+    elif config.part == "search":
         model = open_artifact(config.model, "ranker")
         asked = [open_artifact(uri, "corpus") for uri in config.corpus]
 
         from jobs.benchmarks import search
 
         rows = search.measure(config.size, model, asked, work)
-    elif config.name == "serve":
+    elif config.part == "serve":
         model = open_artifact(config.model, "ranker")
         asked = [open_artifact(uri, "corpus") for uri in config.corpus]
 
         from jobs.benchmarks.serving import parts
 
         rows = parts.measure(config.size, model, asked, config.encoder, config.only, work)
-    elif config.name == "convert":
+    elif config.part == "convert":
         corpus = open_artifact(config.corpus[0], "corpus")
         trained = open_artifact(config.model, "ranker") if config.model else None
 
         from jobs.benchmarks import convert
 
         rows = convert.measure(config.size, corpus, trained, work)
-    elif config.name == "pretrain":
+    elif config.part == "pretrain":
         from jobs.benchmarks import pretrain
 
         rows = pretrain.measure(config.size, config.corpus, config.overrides, work)
-    elif config.name == "gpu":
+    elif config.part == "gpu":
         from jobs.benchmarks import gpu
 
         rows = gpu.measure(config.device, config.encoder, config.corpus, work)
-    elif config.name == "intents":
+    elif config.part == "intents":
         from jobs.benchmarks import intents
 
         rows = intents.measure(config.size, Path(config.data), work)
-    elif config.name == "embed":
+    elif config.part == "embed":
         from jobs.benchmarks import embed
 
         rows = embed.measure(config.size, Path(config.data), work, config.kills)
@@ -165,7 +168,7 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import corpora
 
         rows = corpora.measure(config.size, work, config.kills)
-    measure.report(rows, config.json)
+    measure.report(rows, config.json, measure.source(config.size))
     figures = {row.row: row.ours if row.ratio is None else row.ratio for row in rows}
     return {"rows": figures, "machine": measure.environment()}
 

@@ -69,7 +69,7 @@ def run(config: Config) -> program.Summary:
     from pipeline import tracking
     from pipeline.classification import training
 
-    plan = training.Plan(
+    plan = training.TrainingPlan(
         config.encode, config.head, parse_shots(config.shots), config.seed, reference
     )
     with tracking.start("classify_intents", out) as tracked:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import cluster, program
+from pipeline import cost
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate, options
+from pipeline.corpora.schema import example_files
 from pipeline.records import sum_counts
 
 
@@ -27,6 +29,8 @@ class Config:
     evaluation: tuple[str, ...] = ()
     """What train must not share words with: corpora (their valid and test), or files or folders of
     Parquet (context and response, or text) or of plain text, a text a line."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, tasks, requests and hours, and write nothing."""
     dedup: options.Options = field(default_factory=options.Options)
     """Duplicates."""
     decontaminate: decontaminate.Options = field(default_factory=decontaminate.Options)
@@ -36,17 +40,21 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     inputs: dict[str, Any] = {"corpus": corpus}
-    sets = decontaminate.own_sets(corpus) if config.decontaminate.own_splits == "on" else []
+    sets = decontaminate.own_sets(corpus) if config.decontaminate.own_splits else []
     for number, uri in enumerate(config.evaluation):
         evaluation_set, inputs[f"evaluation.{number}"] = decontaminate.open_set(uri)
         sets.append(evaluation_set)
+    if config.dry_run:
+        shards = example_files(corpus)
+        sizes, rows = [e["bytes"] for e in shards], sum(e["rows"] for e in shards)
+        return cost.show("clean_corpus", dedup.estimate(sizes, rows, config.dedup, bool(sets)))
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
 
     from pipeline import tracking
 
-    with cluster.session(), tracking.start("clean_corpus", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("clean_corpus", out) as tracked:
         records = dedup.clean(out, corpus, sets, config.dedup, config.decontaminate)
         counts = sum_counts(record.counts for record in records)
         dropped = sum_counts(record.dropped for record in records)

@@ -7,17 +7,28 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pipeline import executors
+
 
 @contextmanager
-def session(cpus: int | None = None, dashboard: bool = False) -> Iterator[str]:
+def session(
+    cpus: int | None = None, dashboard: bool = False, for_tasks: bool = False
+) -> Iterator[str]:
     """A connection to Ray: the one there is, the cluster at RAY_ADDRESS, or one of our own.
 
     Yields the dashboard's address, "" where there is none.
 
     `cpus`: logical CPUs of a cluster of our own; by default as many as the machine has. Ray gives
     each task and actor as many threads (OMP_NUM_THREADS) as CPUs, so nothing is oversubscribed.
+    `for_tasks`: only tasks, actors and trainings will use it, so that nothing is started while those run
+    in this process (`pipeline.executors`).
+
     `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
     """
+    if for_tasks and executors.current():
+        yield ""
+        return
+
     import ray
 
     if ray.is_initialized():

@@ -20,7 +20,8 @@ class Config:
 
     Read are a ranker (of jobs.finetune), a directory of sentence-transformers (a bi-encoder, or a
     CrossEncoder) and one of ParlAI with a poly-encoder (model, model.opt, model.dict,
-    model.dict.codecs); which one it is, its files say. The new model has the same vectors and scores.
+    model.dict.codecs); which one it is, its files say. In float32 the new model has the same vectors and
+    scores; the README.md in its folder says how to use it.
     """
 
     model: str
@@ -32,6 +33,9 @@ class Config:
     candidate/; of a cross-encoder a CrossEncoder. onnx: of a single-context ConveRT model."""
     dimensions: int = 0
     """Vectors are cut to so many, a width that `ranker.matryoshka` names; 0: as they are."""
+    int8: bool = False
+    """ConveRT: the blocks' linear layers get weights of 8 bits, and multiply them with inputs of 8 bits on
+    CPUs; scores change a little."""
     max_context_tokens: int = 0
     """From sentence-transformers: contexts keep so many tokens; 0: what the model takes, for a
     CrossEncoder half of it."""
@@ -47,19 +51,22 @@ def run(config: Config) -> program.Summary:
     folder, source = _open(config.model)
 
     from pipeline import tracking
-    from pipeline.models.exchange import from_anywhere, to_onnx, to_sentence_transformers
+    from pipeline.models.exchange import card, from_anywhere, to_onnx, to_sentence_transformers
 
     kind = "ranker" if config.to == "polyrank" else config.to
     with tempfile.TemporaryDirectory() as made:
         ranker = from_anywhere.load(folder, config.max_context_tokens, config.max_candidate_tokens)
         if config.dimensions:
             ranker.cut(config.dimensions)
+        if config.int8:
+            ranker.quantise()
         if kind == "ranker":
             ranker.save(Path(made))
         elif kind == "onnx":
             to_onnx.export(ranker, Path(made))
         else:
             to_sentence_transformers.export(ranker, Path(made))
+        (Path(made) / card.CARD).write_text(card.card(ranker, kind, config.model), encoding="utf-8")
         # What cannot be converted has been refused by now and leaves no draft.
         out = draft(config.output, kind, config, {"model": source})
         if isinstance(out, Artifact):

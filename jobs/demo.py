@@ -12,16 +12,20 @@ import os
 import shlex
 import signal
 import socket
+import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
+from tqdm import tqdm
 
 from jobs import cluster, program
 from pipeline import storage
@@ -30,22 +34,26 @@ from pipeline.config import BadInput, parse
 from pipeline.corpora.made_up import sample
 
 _CONFIGS = Path(__file__).parent / "configs"
+_RANKERS = ("bi", "cross", "poly", "articles")
+_seconds: dict[str, float] = {}
+"""Of each stage of this run, by its title."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Runs all stages on a Ray of its own, and asks the service that comes out of them.
+    """Runs the whole path on sample data, from raw dumps to a service, and asks the service.
 
-    Without --data on generated sample corpora; without --encoder one is pre-trained.
+    It has a Ray of its own. Without --data on generated sample corpora; without --encoder one is pre-trained.
     """
 
+    ALIASES = MappingProxyType({"keep": "keep_running"})
     work: str = ".demo"
     """Folder for everything that is made."""
     data: str = ""
     """Folder with real dumps: RC_* files, ConvAI2's *_self_original*.txt, WikiExtractor output."""
     encoder: str = ""
     """A pre-trained sentence encoder to start from: a `transformers` directory."""
-    keep: bool = False
+    keep_running: bool = False
     """Leave the service and the dashboard up until Ctrl-C."""
     port: int = 8000
     """Of the service, on 127.0.0.1."""
@@ -70,22 +78,32 @@ def run(config: Config) -> program.Summary:
 
     from ray import serve
 
-    with cluster.session(dashboard=True) as dashboard:
+    # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.
+    with cluster.session(dashboard=config.keep_running) as dashboard:
         _corpora(work, data)
         encoder = config.encoder or _pretrain(work)
         recipes = "finetune" if config.encoder else "demo"
         _rankers(work, encoder, recipes)
-        table = _evaluate(work, full=bool(config.encoder))
+        tables = _evaluate(work, full=bool(config.encoder))
         _pools(work)
         _serve(work, config.port)
         answers = _ask(work, config.port)
-        minutes = (time.monotonic() - began) / 60
-        _say_further(config, minutes, dashboard)
-        if config.keep:
+        picture = _draw(work, tables)
+        minutes = round((time.monotonic() - began) / 60, 2)
+        details = {"minutes": minutes, "seconds": _seconds, "tables": tables, "answers": answers}
+        (work / "demo.json").write_text(json.dumps(details, indent=1, ensure_ascii=False))
+        _say_further(config, minutes, dashboard, picture)
+        if config.keep_running:
             with suppress(KeyboardInterrupt):
                 signal.pause()
         serve.shutdown()
-    return {"output": str(work), "minutes": round(minutes, 2), "table": table, "answers": answers}
+    right = {name: next(iter(row.values())) for name, row in tables["replies"]["table"].items()}
+    return {
+        "output": str(work),
+        "minutes": minutes,
+        "r_at_1": right,
+        "details": f"{work}/demo.json",
+    }
 
 
 # -------------------------------------------------------------------------------------------------
@@ -128,10 +146,10 @@ def _sample(folder: Path) -> Data:
     if (folder / "DONE").exists():
         print("   already done")
     else:
-        began = time.monotonic()
-        sample.generate(folder)
+        with _timed("Sample corpora"):
+            sample.generate(folder)
         (folder / "DONE").touch()
-        print(f"   {time.monotonic() - began:.1f} s")
+        print(f"   {_seconds['Sample corpora']:.1f} s")
     for file in sorted(folder.rglob("*.*")):
         print(f"   {file}  {file.stat().st_size / 1e6:.1f} MB")
     return find(folder)
@@ -178,12 +196,12 @@ def _rankers(work: Path, encoder: str, recipes: str) -> None:
         "articles": ("poly", "wikipedia", "articles", start, brief),
     }
 
-    def begun(name: str, *resources: str) -> Callable[[], program.Summary]:
+    def begin(name: str, *resources: str) -> _Begun:
         architecture, task, corpus, origin, more = models[name]
         files = [f"demo-{name}"]
         if recipes == "finetune":
             files = [f"finetune/{architecture}-small", f"finetune/tasks/{task}-small"]
-        return _begun(
+        return _begin(
             f"A ranker, {name}", "finetune", "--config", *map(_recipe, files),
             "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *more, *resources,
             "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}",
@@ -191,50 +209,76 @@ def _rankers(work: Path, encoder: str, recipes: str) -> None:
 
     if recipes == "finetune" or _gpus():
         for name in models:
-            begun(name, *(("--resources.gpu", "true") if _gpus() else ()))()
+            begin(name, *(("--resources.gpu", "true") if _gpus() else ())).run()
         return
-    begun("bi")()
+    begin("bi").run()
     # Side by side: of so small a model two threads do only 14 % more steps than one.
-    others = [
-        begun(name, "--resources.cpus-per-worker", "1") for name in ("cross", "poly", "articles")
-    ]
-    with ThreadPoolExecutor(2) as two:
-        for running in [two.submit(run) for run in others]:
-            running.result()
+    others = {
+        name: begin(name, "--resources.cpus-per-worker", "1")
+        for name in ("cross", "poly", "articles")
+    }
+    _side_by_side(others, at_once=2)
+
+
+def _side_by_side(trainings: Mapping[str, _Begun], at_once: int) -> None:
+    """One bar for all of them: bars of several threads would overwrite each other."""
+    lock = threading.Lock()
+    shown: dict[str, str] = {}
+    done = Counter[str]()
+    with tqdm(desc="trainings", unit="step", total=0) as bar:
+
+        def run(name: str) -> None:
+            def watch(step: int, steps: int) -> None:
+                with lock:
+                    if name not in shown:
+                        bar.total = (bar.total or 0) + steps
+                    shown[name] = f"{step}/{steps}"
+                    bar.set_postfix(shown, refresh=False)
+                    bar.update(step - done[name])
+                    done[name] = step
+
+            text = trainings[name].work(watch)
+            with lock:
+                bar.write(text)
+
+        with ThreadPoolExecutor(at_once) as threads:
+            for running in [threads.submit(run, name) for name in trainings]:
+                running.result()
 
 
 def _evaluate(work: Path, full: bool) -> dict[str, Any]:
     rankers, corpus = work / "rankers", f"{work}/corpora/convai2"
     three = [f"{rankers}/{name}" for name in ("bi", "poly", "cross")]
-    few = (
-        "--max-examples",
-        "500",
-        "--latency-queries",
-        "20",
-    )  # a cross-encoder takes 40 ms for each
+    few = ("--max-examples", "500", "--latency-queries", "20")  # a cross-encoder takes 40 ms each
     table = _stage("The right reply among 20, held-out people", "evaluate", "--model", *three,
                    "--corpus", corpus, *few, "--json", f"{work}/replies.json")  # fmt: skip
-    found = {"replies": table["table"]}
+    found = {"replies": _numbers(table)}
     if full:
         table = _stage("The same on all examples", "evaluate", "--model", *three[:2],
                        "--corpus", corpus, "--json", f"{work}/replies-all.json")  # fmt: skip
-        found["replies, all"] = table["table"]
+        found["replies, all"] = _numbers(table)
     table = _stage("The right article among 20, held-out articles", "evaluate",
                    "--model", f"{rankers}/articles", "--corpus", f"{work}/corpora/articles",
                    "--source", "sampled", "--json", f"{work}/articles.json")  # fmt: skip
-    return {**found, "articles": table["table"]}
+    return {**found, "articles": _numbers(table)}
+
+
+def _numbers(evaluated: program.Summary) -> dict[str, Any]:
+    return {name: evaluated[name] for name in ("table", "intervals", "latency_ms")}
 
 
 def _pools(work: Path) -> None:
+    # One process each: a second would take longer to import torch than it saves.
+    one = () if _gpus() else ("--resources.actors", "1")
     _stage("A pool of replies", "embed_pool", "--model", f"{work}/rankers/poly",
            "--candidates", f"{work}/corpora/convai2/train", "--embed.text-column", "response",
            "--embed.id-column", "example_id", "--pools", f"{work}/pools",
-           "--name", "replies")  # fmt: skip
+           "--name", "replies", *one)  # fmt: skip
     # Five examples of an article are one candidate: the other four have the same id.
     _stage("A pool of articles", "embed_pool", "--model", f"{work}/rankers/articles",
            "--candidates", f"{work}/corpora/articles", "--embed.text-column", "response",
            "--embed.id-column", "group_id", "--embed.repeated-ids", "first", "--pools", f"{work}/pools",
-           "--name", "articles")  # fmt: skip
+           "--name", "articles", *one)  # fmt: skip
 
 
 def _serve(work: Path, port: int) -> None:
@@ -245,10 +289,19 @@ def _serve(work: Path, port: int) -> None:
 
     print("\n== The service: dialogues at /rank, articles at /articles/rank", flush=True)
     quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
-    for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles")):
-        served = Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"])
-        serve.run(build(served), name=pool, route_prefix=route, logging_config=quiet)
+    applications = [
+        serve.RunTarget(
+            build(Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"])),
+            name=pool,
+            route_prefix=route,
+            logging_config=quiet,
+        )
+        for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles"))
+    ]
+    with _timed("The service"):
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+        serve.run_many(applications)  # at the same time
+    print(f"   {_seconds['The service']:.1f} s")
 
 
 def _ask(work: Path, port: int) -> dict[str, Any]:
@@ -260,27 +313,46 @@ def _ask(work: Path, port: int) -> dict[str, Any]:
         print(f"   | {turn}")
     request = {"context": dialogue["context"], "candidates": dialogue["candidates"], "top_k": 3}
     given = _post(port, "/rank", request)
-    _show(given["results"], dialogue["response"])
+    _show(given["results"], text=dialogue["response"])
     print("\n   the same against the pool of replies of other people\n")
     pooled = _post(port, "/rank", {"context": dialogue["context"], "pool": "replies", "top_k": 3})
-    _show(pooled["results"], dialogue["response"])
+    _show(pooled["results"], text=dialogue["response"])
     article = _example(f"{corpora}/articles")
     print(f"\n== A sentence, and the articles it may come from\n\n   | {article['context'][0]}")
     request = {"context": article["context"], "pool": "articles", "top_k": 3}
     articles = _post(port, "/articles/rank", request)
-    _show(articles["results"], article["response"])
+    # The pool keeps an article without one of its sentences: not always without this one.
+    _show(articles["results"], id=article["group_id"])
     return {"replies": given["results"], "pool": pooled["results"], "articles": articles["results"]}
 
 
-def _say_further(config: Config, minutes: float, dashboard: str) -> None:
+def _draw(work: Path, tables: dict[str, Any]) -> str:
+    """Draws the trainings' losses and R@1 against milliseconds; returns the picture's path."""
+    from jobs.demo_picture import draw
+
+    models = {name: (work / "rankers" / name, "ranker") for name in _RANKERS}
+    if (work / "encoder").is_dir():
+        models = {"pre-training": (work / "encoder", "encoder"), **models}
+    runs = {
+        name: str(open_artifact(str(folder), kind).manifest["run_id"])
+        for name, (folder, kind) in models.items()
+    }
+    path = work / "demo.png"
+    path.write_bytes(draw(runs, tables["replies"]))
+    return str(path)
+
+
+def _say_further(config: Config, minutes: float, dashboard: str, picture: str) -> None:
     tracking = os.environ["MLFLOW_TRACKING_URI"]
     body = json.dumps({"context": ["how is work going ?"], "pool": "replies", "top_k": 3})
     url = f"http://127.0.0.1:{config.port}"
-    again = "" if config.keep else " (python -m jobs.demo --keep leaves it up)"
+    again = "" if config.keep_running else " (python -m jobs.demo --keep leaves it up)"
     print(f"""
 == Done in {minutes:.1f} minutes. To look further{again}:
 
-   runs, curves, lineage   .venv/bin/mlflow ui --backend-store-uri {tracking}
+   the curves              {picture}: losses, and R@1 against milliseconds
+   all numbers             {config.work}/demo.json
+   runs, lineage           .venv/bin/mlflow ui --backend-store-uri {tracking}
    Ray's dashboard         {dashboard or "not started"}
    the playground          {url}/
    the interface           {url}/openapi.json
@@ -296,31 +368,47 @@ def _say_further(config: Config, minutes: float, dashboard: str) -> None:
 
 def _stage(title: str, verb: str, *argv: str) -> program.Summary:
     """Runs a job in this process, as its command would, and says what came out."""
-    return _begun(title, verb, *argv)()
+    return _begin(title, verb, *argv).run()
 
 
-def _begun(title: str, verb: str, *argv: str) -> Callable[[], program.Summary]:
-    """`_stage` in two parts: only the second may run in another thread, as reading a config changes
+class _Begun:
+    """A job whose settings are read: only the rest may run in another thread, as reading a config changes
     the working directory for a moment."""
-    print(f"\n== {title}\n   $ python -m jobs.{verb} {shlex.join(argv)}", flush=True)
-    module = importlib.import_module(f"jobs.{verb}")
-    config = parse(module.Config, argv, f"python -m jobs.{verb}")
 
-    def run() -> program.Summary:
-        began = time.monotonic()
-        summary: program.Summary = module.run(config)
-        there = summary.get("already_done")
-        lines = [f"{title}: {'already done' if there else f'{time.monotonic() - began:.1f} s'}"]
+    def __init__(self, title: str, job: ModuleType, config: Any) -> None:
+        self._title, self._job, self._config = title, job, config
+        self._summary: program.Summary = {}
+
+    def run(self) -> program.Summary:
+        print(self.work(), flush=True)
+        return self._summary
+
+    def work(self, *watch: Callable[[int, int], None]) -> str:
+        """Runs the job; returns what to say about it."""
+        with _timed(self._title):
+            summary = self._summary = self._job.run(self._config, *watch)
+        took = "already done" if summary.get("already_done") else f"{_seconds[self._title]:.1f} s"
+        lines = [f"{self._title}: {took}"]
         for name in ("counts", "dropped"):
             if numbers := summary.get(name):
                 lines += [f"{name}: " + ", ".join(f"{n:,} {what}" for what, n in numbers.items())]
         metrics = summary.get("metrics", {})
         if losses := {k: n for k, n in metrics.items() if "loss" in k or k == "accuracy"}:
             lines += [", ".join(f"{name} {value:.3f}" for name, value in losses.items())]
-        print("   " + "\n   ".join(lines), flush=True)
-        return summary
+        return "   " + "\n   ".join(lines)
 
-    return run
+
+def _begin(title: str, verb: str, *argv: str) -> _Begun:
+    print(f"\n== {title}\n   $ python -m jobs.{verb} {shlex.join(argv)}", flush=True)
+    module = importlib.import_module(f"jobs.{verb}")
+    return _Begun(title, module, parse(module.Config, argv, f"python -m jobs.{verb}"))
+
+
+@contextmanager
+def _timed(title: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    _seconds[title] = round(time.monotonic() - began, 1)
 
 
 def _recipe(name: str) -> str:
@@ -352,9 +440,10 @@ def _post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _show(results: list[dict[str, Any]], right: str) -> None:
+def _show(results: list[dict[str, Any]], **right: str) -> None:
+    """The right result, by its text or its id, gets a star."""
     for result in results:
-        mark = "*" if result["text"] == right else " "
+        mark = "*" if right.items() <= result.items() else " "
         print(f"  {mark}{result['score']:8.2f}  {result['text'][:110]}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from jobs import cluster, program
 from pipeline import storage
@@ -25,13 +25,13 @@ from pipeline.corpora.schema import example_files
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
-from pipeline.retrieval.pools import build, candidates, embed, gate, versions
+from pipeline.retrieval.pools import build, candidates, embed, gate, promotion, versions
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.plan import compare
-from pipeline.retrieval.pools.pool import KIND, current_uri, make_current
+from pipeline.retrieval.pools.pool import KIND, current_uri
 from pipeline.retrieval.pools.unfinished import find_shards
 from pipeline.retrieval.pools.versions import Version
 
@@ -55,10 +55,13 @@ class Config:
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str
     """The pool's name."""
-    redact: Literal["on", "off"] = field(default="on", metadata=NOT_IDENTITY)
+    redact: bool = field(default=True, metadata=NOT_IDENTITY)
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags, as jobs.prepare_corpus does."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Only say what would be done."""
+    publish_only: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Leave CURRENT as it is, until jobs.promote moves it. A pool's first version becomes CURRENT all the
+    same."""
     keep: int = field(default=3, metadata=NOT_IDENTITY)
     """Versions that stay; CURRENT, and what a service has open, stay too. 0: all."""
     keep_days: float = field(default=0.0, metadata=NOT_IDENTITY)
@@ -88,7 +91,7 @@ def run(config: Config) -> program.Summary:
     is_current = versions.current_name(config.pools, config.name) == job.version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         return _summary(config, open_artifact(job.uri, KIND), True)
-    candidates.require_columns(job.files, config.embed.columns, config.reading)
+    candidates.require_columns(job.files, config.embed.columns, config.reading, config.embed)
     if config.gate.canaries:
         gate.read_canaries(config.gate.canaries)
     if config.dry_run:
@@ -136,7 +139,7 @@ def _job(config: Config) -> _Job:
     fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
-    if config.redact == "on":  # with off, the pool is that of polyrank before it redacted pools
+    if config.redact:  # without, the pool is that of polyrank before it redacted pools
         inputs["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
     if NUMERICS > 1:  # the first ones were not named
         inputs["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
@@ -159,9 +162,9 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
             _, refused = _look_at_changes(config, changes, out.rows("rows/"))
             if refused:
                 raise Stopped(refused)
-        make_current(config.pools, config.name, job.version)
+        promotion.publish(config.pools, config.name, job.version, config.publish_only)
         return out, True
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         prepared, previous = _plan(config, job, out)
         if previous and _is_same(config, job, prepared, previous):
             storage.delete(out.staging)
@@ -173,7 +176,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
             pool = _embed(config, job, out, prepared, previous, shares, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
-    make_current(config.pools, config.name, job.version)
+    promotion.publish(config.pools, config.name, job.version, config.publish_only)
     return pool, False
 
 
@@ -314,7 +317,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
     out = draft(uri, KIND, config, job.inputs)
     assert isinstance(out, Draft)
     try:
-        with cluster.session():
+        with cluster.session(for_tasks=True):
             prepared, previous = _plan(config, job, out)
     finally:
         storage.delete(out.staging)

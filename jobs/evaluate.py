@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 from jobs import cluster, program
@@ -19,6 +20,7 @@ from pipeline.evaluation import none, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import Source, questions
 from pipeline.evaluation.results import Measurement, Result, compare_all
+from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.settings import RankerConfig
 from pipeline.resources import best_device, precision_of_tasks
@@ -35,6 +37,7 @@ class Config:
     Candidates are shuffled, and ties count against the scorer.
     """
 
+    ALIASES = MappingProxyType({"candidates": "candidates_per_question"})
     model: tuple[str, ...]
     """Rankers (of jobs.finetune); each is a row of the table."""
     corpus: str
@@ -45,19 +48,24 @@ class Config:
     """Which part of it."""
     protocol: protocols.Name = "convai2"
     """Whose source, candidates and recall_at hold where they are not set: convai2: given, 20; dstc7:
-    given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100."""
+    given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100; labels: sampled, all
+    that the split has. Pairs of your own: polyai. Texts and their labels: labels, where R@1 is the
+    accuracy."""
     source: Source | Literal["protocol"] = "protocol"
     """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
     responses of a block of C random examples; others: the response among the corpus' others/."""
-    candidates: int = 0
-    """C: candidates of an example, the right one among them; 0: the protocol's, or, of blocks and sampled,
-    as many as a smaller split has."""
+    candidates_per_question: int = 0
+    """C: candidates of an example, the right one among them; `--candidates` means the same. 0: the
+    protocol's, or, of blocks and sampled, as many as a smaller split has."""
     recall_at: tuple[int, ...] = ()
     """The k of R@k/C; none: the protocol's."""
     max_examples: int = 100_000
     """At most so many, drawn at random."""
     baselines: bool = True
     """Rows for chance, TF-IDF and BM25 (weights from the train split)."""
+    mapped: str = ""
+    """A frozen encoder, any that jobs.classify_intents takes, for two more baselines: the cosine of its
+    vectors (sim), and the same with a linear map that 10,000 examples of the train split train (map)."""
     none: Literal["ranked", "threshold"] = "ranked"
     """DSTC7's sub-task 4, the score of NONE. ranked: the model's own, as for any candidate; threshold:
     the one that gives the highest R@1 on the valid split."""
@@ -79,13 +87,17 @@ class Config:
     """Of the draws and of the candidates' order."""
 
     def __post_init__(self) -> None:
-        require(self.candidates == 0 or self.candidates >= 2, "candidates", self.candidates, ">= 2")
+        require(self.candidates_per_question == 0 or self.candidates_per_question >= 2,
+                "candidates_per_question", self.candidates_per_question, ">= 2")  # fmt: skip
         require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
         require(all(k >= 1 for k in self.recall_at), "recall_at", self.recall_at, "numbers >= 1")
         for name in ("latency_queries", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         require(not self.together or len(self.model) > 1, "together", True,
                 "false for one model alone")  # fmt: skip
+        require(
+            self.baselines or not self.mapped, "mapped", self.mapped, "none, with --baselines false"
+        )
         require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
 
     def rules(self) -> Protocol:
@@ -93,7 +105,9 @@ class Config:
         preset = PROTOCOLS[self.protocol]
         source = preset.source if self.source == "protocol" else self.source
         return Protocol(
-            source, self.candidates or preset.candidates, self.recall_at or preset.recall_at
+            source,
+            self.candidates_per_question or preset.candidates,
+            self.recall_at or preset.recall_at,
         )
 
 
@@ -103,6 +117,9 @@ def run(config: Config) -> program.Summary:
     artifacts = [open_artifact(uri, "ranker") for uri in config.model]
     known = [model.fingerprint for model in artifacts]
     require(len(set(known)) == len(known), "model", config.model, "each model once")
+    encoder = sources.open_text_encoder(config.mapped) if config.mapped else None
+    require(encoder is None or corpus.rows("train/") > 0, "mapped", config.mapped, "none, with a corpus "
+            "that has no train split")  # fmt: skip
     measure = measurement(config, corpus)
 
     from pipeline import tracking
@@ -125,6 +142,8 @@ def run(config: Config) -> program.Summary:
             measure.of("tf-idf", lambda: TfIdf.fit(known)),
             measure.of("bm25", lambda: BM25.fit(known)),
         ]
+    if encoder is not None:
+        found += _mapped(encoder[0], corpus, measure, config)
     here = config.resources == HERE
     with nullcontext() if here else cluster.session():
         precision = _precision(config)
@@ -155,13 +174,14 @@ def run(config: Config) -> program.Summary:
         "left_out": dict(asked.left_out),
         "precision": precision,
         "models": {model.uri: model.fingerprint for model, _ in models.values()},
+        "mapped": encoder[1] if encoder else None,
         "skipped": skipped,
         **report.as_json(found, comparisons),
     }
     notes = [f"{len(asked):,} of the {len(asked) + sum(asked.left_out.values()):,} examples of "
              f"{config.split}/ are asked{_reasons(asked.left_out)}"]  # fmt: skip
     notes.append(f"models compute in {precision}")
-    if rules.candidates < wanted:
+    if rules.candidates < wanted != protocols.ALL:
         notes.append(
             f"{rules.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
         )
@@ -196,7 +216,7 @@ def run(config: Config) -> program.Summary:
 def measurement(config: Config, corpus: Artifact) -> Measurement:
     """What every model is asked, and how it is counted."""
     rules = config.rules()
-    fewer = config.candidates == 0
+    fewer = config.candidates_per_question == 0
     draw = (rules.source, rules.candidates, config.max_examples, config.seed, fewer)
     asked = questions(corpus, config.split, *draw)
     rules = replace(rules, candidates=asked.candidates)
@@ -205,6 +225,26 @@ def measurement(config: Config, corpus: Artifact) -> Measurement:
         none.require_none(asked, "--none threshold")
         calibration = questions(corpus, "valid", *draw)
     return Measurement(asked, rules, calibration, config.latency_queries, config.seed)
+
+
+def _mapped(
+    source: sources.Source, corpus: Artifact, measure: Measurement, config: Config
+) -> list[Result]:
+    """PolyAI's two baselines on a frozen encoder, in this process."""
+    from pipeline.classification import encoder as text_encoder
+    from pipeline.classification.settings import EncodeConfig
+    from pipeline.evaluation import mapped
+
+    settings = EncodeConfig(precision=config.precision)
+    encoder = text_encoder.load(source.local(), settings, best_device())
+    contexts, responses = mapped.train_pairs(corpus, config.seed)
+    vectors = [mapped.unit_vectors(encoder, texts) for texts in (contexts, responses)]
+    map_DD = mapped.fit_map(*vectors, seed=config.seed)
+    name = storage.name_of(config.mapped)
+    return [
+        measure.of(f"sim {name}", lambda: mapped.Mapped(encoder)),
+        measure.of(f"map {name}", lambda: mapped.Mapped(encoder, map_DD)),
+    ]
 
 
 def _precision(config: Config) -> Resolved:

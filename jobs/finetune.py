@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jobs import program
+from pipeline import cost
 from pipeline.artifact import Artifact, draft, open_artifact
-from pipeline.config import NOT_IDENTITY, require
+from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.models.settings import PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training.finetune_settings import FinetuneConfig
@@ -31,6 +33,8 @@ class Config:
     """The task."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """The optimisation."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, steps, memory and hours, measured on this machine, and train nothing."""
     resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
     """What it runs on."""
     register_as: str = field(default="", metadata=NOT_IDENTITY)
@@ -46,23 +50,28 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     """`watch` hears of the steps that are done, of how many."""
     corpus = open_artifact(config.corpus, "corpus")
     source, encoder = open_encoder(config.encoder)
+    _require_encoder(config, encoder)
 
     from jobs import cluster
     from pipeline import tracking
+    from pipeline.resources import best_device
     from pipeline.training import launch
+    from pipeline.training.estimate import estimate_finetuning
     from pipeline.training.finetuning import Finetuning
     from pipeline.training.loop import validation_steps
 
     recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
+    if config.dry_run:
+        return cost.show("finetune", estimate_finetuning(recipe, config.resources, best_device()))
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
         return program.published(out, already_there=True)
     asked, left_out = task.validated
     _say(asked, left_out)
-    with cluster.session(), tracking.start("finetune", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, label, watch
@@ -78,6 +87,14 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         _register(config, ranker)
     validation = {"asked": asked, "left_out": left_out}
     return program.published(ranker, already_there=False, metrics=metrics, validation=validation)
+
+
+def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
+    """Raises BadInput for a tokenizer alone, unless the architecture starts from one."""
+    if reference.get("kind") == "tokenizer" and not config.ranker.starts_from_tokenizer:
+        raise BadInput(f"--encoder {config.encoder}: is a tokenizer; allowed: an encoder (of jobs.pretrain, "
+                       "a transformers directory or a hub id), or --ranker.architecture convert, which "
+                       "starts from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
 
 
 def _say(asked: int, left_out: Mapping[str, int]) -> None:

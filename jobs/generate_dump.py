@@ -12,9 +12,10 @@ from pipeline.corpora.made_up import dump_generator
 
 @dataclass(frozen=True, kw_only=True)
 class Config(dump_generator.Options):
-    """Writes RC_2012-01.zst, RC_2012-02.zst, … with made-up comments; 200,000 a second and core.
+    """Writes made-up Reddit comment dumps of any size, to measure and test with.
 
-    The same options give the same bytes. A job that was killed goes on with the files that are missing.
+    The files are RC_2012-01.zst, RC_2012-02.zst, …; a core writes 200,000 comments a second. The same
+    options give the same bytes. A job that was killed goes on with the files that are missing.
     """
 
     output: str
@@ -27,7 +28,7 @@ def run(config: Config) -> program.Summary:
     options = dump_generator.Options(
         **{name: getattr(config, name) for name in dump_generator.Options.__dataclass_fields__}
     )
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         written = dump_generator.generate(options, folder)
     files = storage.list_files(folder)
     return {

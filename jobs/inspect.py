@@ -19,8 +19,11 @@ _SHOWN_CHARACTERS = 80
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Shows a corpus' examples, lengths, repeated texts and what was left out, and writes the same with
-    plots as HTML; or a pool's rows, lengths of vectors, equal vectors and nearest pairs."""
+    """Shows what a corpus or a pool holds.
+
+    Of a corpus: examples, lengths, repeated texts and what was left out, and the same with plots as HTML.
+    Of a pool: rows, lengths of vectors, equal vectors and nearest pairs.
+    """
 
     corpus: str = ""
     """A corpus (of jobs.prepare_corpus)."""
@@ -55,7 +58,7 @@ def _corpus(config: Config) -> program.Summary:
 
     from pipeline.corpora.report import page, survey, text
 
-    found = survey.survey(corpus, config.sample_rows, config.examples, config.seed)
+    found = survey.survey_corpus(corpus, config.sample_rows, config.examples, config.seed)
     for line in text.lines(found):
         print(line)
     html = storage.absolute(config.html or f"{storage.name_of(corpus.uri)}.html")

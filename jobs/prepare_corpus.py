@@ -7,13 +7,14 @@ import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from jobs import cluster, program
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.artifact import Artifact, Draft, draft
 from pipeline.config import NOT_IDENTITY, BadInput
-from pipeline.corpora import published_counts, reddit
+from pipeline.corpora import published_counts, raw, reddit
 from pipeline.corpora.author_key import author_key
 from pipeline.corpora.formats import (
     amazonqa,
@@ -33,30 +34,34 @@ from pipeline.records import TaskRecord, sum_counts
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Turns raw dump files into a corpus of (context, response) examples.
+    """Turns raw files, public dumps or your own CSV of pairs, into a corpus of examples.
 
-    Formats: reddit (RC_* dump files), convai2 (ParlAI's text, Xpersona's JSON), dstc7 (track 1,
-    Ubuntu), ubuntu (V2), wikipedia (XML dumps or WikiExtractor's output), starspace (its articles of
-    Wikipedia), amazonqa (McAuley's questions and answers), opensubtitles (raw text), banking77,
-    clinc150, hwu64, snips (intents), pairs (your own JSON lines, CSV, TSV or Parquet).
+    An example is a context and its response. Formats: reddit (RC_* dump files), convai2 (ParlAI's text,
+    Xpersona's JSON), dstc7 (track 1, Ubuntu), ubuntu (V2), wikipedia (XML dumps or WikiExtractor's
+    output), starspace (its articles of Wikipedia), amazonqa (McAuley's questions and answers),
+    opensubtitles (raw text), banking77, clinc150, hwu64, snips (intents), pairs (your own JSON lines,
+    CSV, TSV or Parquet).
     """
 
-    corpus: Literal[
+    ALIASES = MappingProxyType({"corpus": "format"})
+    format: Literal[
         "reddit", "convai2", "dstc7", "ubuntu", "wikipedia", "starspace", "amazonqa",
         "opensubtitles", "pairs", "banking77", "clinc150", "hwu64", "snips",
     ]  # fmt: skip
-    """The format of the input."""
+    """The format of the input; `--corpus`, its earlier name, means the same."""
     input: tuple[str, ...]
     """Files or folders: local, s3://, gs://, …; .zst, .bz2, .gz, .xz or plain."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the corpus: train/, valid/, test/ and manifest.json."""
-    redact: Literal["on", "off"] = "on"
+    redact: bool = True
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
     authors: Literal["hash", "plain"] = "hash"
     """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT; without it, for
     an output on this machine, a random one that is kept in ~/.config/polyrank."""
     expect: published_counts.Expect = field(default="report", metadata=NOT_IDENTITY)
     """Published numbers of examples: say where others are found, or refuse them (`published`)."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, tasks, requests and hours, and write nothing."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """Damaged input."""
     reddit: reddit.Options = field(default_factory=reddit.Options)
@@ -75,6 +80,8 @@ class Config:
     """Rules for amazonqa."""
     opensubtitles: opensubtitles.Options = field(default_factory=opensubtitles.Options)
     """Rules for opensubtitles."""
+    banking77: intents.Options = field(default_factory=intents.Options)
+    """Rules for banking77."""
     pairs: pairs.Options = field(default_factory=pairs.Options)
     """Columns and splits of pairs."""
 
@@ -95,34 +102,36 @@ FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], Sequence[
 
 def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
-    if config.corpus == "pairs":
+    if config.format == "pairs":
         pairs.require_columns(files, config.pairs, config.reading)
+    if config.dry_run:
+        return cost.show("prepare_corpus", _estimate(config, files))
     fingerprint = storage.raw_fingerprint(files)
     inputs: dict[str, Any] = {
         "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     }
     key = ""
-    if config.corpus == "reddit" and config.authors == "hash":
+    if config.format == "reddit" and config.authors == "hash":
         key = author_key(config.output)
         # Enough of the key's hash to notice another key, too little to find the key by.
         shown = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
         inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": shown}
-    out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.corpus})
+    out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)
         return program.published(out, already_there=True)
 
     from pipeline import tracking
 
-    with cluster.session(), tracking.start("prepare_corpus", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("prepare_corpus", out) as tracked:
         privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
-        options = getattr(config, config.corpus, None)
-        records = FORMATS[config.corpus](out, files, options, config.reading, privacy)
+        options = getattr(config, config.format, None)
+        records = FORMATS[config.format](out, files, options, config.reading, privacy)
         counts = sum_counts(record.counts for record in records)
         if not counts.get("examples"):
             dropped = sum_counts(record.dropped for record in records)
             raise BadInput(f"--input: {counts['records']:,} records gave no example ({dropped})")
-        sizes = published_counts.compare(config.corpus, files, records)
+        sizes = published_counts.compare(config.format, files, records)
         published_counts.check(sizes, config.expect)
         notes = [note for record in records for note in record.notes]
         corpus = out.publish(
@@ -137,6 +146,20 @@ def run(config: Config) -> program.Summary:
     for line in [*notes, *published_counts.differences(sizes)]:
         print(line, file=sys.stderr)
     return program.published(corpus, already_there=False, notes=notes, published=sizes)
+
+
+def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:
+    sizes = [storage.size_of(file) for file in files]
+    if config.format == "reddit":
+        ratio, comment_bytes = raw.expansion(files[0])
+        return reddit.estimate(sizes, comment_bytes, ratio, config.reddit)
+    return cost.Estimate(
+        input_files=len(sizes),
+        input_bytes=sum(sizes),
+        tasks=len(sizes),
+        requests=cost.reads(sizes) + 3 * len(sizes),
+        basis=f"no rate is measured for {config.format}",
+    )
 
 
 if __name__ == "__main__":

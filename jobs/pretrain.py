@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from jobs import program, tokenize_corpus
 from pipeline import storage
@@ -18,6 +19,7 @@ from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 class Config:
     """Pre-trains an encoder on pairs: MLM + NUP (dialogues), MLM + NSP (Wikipedia's sentence pairs)."""
 
+    ALIASES = MappingProxyType({"encoder": "shape"})
     corpus: tuple[str, ...]
     """Corpora of jobs.tokenize_corpus; or corpora of jobs.prepare_corpus, which are tokenized first, into
     `<output>.tokens`."""
@@ -27,13 +29,13 @@ class Config:
     """For corpora that are not tokenized: a tokenizer (of jobs.train_tokenizer), or --start's own."""
     start: str = ""
     """A published encoder to train on: a `transformers` directory or a hub id, with its MLM head where it
-    has one. Empty: a new encoder of the shape --encoder."""
+    has one. Empty: a new encoder of --shape."""
     continue_from: str = ""
     """An encoder of this job, whose run goes on with more --pretrain.steps."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the encoder: a plain `transformers` directory, curves.png and manifest.json."""
-    encoder: Shape = field(default_factory=Shape)
-    """The shape of a new encoder."""
+    shape: Shape = field(default_factory=Shape)
+    """The shape of a new encoder; `--encoder.*`, its earlier name, means the same."""
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     """The task."""
     loop: LoopConfig = field(
@@ -60,7 +62,7 @@ def run(config: Config) -> program.Summary:
     _check(config)
     corpora_given = [open_artifact(uri, TOKENS, "corpus") for uri in config.corpus]
     inputs: dict[str, Artifact | dict[str, object]] = {}
-    start: Shape | Source = config.encoder
+    start: Shape | Source = config.shape
     if config.start:
         start, inputs["start"] = open_encoder(config.start)
     if config.continue_from:
@@ -89,7 +91,7 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.published(_finished(out, config), already_there=True)
-    with cluster.session(), tracking.start("pretrain", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("pretrain", out) as tracked:
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
             start=storage.join(storage.absolute(config.continue_from), TRAINING_STATE)

@@ -13,15 +13,18 @@ from typing import Any, TypeVar
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped, parse
-from pipeline.failures import cause_of, storage_failure
+from pipeline.failures import cause_of, storage_failure, store_refusal
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
 
+command_of_verb = "python -m jobs.{}"
+"""What the user types before a verb's options; `jobs.__main__` changes it."""
+
 
 def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: str) -> None:
     """Runs a job from the command line and exits."""
-    program = f"python -m jobs.{name}"
+    program = command_of_verb.format(name)
     try:
         summary = run(parse(config_class, sys.argv[1:], program))
     except BadInput as error:
@@ -35,9 +38,14 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
             _refuse(program, refusal)
         if stopped := cause_of(error, Stopped):
             _refuse(program, stopped, 1)
+        if refused := store_refusal(error):
+            _refuse(program, BadInput(refused))
         if failure := storage_failure(error):
             _refuse(program, Stopped(f"{failure}; the same command resumes when it can write"), 1)
         raise
+    if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
+        said = f"runs and curves: mlflow ui --backend-store-uri {store}"
+        print(said, file=sys.stderr, flush=True)
     print(json.dumps({"job": name, **summary}, ensure_ascii=False), flush=True)
 
 

@@ -1,82 +1,210 @@
-"""Another version of a pool, or of a registered model, for those who follow it; and back again."""
+"""Makes another version of a model and its pool the one that services answer with; and goes back."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
 
 from jobs import program
 from pipeline import storage
-from pipeline.artifact import read_artifact
-from pipeline.config import BadInput, require
-from pipeline.retrieval.pools import versions
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.config import BadInput, Stopped, require
+from pipeline.evaluation import protocols
+from pipeline.retrieval.pools import promotion, versions
 from pipeline.retrieval.pools.lock import locked
-from pipeline.retrieval.pools.pool import KIND, Pool, make_current
+from pipeline.retrieval.pools.pool import Pool
 
-_PREVIOUS = "previous"
+_CANDIDATE, _PREVIOUS = "candidate", "previous"
 _LOCK_EXPIRES_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Makes a version of a pool its CURRENT one, or a version of a registered model its champion.
+    """Makes a version of a registered model its champion, a version of a pool CURRENT, or both together.
 
-    Services that follow the pool or the alias go over to it within seconds. `--version previous` rolls
-    back.
+    Services that follow the alias and the pool take them over within seconds. `--rollback` goes back.
+    With `--corpus` a model is promoted only if it is as good as the champion on that corpus.
     """
 
+    ALIASES = MappingProxyType({"model": "registered_model"})
+
+    registered_model: str = ""
+    """Name of a registered model in MLflow; `--model` means the same."""
+    alias: str = "champion"
+    """The model's alias that moves; the alias `previous` then names the version that it leaves."""
     pools: str = ""
     """Folder of all pools; with `--name`."""
     name: str = ""
-    """The pool's name."""
-    model: str = ""
-    """Name of a registered model in MLflow, instead of a pool."""
-    version: str = _PREVIOUS
-    """Of a pool: such as v-0123456789ab; of a model: a number, or one of its aliases. `previous`: of a
-    pool the newest version made before the CURRENT one."""
-    alias: str = "champion"
-    """Of a model: the alias that moves; `previous` then names the version that it leaves."""
+    """The pool's name. With a model the pool moves to its newest version of that model."""
+    version: str = ""
+    """Of a model: a number or an alias; empty: candidate. Of a pool alone: such as v-0123456789ab."""
+    rollback: bool = False
+    """Back to the version before: the model's alias `previous` and that model's pool. Of a pool alone,
+    the version that was CURRENT before."""
+    corpus: str = ""
+    """The test corpus, on which candidate and champion are compared. Always use the same one."""
+    split: Literal["train", "valid", "test"] = "test"
+    """Its split."""
+    protocol: protocols.Name = "convai2"
+    """Where the candidates come from, and how many; as in jobs.evaluate."""
+    max_examples: int = 10_000
+    """Questions that both models are asked."""
+    min_difference: float = 0.0
+    """Promote only if the 95 % interval of R@1(candidate) - R@1(champion) lies above this number. 0:
+    significantly better. -0.01: at most one point worse."""
+    pin: bool = False
+    """Keep the pool at this version: nightly jobs publish further versions and leave CURRENT as it is.
+    A rollback always pins."""
+    unpin: bool = False
+    """Let nightly jobs move CURRENT again. Alone it moves nothing."""
+    dry_run: bool = False
+    """Compare and print what would move."""
 
     def __post_init__(self) -> None:
-        require(bool(self.pools and self.name) != bool(self.model), "pools and name, model",
-                (self.pools, self.name, self.model), "either a pool or a model")  # fmt: skip
+        require(
+            bool(self.pools) == bool(self.name), "name", self.name, "set exactly if pools is set"
+        )
+        require(
+            bool(self.pools or self.registered_model),
+            "registered_model",
+            self.registered_model,
+            "a model, or pools and name",
+        )
+        require(
+            not (self.version and self.rollback), "version", self.version, "empty with rollback"
+        )
+        require(
+            not (self.pin or self.unpin) or bool(self.pools),
+            "pin",
+            True,
+            "only with pools and name",
+        )
+        require(not (self.unpin and (self.pin or self.rollback)), "unpin", True,
+                "false with pin and rollback")  # fmt: skip
+        require(
+            not self.corpus or bool(self.registered_model),
+            "corpus",
+            self.corpus,
+            "empty without a model",
+        )
+        require(-1 <= self.min_difference <= 1, "min_difference", self.min_difference, "-1 to 1")
+        require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
 
 
 def run(config: Config) -> program.Summary:
-    return _model(config) if config.model else _pool(config)
+    with _locked(config):
+        if not config.registered_model:
+            return {"dry_run": config.dry_run, "pool": _move_pool(config, _pool_version(config))}
+        return {"dry_run": config.dry_run, **_promote_model(config)}
 
 
-def _pool(config: Config) -> program.Summary:
-    """Under the pool's lock, so that no job publishes in between."""
+@contextmanager
+def _locked(config: Config) -> Iterator[None]:
+    """Keeps jobs that publish a version of the pool away."""
+    if not config.pools:
+        yield
+        return
     with locked(config.pools, config.name, _LOCK_EXPIRES_S):
-        before = versions.current_name(config.pools, config.name)
-        version = config.version
-        if version == _PREVIOUS:
-            version = _version_before(config, before)
-        Pool.open(storage.join(config.pools, config.name, version))
-        make_current(config.pools, config.name, version)
-    return {"pool": config.name, "version": version, "before": before}
+        yield
 
 
-def _version_before(config: Config, current: str) -> str:
-    """Raises BadInput where there is none."""
-    folder = storage.join(config.pools, config.name)
-    made = {
-        storage.name_of(uri): str(read_artifact(uri, KIND).manifest["created_at"])
-        for uri in storage.list_folders(folder)
-        if versions.is_version(uri)
-    }
-    older = [name for name in made if made[name] < made.get(current, "~") and name != current]
-    if not older:
-        raise BadInput(f"version: {folder} has none before {current or 'CURRENT'}; there are: "
-                       f"{', '.join(sorted(made)) or 'none'}")  # fmt: skip
-    return max(older, key=lambda name: made[name])
-
-
-def _model(config: Config) -> program.Summary:
+def _promote_model(config: Config) -> program.Summary:
+    """The pool first, then the alias: until both agree, services answer with the model they have. After a
+    failure in between, the same command does what is missing."""
     from pipeline import tracking
 
-    before, version = tracking.move_alias(config.model, config.alias, config.version)
-    return {"model": config.model, "alias": config.alias, "version": version, "before": before}
+    wanted = config.version or (_PREVIOUS if config.rollback else _CANDIDATE)
+    version, source = tracking.registered_version(config.registered_model, wanted)
+    candidate = open_artifact(source, "ranker")
+    before = tracking.version_of_alias(config.registered_model, config.alias)
+    summary: program.Summary = {"model": config.registered_model, "alias": config.alias, "version": version,
+                                "before": before}  # fmt: skip
+    pool = _version_of_model(config, candidate) if config.pools else ""
+    if config.corpus and before and before != version:
+        _, source = tracking.registered_version(config.registered_model, before)
+        summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
+    if config.pools:
+        summary["pool"] = _move_pool(config, pool)
+    if not config.dry_run:
+        tracking.move_alias(config.registered_model, config.alias, version)
+    return summary
+
+
+def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[str, Any]:
+    """Candidate and champion on the same questions. Raises Stopped if the candidate is not good enough."""
+    from jobs import evaluate
+
+    if candidate.fingerprint == champion.fingerprint:
+        return {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0}
+    found = evaluate.run(
+        evaluate.Config(
+            model=(candidate.uri, champion.uri),
+            corpus=config.corpus,
+            split=config.split,
+            protocol=config.protocol,
+            slow=True,
+            max_examples=config.max_examples,
+            baselines=False,
+            latency_queries=0,
+        )
+    )
+    (pair,) = found["comparisons"]
+    low, high = pair["interval"]
+    comparison = {
+        "corpus": found["corpus"],
+        "examples": found["examples"],
+        "difference": round(pair["difference"], 6),
+        "interval": [round(low, 6), round(high, 6)],
+        "p": pair["p"],
+    }
+    if low <= config.min_difference:
+        raise Stopped(
+            f"model {config.registered_model}: not promoted: R@1 of the candidate minus the champion's is "
+            f"{pair['difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} on {found['examples']:,} "
+            f"questions; allowed: an interval above --min-difference {config.min_difference:g}"
+        )
+    return comparison
+
+
+def _version_of_model(config: Config, model: Artifact) -> str:
+    """The pool's newest version that the model embedded."""
+    found = promotion.newest_of_model(config.pools, config.name, model.fingerprint)
+    if not found:
+        raise BadInput(
+            f"pool {config.name}: no version was embedded by {model.uri} ({model.fingerprint}); make one: "
+            f"jobs.embed_pool --model {model.uri} --publish-only true"
+        )
+    return found
+
+
+def _pool_version(config: Config) -> str:
+    """The version that a pool alone moves to."""
+    current = versions.current_name(config.pools, config.name)
+    if config.rollback or config.version == _PREVIOUS:
+        return promotion.version_before(config.pools, config.name)
+    if not config.version and not (config.pin or config.unpin):
+        raise BadInput("version: '' is not allowed; allowed: a version of the pool, or --rollback")
+    return config.version or current
+
+
+def _move_pool(config: Config, version: str) -> dict[str, Any]:
+    before = versions.current_name(config.pools, config.name)
+    uri = storage.join(config.pools, config.name, version)
+    if not version:
+        raise BadInput(
+            f"pool {config.name}: {config.pools} has no such pool, or no CURRENT version"
+        )
+    Pool.open(uri)
+    pin = config.pin or config.rollback
+    if not config.dry_run:
+        promotion.promote(config.pools, config.name, version)
+        if pin or config.unpin:
+            promotion.set_pin(config.pools, config.name, pin)
+    pinned = pin or (not config.unpin and promotion.is_pinned(config.pools, config.name))
+    return {"name": config.name, "version": version, "before": before, "pinned": pinned}
 
 
 if __name__ == "__main__":

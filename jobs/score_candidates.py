@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jobs import cluster, program
+from pipeline import cost
 from pipeline.actors import Actors
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
@@ -26,6 +27,8 @@ class Config:
     that has too few examples to learn from alone. Several: the mean of their scores."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the corpus with scores."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, tasks and hours, measured on this machine, and write nothing."""
     teaching: TeachingConfig = field(default_factory=TeachingConfig)
     """What is scored."""
     resources: Actors = field(default_factory=Actors, metadata=NOT_IDENTITY)
@@ -44,11 +47,13 @@ def run(config: Config) -> program.Summary:
 
     names = ["teacher", *(f"teacher-{number}" for number in range(2, len(teachers) + 1))]
     teaching.teachers_of(corpus, teachers, config.teaching)  # refuses before the draft
+    if config.dry_run:
+        return cost.show("score_candidates", teaching.estimate(corpus, teachers, config.teaching))
     inputs = dict(zip(names, teachers, strict=True))
     out = draft(config.output, "corpus", config, {"corpus": corpus, **inputs})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
-    with cluster.session(), tracking.start("score_candidates", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("score_candidates", out) as tracked:
         records = teaching.score(out, corpus, teachers, config.teaching, config.resources)
         files = [file for record in records for file in record.files]
         counts = sum_counts(record.counts for record in records)

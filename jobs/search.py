@@ -19,10 +19,11 @@ _SHOWN_VECTORS, _SHOWN_CHARACTERS = 3, 80
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Searches a pool and prints a table.
+    """Searches a pool and prints the best candidates for a context.
 
     A line: the score, with --cross the cross-encoder's before it; the id; which of the context's vectors
-    (of a poly-encoder: its codes, from 0) carried how much of the score; the text.
+    (of a poly-encoder: its codes, from 0) carried how much of the score; the text; the
+    columns that the pool keeps to filter by.
     """
 
     pool: str
@@ -72,35 +73,40 @@ def run(config: Config) -> program.Summary:
     import torch
 
     from pipeline.models import inference
-    from pipeline.models.ranker import load_ranker
-    from pipeline.retrieval.search import rerank, top_rows, weights_of_vectors
+    from pipeline.ranking.ranker import Ranker
+    from pipeline.retrieval.search import filters, rerank, top_rows, weights_of_vectors
 
-    device = torch.device("cpu")
-    ranker = inference.place(load_ranker(model.local()), device, config.precision)
+    ranker = Ranker.load(model.uri, config.precision, device="cpu")
     attention = ranker.config.search_attention
     cross = None
     if cross_model:
         cross = rerank.load_cross_encoder(cross_model)
-        inference.place(cross, device, config.precision)
+        inference.prepare(cross, torch.device("cpu"), config.precision)
     among = _among(config, pool)
     count = config.cross_candidates if cross else config.top_k
     for _ in range(
         2
     ):  # the first time maps pages and allocates; the second is what a service takes
         clock = [time.perf_counter()]
-        context = inference.context_vectors(ranker, [config.context])
-        vectors_1MD, mask_1M = (tensor.numpy() for tensor in context)
+        vectors_1MD, mask_1M = ranker.encode_contexts([config.context])
         clock.append(time.perf_counter())
         found = top_rows(
             pool, vectors_1MD, count, mask_1M, attention, config.method, among, config.certify
         )
         clock.append(time.perf_counter())
+    kept = filters.columns(pool)
     results = []
     for place, score in zip(found.places[0].tolist(), found.scores[0].tolist(), strict=True):
         weights = weights_of_vectors(pool, place, vectors_1MD[0], mask_1M[0], attention)
         row = pool.row(place)
         results.append(
-            {"id": row.id, "score": score, "text": row.text, "vectors": _heaviest(weights)}
+            {
+                "id": row.id,
+                "score": score,
+                "text": row.text,
+                "columns": pool.columns_at(place, kept),
+                "vectors": _heaviest(weights),
+            }
         )
     if cross:
         clock.append(time.perf_counter())
@@ -157,7 +163,9 @@ def _line(result: dict[str, Any]) -> str:
     scores = [result[name] for name in ("cross_score", "score") if name in result]
     vectors = " ".join(f"{name}:{share:.2f}" for name, share in result["vectors"].items())
     numbers = "".join(f"{score:9.3f}" for score in scores)
-    return f"{numbers}  {result['id']:<24}  {vectors:<24}  {result['text'][:_SHOWN_CHARACTERS]}"
+    columns = "".join(f"  {name}={value}" for name, value in result["columns"].items())
+    text = result["text"][:_SHOWN_CHARACTERS]
+    return f"{numbers}  {result['id']:<24}  {vectors:<24}  {text}{columns}"
 
 
 if __name__ == "__main__":

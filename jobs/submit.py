@@ -7,13 +7,13 @@ the settings files that the command names; inputs and outputs are URIs that all 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,12 +31,13 @@ _GOING = ("PENDING", "RUNNING")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sends a job to a Ray cluster. The job and its options stand after `--`.
+    """Sends a job to a Ray cluster, and prints its output with --wait.
 
-    Its id is a key: a second job with the id of one that runs or has succeeded is refused, and one with the
-    id of a job that failed resumes it.
+    The job and its options stand after `--`. Its id is a key: a second job with the id of one that runs
+    or has succeeded is refused, and one with the id of a job that failed resumes it.
     """
 
+    AFTER_DASHES = "command"
     command: tuple[str, ...] = ()
     """What stands after `--`: the job's verb and options."""
     address: str = ""
@@ -92,7 +93,8 @@ def run(config: Config) -> program.Summary:
         return {**summary, "submitted": True}
     status, code = _follow(client, name)
     if status != "SUCCEEDED":
-        print(f"python -m jobs.submit: {name}: {status}", file=sys.stderr, flush=True)
+        command = program.command_of_verb.format("submit")
+        print(f"{command}: {name}: {status}", file=sys.stderr, flush=True)
         sys.exit(code or 1)
     return {**summary, "submitted": True, "status": status}
 
@@ -108,6 +110,8 @@ def _pack(config: Config) -> _Parcel:
         for file in (_ROOT / package).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".md"
     }
+    for name in _settings_of_workflow(verb, arguments):
+        files[name] = Path(name)
     for word in arguments:
         path = word.partition("=")[2] if word.startswith("--") and "=" in word else word
         if not path or Path(path).is_absolute() or not Path(path).exists():
@@ -127,6 +131,19 @@ def _pack(config: Config) -> _Parcel:
             f"--max-upload-mib {config.max_upload_mib}; put data where all nodes reach it and name its URI"
         )
     return parcel
+
+
+def _settings_of_workflow(verb: str, arguments: Sequence[str]) -> list[str]:
+    """Files below the working directory that the commands of a workflow name."""
+    if verb != "workflow":
+        return []
+    texts = [Path(word).read_text(encoding="utf-8") for word in arguments if Path(word).is_file()]
+    words = {word.partition("=")[2] or word for text in texts for word in text.split()}
+    return [
+        word for word in sorted(words)
+        if word.endswith((".yaml", ".yml", ".txt")) and not Path(word).is_absolute()
+        and ".." not in Path(word).parts and Path(word).is_file()
+    ]  # fmt: skip
 
 
 def _is_job(file: Path) -> bool:
@@ -224,14 +241,5 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def joined(argv: list[str]) -> list[str]:
-    """The command after `--` as one option, so that its own options are not taken for ours."""
-    if "--" not in argv:
-        return argv
-    at = argv.index("--")
-    return [*argv[:at], "--command", json.dumps(argv[at + 1 :])]
-
-
 if __name__ == "__main__":
-    sys.argv = joined(sys.argv)
     program.main(Config, run, "submit")

@@ -39,7 +39,7 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, TOKENS, config, {"corpus": corpus, "tokenizer": reference})
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)
-    with cluster.session(), tracking.start("tokenize_corpus", out) as tracked:
+    with cluster.session(for_tasks=True), tracking.start("tokenize_corpus", out) as tracked:
         made = tokenized_corpus.tokenize(out, corpus, source, vocabulary, config.tokenize)
         done = out.publish(
             made.files, made.counts, made.dropped, run_id=tracked.run_id, **made.facts

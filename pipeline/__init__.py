@@ -1,1 +1,28 @@
-"""What polyrank computes: a library. Importing it does nothing, and it never starts a cluster."""
+"""What polyrank computes: a library. Importing it does nothing, and it never starts a cluster.
+
+    from pipeline import Pool, Ranker
+
+Both names are loaded when they are asked for, without Ray and torch: `pipeline/API.md` says what they do.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.config import BadInput
+    from pipeline.ranking.ranker import Ranker
+    from pipeline.retrieval.pools.pool import Pool
+
+__all__ = ["BadInput", "Pool", "Ranker"]
+
+_MODULES = {
+    "BadInput": "pipeline.config",
+    "Pool": "pipeline.retrieval.pools.pool",
+    "Ranker": "pipeline.ranking.ranker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

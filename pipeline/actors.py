@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline import resources
+from pipeline import executors, resources
 from pipeline.config import require
 
 
@@ -33,6 +33,8 @@ class Actors:
 
         Waits for a first node on which one fits. Raises BadInput where the cluster has no such node.
         """
+        if executors.current():
+            return 1
         if not self.actors:
             resources.await_node(self.cpus_per_actor or 1, int(self.gpu))
         cpus = 0 if self.gpu else self.cpus_per_actor or 1
@@ -40,6 +42,8 @@ class Actors:
 
     def most(self, tasks: int) -> int:
         """Processes that there may come to be while tasks wait."""
+        if executors.current():
+            return 1
         least = self.count(tasks)
         if self.max_actors:
             return max(least, self.max_actors)

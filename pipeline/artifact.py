@@ -35,6 +35,14 @@ _TASKS = "_tasks"
 _REQUEST = "_request.json"
 _LOCK = "_lock"
 _LOCK_EXPIRES_S = 120.0
+_MADE_BY = {
+    "corpus": "jobs.prepare_corpus",
+    "tokenizer": "jobs.train_tokenizer",
+    "encoder": "jobs.pretrain",
+    "ranker": "jobs.finetune",
+    "pool": "jobs.embed_pool",
+    "classifier": "jobs.classify_intents",
+}
 RUN = "_run.json"
 """In a draft, the tracking run of the job that makes it (see pipeline.tracking)."""
 
@@ -72,13 +80,16 @@ class Artifact:
         entries = self.manifest["files"]
         return sum(entry["rows"] for entry in entries if entry["path"].startswith(prefix))
 
-    def local(self) -> Path:
-        """A local folder with the files: its own, or a cached copy, made again if some were tidied away."""
-        folder = node_cache.local_folder(self.uri, self.fingerprint)
-        if not storage.is_local(self.uri) and _unlike(str(folder), self.manifest):
+    def local(self, only: Collection[str] | None = None) -> Path:
+        """A local folder with the files: its own, or a cached copy, made again if some were tidied away.
+
+        `only`: the paths of the files that are needed; None: all. The others may be missing.
+        """
+        folder = node_cache.local_folder(self.uri, self.fingerprint, only)
+        if not storage.is_local(self.uri) and _unlike(str(folder), self.manifest, only):
             storage.delete(str(folder))
-            folder = node_cache.local_folder(self.uri, self.fingerprint)
-        _check_sizes(str(folder), self.manifest)
+            folder = node_cache.local_folder(self.uri, self.fingerprint, only)
+        _check_sizes(str(folder), self.manifest, only)
         return folder
 
     def reference(self) -> dict[str, Any]:
@@ -121,7 +132,8 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
         for partial in {uri + ".partial", uri}:
             if storage.exists(storage.join(partial, _REQUEST)):
                 raise BadInput(f"{uri}: unfinished; run the job that makes it again, it resumes")
-        raise BadInput(f"{uri}: not a {kind} ({MANIFEST} is missing)")
+        made_by = f"; {_MADE_BY[kinds[0]]} makes one" if kinds[0] in _MADE_BY else ""
+        raise BadInput(f"{uri}: not a {kind} ({MANIFEST} is missing){made_by}")
     try:
         manifest = json.loads(storage.read_bytes(manifest_uri))
         found_kind, found_version = manifest["kind"], manifest["format_version"]
@@ -136,16 +148,20 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
     return Artifact(uri, manifest)
 
 
-def _check_sizes(uri: str, manifest: Mapping[str, Any]) -> None:
+def _check_sizes(
+    uri: str, manifest: Mapping[str, Any], only: Collection[str] | None = None
+) -> None:
     """Raises BadInput, naming the first file that is gone or is not as long as it was."""
-    if unlike := _unlike(uri, manifest):
+    if unlike := _unlike(uri, manifest, only):
         raise BadInput(f"{unlike}; copy it again, or remove {uri} and make it anew")
 
 
-def _unlike(uri: str, manifest: Mapping[str, Any]) -> str:
+def _unlike(uri: str, manifest: Mapping[str, Any], only: Collection[str] | None = None) -> str:
     """What is wrong with the first file that is gone or is not as long as it was; "": all are whole."""
     found = storage.sizes_below(uri)  # one listing: of 1,000 files a request from an object store
     for entry in manifest["files"]:
+        if only is not None and entry["path"] not in only:
+            continue
         if (size := found.get(entry["path"])) != entry["bytes"]:
             state = "is missing" if size is None else f"has {size:,} bytes"
             says = f"{MANIFEST} says {entry['bytes']:,}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import os
 import re
 import types
 import typing
@@ -17,10 +19,14 @@ from argparse import ArgumentError
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import jsonargparse
 import yaml
+
+from pipeline import option_errors, progress
+
+if TYPE_CHECKING:
+    import jsonargparse
 
 ConfigT = TypeVar("ConfigT")
 
@@ -82,11 +88,21 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     argument, without a name. Where `PASSED_ON` names a list field and groups of another job's options,
     `--group.name value` goes unread into that field.
 
+    What stands after `--` goes unread into the list field that `AFTER_DASHES` names. Where `ALIASES`
+    gives an option a second name on the command line, files know the first one alone.
+
     A field may be a union of dataclasses (see `Variants`): files and command line say by its tag which one
     is meant, its default says so where they do not, and only the options of that one are known.
 
+    `--progress` is no field: it is an option of every job, see `pipeline.progress`.
+
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
+    import jsonargparse  # takes longer than the rest that `import pipeline` loads
+
+    if (after_dashes := getattr(config_class, "AFTER_DASHES", "")) and "--" in argv:
+        at = list(argv).index("--")
+        argv = [*argv[:at], f"--{after_dashes}", json.dumps(argv[at + 1 :])]
     positional = getattr(config_class, "POSITIONAL", "")
     if positional and argv and not argv[0].startswith("-"):
         argv = [f"--{positional}", *argv]
@@ -95,31 +111,39 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     parser = jsonargparse.ArgumentParser(
         prog=prog, description=description, exit_on_error=False, allow_abbrev=False
     )
+    files: dict[str, dict[str, Any]] = {}
     help_of_config = "YAML files with any of the options; a later file wins over an earlier one."
     parser.add_argument("--config", action="config", help=help_of_config)
+    help_of_progress = "bar: for a person; json: a line of JSON per event on standard error; none."
+    parser.add_argument(
+        "--progress", type=progress.Mode, default=progress.mode(), help=help_of_progress
+    )
     fields = _option_types(config_class)
     try:
-        normal = _passed_on(config_class, _normalise(argv, fields))
+        aliases = getattr(config_class, "ALIASES", {})
+        normal = _passed_on(config_class, _normalise(argv, fields, aliases))
         unions = _unions(config_class)
+        files = _files(normal)
+        _require_known(normal, files, fields)
         given = _given(normal, unions)
         parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
         for name, union in unions.items():
             default = _default(config_class, name)
             chosen = _chosen_kind(name, union, default, given)
             _add_kind(parser, name, union, chosen, default)
-            others = {
-                f"{name}.{option}" for kind in union.kinds for option in union.option_names(kind)
-            }
-            own = {f"{name}.{option}" for option in union.option_names(chosen)}
-            fields = {option: hint for option, hint in fields.items() if option not in others - own}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jsonargparse's own deprecations are not the user's
             namespace = parser.parse_args(normal)
         values = namespace.as_dict()
         values.pop("config", None)
+        os.environ[progress.VARIABLE] = values.pop(
+            "progress"
+        )  # jobs that this one runs show the same
         return from_dict(config_class, values)
     except ArgumentError as error:
-        raise BadInput(_one_line(error, fields)) from None
+        raise BadInput(_in_file(option_errors.one_line(error), normal, files)) from None
+    except BadInput as error:
+        raise BadInput(_in_file(str(error), normal, files)) from None
 
 
 def from_dict(config_class: type[ConfigT], values: dict[str, Any]) -> ConfigT:
@@ -270,6 +294,48 @@ def _given(argv: Sequence[str], unions: Collection[str]) -> dict[str, Any]:
     return found
 
 
+def _files(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The options in each settings file, by their dotted names. Raises BadInput for one that is no YAML."""
+    found = {}
+    for name, value in itertools.pairwise(argv):
+        if name == "--config":
+            mapping, fault = option_errors.read_mapping(value)
+            if fault:
+                raise BadInput(fault)
+            found[value] = flatten(mapping)
+    return found
+
+
+def _require_known(
+    argv: Sequence[str], files: Mapping[str, Mapping[str, Any]], fields: Collection[str]
+) -> None:
+    """Raises BadInput for an option or a file's key that is not there, naming the nearest one."""
+    groups = {name[:at] for name in fields for at, letter in enumerate(name) if letter == "."}
+    own = {"config", "help", "print_config", "progress"}
+    for argument in argv:
+        name = argument[2:].partition("=")[0]
+        if argument.startswith("--") and name not in {*fields, *groups, *own}:
+            raise BadInput(option_errors.unknown_option(name, fields))
+    for file, options in files.items():
+        for name in options:
+            if name not in fields and name not in groups:
+                raise BadInput(option_errors.unknown_key(file, name, fields))
+
+
+def _in_file(text: str, argv: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Adds the settings file that the value at fault stands in, if it stands in one.
+
+    A file's value has to be of the right type even where the command line sets another one.
+    """
+    if (match := re.match(r"-*([\w.]+): ", text)) is None:
+        return text
+    name = match[1]
+    for file in reversed([file for file in files if name in files[file]]):
+        if f"--{name}" not in argv or repr(str(files[file][name])) in text:
+            return f"{text} (in {file})"
+    return text
+
+
 def _mapping(value: str) -> dict[str, Any]:
     """What a YAML file or text holds; empty where that is no mapping."""
     try:
@@ -280,8 +346,10 @@ def _mapping(value: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:
-    """Dashes to underscores; `--list a b` to one JSON value; a bare `--flag` to `--flag true`.
+def _normalise(
+    argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str, str]
+) -> list[str]:
+    """Aliases to names, dashes to underscores, `--list a b` to one JSON value, `--flag` to `--flag true`.
 
     `--config a b` becomes `--config a --config b`, and comes first, wherever it stands: jsonargparse lets
     the later one win.
@@ -296,7 +364,9 @@ def _normalise(argv: Sequence[str], fields: dict[str, Any]) -> list[str]:
             normal.append(argument)
             continue
         name, equals, value = argument.partition("=")
-        name = "--" + name[2:].replace("-", "_")
+        name = name[2:].replace("-", "_")
+        group, dot, rest = name.partition(".")
+        name = f"--{aliases.get(group, group)}{dot}{rest}"
         hint = fields.get(name[2:])
         values = [value] if equals else []
         if not equals:
@@ -328,18 +398,3 @@ def _passed_on(config_class: type, argv: Sequence[str]) -> list[str]:
             target = others if dot and group in groups else own
         target.append(argument)
     return [*own, f"--{field}", json.dumps(others)] if others else own
-
-
-def _one_line(error: ArgumentError, fields: dict[str, Any]) -> str:
-    text = " ".join(str(error).split())
-    wrong_type = re.match(r"Parser key \"(.+?)\": Expected an? (.+?)\. Got value: (.*)", text)
-    if wrong_type:
-        name, expected, value = wrong_type.groups()
-        expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", expected)
-        return f"{name}: {value!r} is not allowed; allowed: {expected}"
-    missing = re.match(r"the following arguments are required: (.*)", text)
-    if missing:
-        return f"--{missing[1].replace(', ', ', --')}: missing; see --help"
-    text = re.sub(r"^Parser key \"config\": ", "--config: ", text)
-    known = ", ".join(sorted(fields))
-    return text if "nrecognized" not in text and "accept" not in text else f"{text}; known: {known}"

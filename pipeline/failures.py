@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from typing import TypeVar
 
 from safetensors import SafetensorError
@@ -22,6 +23,16 @@ DETERMINISTIC = (
 _STORAGE_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EFBIG,
     errno.EIO,
+}  # fmt: skip
+
+# What stores call it, and what a person should know. Another try mends none of them.
+_STORE_REFUSALS = {
+    "NO_SUCH_BUCKET|NoSuchBucket": "there is no such bucket",
+    "ACCESS_DENIED|AccessDenied|PERMISSION_DENIED|403 Forbidden": "the object store refuses access: no "
+    "credentials, or a role without this right",
+    "INVALID_ACCESS_KEY_ID|InvalidAccessKeyId|UNRECOGNIZED_CLIENT|SIGNATURE_DOES_NOT_MATCH|"
+    "SignatureDoesNotMatch|INVALID_CLIENT_TOKEN_ID|EXPIRED_TOKEN|ExpiredToken":
+    "the object store does not accept the credentials",
 }  # fmt: skip
 
 _WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")
@@ -52,3 +63,15 @@ def storage_failure(error: BaseException) -> BaseException | None:
     if isinstance(failure, OSError):
         return failure if failure.errno in _STORAGE_ERRORS else None
     return failure if "I/O error" in str(failure) else None  # safetensors gives no errno
+
+
+def store_refusal(error: BaseException) -> str | None:
+    """Why an object store will never do what it was asked, in one line; None: it was something else."""
+    failure = cause_of(error, OSError)
+    text = " ".join(str(failure).split())
+    for codes, meaning in _STORE_REFUSALS.items():
+        if failure is not None and (found := re.search(codes, text)):
+            place = re.search(r"for key '(.*?)' in bucket '(.*?)'", text)
+            where = f"{place[2]}/{place[1]}" if place else text.partition(": ")[0]
+            return f"{where}: {meaning} ({found[0]})"
+    return None

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,20 +33,23 @@ _in_use: dict[Path, int] = {}
 """The open files that are locked."""
 
 
-def local_folder(uri: str, version: str) -> Path:
+def local_folder(uri: str, version: str, only: Collection[str] | None = None) -> Path:
     """A local folder with the files of `uri`: itself if it is local, else a cached copy.
 
     `version` names the contents (a fingerprint), so that a copy is never taken for another version.
+    `only`: the paths below `uri` that the copy needs; None: all. Copies of different parts are different.
     """
     if storage.is_local(uri):
         return Path(storage.locate(uri)[1])
-    name = hashlib.sha256(f"{uri} {version}".encode()).hexdigest()[:24]
+    part = "" if only is None else f" {sorted(only)}"
+    name = hashlib.sha256(f"{uri} {version}{part}".encode()).hexdigest()[:24]
     folder = _cache() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     _use(folder)
     with _alone(folder):
         if not folder.exists():
-            need = sum(storage.sizes_below(uri).values())
+            sizes = storage.sizes_below(uri)
+            need = sum(size for path, size in sizes.items() if only is None or path in only)
             for left in folder.parent.glob(
                 f"{name}.{'[0-9a-f]' * 32}"
             ):  # of a process that was killed
@@ -54,7 +57,7 @@ def local_folder(uri: str, version: str) -> Path:
             _make_room(folder.parent, need)
             beside = folder.with_name(f"{name}.{uuid.uuid4().hex}")
             try:
-                download(uri, beside)
+                download(uri, beside, only)
                 beside.rename(folder)
             except BaseException:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -62,11 +65,14 @@ def local_folder(uri: str, version: str) -> Path:
     return folder
 
 
-def download(uri: str, folder: Path) -> None:
-    """Copies the files of `uri`, which may be local too, into a local folder, many ranges at a time."""
+def download(uri: str, folder: Path, only: Collection[str] | None = None) -> None:
+    """Copies the files of `uri`, which may be local too, into a local folder, many ranges at a time.
+
+    `only`: the paths below `uri` that are copied; None: all."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = storage.sizes_below(uri)
     names = [file[len(uri) :].lstrip("/") for file in storage.list_files(uri)]
+    names = [name for name in names if only is None or name in only]
     with ThreadPoolExecutor(_RANGES_AT_ONCE) as pool:
         running = []
         for name in names:

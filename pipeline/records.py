@@ -28,6 +28,20 @@ class FileEntry(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskCost:
+    """What a task took; see `pipeline.task_costs`."""
+
+    seconds: float = 0.0
+    rows: int = 0
+    """That it wrote, or else read."""
+    bytes: int = 0
+    """That it wrote."""
+    peak_memory_bytes: int = 0
+    """Of its process, during the task."""
+    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskRecord:
     """What any task may report; subclasses add what their stage needs."""
 
@@ -41,6 +55,8 @@ class TaskRecord:
     """Records that are not what their format says, by reason."""
     notes: list[str] = field(default_factory=list)
     """What a person should know."""
+    cost: TaskCost = field(default_factory=TaskCost, compare=False)
+    """Filled in by whoever runs the task."""
 
 
 RecordT = TypeVar("RecordT", bound=TaskRecord)

@@ -7,6 +7,7 @@ asks, waits for the autoscaler, and refuses what no node type offers.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+from pipeline import executors
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 
@@ -89,11 +91,11 @@ def best_device() -> torch.device:
 
     A task or an actor may use those it asked for; since Ray 2.60 it sees all of its node.
     """
-    import ray
     import torch
 
     allowed = torch.cuda.is_available()
-    if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+    ray = sys.modules.get("ray")  # a process without it, such as a notebook's, is no worker
+    if ray and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
         allowed = allowed and bool(ray.get_gpu_ids())
     return torch.device("cuda" if allowed else "cpu")
 
@@ -102,6 +104,8 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
     """What a precision is where the cluster's tasks run, on GPUs or not: one of them looks."""
     if precision != "auto":
         return precision
+    if executors.current():
+        return _precision_here(precision)
     import ray
     import torch
 
@@ -132,6 +136,8 @@ def _nothing() -> None:
 
 def _nodes() -> list[dict[str, float]]:
     """The resources of the nodes that are up. What a node has none of is left out."""
+    if executors.current():
+        return [{"CPU": float(os.cpu_count() or 1)}]
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from pipeline.failures import storage_failure
+from pipeline.failures import storage_failure, store_refusal
 
 DELAYS_S = (1.0, 4.0, 16.0)
 """Before the second, third and fourth try: an object store that is overloaded, or a network that is away
@@ -17,12 +17,14 @@ ResultT = TypeVar("ResultT")
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether it is an I/O error that may be gone in a moment: no full disk, no file that is not there."""
+    """Whether it is an I/O error that may be gone in a moment: no full disk, no file or bucket that is not
+    there."""
     permanent = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
     return (
         isinstance(error, OSError)
         and not isinstance(error, permanent)
         and storage_failure(error) is None
+        and store_refusal(error) is None
     )
 
 

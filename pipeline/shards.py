@@ -3,26 +3,29 @@
 A task is tried again after an error of the network or the object store (`pipeline.retries`), and started
 again where its process or its node died, 3 times. One that still fails stops no other: those go on to the
 end, and then the failed ones are named with their inputs.
+
+Tasks run on the cluster, by Ray Data, or in this process (`pipeline.executors`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import socket
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
+from pipeline import executors, progress, task_costs
 from pipeline.actors import Actors
 from pipeline.artifact import Draft
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import storage_failure
-from pipeline.records import RecordT
+from pipeline.records import RecordT, TaskCost, TaskRecord
 from pipeline.resources import await_node, cpus_each, largest_memory
 from pipeline.retries import DELAYS_S, is_transient, with_retries
 
@@ -52,7 +55,7 @@ def run_tasks(
     """
     delays_s = DELAYS_S
 
-    def run(dataset: Any, starts: _Run) -> Any:
+    def run(dataset: Any, starts: _Starts) -> Any:
         def do(row: dict[str, Any]) -> dict[str, Any]:
             return _do(draft, work, delays_s, starts, row)
 
@@ -60,7 +63,7 @@ def run_tasks(
         bound = min(memory, largest_memory())  # a small machine tries
         return dataset.map(do, **({"memory": bound} if memory else {}))
 
-    return _run(draft, tasks, label, kind, run)
+    return _run(draft, tasks, label, kind, lambda: work, run)
 
 
 def run_tasks_on_actors(
@@ -81,14 +84,14 @@ def run_tasks_on_actors(
     delays_s = DELAYS_S
 
     class Actor:
-        def __init__(self, starts: _Run) -> None:
+        def __init__(self, starts: _Starts) -> None:
             self._work = make()
             self._starts = starts
 
         def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
             return _do(draft, self._work, delays_s, self._starts, row)
 
-    def run(dataset: Any, starts: _Run) -> Any:
+    def run(dataset: Any, starts: _Starts) -> Any:
         import ray.data
 
         least, most = actors.count(len(tasks)), actors.most(len(tasks))
@@ -110,23 +113,43 @@ def run_tasks_on_actors(
             num_gpus=1 if actors.gpu else None,
         )
 
-    return _run(draft, tasks, label, kind, run, rows)
+    return _run(draft, tasks, label, kind, make, run, rows)
 
 
 def _do(
-    draft: Draft, work: Work[RecordT], delays_s: Sequence[float], starts: _Run, row: dict[str, Any]
+    draft: Draft,
+    work: Work[RecordT],
+    delays_s: Sequence[float],
+    starts: _Starts | None,
+    row: dict[str, Any],
 ) -> dict[str, Any]:
-    """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned."""
+    """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned.
+
+    `starts`: None where a task starts once only.
+    """
     task = row["task"]
-    outcome = {"task": task, "refusal": "", "storage": "", "failure": "", "traceback": ""}
-    number = starts.add(task)
+    outcome = {
+        "task": task,
+        "refusal": "",
+        "storage": "",
+        "failure": "",
+        "traceback": "",
+        "cost": "{}",
+    }
+    number = starts.add(task) if starts else 1
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return outcome
     if number > _STARTS:
         why = f"its process died {_STARTS} times; where a node's memory was full, give it less at a time"
         return {**outcome, "failure": why}
+
+    def do_and_mark() -> TaskRecord:
+        record = task_costs.measured(lambda: work(draft, task, row["argument"]))
+        draft.mark(task, record)
+        return record
+
     try:
-        with_retries(lambda: draft.mark(task, work(draft, task, row["argument"])), delays_s)
+        cost = with_retries(do_and_mark, delays_s).cost
     except BadInput as error:
         return {**outcome, "refusal": str(error)}
     except Exception as error:
@@ -135,10 +158,10 @@ def _do(
         text = " ".join(f"{type(error).__name__}: {error}".split())
         shown = "" if is_transient(error) else traceback.format_exc()
         return {**outcome, "failure": text, "traceback": shown}
-    return outcome
+    return {**outcome, "cost": json.dumps(dataclasses.asdict(cost))}
 
 
-class _Starts:
+class _StartCounter:
     """An actor: how often each task of a run has been started, and where. Ray itself starts again without
     end."""
 
@@ -157,8 +180,8 @@ class _Starts:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A run of tasks, for which starts are counted."""
+class _Starts:
+    """How often the tasks of one run have been started, for its processes on any node."""
 
     actor: Any
     run: str
@@ -170,7 +193,7 @@ class _Run:
         return int(ray.get(self.actor.add.remote(self.run, task, socket.gethostname())))
 
     def end(self) -> dict[str, list[str]]:
-        """See `_Starts.end`."""
+        """See `_StartCounter.end`."""
         import ray
 
         found: dict[str, list[str]] = ray.get(self.actor.end.remote(self.run))
@@ -180,7 +203,7 @@ class _Run:
 _kept: dict[str, Any] = {}  # an actor ends with the handle that its creator has
 
 
-def _starts() -> Any:
+def _start_counter() -> Any:
     """The actor of this driver: one for all its runs, since an actor is a process, and starts in a second
     of CPU (a third of a small jobs.clean_corpus, when each stage had its own)."""
     import ray
@@ -198,8 +221,8 @@ def _starts() -> Any:
         "max_restarts": -1,  # killed, it forgets the counts; the job goes on
         "max_task_retries": -1,
     }
-    _kept["starts"] = ray.remote(_Starts).options(**options).remote()
-    return _kept["starts"]
+    _kept["counter"] = ray.remote(_StartCounter).options(**options).remote()
+    return _kept["counter"]
 
 
 def _run(
@@ -207,52 +230,89 @@ def _run(
     tasks: Mapping[str, Any],
     label: str,
     kind: type[RecordT],
-    run: Callable[[Any, _Run], Any],
+    make: Callable[[], Work[RecordT]],
+    run: Callable[[Any, _Starts], Any],
     rows: Mapping[str, int] | None = None,
 ) -> list[RecordT]:
-    """`run(dataset, starts)` adds the work to the dataset of tasks."""
+    """`run(dataset, starts)` adds the work to the dataset of tasks; `make()` is the work in this process."""
     done = draft.marks()
     missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in done]
     size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
     started = sum(size[name] for name in tasks if name in done)
     total = sum(size[name] for name in tasks)
-    with tqdm(desc=label, total=total, initial=started, unit=unit) as progress:
+    failed: dict[str, str] = {}
+    died_on: dict[str, list[str]] = {}
+    with progress.bar(label, total, started, unit) as bar:
         if missing:
-            failed = _run_missing(missing, label, run, lambda task: progress.update(size[task]))
-            if failed:
-                raise Stopped(_describe(failed, tasks, label))
+            if here := executors.current():
+                outcomes = _in_this_process(here, draft, missing, make)
+            else:
+                outcomes = _on_cluster(missing, run, died_on)
+            failed = _failures(outcomes, label, lambda task: bar.update(size[task]))
             done = draft.marks()
-    return [done.record(name, kind) for name in tasks]
+    records = {name: done.record(name, kind) for name in tasks if name in done}
+    costs = {name: record.cost for name, record in records.items()}
+    task_costs.report(task_costs.Stage(label, costs, failed, died_on))
+    if failed:
+        raise Stopped(_describe(failed, tasks, label))
+    return [records[name] for name in tasks]
 
 
-def _run_missing(
+def _in_this_process(
+    here: executors.InThisProcess,
+    draft: Draft,
+    missing: Sequence[dict[str, Any]],
+    make: Callable[[], Work[RecordT]],
+) -> Generator[dict[str, Any], None, None]:
+    """The outcome of each task, as it ends."""
+    work = make()
+    for row in missing:
+        yield _do(draft, work, DELAYS_S, None, row)
+        here.tasks.append(row["task"])
+
+
+def _on_cluster(
     missing: list[dict[str, Any]],
-    label: str,
-    run: Callable[[Any, _Run], Any],
-    ended: Callable[[str], object],
-) -> dict[str, str]:
-    """Why tasks failed, by task. The others have gone on to the end, unless too many failed."""
+    run: Callable[[Any, _Starts], Any],
+    died_on: dict[str, list[str]],
+) -> Generator[dict[str, Any], None, None]:
+    """The outcome of each task, as it ends; then fills in `died_on`."""
     import ray.data
 
-    starts = _Run(_starts(), uuid.uuid4().hex)
-    failed: dict[str, str] = {}
+    starts = _Starts(_start_counter(), uuid.uuid4().hex)
     dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
-    for row in run(dataset, starts).iter_rows():
-        if row["refusal"]:
-            raise BadInput(row["refusal"])
-        if row["storage"]:  # no other task can write either
-            raise Stopped(f"{label}: {row['storage']}; the same command resumes when it can write")
-        if not row["failure"]:
-            ended(row["task"])
-            continue
-        if row["traceback"] and not failed:
-            print(row["traceback"], file=sys.stderr, flush=True)
-        failed[row["task"]] = row["failure"]
-        if len(failed) >= _MAX_FAILED:
-            break
-    for task, hosts in starts.end().items():
-        where = ", ".join(hosts)
-        print(f"{label}: {task} was started again: its process died on {where}", file=sys.stderr)
+    with suppress(GeneratorExit):  # nobody waits for the other tasks
+        yield from run(dataset, starts).iter_rows()
+    died_on.update(starts.end())
+
+
+def _failures(
+    outcomes: Generator[dict[str, Any], None, None], label: str, ended: Callable[[str], object]
+) -> dict[str, str]:
+    """Why tasks failed, by task. The others have gone on to the end, unless too many failed.
+
+    Raises BadInput where a task does, and Stopped where a task cannot write.
+    """
+    failed: dict[str, str] = {}
+    with closing(outcomes):
+        for row in outcomes:
+            if row["refusal"]:
+                raise BadInput(row["refusal"])
+            if row["storage"]:  # no other task can write either
+                raise Stopped(
+                    f"{label}: {row['storage']}; the same command resumes when it can write"
+                )
+            if not row["failure"]:
+                task_costs.count_done(label, TaskCost(**json.loads(row["cost"])))
+                ended(row["task"])
+                continue
+            if row["traceback"] and not failed:
+                print(row["traceback"], file=sys.stderr, flush=True)
+            task_costs.count_failed(label)
+            progress.event("task_failed", stage=label, task=row["task"], why=row["failure"])
+            failed[row["task"]] = row["failure"]
+            if len(failed) >= _MAX_FAILED:
+                break
     return failed
 
 

@@ -11,8 +11,9 @@ import json
 import logging
 import math
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,13 @@ from mlflow.entities import LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
-from pipeline import storage
+from pipeline import storage, task_costs
 from pipeline.artifact import RUN, Artifact, Draft, git_revision
 from pipeline.config import BadInput, flatten
 
 _SQLITE = "sqlite:///"
+local_store = ""
+"""The data base on this machine that this process has logged a run to; "": none yet, or a server."""
 _MAX_PARAM_CHARACTERS = 500  # MLflow's own bound is 6,000; nobody reads more than this in a table
 
 
@@ -121,7 +124,9 @@ def _open(
     """Continues the run `earlier_run` if the server has it; else opens a new one."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    global local_store
     mlflow.set_tracking_uri(server())
+    local_store = server() if server().startswith(_SQLITE) else ""
     experiment_id = _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
     tags = {
         "job": job,
@@ -139,8 +144,23 @@ def _open(
         # MLflow refuses a second value of a parameter: those of the first attempt stay.
         mlflow.log_params({k: v for k, v in params.items() if k not in active.data.params})
         run = Run(active.info.run_id, mlflow.get_tracking_uri())
-        yield run
+        with task_costs.collected() as stages:
+            try:
+                yield run
+            finally:
+                _attach_stages(run, stages)
         run.flush()
+
+
+def _attach_stages(run: Run, stages: Sequence[task_costs.Stage]) -> None:
+    """Keeps what tasks cost and which failed, also of a job that fails."""
+    if not stages:
+        return
+    text = json.dumps([stage.as_json() for stage in stages], indent=1, ensure_ascii=False)
+    try:
+        run.attach({"tasks.json": text.encode()})
+    except (MlflowException, OSError) as error:  # the failure of the job says more
+        print(f"MLflow did not take tasks.json: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
 def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None = None) -> None:
@@ -178,25 +198,32 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
     return str(version.version)
 
 
-def move_alias(name: str, alias: str, version: str) -> tuple[str, str]:
-    """Lets `name`@`alias` mean another version: a number, or what another alias means. Returns what it
-    meant before ("": nothing), which `previous` means then, and what it means now.
+def registered_version(name: str, version: str) -> tuple[str, str]:
+    """(number, URI of the model) of a version: a number, or what an alias means.
 
     Raises BadInput where the registry has no such model or version.
     """
     client = mlflow.MlflowClient()
-    mlflow.set_tracking_uri(server())
     try:
         aliases = dict(client.get_registered_model(name).aliases)
         number = str(aliases.get(version, version))
-        client.get_model_version(name, number)
+        return number, str(client.get_model_version(name, number).source)
     except MlflowException as error:
         raise BadInput(f"{name}, version {version}: {str(error).splitlines()[0]}") from None
-    before = str(aliases.get(alias, ""))
-    if before and before != number:
+
+
+def version_of_alias(name: str, alias: str) -> str:
+    """The version that an alias of a registered model means; "" where it means none."""
+    return str(dict(mlflow.MlflowClient().get_registered_model(name).aliases).get(alias, ""))
+
+
+def move_alias(name: str, alias: str, version: str) -> None:
+    """Lets `name`@`alias` mean another version; `name`@`previous` then means the one before."""
+    client = mlflow.MlflowClient()
+    before = version_of_alias(name, alias)
+    if before and before != version:
         client.set_registered_model_alias(name, "previous", before)
-    client.set_registered_model_alias(name, alias, number)
-    return before, number
+    client.set_registered_model_alias(name, alias, version)
 
 
 def _earlier_run(draft: Draft) -> str:

@@ -37,7 +37,7 @@ from serve.service import Answer, Question, Service, Text
 
 
 class Strict(BaseModel):
-    """Fields that are not known are refused."""
+    """Refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -56,7 +56,7 @@ GivenCandidate = Annotated[
 
 
 class RankRequest(Strict):
-    """Candidates come with the request, or from a pool that is served."""
+    """The candidates come with the request, or from a pool."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -72,14 +72,14 @@ class RankRequest(Strict):
         default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
     )
     pool: StrictStr | None = Field(default=None, min_length=1, description="The pool to search.")
-    top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Results at most.")
+    top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
     where: dict[str, list[StrictStr]] | None = Field(
         default=None,
         max_length=10,
-        description="Of a pool: columns that it keeps, and the values that count there.",
+        description="With a pool: its columns, and the values that a row may have there.",
     )
     allow: list[StrictStr] | None = Field(
-        default=None, max_length=MAX_CANDIDATES, description="Of a pool: the ids that count."
+        default=None, max_length=MAX_CANDIDATES, description="With a pool: the only ids that count."
     )
     explain: StrictBool = Field(
         default=False,
@@ -115,9 +115,8 @@ class RankRequest(Strict):
 
 
 class Result(BaseModel):
-    """A candidate: `id` is the client's or the pool's, or its place among the request's texts; `columns`
-    are those that the pool keeps; `weights`, with `explain`: how much each of the context's vectors counts
-    in the score, which add up to 1."""
+    """A candidate. `id` is the client's or the pool's, or the text's place in the request. `columns` are the
+    pool's. `weights`, with `explain`: the share of each context vector in the score; they add up to 1."""
 
     id: str
     text: str
@@ -127,25 +126,26 @@ class Result(BaseModel):
 
 
 class Explanation(BaseModel):
-    """What the context's vectors are made of. `tokens` joined read as what the model read of the context;
-    `vectors`: for each vector how much of each token it holds, which adds up to 1, or 0 for a vector that
-    does not count."""
+    """`tokens`: the context as the model read it. `vectors`: for each context vector its attention to each
+    token, which adds up to 1, or to 0 for a vector that does not count."""
 
     tokens: list[str]
     vectors: list[list[float]]
 
 
 class PoolVersion(BaseModel):
-    """Which version of a pool answered."""
+    """The pool version that answered. `missing_shards`: numbers of the shards that did not answer, whose rows
+    are not among the results."""
 
     name: str
     version: str
+    missing_shards: list[int] = []
 
 
 class RankResponse(BaseModel):
-    """Best first; `model` is the fingerprint of the ranker that scored, `certified` whether this is
-    provably the exact top k, `milliseconds` what the replica took; `explanation` is there where `explain`
-    asks for it and there are results."""
+    """The results, best first. `model`: the ranker's fingerprint. `certified`: whether this is provably the
+    exact top k. `milliseconds`: the replica's time. `explanation`: only with `explain`, and if there are
+    results."""
 
     results: list[Result]
     certified: bool
@@ -156,10 +156,10 @@ class RankResponse(BaseModel):
 
 
 class ClassifyRequest(Strict):
-    """Texts of one intent each, such as a customer's message."""
+    """Texts with one intent each, such as customers' messages."""
 
     texts: list[FilledText] = Field(min_length=1, max_length=MAX_CANDIDATES)
-    top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Intents of a text at most.")
+    top_k: Integer = Field(default=3, ge=1, le=MAX_TOP_K, description="Most intents of each text.")
 
 
 class Intent(BaseModel):
@@ -170,7 +170,7 @@ class Intent(BaseModel):
 
 
 class Classification(BaseModel):
-    """A text's likeliest intents, best first; `out_of_scope`: the best is too unlikely to be meant."""
+    """A text's most probable intents, best first. `out_of_scope`: even the best is too improbable."""
 
     intents: list[Intent]
     out_of_scope: bool
@@ -186,7 +186,7 @@ class ClassifyResponse(BaseModel):
 
 
 class Health(BaseModel):
-    """`ok`: the process answers; of /ready: and a model is loaded."""
+    """`ok`: the process answers; for /ready also: a model is loaded."""
 
     status: str
 
@@ -199,8 +199,8 @@ def create_app(
     state: Callable[[], dict[str, Any]] = dict,
     close: Callable[[], None] = lambda: None,
 ) -> FastAPI:
-    """The application over a service; None is enough to write the interface down. `state`: what /info
-    says of the versions beside the engine's own. `close` is called at the end."""
+    """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
+    the versions. `close` is called at the end."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -218,7 +218,8 @@ def create_app(
     )
     errors.install(app)
     playground.install(app)
-    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes)
+    full = service.queue.full if service else lambda: None
+    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes, full=full)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
@@ -230,7 +231,7 @@ def create_app(
             raise Refusal("not_ready", "no model is loaded", None, 1.0)
         return service
 
-    @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool"))
+    @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool", "shard_missing"))
     async def rank(
         asked: Annotated[
             Annotated[RankRequest, Tag("<object>")]
@@ -241,7 +242,7 @@ def create_app(
         ],
         request: Request,
     ) -> RankResponse | list[RankResponse]:
-        """Ranks candidates for a context; of a list of questions each, all by the same versions."""
+        """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         ranker, began = loaded(), time.monotonic()
         engine = ranker.engine
         several = asked if isinstance(asked, list) else [asked]
@@ -255,7 +256,7 @@ def create_app(
 
     @app.post("/classify", responses=documented(*REFUSALS, "no_classifier"))
     async def classify(asked: ClassifyRequest, request: Request) -> ClassifyResponse:
-        """Says which intents texts have."""
+        """Classifies texts by intent."""
         ranker, began = loaded(), time.monotonic()
         intents, found = await ranker.classify(asked.texts, request.state.deadline)
         results = [
@@ -277,7 +278,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Health:
-        """Whether the process answers; it does not wait for rankings."""
+        """Whether the process answers. It does not wait for rankings."""
         return Health(status="ok")
 
     @app.get("/ready", responses=documented("not_ready"))
@@ -288,7 +289,7 @@ def create_app(
 
     @app.get("/info", responses=documented("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
-        """Which model and which pools are served, by which settings."""
+        """The model, the pools, their versions and settings."""
         return {**loaded().engine.info(), **state()}
 
     wire.add_routes(app, loaded)
@@ -300,24 +301,31 @@ def _response(answer: Answer, milliseconds: float) -> RankResponse:
     explained, explanation = answer.explained, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
     if explained is not None:
-        weights = _rounded(explained.weights_KM)
+        weights = _rounded(explained.weights_CM)
         tokens, attention_MT = explained.attended
         explanation = Explanation(tokens=tokens, vectors=_rounded(attention_MT))
     return RankResponse(
         results=[
-            Result(id=one.id, text=one.text, score=one.score, columns=one.columns, weights=some)
+            Result(
+                id=one.id, text=one.text, score=one.score, columns=dict(one.columns), weights=some
+            )
             for one, some in zip(answer.results, weights, strict=True)
         ],
         certified=answer.certified,
         model=engine.model.fingerprint,
-        pool=PoolVersion(name=answer.pool, version=answer.pool_version) if answer.pool else None,
+        pool=_pool_version(answer) if answer.pool else None,
         milliseconds=round(milliseconds, 3),
         explanation=explanation,
     )
 
 
+def _pool_version(answer: Answer) -> PoolVersion:
+    missing = list(answer.missing_shards)
+    return PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
+
+
 def _rounded(weights: Tensor) -> list[list[float]]:
-    """Six decimals: 64 vectors of 360 tokens are 0.2 MB then, not 0.5."""
+    """Rounded to six decimals: 64 vectors of 360 tokens take 0.2 MB of JSON instead of 0.5."""
     rows: list[list[float]] = weights.double().round(decimals=6).tolist()
     return rows
 

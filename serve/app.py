@@ -3,36 +3,51 @@
     serve run serve.app:build model=RANKER pools=POOLS/replies,POOLS/articles
 
 One deployment holds the model and the memory-mapped pools: a hop between deployments costs 3 to 6 ms,
-more than most rankings. Replicas of one node share the pools' pages.
+more than most rankings. Replicas of one node share the pools' pages. Pools that are too large for a node are
+`sharded_pools`: each shard of their rows is in a deployment of its own.
 """
 
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
-import functools
 import logging
 import os
 import random
+from contextlib import suppress
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
+from ray.exceptions import RayActorError, RayError
 from ray.serve.config import BackpressureConfig, DeploymentActorConfig
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
+from pipeline.registry import REGISTRY
+from pipeline.retrieval.pools.pool import Share
 from serve.api import create_app
 from serve.engine import Engine, open_pools
 from serve.guard import token_hashes
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.service import Service
+from serve.shards import (
+    OnMissingShard,
+    PoolShard,
+    ShardAnswer,
+    ShardedPool,
+    ShardFacts,
+    ShardQuestion,
+    ShardRefusal,
+    ShardUnavailable,
+)
 from serve.versions import (
-    REGISTRY,
     Decider,
     Decision,
     Follower,
@@ -44,6 +59,7 @@ from serve.versions import (
 
 _DECIDER, _CANDIDATE = "versions", "candidate"
 _ANSWER_S = 30.0  # the decider may have to list an object store
+_OPEN_S = 600.0  # a shard may have to download its part first
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -59,6 +75,22 @@ class Args(BaseModel):
     )
     pools: list[str] = Field(
         default=[], description="Pools that it embedded; on the command line a,b."
+    )
+    sharded_pools: list[str] = Field(
+        default=[],
+        description="Pools that no replica holds whole: each of their shards is in a deployment of its own.",
+    )
+    shards: int = Field(
+        default=2, ge=1, le=1000, description="How many shards `sharded_pools` have."
+    )
+    shard_replicas: int = Field(default=1, ge=1, description="Replicas of each shard.")
+    shard_cpus: float = Field(default=1.0, ge=0, description="Cores of each, and threads.")
+    shard_wait_s: float = Field(
+        default=2.0, gt=0, description="A shard that has not answered after so long is missing."
+    )
+    on_missing_shard: OnMissingShard = Field(
+        default="refuse",
+        description="refuse: answer 503; answer: without that shard's rows, and say so.",
     )
     second_stage: str = Field(
         default="", description="A cross-encoder that scores the best 50 of a pool anew."
@@ -84,7 +116,7 @@ class Args(BaseModel):
     )
     limits: Limits = Field(default_factory=Limits, description="What a client may ask for.")
 
-    @field_validator("pools", "origins", mode="before")
+    @field_validator("pools", "sharded_pools", "origins", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
@@ -103,16 +135,17 @@ class Args(BaseModel):
 class Ranker:
     """A replica."""
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, args: Args, shards: list[DeploymentHandle]) -> None:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         self._args = args
+        self._shards = [_Shard(handle) for handle in shards]
+        self._metrics = metrics = Metrics()
         self._follower = self._following(_DECIDER)
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
             self._candidate.start(wait=False)  # the champion answers until it is there
-        metrics = Metrics()
         limits = args.limits
         self._service = Service(
             self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows
@@ -120,8 +153,15 @@ class Ranker:
 
     def _following(self, decider: str) -> Follower:
         replica = serve.get_replica_context().replica_id.unique_id
-        ask = functools.partial(_ask, decider)
-        return Follower(replica, ask, self._load, self._args.poll_s)
+
+        def ask(report: Report) -> Decision:
+            decision = _ask(decider, report)
+            pools = follower.loaded.info()["pools"] if follower.loaded else []
+            self._metrics.followed(decider, decision.problems, pools)
+            return decision
+
+        follower = Follower(replica, ask, self._load, self._args.poll_s)
+        return follower
 
     def _engine(self) -> Engine:
         """Which model answers a request."""
@@ -138,8 +178,13 @@ class Ranker:
 
     def _load(self, versions: Versions) -> Engine:
         args = self._args
+        whole, cut = versions.pools[: len(args.pools)], versions.pools[len(args.pools) :]
+        sharded = [
+            ShardedPool(version, self._shards, args.shard_wait_s, args.on_missing_shard)
+            for version in cut
+        ]
         engine = Engine(
-            versions.model, versions.pools, args.precision, args.second_stage, args.classifier
+            versions.model, whole, args.precision, args.second_stage, args.classifier, sharded
         )
         if engine.model.fingerprint != versions.fingerprint:
             engine.close()
@@ -165,6 +210,57 @@ class Ranker:
         self._candidate.close()
 
 
+@serve.deployment(
+    max_ongoing_requests=512,
+    max_queued_requests=256,
+    backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
+    graceful_shutdown_timeout_s=30,
+)
+class RankerShard:
+    """A replica that holds one shard of each of `sharded_pools`."""
+
+    def __init__(self, number: int, args: Args) -> None:
+        share = Share(number, args.shards)
+        self._shard = PoolShard(share, args.limits.waiting_s, Metrics().batch)
+        for pool in args.sharded_pools:  # probably what the rankers ask for
+            with suppress(BadInput, OSError):
+                self._shard.preload(pool)
+
+    async def open(self, version: str) -> ShardFacts | ShardRefusal:
+        return await self._shard.open(version)
+
+    async def search(self, question: ShardQuestion) -> ShardAnswer | ShardRefusal:
+        return await self._shard.search(question)
+
+
+class _Shard:
+    """A shard's deployment, as a ranker's replica sees it."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    def open(self, version: str) -> ShardFacts | ShardRefusal:
+        facts: ShardFacts | ShardRefusal
+        try:
+            facts = self._handle.open.remote(version).result(timeout_s=_OPEN_S)
+            others = self._handle.broadcast("open", version)
+            others.results(timeout_s=_OPEN_S, return_exceptions=True)
+        except (TimeoutError, RayError, RayServeException) as error:
+            raise ShardUnavailable(str(error).splitlines()[0]) from None
+        return facts
+
+    async def search(self, question: ShardQuestion) -> ShardAnswer | ShardRefusal:
+        try:
+            try:
+                return await self._handle.search.remote(question)  # type: ignore[no-any-return]
+            except RayActorError:  # its replica has died under it: another one may live
+                return await self._handle.search.remote(question)  # type: ignore[no-any-return]
+        except BackPressureError:
+            return ShardRefusal("overloaded", "a shard of the pool has too much to do", 1.0)
+        except (RayError, RayServeException) as error:
+            raise ShardUnavailable(str(error).splitlines()[0]) from None
+
+
 def _ask(name: str, report: Report) -> Decision:
     """The decider may have been started again since: it is looked up each time."""
     decider = serve.get_deployment_actor(name)
@@ -182,10 +278,10 @@ def build(args: Args) -> serve.Application:
 
 def application(args: Args, **options: Any) -> serve.Application:
     """As `build`, with options of the deployment, such as `num_replicas`."""
-    pools = tuple(storage.absolute(uri) for uri in args.pools)
+    pools = tuple(storage.absolute(uri) for uri in [*args.pools, *args.sharded_pools])
     champion = Targets(_absolute(args.model), pools)
     versions, _ = resolve(champion)
-    open_pools(versions.model, versions.pools)
+    open_pools(versions.model, versions.pools[: len(args.pools)])
     token_hashes()
     second = _absolute(args.second_stage)
     if second:
@@ -205,11 +301,28 @@ def application(args: Args, **options: Any) -> serve.Application:
         )
         for name, wanted in targets.items()
     ]
-    args = args.model_copy(update={"second_stage": second, "classifier": classifier})
+    args = args.model_copy(
+        update={
+            "second_stage": second,
+            "classifier": classifier,
+            "sharded_pools": list(pools[len(args.pools) :]),
+        }
+    )
     deployment = Ranker.options(  # type: ignore[attr-defined]
         name=args.name, deployment_actors=deciders, **options
     )
-    bound: serve.Application = deployment.bind(args)
+    shards = range(args.shards if args.sharded_pools else 0)
+    bound: serve.Application = deployment.bind(args, [_shard(number, args) for number in shards])
+    return bound
+
+
+def _shard(number: int, args: Args) -> serve.Application:
+    deployment = RankerShard.options(  # type: ignore[attr-defined]
+        name=f"{args.name}-shard-{number}",
+        num_replicas=args.shard_replicas,
+        ray_actor_options={"num_cpus": args.shard_cpus},
+    )
+    bound: serve.Application = deployment.bind(number, args)
     return bound
 
 

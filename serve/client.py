@@ -104,6 +104,8 @@ class Ranking:
     pool_version: str | None
     milliseconds: float
     """That the service took."""
+    missing_shards: Sequence[int] = ()
+    """Parts of the pool that did not answer: better rows may be there."""
 
 
 class Client:
@@ -361,7 +363,7 @@ def _ranking(answer: Any) -> Ranking:
     ]
     return Ranking(
         results, answer["certified"], answer["model"], pool["name"], pool["version"],
-        answer["milliseconds"],
+        answer["milliseconds"], pool.get("missing_shards", ()),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +19,20 @@ from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.models import explanation, inference
-from pipeline.models.explanation import Attended
+from pipeline.models.explanation import Explained
+from pipeline.models.polyencoder import Attention
 from pipeline.models.precision import Precision
-from pipeline.models.ranker import Ranker, load_ranker
+from pipeline.models.ranker import Ranker
 from pipeline.models.settings import SETTINGS, parse_settings
-from pipeline.resources import best_device
+from pipeline.ranking.ranker import Ranker as LoadedRanker
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import filters, top_rows
 from serve.intents import Intents
 from serve.scheduling import Kind
+
+if TYPE_CHECKING:
+    from serve.shards import ShardedPool
 
 # Tokens in a batch for each thread; `inference` cuts it further, by length. Larger ones gain nothing and
 # keep small requests waiting: of all-MiniLM 4,096 tokens take a core some 0.1 s.
@@ -79,13 +83,6 @@ class ToExplain(NamedTuple):
     """[K, D] of the results; those of a pool are read from its files."""
 
 
-class Explained(NamedTuple):
-    """What the context's vectors are made of, and how much each counts in each result's score."""
-
-    attended: Attended
-    weights_KM: Tensor
-
-
 class Engine:
     """Calls may come from any thread; a `Kind` is computed by one at a time."""
 
@@ -96,16 +93,18 @@ class Engine:
         precision: Precision = "auto",
         second_stage: str = "",
         classifier: str = "",
+        sharded: Sequence[ShardedPool] = (),
     ) -> None:
         """Loads and checks a model and versions of pools; a pool's own URI means its CURRENT one.
         `second_stage`: a cross-encoder that scores the best of a pool anew. `classifier`: of intents.
+        `sharded`: versions of further pools, which are searched elsewhere.
 
         Raises BadInput for a model or a pool that cannot be served, or whose vectors are not the model's.
         """
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
         self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]
-        self.ranker = _load(self.model, precision)
+        self.ranker = LoadedRanker.load(self.model.uri, precision).module
         gpu = self.ranker.device.type == "cuda"
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
         self.contexts = Kind("contexts", self._encode_contexts, tokens)
@@ -114,7 +113,7 @@ class Engine:
         self.second_stage: SecondStage | None = None
         if second_stage:
             artifact = open_artifact(second_stage, "ranker")
-            ranker = _load(artifact, precision)
+            ranker = LoadedRanker.load(second_stage, precision).module
             ranker.config.require_pairs()
             kind = Kind("second_stage", functools.partial(_score_pairs, ranker), tokens)
             self.second_stage = SecondStage(artifact, ranker, kind)
@@ -123,14 +122,23 @@ class Engine:
             self.intents = Intents(classifier, self.model, self.ranker, precision, tokens)
         self.scores = Kind("scores", self._score, _PRODUCTS)
         self.explanations = Kind("explanations", self._explain, tokens)
-        self.searches = {
-            name: Kind("search", functools.partial(self._search, pool), _SEARCHES)
-            for name, pool in self.pools.items()
-        }
+        self.sharded = {pool.name: pool for pool in sharded}
+        if both := sorted(self.sharded.keys() & self.pools.keys()):
+            raise BadInput(f"pools: two are named {both[0]!r}")
+        self.pool_rows = {name: len(pool) for name, pool in self.pools.items()}
+        self.pool_rows |= {pool.name: pool.description["candidates"] for pool in sharded}
+        self.searches: Mapping[str, Kind] = {}
+        if self.pools:
+            attention = self.ranker.config.search_attention
+            self.searches = {
+                name: search_kind(pool, attention) for name, pool in self.pools.items()
+            }
         self._masks = functools.lru_cache(_FILTERS)(self._mask)
         self._warm_up()
         for pool in self.pools.values():
             self._check(pool)
+        for pool_of_shards in self.sharded.values():
+            self._check_vectors(pool_of_shards.uri, pool_of_shards.canaries)
 
     @property
     def has_vectors(self) -> bool:
@@ -155,48 +163,11 @@ class Engine:
 
     def _score(self, asked: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
         """([M, D], [M], candidates [C, D]) → C scores each."""
-        device, found = self.ranker.device, list[list[float]]()
-        with torch.inference_mode():
-            for vectors_MD, mask_M, candidates_CD in asked:
-                scores_1C = self.ranker.dual.scores(
-                    vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device)
-                )
-                found.append(scores_1C[0].tolist())
-        return found
-
-    def _search(self, pool: Pool, asked: Sequence[Asked]) -> list[Answered]:
-        """Questions without filter share their passes over the pool."""
-        found: dict[int, Answered] = {}
-        attention = self.ranker.config.search_attention
-        by_filter: dict[int, list[int]] = {}
-        for place, one in enumerate(asked):
-            by_filter.setdefault(id(one.among), []).append(place)
-        for places in by_filter.values():
-            some = [asked[place] for place in places]
-            answer = top_rows(
-                pool,
-                torch.stack([one.vectors_MD for one in some]).numpy(),
-                max(one.top_k for one in some),
-                torch.stack([one.mask_M for one in some]).numpy(),
-                attention,
-                among=some[0].among,
-            )
-            for at, (place, one) in enumerate(zip(places, some, strict=True)):
-                found[place] = Answered(
-                    answer.places[at, : one.top_k],
-                    answer.scores[at, : one.top_k],
-                    bool(answer.certified[at]),
-                )
-        return [found[place] for place in range(len(asked))]
+        return [inference.vector_scores(self.ranker, *one).tolist() for one in asked]
 
     def _explain(self, asked: Sequence[ToExplain]) -> list[Explained]:
         return [
-            Explained(
-                explanation.attention_of_row(self.ranker, one.row),
-                explanation.candidate_weights(
-                    self.ranker, one.vectors_MD, one.mask_M, one.candidates()
-                ),
-            )
+            explanation.explain(self.ranker, one.row, one.vectors_MD, one.mask_M, one.candidates())
             for one in asked
         ]
 
@@ -243,7 +214,8 @@ class Engine:
             "precision": self.ranker.precision,
             "pools": [
                 {**describe(pool), "columns": filters.columns(pool)} for pool in self.pools.values()
-            ],
+            ]
+            + [{**one.description, "columns": one.columns} for one in self.sharded.values()],
         }
 
     # Before it answers
@@ -265,26 +237,63 @@ class Engine:
         """
         if not len(pool):
             return
-        places = np.unique(np.linspace(0, len(pool) - 1, _CANARIES).astype(np.int64))
-        texts = [pool.row(place).text for place in places.tolist()]
-        ours_ND = inference.candidate_vectors(self.ranker, texts).numpy()
-        theirs_ND = pool.vectors_at(places)
-        off_N = np.linalg.norm(ours_ND - theirs_ND, axis=1)
-        if not (off_N <= _NEAR * np.linalg.norm(ours_ND, axis=1) + 1e-6).all():
-            worst = pool.row(int(places[int(np.argmax(off_N))])).id
-            raise BadInput(f"{pool.artifact.uri}: the vector of {worst!r} is not what the model makes "
-                           "of its text; embed the pool again")  # fmt: skip
-        vectors = self._encode_contexts(self.ranker.context_rows([[text] for text in texts]))
-        for answer in self._search(pool, [Asked(*one, 10, None) for one in vectors]):
+        places = canary_places(len(pool))
+        rows = [pool.row(place) for place in places.tolist()]
+        vectors_ND = pool.vectors_at(places)
+        canaries = [(*row, vector_D) for row, vector_D in zip(rows, vectors_ND, strict=True)]
+        self._check_vectors(pool.artifact.uri, canaries)
+        contexts = self.ranker.context_rows([[row.text] for row in rows])
+        asked = [Asked(*one, 10, None) for one in self._encode_contexts(contexts)]
+        for answer in self.searches[pool.name].run(asked):
             if not np.isfinite(answer.scores_K).all():
                 raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
 
+    def _check_vectors(self, uri: str, canaries: Sequence[tuple[str, str, Floats]]) -> None:
+        """`canaries`: (id, text, vector) of rows of a pool. Raises BadInput for another model's vectors."""
+        if not canaries:
+            return
+        ids, texts, vectors = zip(*canaries, strict=True)
+        ours_ND = inference.candidate_vectors(self.ranker, list(texts)).numpy()
+        off_N = np.linalg.norm(ours_ND - np.stack(vectors), axis=1)
+        if not (off_N <= _NEAR * np.linalg.norm(ours_ND, axis=1) + 1e-6).all():
+            worst = ids[int(np.argmax(off_N))]
+            raise BadInput(f"{uri}: the vector of {worst!r} is not what the model makes of its text; "
+                           "embed the pool again")  # fmt: skip
 
-def _load(model: Artifact, precision: Precision) -> Ranker:
-    ranker = inference.place(load_ranker(model.local()), best_device(), precision)
-    if ranker.precision == "bf16":
-        inference.to_bf16(ranker)
-    return ranker
+
+def canary_places(rows: int) -> Ints:
+    """The places of some rows of a pool, spread over it."""
+    return np.unique(np.linspace(0, rows - 1, min(rows, _CANARIES)).astype(np.int64))
+
+
+def search_kind(pool: Pool, attention: Attention) -> Kind:
+    """Searches of a pool, some of which one pass over it answers."""
+    return Kind("search", functools.partial(_search_together, pool, attention), _SEARCHES)
+
+
+def _search_together(pool: Pool, attention: Attention, asked: Sequence[Asked]) -> list[Answered]:
+    """Questions with the same filter share their passes over the pool."""
+    found: dict[int, Answered] = {}
+    by_filter: dict[int, list[int]] = {}
+    for place, one in enumerate(asked):
+        by_filter.setdefault(id(one.among), []).append(place)
+    for places in by_filter.values():
+        some = [asked[place] for place in places]
+        answer = top_rows(
+            pool,
+            torch.stack([one.vectors_MD for one in some]).numpy(),
+            max(one.top_k for one in some),
+            torch.stack([one.mask_M for one in some]).numpy(),
+            attention,
+            among=some[0].among,
+        )
+        for at, (place, one) in enumerate(zip(places, some, strict=True)):
+            found[place] = Answered(
+                answer.places[at, : one.top_k],
+                answer.scores[at, : one.top_k],
+                bool(answer.certified[at]),
+            )
+    return [found[place] for place in range(len(asked))]
 
 
 def _score_pairs(

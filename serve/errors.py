@@ -1,4 +1,4 @@
-"""Every error that a client can see: its code, its status, its meaning, and its one shape.
+"""Every error that a client can get: code, HTTP status and meaning. All have the same format:
 
 {"error": {"code": "invalid_request", "message": "context: …", "field": "context"}}
 """
@@ -19,11 +19,11 @@ from starlette.exceptions import HTTPException
 from pipeline.config import BadInput
 
 _log = logging.getLogger("polyrank.serve")
-_SHOWN = 200  # characters of what a client has sent that an error repeats
+_SHOWN = 200  # characters of a client's input that an error message repeats
 
 
 class Meaning(NamedTuple):
-    """What a code stands for."""
+    """HTTP status and explanation of a code."""
 
     status: int
     text: str
@@ -43,16 +43,21 @@ CODES: Mapping[str, Meaning] = {
     "overloaded": Meaning(429, "Too much is waiting; `Retry-After` says when to come again."),
     "internal": Meaning(500, "The request failed; the service's log says why."),
     "not_ready": Meaning(503, "No model is loaded yet; `Retry-After` says when to come again."),
+    "shard_missing": Meaning(503, "A part of the pool is out of reach; `Retry-After` says when."),
     "too_late": Meaning(504, "The request's time was over before its answer was computed."),
 }
 
+FULL_FOR = "x-polyrank-full-for-ms"
+"""Header of a replica's 429 answer: for how many milliseconds its proxies refuse requests without asking
+it. The proxies remove the header."""
+
 REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
             "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
-"""Codes that every route with a body may answer with."""
+"""Codes that every route with a body may return."""
 
 
 class Problem(BaseModel):
-    """`code` is for programs, `message` for people, `field` names what is wrong in the request."""
+    """`code` is for programs, `message` for people; `field` names the wrong field of the request."""
 
     code: str
     message: str
@@ -60,24 +65,32 @@ class Problem(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every answer that is no 200."""
+    """The body of every answer whose status is not 200."""
 
     error: Problem
 
 
 class Refusal(Exception):
-    """A request that is answered with an error."""
+    """Raised to answer a request with an error."""
 
     def __init__(
-        self, code: str, message: str, field: str | None = None, retry_after_s: float = 0.0
+        self,
+        code: str,
+        message: str,
+        field: str | None = None,
+        retry_after_s: float = 0.0,
+        full_for_s: float = 0.0,
     ) -> None:
+        """`full_for_s`: for the proxies, see FULL_FOR."""
         super().__init__(message)
         self.code, self.message, self.field = code, message, field
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.full_for_s = retry_after_s, full_for_s
 
     def response(self) -> JSONResponse:
-        """The one shape."""
+        """The HTTP answer."""
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
+        if self.full_for_s:
+            headers[FULL_FOR] = str(math.ceil(1000 * self.full_for_s))
         if self.code == "unauthorized":
             headers["www-authenticate"] = "Bearer"
         return _response(self.code, self.message, self.field, headers)
@@ -90,8 +103,17 @@ def _response(
     return JSONResponse({"error": problem}, CODES[code].status, dict(headers))
 
 
+def overloaded(waiting_s: float, most_waiting_s: float) -> Refusal:
+    """The refusal of a request because too much work is waiting.
+
+    `most_waiting_s`: the limit. Proxies refuse for a tenth of it, so the replica does not run out of work.
+    """
+    message = f"{waiting_s:.1f} s of work are waiting"
+    return Refusal("overloaded", message, None, max(1.0, waiting_s), most_waiting_s / 10)
+
+
 def documented(*codes: str) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of a route that answers with these codes."""
+    """The `responses` of a route in OpenAPI, for the codes that it may return."""
     texts: dict[int, list[str]] = {}
     for code in codes:
         texts.setdefault(CODES[code].status, []).append(f"`{code}`: {CODES[code].text}")
@@ -102,7 +124,7 @@ def documented(*codes: str) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Lets the application answer every exception in the one shape."""
+    """Makes the application answer every exception in this format."""
     app.exception_handler(Refusal)(_refusal)
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_error)
@@ -121,14 +143,14 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 def invalid(errors: Any) -> JSONResponse:
-    """The answer to what pydantic found; its first finding."""
+    """The answer to pydantic's errors: the first of them."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return _response("invalid_json", "the body is not JSON", None, {})
-    # In <> stands which of several types a value was read as.
+    # Parts in <> name the type that a value was read as; they are not fields.
     place = [_short(part) for part in first["loc"] if part != "body" and str(part)[:1] != "<"]
     message = str(first["msg"]).removeprefix("Value error, ")
-    if not place:  # said by a rule over several fields, which names them itself
+    if not place:  # a rule over several fields, whose message names them
         return _response("invalid_request", message, None, {})
     field = ".".join(place)
     return _response("invalid_request", f"{field}: {message}", field, {})
@@ -152,6 +174,6 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
 
 
 def _short(text: object) -> str:
-    """What a client sent, cut: an answer repeats no megabyte."""
+    """A client's input, truncated."""
     line = str(text)
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"

@@ -22,7 +22,7 @@ def _encodable(text: str) -> str:
 
 
 def _number(value: Any) -> Any:
-    """JSON knows one kind of number: 10.0 is 10; a text or a truth value is none."""
+    """JSON has one type of number, so 10.0 is allowed for 10. Strings and booleans are not numbers."""
     if isinstance(value, (bool, str)):
         raise ValueError("input should be a valid integer")
     return value
@@ -33,5 +33,5 @@ FilledText = Annotated[
 ]
 Turn = Annotated[StrictStr, AfterValidator(_encodable)]
 Integer = Annotated[int, BeforeValidator(_number)]
-# The bound stands next to the type: after the validator OpenAPI would not say it.
+# The bound must stand before the validator, or OpenAPI does not show it.
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]

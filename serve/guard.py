@@ -1,11 +1,12 @@
-"""What stands before every route: request ids, tokens, and bounds on what a client may send and when.
+"""The middleware before every route: request ids, bearer tokens, limits on bodies, deadlines, early refusals.
 
-It runs in each replica, and in Serve's proxies too where their environment says
+It runs in each replica. It also runs in Serve's proxies, if their environment says
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.guard:in_proxy
 
-so that slow senders hold no place in a replica, a request whose replica died is asked again of another (it is
-the same whenever it is asked), and Ray's own answers have the one shape of errors.
+A proxy with it reads the body before a replica hears of the request, so slow senders occupy no replica. It
+sends a request a second time if the replica died (requests change nothing). It refuses requests for a moment
+after a replica was overloaded, gives up if no replica is alive, and rewrites Ray's own errors in our format.
 """
 
 from __future__ import annotations
@@ -19,24 +20,34 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import CODES, Refusal
+from serve.errors import CODES, FULL_FOR, Refusal
 from serve.limits import MAX_TIMEOUT_MS, Limits
 
 TOKENS = "POLYRANK_TOKENS_SHA256"
-"""Environment variable: SHA-256 of the tokens that are let in, in hex, with commas; empty: everybody is."""
+"""Environment variable: SHA-256 hashes of the accepted tokens, in hex, separated by commas. Without it nobody
+needs a token."""
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
 _OPEN_TO_ALL = frozenset({"/health", "/ready"})
+_WITH_BODY = ("POST", "PUT", "PATCH")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 200  # in the log
 _ATTEMPTS = 2
+_BODY = "polyrank.body"
+"""Key of the ASGI scope in which a proxy sends the body to the replica. Otherwise the replica has to fetch
+the body from the proxy by another remote call."""
+_LARGEST_IN_SCOPE = 65_536  # bytes; Serve still sends the body its own way too
+_SERVES_TIMEOUT = "x-request-timeout-seconds"
+"""Header that tells Serve's proxy when to give up. Otherwise a request waits a minute if no replica lives."""
+_SPARE_S = 1.0  # after the deadline; a living replica has answered by then, with 504 at worst
+_WITHOUT_BODY_S = 5.0  # GET needs no computation, so a living replica answers at once
 _NICER = 10
 _RAYS = {404: "not_ready", 408: "too_late", 429: "overloaded", 500: "internal", 503: "not_ready"}
 
@@ -44,20 +55,19 @@ _access = logging.getLogger("polyrank.serve.access")
 
 
 def _give_way() -> None:
-    """This thread, which reads and refuses requests, gets less of a core that others need: those compute.
+    """Lowers the priority of this thread, which reads and refuses requests, below the threads that compute.
 
-    Of two cores that 200 clients kept busy, answers got 5 of 25 a second as equals, 13 so.
+    With 200 clients on two cores, 13 rankings a second were answered with it and 5 without it.
     """
-    thread = (
-        threading.get_native_id()
-    )  # Linux has a niceness per thread; elsewhere it is no process
+    # Linux has a niceness per thread. Elsewhere the call fails: the number is not a process.
+    thread = threading.get_native_id()
     with suppress(OSError, AttributeError):
         nice = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + _NICER))
 
 
 class Guard:
-    """An ASGI application before another one."""
+    """An ASGI middleware."""
 
     def __init__(
         self,
@@ -65,9 +75,14 @@ class Guard:
         limits: Limits | None = None,
         token_hashes: Sequence[str] = (),
         is_proxy: bool = False,
+        full: Callable[[], Refusal | None] = lambda: None,
     ) -> None:
+        """`full`: returns the refusal if the replica accepts no more work at the moment."""
         self._app, self._limits = app, limits or Limits()
         self._tokens, self._is_proxy = tuple(token_hashes), is_proxy
+        self._full = full
+        self._full_until: dict[str, float] = {}
+        """In a proxy, by path: until when to refuse requests because a replica was overloaded."""
         self._gives_way = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +97,7 @@ class Guard:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        headers["x-request-id"] = request_id  # of a megabyte nothing is logged, here or by Serve
+        headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
         answer = _Answer(send, request_id, scope["method"], self._is_proxy)
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
@@ -93,14 +108,19 @@ class Guard:
             state["deadline"] = began + self._timeout_s(headers)
             body = await self._body(scope, headers, receive)
         except Refusal as refusal:
-            # What is left of the body is not read: the connection is of no more use.
+            # The rest of the body stays unread, so the connection cannot be used again.
             response = refusal.response()
             response.headers["connection"] = "close"
             await response(scope, receive, answer)
         except _Gone:
             return
         else:
-            await self._ask(scope, receive, body, answer)
+            if body is not None and (overload := self._overloaded(scope["path"])):
+                await overload.response()(scope, receive, answer)
+            else:
+                await self._ask(scope, receive, body, answer)
+                if answer.full_for_s:
+                    self._full_until[scope["path"]] = time.monotonic() + answer.full_for_s
         if not self._is_proxy:
             _access.info(
                 "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_LONGEST_PATH],
@@ -116,6 +136,19 @@ class Guard:
         if scheme.lower() != "bearer" or not any(known):
             raise Refusal("unauthorized", CODES["unauthorized"].text)
 
+    def _overloaded(self, path: str) -> Refusal | None:
+        """The refusal of a request before it is parsed, or None.
+
+        A replica refuses while too much work is waiting. A proxy refuses for a moment after a replica has
+        refused: passing every request to a replica and back would take the cores that answers need.
+        """
+        if refusal := self._full():
+            return refusal
+        if self._full_until.get(path, 0.0) > time.monotonic():
+            return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
+        self._full_until.pop(path, None)
+        return None
+
     def _timeout_s(self, headers: Headers) -> float:
         asked = headers.get(TIMEOUT)
         if asked is None:
@@ -127,17 +160,27 @@ class Guard:
     async def _ask(
         self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
     ) -> None:
-        """Hands the request on; in a proxy once more where a replica has died under it."""
+        """Passes the request on. A proxy passes it on a second time if its replica died."""
+        if self._is_proxy and body is not None and len(body) <= _LARGEST_IN_SCOPE:
+            scope[_BODY] = body
         for _ in range(_ATTEMPTS if self._is_proxy else 1):
             sent = False
 
             async def again() -> Message:
                 nonlocal sent
-                if sent or body is None:
+                if body is None:
                     return await receive()
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
+                if not sent:
+                    sent = True
+                    return {"type": "http.request", "body": body, "more_body": False}
+                while (message := await receive())["type"] == "http.request":
+                    pass  # the same body again: it came in the scope
+                return message
 
+            if self._is_proxy:
+                left_s = scope["state"]["deadline"] - time.monotonic() + _SPARE_S
+                seconds = _WITHOUT_BODY_S if body is None else max(left_s, _SPARE_S)
+                MutableHeaders(scope=scope)[_SERVES_TIMEOUT] = f"{seconds:.3f}"
             await self._app(dict(scope), again, answer)
             if not answer.died:
                 break
@@ -145,8 +188,8 @@ class Guard:
             await answer.end()
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
-        """The whole body; None: the method has none."""
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
+        """The whole body; None if the method has no body. Raises Refusal."""
+        if scope["method"] not in _WITH_BODY:
             return None
         most = self._limits.body_bytes
         length = headers.get("content-length", "")
@@ -158,7 +201,11 @@ class Guard:
         if media != "application/json" and not media.endswith("+json"):
             raise Refusal("unsupported_media_type",
                           "content-type: allowed: application/json", "content-type")  # fmt: skip
-        body = bytearray()
+        body = bytearray(scope.pop(_BODY, b""))
+        if len(body) > most:
+            raise _too_long(most)
+        if body:
+            return bytes(body)
         try:
             async with asyncio.timeout(self._limits.upload_s):
                 more = True
@@ -168,9 +215,7 @@ class Guard:
                         raise _Gone
                     body += message.get("body", b"")
                     if len(body) > most:
-                        raise Refusal(
-                            "too_large", f"the body has over {most:,} bytes, which is the most"
-                        )
+                        raise _too_long(most)
                     more = message.get("more_body", False)
         except TimeoutError:
             raise Refusal("upload_too_slow",
@@ -178,8 +223,13 @@ class Guard:
         return bytes(body)
 
 
+def _too_long(most: int) -> Refusal:
+    return Refusal("too_large", f"the body has over {most:,} bytes, which is the most")
+
+
 def _is_open_to_all(method: str, path: str) -> bool:
-    """The playground asks for a token itself; a browser's question before a request has none."""
+    """Whether no token is needed. The playground's page asks the user for one; a browser's OPTIONS request
+    cannot carry one."""
     is_page = method in ("GET", "HEAD") and (path == "/" or path.startswith("/playground/"))
     return is_page or path in _OPEN_TO_ALL or method == "OPTIONS"
 
@@ -189,18 +239,21 @@ class _Gone(Exception):
 
 
 class _Answer:
-    """Sends an answer on: with the request's id, without a body for HEAD, and in a proxy with Ray's own
-    errors in the one shape."""
+    """Sends the answer: adds the request id, drops the body for HEAD, and in a proxy holds Ray's own errors
+    back until `end` rewrites them."""
 
     def __init__(self, send: Send, request_id: str, method: str, is_proxy: bool) -> None:
         self._send, self._request_id = send, request_id
         self._head_only, self._is_proxy = method == "HEAD", is_proxy
+        self._has_body = method in _WITH_BODY
         self._rays: tuple[int, Headers] | None = None
         self.status = 0
+        self.full_for_s = 0.0
+        """For how long the replica accepts no more requests, see FULL_FOR."""
 
     @property
     def died(self) -> bool:
-        """Whether the replica is gone: our own errors are JSON, and Ray's proxy says 503 or nothing."""
+        """Whether the replica died: then Ray's proxy answers 500 or 503 in plain text, or nothing."""
         return not self.status or (self._rays is not None and self._rays[0] in (500, 503))
 
     async def __call__(self, message: Message) -> None:
@@ -213,6 +266,9 @@ class _Answer:
                 self._rays = self.status, headers
                 return
             headers["x-request-id"] = self._request_id
+            if self._is_proxy and FULL_FOR in headers:
+                self.full_for_s = int(headers[FULL_FOR]) / 1000
+                del headers[FULL_FOR]
         elif self._rays is not None:
             return
         elif message["type"] == "http.response.body" and self._head_only:
@@ -220,11 +276,13 @@ class _Answer:
         await self._send(message)
 
     async def end(self) -> None:
-        """Sends what Ray said, if it was Ray, in our shape. Its 404: the replicas still start."""
+        """Sends Ray's error, if there is one, in our format. Ray says 404 while the replicas start."""
         if self.status and self._rays is None:
             return
         status, headers = self._rays or (500, Headers())
         code = _RAYS.get(status, "internal" if status >= 500 else "invalid_request")
+        if code == "too_late" and not self._has_body:
+            code = "not_ready"  # no replica is alive
         wait = headers.get("retry-after", "1")
         retry = float(wait) if code in ("overloaded", "not_ready") and wait.isdecimal() else 0.0
         response = Refusal(code, CODES[code].text, None, retry).response()
@@ -240,7 +298,7 @@ class _Answer:
 
 
 def token_hashes(environment: str | None = None) -> list[str]:
-    """The SHA-256 hashes of the tokens that are let in. Raises ValueError for something else."""
+    """The SHA-256 hashes of the accepted tokens. Raises ValueError if one is not a hash."""
     given = os.environ.get(TOKENS, "") if environment is None else environment
     hashes = [part.strip().lower() for part in given.split(",") if part.strip()]
     if not all(re.fullmatch(r"[0-9a-f]{64}", one) for one in hashes):
@@ -249,5 +307,5 @@ def token_hashes(environment: str | None = None) -> list[str]:
 
 
 def in_proxy() -> list[Middleware]:
-    """What Serve's proxies put before the requests that they hand on."""
+    """The middleware for Serve's proxies, which import it by the name of this function."""
     return [Middleware(Guard, is_proxy=True)]

@@ -1,4 +1,4 @@
-"""How much a client may ask for, and for how long."""
+"""Limits on the size and duration of a request."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ MAX_TIMEOUT_MS = 60_000
 
 
 class Limits(BaseModel):
-    """Those that an operator may set; the others are part of the interface and stand in openapi.json."""
+    """The limits that an operator may set. The constants above are part of the interface (openapi.json)."""
 
     model_config = ConfigDict(extra="forbid")
 
-    body_bytes: int = Field(default=2_000_000, ge=1_000, description="A request's body.")
-    upload_s: float = Field(default=10.0, gt=0, description="A body has to be there after so long.")
+    body_bytes: int = Field(default=2_000_000, ge=1_000, description="Size of a request's body.")
+    upload_s: float = Field(
+        default=10.0, gt=0, description="Seconds in which the body must arrive."
+    )
     timeout_ms: int = Field(
         default=10_000, ge=1, le=MAX_TIMEOUT_MS,
-        description="What a request has that says nothing: what cannot be answered in time is not computed.",
+        description="Deadline of a request that names none (x-timeout-ms). It is not computed too late.",
     )  # fmt: skip
     batch_rows: int = Field(
         default=1024,
         ge=1,
-        description="So many rows of all requests are computed together at most.",
+        description="Most rows, of all requests, that are computed together.",
     )
     waiting_s: float = Field(
         default=2.0,
         gt=0,
-        description="So much work may wait in a replica; more is refused with 429.",
+        description="Seconds of work that may wait in a replica; more is refused with 429.",
     )

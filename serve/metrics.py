@@ -1,6 +1,10 @@
-"""What a replica tells Prometheus, beside Serve's own numbers; Ray puts `ray_` before each name."""
+"""The metrics of a replica, on Ray's Prometheus endpoint. Ray adds `ray_` before each name."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
 from ray.serve import metrics
 
@@ -23,7 +27,7 @@ class Metrics:
         )
         self._waited = metrics.Histogram(
             "polyrank_waited_seconds",
-            description="Seconds that the first row of a batch waited for its turn.",
+            description="Seconds that the first row of a batch waited.",
             boundaries=_SECONDS,
             tag_keys=("stage",),
         )
@@ -40,12 +44,33 @@ class Metrics:
         )
         self._answers = metrics.Counter(
             "polyrank_answers_total",
-            description="Questions answered, by the versions that did.",
+            description="Questions answered, by model and pool version.",
             tag_keys=("model", "pool", "version", "certified"),
         )
 
+        self._candidates = metrics.Counter(
+            "polyrank_candidates_total",
+            description="Candidates ranked: given with the questions, or rows of pools.",
+            tag_keys=("pool",),
+        )
+        self._ages = metrics.Gauge(
+            "polyrank_pool_age_seconds",
+            description="Seconds since the served version of a pool was made.",
+            tag_keys=("pool",),
+        )
+        self._problems = metrics.Gauge(
+            "polyrank_problems",
+            description="Number of reasons, listed in /info, why the wanted versions are not served.",
+            tag_keys=("of",),
+        )
+        self._missing = metrics.Counter(
+            "polyrank_missing_shards_total",
+            description="Times that a shard of a pool did not answer in time.",
+            tag_keys=("pool", "shard"),
+        )
+
     def batch(self, batch: Batch) -> None:
-        """A batch was computed."""
+        """Records a batch."""
         tags = {"stage": batch.kind}
         self._seconds.observe(batch.seconds, tags)
         self._waited.observe(batch.waited_s, tags)
@@ -53,7 +78,20 @@ class Metrics:
         self._units.inc(batch.units, tags)
 
     def answered(self, answer: Answer) -> None:
-        """A question was answered."""
+        """Records an answer."""
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
+        self._candidates.inc(answer.candidates, {"pool": answer.pool})
+        for shard in answer.missing_shards:
+            self._missing.inc(1, {"pool": answer.pool, "shard": str(shard)})
+
+    def followed(
+        self, of: str, problems: Sequence[str], pools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Records a decision (`of`: versions or candidate) and the pools that are served."""
+        self._problems.set(len(problems), {"of": of})
+        for pool in pools:
+            made = datetime.fromisoformat(pool["created_at"])
+            age_s = (datetime.now(UTC) - made).total_seconds()
+            self._ages.set(age_s, {"pool": pool["name"]})

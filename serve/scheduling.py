@@ -1,12 +1,12 @@
-"""Work of many requests in batches, by one thread: the shortest deadline first, and no more than can be done.
+"""The work queue of a replica: one thread computes the rows of all requests in batches.
 
-A request hands in rows: contexts to encode, pairs to score, questions to a pool. Rows of one kind are
-computed together. A row's turn is its request's deadline, later by the time that the request's rows before
-it take, so that a small request passes between the rows of a large one. While a batch is computed others
-gather; none waits for others to come.
+A request hands in rows: contexts to encode, pairs to score, searches of a pool. Rows of one kind are computed
+together. Rows are ordered by their request's deadline. Each further row of a request counts as later, by the
+time that the request's earlier rows take, so a small request passes between the rows of a large one. The
+thread never waits for a batch to fill: rows that arrive during a batch form the next one.
 
-A request is let in as a whole (`admit`): its rows come one stage after the other, and a queue that counted
-only the rows that are there let in four times what it could do.
+Admission (`admit`) is by request, not by row. The rows of a request arrive stage by stage, so a limit on the
+rows in the queue accepted four times the work that could be done.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.errors import Refusal
+from serve.errors import Refusal, overloaded
 
-_SMOOTHING = 0.1  # how much the last batch counts in the time that a unit takes; of n < 10: 1/n
+_SMOOTHING = 0.1  # weight of the latest batch in the mean time of a unit; 1/n for the first ten
 
 
 class _Mean:
-    """Of the seconds that a unit takes, the latest count most. The first ones say nothing of the next: they
-    allocate and compile."""
+    """A moving mean of the seconds that a unit takes. It ignores the first measurement, which includes
+    allocation and compilation."""
 
     def __init__(self) -> None:
         self.value, self._count = 0.0, -1
@@ -43,34 +43,35 @@ class _Mean:
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """Rows that can be computed together."""
+    """A kind of work, whose rows can be computed together."""
 
     name: str
     run: Callable[[list[Any]], Sequence[Any]]
     """Rows to their results, in order."""
     batch_units: float
-    """Units (as a rule tokens) in a batch; one row may have more."""
+    """The most units (usually tokens) in a batch. A row with more is computed alone."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What is told of a batch that was computed."""
+    """Measurements of a batch, for the metrics."""
 
     kind: str
     rows: int
     units: float
     waited_s: float
-    """The row that waited longest."""
+    """The longest wait of its rows."""
     seconds: float
 
 
 @dataclass(eq=False)
 class _Request:
-    """One that was let in."""
+    """An admitted request."""
 
     expected_s: float = 0.0
-    """Of work."""
+    """Seconds of work that it is expected to take."""
     spent_s: float = 0.0
+    """Seconds of work that it has taken so far."""
 
 
 _current: ContextVar[_Request | None] = ContextVar("request", default=None)
@@ -109,39 +110,48 @@ class WorkQueue:
         watch: Callable[[Batch], None] = lambda batch: None,
         batch_rows: int = 1024,
     ) -> None:
-        """`most_waiting_s`: of work that is accepted; more is refused. `batch_rows`: in one batch."""
-        self._most_waiting_s, self._watch, self._batch_rows = most_waiting_s, watch, batch_rows
+        """`most_waiting_s`: seconds of work that may wait; more is refused. `batch_rows`: most rows of a
+        batch. `watch` is called after each batch."""
+        self._most_s, self._watch, self._batch_rows = most_waiting_s, watch, batch_rows
         self._changed = threading.Condition()
         self._rows: dict[Kind, list[_Row]] = {}
         self._numbers = itertools.count()
-        self._unit_s: dict[str, _Mean] = defaultdict(_Mean)  # by kind
-        self._request_s: dict[str, _Mean] = defaultdict(_Mean)  # of a unit of a request, by name
+        self._unit_s: dict[str, _Mean] = defaultdict(_Mean)  # seconds of a unit, by kind
+        self._request_s: dict[str, _Mean] = defaultdict(
+            _Mean
+        )  # seconds of a request's unit, by name
         self._requests: set[_Request] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="work-queue", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Lets the thread end after the batch it computes; rows that wait are given up."""
+        """Ends the thread after the current batch. Waiting rows are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     @property
     def waiting_s(self) -> float:
-        """Seconds of work that requests have before them which were let in, by what such ones took before."""
+        """Seconds of work left for the admitted requests, estimated from earlier requests."""
         return sum(max(0.0, one.expected_s - one.spent_s) for one in self._requests)
+
+    def full(self) -> Refusal | None:
+        """The refusal that any request would get now, or None."""
+        waiting_s = self.waiting_s
+        return overloaded(waiting_s, self._most_s) if waiting_s > self._most_s else None
 
     @contextmanager
     def admit(self, name: str, units: float, deadline: float) -> Iterator[None]:
-        """Lets a request in, whose rows are handed in within. Requests of one name take as long a unit.
+        """Admits a request, whose rows are handed in inside the `with` block.
 
-        Raises Refusal (overloaded) where so much is waiting that it would be late.
+        Requests with the same name are expected to take the same time for each unit. Raises Refusal
+        (overloaded) if so much work is waiting that the request would miss its deadline.
         """
-        waiting = self.waiting_s
-        if waiting > min(self._most_waiting_s, deadline - time.monotonic()):
-            raise Refusal("overloaded", f"{waiting:.1f} s of work are waiting", None,
-                          max(1.0, waiting))  # fmt: skip
+        if refusal := self.full():
+            raise refusal
+        if (waiting_s := self.waiting_s) > deadline - time.monotonic():
+            raise overloaded(waiting_s, 0.0)  # other requests may have later deadlines
         request = _Request(units * self._request_s[name].value)
         self._requests.add(request)
         token = _current.set(request)
@@ -155,7 +165,7 @@ class WorkQueue:
     async def run(
         self, kind: Kind, rows: Sequence[Any], units: Sequence[float], deadline: float
     ) -> list[Any]:
-        """The rows' results, in order. Raises Refusal (too_late) where the deadline comes first."""
+        """The rows' results, in order. Raises Refusal (too_late) if the deadline passes first."""
         if not rows:
             return []
         loop = asyncio.get_running_loop()
@@ -176,7 +186,7 @@ class WorkQueue:
         while True:
             with self._changed:
                 while not self._closed and not any(self._rows.values()):
-                    self._rows.clear()  # kinds of models that are not served any more
+                    self._rows.clear()  # including kinds of models that are no longer served
                     self._changed.wait()
                 if self._closed:
                     return
@@ -185,7 +195,7 @@ class WorkQueue:
                 self._compute(in_time)
 
     def _next_batch(self) -> list[_Row]:
-        """The row whose turn it is, and others of its kind."""
+        """The row that is next, and others of its kind."""
         heap = min((heap for heap in self._rows.values() if heap), key=lambda heap: heap[0])
         kind = heap[0].kind
         batch: list[_Row] = []
@@ -227,7 +237,7 @@ class WorkQueue:
             _deliver(loop, calls)
 
     def _compute_apart(self, rows: list[_Row], error: Exception) -> None:
-        """What one request is at fault for does not fail the others of its batch."""
+        """Computes a failed batch again, request by request, so one bad request does not fail the others."""
         calls = {row.call for row in rows}
         if len(calls) == 1:
             _deliver(rows[0].call.loop, [(rows[0].call, error)])
@@ -241,12 +251,12 @@ def _deliver(
 ) -> None:
     def set_all() -> None:
         for call, error in calls:
-            if call.future.done():  # the client is gone, or it failed before
+            if call.future.done():  # the client has gone, or an earlier row failed
                 continue
             if error is not None:
                 call.future.set_exception(error)
             else:
                 call.future.set_result(call.results)
 
-    with suppress(RuntimeError):  # the loop is closed: nobody waits
+    with suppress(RuntimeError):  # the loop is closed, so nobody waits
         loop.call_soon_threadsafe(set_all)

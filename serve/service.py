@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from pipeline.classification.classifier import Classified
-from pipeline.retrieval.search import filters
-from serve.engine import Asked, Engine, Explained, SecondStage, ToExplain, Where
+from pipeline.models.explanation import Explained
+from pipeline.ranking.results import Result, best_results
+from pipeline.ranking.search import results_at
+from serve.engine import Asked, Engine, SecondStage, ToExplain, Where
 from serve.errors import CODES, Refusal
 from serve.intents import Intents
 from serve.scheduling import Batch, WorkQueue
@@ -49,23 +51,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """A candidate with its score."""
-
-    place: int
-    """Among the question's candidates, or in the pool."""
-    id: str
-    text: str
-    score: float
-    columns: dict[str, Any]
-    """Those that a pool keeps to filter by."""
-
-
-@dataclass(frozen=True)
 class Answer:
     """Best first; ties in the order given, in a pool by id."""
 
-    results: list[Ranked]
+    results: list[Result]
     certified: bool
     """Whether this is provably the exact top k; with a second stage: whether it scored the exact best."""
     engine: Engine
@@ -74,6 +63,29 @@ class Answer:
     pool_version: str = ""
     explained: Explained | None = None
     """Where the question asks for it and there are results."""
+    missing_shards: Sequence[int] = ()
+    """Shards of the pool whose rows are not among the results."""
+    candidates: int = 0
+    """How many were ranked: given with the question, or rows of the pool."""
+
+
+class _InPool(NamedTuple):
+    """What a search of a pool has found."""
+
+    results: list[Result]
+    certified: bool
+    version: str
+    vectors_MD: torch.Tensor = torch.empty(0)
+    """Of the context; empty where there are no results."""
+    mask_M: torch.Tensor = torch.empty(0)
+    vectors_at: Callable[[Sequence[int]], torch.Tensor] = lambda places: torch.empty(0)
+    """The vectors [K, D] of results, by their places in the pool."""
+    missing_shards: Sequence[int] = ()
+
+
+def _depth(engine: Engine, question: Question) -> int:
+    """How many of a pool's rows are wanted: those that a second stage scores."""
+    return max(question.top_k, _SECOND_STAGE) if engine.second_stage else question.top_k
 
 
 class Service:
@@ -127,15 +139,14 @@ class Service:
         candidates = question.candidates or []
         texts = [candidate.text for candidate in candidates]
         scores, _, explainable = await self._scored(engine, question.context, texts, deadline)
-        order = sorted(range(len(texts)), key=lambda place: -scores[place])[: question.top_k]
-        results = [
-            Ranked(place, candidates[place].id, texts[place], scores[place], {}) for place in order
-        ]
+        ids = [candidate.id for candidate in candidates]
+        results = best_results(ids, texts, scores, question.top_k)
         explained = None
         if question.explain and explainable is not None:
+            order = [one.index for one in results]
             of_results = explainable._replace(candidates=lambda: explainable.candidates()[order])
             explained = await self._explain(engine, of_results, deadline)
-        return Answer(results, True, engine, explained=explained)
+        return Answer(results, True, engine, explained=explained, candidates=len(texts))
 
     async def scores(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
@@ -218,37 +229,79 @@ class Service:
     async def _search(
         self, engine: Engine, question: Question, name: str, deadline: float
     ) -> Answer:
-        if name not in engine.pools:
-            there = ", ".join(sorted(engine.pools)) or "none"
+        if name not in engine.pools and name not in engine.sharded:
+            there = ", ".join(sorted([*engine.pools, *engine.sharded])) or "none"
             raise Refusal("unknown_pool", f"pool: not served here; there are: {there}", "pool")
-        pool = engine.pools[name]
         (row,) = await self._tokenize(engine.ranker.context_rows, [question.context])
-        among = engine.among(name, question.where, question.allow)
-        if among is not None and not among.any():
-            return Answer([], True, engine, name, pool.version)
-        ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        depth = max(question.top_k, _SECOND_STAGE) if engine.second_stage else question.top_k
-        asked = Asked(vectors_MD, mask_M, depth, among)
-        (found,) = await self.queue.run(engine.searches[name], [asked], [1.0], deadline)
-        kept = filters.columns(pool)
-        results = []
-        for place, score in zip(found.places_K.tolist(), found.scores_K.tolist(), strict=True):
-            candidate = pool.row(place)
-            columns = pool.columns_at(place, kept) if kept else {}
-            results.append(Ranked(place, candidate.id, candidate.text, score, columns))
-        if engine.second_stage:
+        search = self._search_shards if name in engine.sharded else self._search_here
+        found = await search(engine, question, name, row, deadline)
+        results = found.results
+        if engine.second_stage and results:
             results = await self._score_anew(engine.second_stage, question, results, deadline)
         explained = None
-        if question.explain:
-            places_K = np.array([one.place for one in results], np.int64)
-            candidates = functools.partial(engine.vectors_of_pool, name, places_K)
-            explainable = ToExplain(row, vectors_MD, mask_M, candidates)
+        if question.explain and results:
+            places = [one.index for one in results]
+            candidates = functools.partial(found.vectors_at, places)
+            explainable = ToExplain(row, found.vectors_MD, found.mask_M, candidates)
             explained = await self._explain(engine, explainable, deadline)
-        return Answer(results, found.certified, engine, name, pool.version, explained)
+        return Answer(
+            results,
+            found.certified,
+            engine,
+            name,
+            found.version,
+            explained,
+            found.missing_shards,
+            engine.pool_rows[name],
+        )
+
+    async def _search_here(
+        self, engine: Engine, question: Question, name: str, row: Sequence[int], deadline: float
+    ) -> _InPool:
+        """In a pool that this replica holds."""
+        pool = engine.pools[name]
+        among = engine.among(name, question.where, question.allow)
+        if among is not None and not among.any():
+            return _InPool([], True, pool.version)
+        ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
+        asked = Asked(vectors_MD, mask_M, _depth(engine, question), among)
+        (found,) = await self.queue.run(engine.searches[name], [asked], [1.0], deadline)
+        results = results_at(pool, found.places_K, found.scores_K)
+
+        def vectors_at(places: Sequence[int]) -> torch.Tensor:
+            return engine.vectors_of_pool(name, np.array(places, np.int64))
+
+        return _InPool(results, found.certified, pool.version, vectors_MD, mask_M, vectors_at)
+
+    async def _search_shards(
+        self, engine: Engine, question: Question, name: str, row: Sequence[int], deadline: float
+    ) -> _InPool:
+        """In a pool that other deployments hold."""
+        pool = engine.sharded[name]
+        ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
+        found = await pool.search(
+            vectors_MD.numpy(),
+            mask_M.numpy(),
+            engine.ranker.config.search_attention,
+            _depth(engine, question),
+            question.where,
+            question.allow,
+            question.explain,
+            deadline,
+        )
+        results = [Result(r.place, r.id, r.text, r.score, r.columns) for r in found.rows]
+        vectors = {r.place: r.vector_D for r in found.rows if r.vector_D is not None}
+
+        def vectors_at(places: Sequence[int]) -> torch.Tensor:
+            return torch.from_numpy(np.stack([vectors[place] for place in places]))
+
+        return _InPool(
+            results, found.certified, pool.version, vectors_MD, mask_M, vectors_at, found.missing
+        )
 
     async def _score_anew(
-        self, stage: SecondStage, question: Question, found: list[Ranked], deadline: float
-    ) -> list[Ranked]:
+        self, stage: SecondStage, question: Question, found: list[Result], deadline: float
+    ) -> list[Result]:
         (context,) = await self._tokenize(stage.ranker.context_rows, [question.context])
         texts = [one.text for one in found]
         rows = await self._tokenize(stage.ranker.candidate_rows, texts)

@@ -1,28 +1,29 @@
-"""Which model and which versions of its pools a service answers with, and how it goes over to others.
+"""Which model and pool versions a service answers with, and how all replicas change to new ones together.
 
-One `Decider` for all replicas looks what there is (a pool's CURRENT, an alias in MLflow's registry) and
-proposes it. Each replica's `Follower` loads the proposal beside what it serves, checks it, and says so. When
-all have, the proposal is decided, and each goes over by one assignment at its next question to the decider,
-within `poll_s`. What one replica refuses is not taken, and reported; the old versions serve on.
+One `Decider` for all replicas polls the pools' CURRENT files and the model's alias in MLflow's registry, and
+proposes new versions. Each replica's `Follower` loads the proposal beside what it serves, checks it, and
+reports the result. When all replicas have loaded it, the proposal becomes the decision. Each replica swaps by
+one assignment when it next asks the decider, within `poll_s`. If one replica refuses a version, no replica
+takes it: the old versions stay, and the reason is reported.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeline import storage
+from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, digest
 from pipeline.retrieval.pools.pool import CURRENT, KIND
 from serve.engine import Engine, require_search
 
-REGISTRY = "models:/"
-_SILENT_POLLS = 5  # a replica that has not asked for so long is gone
-_LEASE_S = 90.0  # an old version is given back when the longest request has ended
+_SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
+_LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Versions:
     model: str
     """URI"""
     fingerprint: str
-    """Of the model: what lies at the URI may change."""
+    """Of the model; the files at the URI may be replaced."""
     pools: tuple[str, ...]
-    """URIs, one version of each pool."""
+    """URIs of one version of each pool."""
 
     @property
     def key(self) -> str:
@@ -48,61 +49,49 @@ class Targets:
     model: str
     """URI of a ranker, or `models:/name@alias` of MLflow's registry."""
     pools: tuple[str, ...]
-    """Pools, of which the CURRENT version is wanted, or single versions."""
+    """URIs of pools, whose CURRENT versions are wanted, or of fixed versions."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica says of itself."""
+    """What a replica tells the decider."""
 
     replica: str
     serving: Versions | None
     prepared: str = ""
-    """Key of what it has loaded beside."""
+    """Key of the versions that it has loaded and does not serve yet."""
     refused: str = ""
-    """Key of what it could not load, and why:"""
+    """Key of versions that it could not load."""
     problem: str = ""
+    """Why it could not."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a replica is told."""
+    """What the decider answers."""
 
     decided: Versions | None
-    """To be served; None: nothing has been proved to load yet."""
+    """To serve; None: no versions have been loaded yet."""
     proposed: Versions | None
-    """To be loaded beside it."""
+    """To load beside them."""
     problems: tuple[str, ...]
-    """Why something else is served than what is wanted."""
+    """Why the wanted versions are not served."""
 
 
 def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, list[str]]:
-    """The versions that fit together and are nearest to what is wanted, and what is not as it is wanted.
+    """(the versions to serve, why some are not the wanted ones)
 
-    A pool whose CURRENT version another model embedded, or which cannot be read or is `refused` (its URI),
-    is served in its newest version that this model embedded. Raises BadInput where there is none.
+    If another model embedded the CURRENT version of a pool, or it cannot be read, or its URI is in `refused`,
+    then the newest version that this model embedded takes its place. Raises BadInput if there is none.
     """
-    model = read_artifact(_model_uri(targets.model), "ranker")
+    # MLflow's client would try for minutes while replicas wait for the decider; the next poll tries again.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    model = read_artifact(registry.model_uri(targets.model), "ranker")
     require_search(model, targets.pools)
     problems: list[str] = []
     pools = tuple(_version(uri, model, refused, problems) for uri in targets.pools)
     return Versions(model.uri, model.fingerprint, pools), problems
-
-
-def _model_uri(target: str) -> str:
-    """The alias' model of now."""
-    if not target.startswith(REGISTRY):
-        return target
-    name, _, alias = target.removeprefix(REGISTRY).partition("@")
-    if not alias:
-        raise BadInput(f"model: {target!r} is not allowed; allowed: models:/name@alias, or a URI")
-    import mlflow  # a second and a half
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return str(mlflow.MlflowClient().get_model_version_by_alias(name, alias).source)
-    except MlflowException as error:
-        raise BadInput(f"model: {target}: {str(error).splitlines()[0]}") from None
 
 
 def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[str]) -> str:
@@ -127,7 +116,7 @@ def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[s
 
 
 def _current(uri: str, problems: list[str]) -> str:
-    """The URI of the version that CURRENT names, "" where it names none."""
+    """The URI of the version that CURRENT names; "" if it names none."""
     try:
         name = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
     except (UnicodeDecodeError, OSError) as error:
@@ -145,7 +134,7 @@ def _newest_first(uri: str) -> list[str]:
 
 
 def _of_model(version: str, model: Artifact) -> str:
-    """Raises BadInput unless the model embedded this version of a pool."""
+    """The URI of this version of a pool. Raises BadInput if another model embedded it."""
     pool = read_artifact(version, KIND)
     embedded = str(pool.manifest["inputs"]["model"]["fingerprint"])
     if embedded != model.fingerprint:
@@ -161,7 +150,8 @@ class _Replica:
 
 
 class Decider:
-    """One for all replicas of a service. It keeps nothing: a new one goes on from what replicas serve."""
+    """One for all replicas of a service. It stores nothing: after a restart it learns from the replicas what
+    is served."""
 
     def __init__(self, targets: Targets, poll_s: float) -> None:
         self._targets, self._poll_s = targets, poll_s
@@ -174,9 +164,9 @@ class Decider:
         self._looked = -poll_s
 
     def follow(self, report: Report) -> Decision:
-        """Hears a replica, and tells it what to serve and what to load.
+        """Takes a replica's report, and answers what to serve and what to load.
 
-        Raises BadInput where nothing can be served and nothing is.
+        Raises BadInput if nothing is served yet and nothing can be.
         """
         now = time.monotonic()
         serving = report.serving.key if report.serving else ""
@@ -205,7 +195,7 @@ class Decider:
         self._proposed = found if wanted else None
 
     def _refuse(self, report: Report) -> None:
-        """Remembers what could not be loaded: the pools' versions that the problem names, or all of it."""
+        """Remembers what could not be loaded: the pool versions that the problem names, or all versions."""
         self._refused[report.refused] = report.problem
         versions = self._proposed or self._decided
         for pool in versions.pools if versions else ():
@@ -216,13 +206,13 @@ class Decider:
         decided = self._decided
         if decided and decided.key == report.refused:
             others = (r.serving for r in self._replicas.values())
-            if decided.key not in others:  # it has gone since: start anew with what there is
+            if decided.key not in others:  # its files have gone: decide again
                 self._decided = None
 
 
 @dataclass
 class Follower:
-    """A replica's part."""
+    """The part of it in a replica."""
 
     replica: str
     ask: Callable[[Report], Decision]
@@ -235,9 +225,9 @@ class Follower:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self, wait: bool = True) -> None:
-        """Follows from now on; returns when something is loaded. Raises BadInput where nothing can be.
+        """Starts to follow the decider, and returns when versions are loaded. Raises BadInput if none can be.
 
-        Without `wait` it returns at once, and what cannot be loaded is tried again at each poll."""
+        Without `wait` it returns at once, and tries again at each poll."""
         while wait and self._engine is None:
             self._step()
         threading.Thread(target=self._follow, name="follow-versions", daemon=True).start()
@@ -250,7 +240,7 @@ class Follower:
 
     @property
     def loaded(self) -> Engine | None:
-        """None: nothing yet, without `wait`."""
+        """None: nothing is loaded yet, which only happens without `wait`."""
         return self._engine
 
     @property
@@ -260,7 +250,7 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._stop.wait(self.poll_s):
-            with suppress(Exception):  # the decider starts again: the old versions serve on
+            with suppress(Exception):  # such as a decider that restarts; the old versions stay
                 self._step()
 
     def _step(self) -> None:
@@ -281,7 +271,7 @@ class Follower:
         decided = decision.decided
         if self._beside is not None and _key(decided) == self._beside_key:
             old, (self._serving, engine) = self._engine, self._beside
-            self._engine, self._beside = engine, None  # the swap: later requests take the new one
+            self._engine, self._beside = engine, None  # the swap, for all later requests
             if old is not None:
                 _close_later(old)
 

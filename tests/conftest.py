@@ -12,12 +12,10 @@ import string
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 # Ray, torch and the tokenizers read these once, when they are imported.
 os.environ.pop("RAY_ADDRESS", None)  # never a cluster that others use
@@ -42,27 +40,44 @@ from transformers import PreTrainedTokenizerFast
 
 # `jobs` sets Ray's defaults before ray is there
 from jobs import cluster, finetune, prepare_corpus, tokenize_corpus
-from pipeline import resources, storage
+from pipeline import executors, storage
 from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
 from pipeline.corpora.made_up import sample
 from pipeline.models.convert.tokenizer import save_vocabulary
-from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
-from pipeline.retrieval.pools import build, candidates, embed
+from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.vector_format import encode
 from pipeline.training import tokenized_corpus
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary
+from tests.helpers import Finished, job_command
 
 ROOT = Path(__file__).parents[1]
 
-settings.register_profile("polyrank", derandomize=True, deadline=None, database=None)
+# The same examples in every run, so that more of them would find the same.
+settings.register_profile(
+    "polyrank", derandomize=True, deadline=None, database=None, max_examples=50
+)
 settings.load_profile("polyrank")
+
+
+# Fixtures that start a Ray, and those that start a job in a process, which starts one too.
+_RAY = {"local_ray", "from_zero", "address", "submit_job", "start_job"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test-fast` leaves out: tests with Ray (`ray`), or with processes (`slow`)."""
+    for item in items:
+        if _RAY & set(getattr(item, "fixturenames", ())):
+            item.add_marker("ray")
+        function = getattr(item, "function", None)
+        if "subprocess" in getattr(getattr(function, "__code__", None), "co_names", ()):
+            item.add_marker("slow")
 
 
 @pytest.fixture
@@ -122,26 +137,27 @@ def sample_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def prepared(corpus: str, files: Path, folder: Path) -> Artifact:
+    config = prepare_corpus.Config(format=corpus, input=(str(files),), output=str(folder / corpus))
+    with executors.in_this_process():
+        prepare_corpus.run(config)
+    return open_artifact(config.output, "corpus")
+
+
 @pytest.fixture(scope="session")
 def convai2_corpus(
-    local_ray, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
+    tracking_uri: str, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Artifact:
     """The published corpus of the sample files: `train` without, `valid` with 20 candidates."""
-    output = str(tmp_path_factory.mktemp("corpora") / "convai2")
-    files = (str(sample_files / "convai2"),)
-    prepare_corpus.run(prepare_corpus.Config(corpus="convai2", input=files, output=output))
-    return open_artifact(output, "corpus")
+    return prepared("convai2", sample_files / "convai2", tmp_path_factory.mktemp("corpora"))
 
 
 @pytest.fixture(scope="session")
 def reddit_corpus(
-    local_ray, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
+    tracking_uri: str, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Artifact:
     """The published corpus of the sample dumps, redacted and hashed: `train` and `test`."""
-    output = str(tmp_path_factory.mktemp("corpora") / "reddit")
-    files = (str(sample_files / "reddit_dump"),)
-    prepare_corpus.run(prepare_corpus.Config(corpus="reddit", input=files, output=output))
-    return open_artifact(output, "corpus")
+    return prepared("reddit", sample_files / "reddit_dump", tmp_path_factory.mktemp("corpora"))
 
 
 @pytest.fixture(scope="session")
@@ -192,9 +208,6 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
 def tokenize_in_process() -> Callable[..., TokenizedCorpus]:
     """`tokenize_in_process(corpus, tokenizer, output)`: what jobs.tokenize_corpus publishes, without Ray."""
 
-    def run_tasks(draft, tasks, work, label, kind):
-        return [work(draft, name, tasks[name]) for name in tasks]
-
     def publish(
         corpus: Artifact, tokenizer: Source, output: Path, **kept: object
     ) -> TokenizedCorpus:
@@ -206,8 +219,7 @@ def tokenize_in_process() -> Callable[..., TokenizedCorpus]:
         uris = {"corpus": corpus.uri, "tokenizer": str(tokenizer.local())}
         inputs = {name: {"uri": uri, "fingerprint": name} for name, uri in uris.items()}
         out = draft(str(output), TOKENS, config, inputs)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tokenized_corpus.shards, "run_tasks", run_tasks)
+        with executors.in_this_process():
             made = tokenized_corpus.tokenize(out, corpus, tokenizer, vocabulary, settings)
         return TokenizedCorpus(out.publish(made.files, made.counts, made.dropped, **made.facts))
 
@@ -215,24 +227,13 @@ def tokenize_in_process() -> Callable[..., TokenizedCorpus]:
 
 
 @pytest.fixture
-def actors_in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Embeds in this process, without Ray, whose actors take seconds to start; returns what they did."""
-    done: list[str] = []
+def actors_in_process() -> Iterator[list[str]]:
+    """Tasks and actors run in this process, without Ray, whose processes take seconds to start.
 
-    def run(draft, tasks, work, label, kind):
-        for name in [name for name in tasks if name not in draft.marks()]:
-            draft.mark(name, work(draft, name, tasks[name]))
-        return [draft.marks().record(name, kind) for name in tasks]
-
-    def run_on_actors(draft, tasks, make, label, kind, actors, rows, tasks_at_once):
-        done.extend(name for name in tasks if name not in draft.marks())
-        return run(draft, tasks, make(), label, kind)
-
-    monkeypatch.setattr(candidates.shards, "run_tasks", run)
-    monkeypatch.setattr(embed, "run_tasks_on_actors", run_on_actors)
-    here = functools.partial(resolve_precision, device=torch.device("cpu"))
-    monkeypatch.setattr(resources, "precision_of_tasks", lambda precision, gpu: here(precision))
-    return done
+    Returns the names of the tasks that ran so far.
+    """
+    with executors.in_this_process() as here:
+        yield here.tasks
 
 
 @pytest.fixture
@@ -264,10 +265,7 @@ def publish_pool() -> Callable[..., Artifact]:
         for name, (rows, vectors_ND) in zip(names, parts, strict=True):
             entries += build.write_shard(out, name, rows, encode(vectors_ND, dtype))
         width = parts[0][1].shape[1] if parts else 4
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build.shards, "run_tasks", lambda draft, tasks, work, label, kind: [
-                work(draft, name, tasks[name]) for name in tasks
-            ])  # fmt: skip
+        with executors.in_this_process():
             more, statistics = build.index(out, names, width, neighbours)
         facts = {"dimensions": width, "dtype": dtype, "statistics": statistics}
         candidates = sum(len(rows) for rows, _ in parts)
@@ -276,50 +274,38 @@ def publish_pool() -> Callable[..., Artifact]:
     return publish
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a user sees of a job."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The last line of standard output."""
-        assert self.code == 0, self.stderr
-        return json.loads(self.stdout.splitlines()[-1])
-
-    @property
-    def refusal(self) -> str:
-        """The one line that says what is wrong with the input."""
-        assert self.code == 2, (self.code, self.stderr)
-        lines = [line for line in self.stderr.splitlines() if line.startswith("python -m jobs.")]
-        assert len(lines) == 1, self.stderr
-        assert "Traceback" not in self.stderr
-        return lines[0]
-
-
 @pytest.fixture
-def run_job(local_ray, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """`run_job("prepare_corpus", "--corpus", …)`: a job's `main` in this process, on `local_ray`."""
+def run_job_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """`run_job_here("prepare_corpus", "--corpus", …)`: a job's `main` in this process, without Ray."""
 
     def run(verb: str, *arguments: object) -> Finished:
-        module = import_module(f"jobs.{verb}")
-        monkeypatch.setattr(sys, "argv", [verb, *map(str, arguments)])
-        capfd.readouterr()
-        code = 0
-        try:
-            module.program.main(module.Config, module.run, verb)
-        except SystemExit as stop:
-            code = stop.code
-        return Finished(code, *capfd.readouterr())
+        with executors.in_this_process():
+            return run_main(monkeypatch, capfd, verb, *arguments)
 
     return run
 
 
-def job_command(verb: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments)]
+@pytest.fixture
+def run_job(local_ray, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """As `run_job_here`, but its tasks, actors and workers are processes of `local_ray`."""
+    return functools.partial(run_main, monkeypatch, capfd)
+
+
+def run_main(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    verb: str,
+    *arguments: object,
+) -> Finished:
+    module = import_module(f"jobs.{verb}")
+    monkeypatch.setattr(sys, "argv", [verb, *map(str, arguments)])
+    capfd.readouterr()
+    code = 0
+    try:
+        module.program.main(module.Config, module.run, verb)
+    except SystemExit as stop:
+        code = stop.code
+    return Finished(code, *capfd.readouterr())
 
 
 @pytest.fixture(scope="session")

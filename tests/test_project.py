@@ -24,12 +24,10 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 import jobs
-from jobs import submit
 from jobs.benchmarks.paper.trials import recipe as recipe_of
 from pipeline.config import BadInput, flatten, identity, parse, to_dict
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERBS = sorted(
     file.stem for file in (ROOT / "jobs").glob("*.py") if "program.main(" in file.read_text()
@@ -180,8 +178,8 @@ def pretraining(name: str, *more: str):
 @pytest.mark.parametrize("name", ["reddit-base", "wikipedia-base"])
 def test_the_papers_pretraining(name):
     config = pretraining(name)
-    assert (config.encoder.layers, config.encoder.width, config.encoder.heads) == (12, 768, 12)
-    assert config.encoder.positions == 1024
+    assert (config.shape.layers, config.shape.width, config.shape.heads) == (12, 768, 12)
+    assert config.shape.positions == 1024
     assert config.pretrain.lanes == config.resources.workers == 32
     assert config.pretrain.lane_tokens == 32_000
     assert (config.pretrain.objective, config.pretrain.masking) == ("alternate", "xlm")
@@ -196,57 +194,7 @@ def test_the_papers_pretraining(name):
 def test_lanes_are_shared_evenly_also_by_8_workers(name):
     config = pretraining(name)
     assert config.pretrain.lanes % config.resources.workers == 0 == config.pretrain.lanes % 8
-    assert config.pretrain.longest_pair <= config.encoder.positions
-
-
-# README
-
-
-def commands(page: Path) -> list[str]:
-    lines = page.read_text().replace("\\\n", " ").splitlines()
-    return [line.split("#")[0] for line in lines if re.match(r"\s{4}.*python -m jobs\.\w+ ", line)]
-
-
-PAGES = (
-    ROOT / "README.md",
-    ROOT / "CLUSTER.md",
-    ROOT / "pipeline/training/README.md",
-    ROOT / "pipeline/training/PRETRAINING.md",
-)
-
-
-@pytest.mark.parametrize("line", [line for page in PAGES for line in commands(page)])
-def test_the_commands_of_the_pages_are_commands(line, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(ROOT)
-    program, *argv = shlex.split(line.partition("python -m jobs.")[2])
-    assert program in VERBS
-    config = parse(config_of(program), submit.joined(argv), program)
-    if program == "submit":
-        verb, *theirs = config.command
-        parse(config_of(verb), theirs, verb)
-
-
-def test_the_readme_names_a_command_of_every_job_but_the_demo():
-    named = set(re.findall(r"python -m jobs\.(\w+)", README))
-    assert named | {"demo"} == set(VERBS)
-
-
-def test_the_readme_names_only_files_that_exist():
-    tree = README.partition("What is where:")[2].partition("\n## ")[0]
-    folder = ROOT
-    named = 0
-    for line in tree.splitlines():
-        entry = re.match(r"(    |      )(\S+)  +\S", line)
-        if entry is None:
-            continue
-        indent, name = entry.groups()
-        path = (ROOT if len(indent) == 4 else folder) / name
-        assert path.is_dir() if name.endswith("/") else path.is_file(), f"{name} is not there"
-        folder = path if len(indent) == 4 else folder
-        named += 1
-    assert named >= 15
-    for target in ("demo", "test"):
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert config.pretrain.longest_pair <= config.shape.positions
 
 
 # The cluster

@@ -85,9 +85,7 @@ def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Ro
     except ImportError:
         raise BadInput("convert: needs sentence-transformers; pip install -e .[bench]") from None
 
-    inference.place(ranker, torch.device("cpu"), "auto")
-    if ranker.precision == "bf16":
-        inference.to_bf16(ranker)
+    inference.prepare(ranker, torch.device("cpu"))
     peer = SentenceTransformer(str(minilm_folder()), device="cpu")
     ways: dict[str, Callable[[list[str]], Any]] = {
         "ours": lambda some: inference.candidate_vectors(ranker, some),

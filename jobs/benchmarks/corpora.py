@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import pyarrow.dataset as pads
+import pyarrow.dataset as arrow_dataset
 import pyarrow.parquet as pq
 
 from jobs.benchmarks.measure import Row, Run, kill_often, run_job
@@ -75,10 +75,16 @@ def _growth(runs: dict[int, Run]) -> list[Row]:
     ]
     memory = runs[most].peak_mib / runs[middle].peak_mib
     return [
-        Row("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio", detail={"MiB": mib}),
+        Row("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio",
+            detail={"MiB": mib, "curve": _curve(mib, "MiB")}),
         Row("corpora.reddit.time_growth", slopes[1] / slopes[0],
-            "seconds per further comment, ratio", detail={"seconds": seconds}),
+            "seconds per further comment, ratio",
+            detail={"seconds": seconds, "curve": _curve(seconds, "seconds")}),
     ]  # fmt: skip
+
+
+def _curve(values: Mapping[int, float], unit: str) -> dict[str, object]:
+    return {"x": "comments", "y": unit, "points": [list(point) for point in sorted(values.items())]}
 
 
 def _reader(corpus: Path) -> Row:
@@ -92,7 +98,7 @@ def _reader(corpus: Path) -> Row:
             epoch.read(start, min(start + window, len(rows)))
 
     def theirs() -> None:
-        for _ in pads.dataset(corpus / "train").to_batches(
+        for _ in arrow_dataset.dataset(corpus / "train").to_batches(
             columns=list(columns), batch_size=window
         ):
             pass

@@ -201,8 +201,8 @@ def _pretraining_job(corpus: str, device: Device, scale: _Scale, work: Path) -> 
     tokens = min(_JOB_TOKENS, max(scale.micro_batch_tokens))
     done = run_job(
         "pretrain", "--corpus", corpus, "--output", output,
-        "--encoder.layers", shape.layers, "--encoder.width", shape.width,
-        "--encoder.heads", shape.heads, "--pretrain.steps", scale.steps,
+        "--shape.layers", shape.layers, "--shape.width", shape.width,
+        "--shape.heads", shape.heads, "--pretrain.steps", scale.steps,
         "--pretrain.batch-tokens", tokens, "--pretrain.micro-batch-tokens", tokens,
         "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
         "--loop.log-every-steps", max(1, scale.steps // 4), "--keep-training-state", "false",

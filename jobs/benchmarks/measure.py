@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from pipeline.artifact import git_revision
 from pipeline.config import BadInput
 
 
@@ -40,8 +42,22 @@ class Row:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
-def report(rows: list[Row], file: str) -> None:
-    """Prints the rows as a table, and writes them to a JSON file where one is named."""
+def source(size: str) -> dict[str, str]:
+    """Which run made a row: command, size, date, commit, machine. A command's folders are left out."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    machine = environment()
+    return {
+        "kind": "run",
+        "command": f"python -m jobs.benchmark {shlex.join(words)}",
+        "size": size,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": git_revision() or "unknown",
+        "machine": f"{machine['cores']} cores, {machine['cpu']}",
+    }
+
+
+def report(rows: list[Row], file: str, source: Mapping[str, str] | None = None) -> None:
+    """Prints the rows as a table. Writes them to a JSON file if one is named, each with its source."""
     print(f"{'':44} {'ours':>12} {'peer':>12} {'ratio':>7} {'floor':>12}  unit")
     for row in rows:
         numbers = [_number(row.ours), _number(row.peer), _number(row.ratio), _number(row.floor)]
@@ -49,7 +65,8 @@ def report(rows: list[Row], file: str) -> None:
         for name, value in row.detail.items():
             print(f"    {name}: {value}")
     if file:
-        Path(file).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        made = [{**asdict(row), "source": dict(source or {})} for row in rows]
+        Path(file).write_text(json.dumps(made, indent=1) + "\n")
 
 
 def _number(value: float | None) -> str:
@@ -145,13 +162,16 @@ def kill_often(
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """The Ray workers below a process that are at work on a task."""
+    """The Ray workers below a process that are at work on a task of ours."""
     found = []
     for process in _family(pid):
         with suppress(psutil.Error):
             title = " ".join(process.cmdline()[:1])
-            # A node does not survive its agents; an idle worker is no loss.
-            if title.startswith("ray::") and not title.endswith(("Agent", "IDLE")):
+            # A node does not survive its agents; an idle worker is no loss; actors that keep a book for
+            # others (Ray Data's, and `shards`' own) have names with an underscore.
+            if title.startswith("ray::") and not (
+                title.startswith("ray::_") or title.endswith(("Agent", "IDLE"))
+            ):
                 found.append(process)
     return found
 

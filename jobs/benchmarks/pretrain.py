@@ -58,8 +58,8 @@ def measure(size: Size, corpus: Sequence[str], overrides: Sequence[str], work: P
     uri = tokens(size, corpus[0] if corpus else "", work)
     layers, width, heads = _SHAPE[size]
     options = list(map(str, (
-        "--corpus", uri, "--encoder.layers", layers, "--encoder.width", width,
-        "--encoder.heads", heads,
+        "--corpus", uri, "--shape.layers", layers, "--shape.width", width,
+        "--shape.heads", heads,
         "--pretrain.batch-tokens", _STEP_TOKENS,
         "--pretrain.micro-batch-tokens", _STEP_TOKENS // _MICRO_BATCHES,
         "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
@@ -134,7 +134,7 @@ class _Side:
         corpora = tuple(map(TokenizedCorpus.open, self.config.corpus))
         weights = tuple(float(corpus.train_tokens) for corpus in corpora)
         config = self.config
-        recipe = Pretraining(corpora, weights, config.encoder, config.pretrain, config.loop)
+        recipe = Pretraining(corpora, weights, config.shape, config.pretrain, config.loop)
         precision = resolve_precision(config.loop.precision, torch.device("cpu"))
         self.arm = Arm(recipe, precision, config.loop.log_every_steps)
 
@@ -159,7 +159,7 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
     has made is used again."""
     if corpus and open_artifact(corpus, TOKENS, "corpus").kind == TOKENS:
         return corpus
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         source = corpus or sample_corpora(size, work)["reddit"]
         made = work / f"tokens-{digest([source, size])}"
         learnt = TokenizerConfig(vocabulary=_VOCABULARY[size])
@@ -186,11 +186,11 @@ def sample_corpora(size: Size, work: Path) -> dict[str, str]:
         "reddit": "reddit_dump",
         "convai2": "convai2",
     }
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         for name, folder in inputs.items():
             prepare_corpus.run(
                 prepare_corpus.Config(
-                    corpus=name, input=(str(raw / folder),), output=str(made / name)
+                    format=name, input=(str(raw / folder),), output=str(made / name)
                 )
             )
     return {name: str(made / name) for name in inputs}

@@ -64,7 +64,7 @@ def measure(size: str, model: Artifact, corpora: Sequence[Artifact], work: Path)
     print(f"{len(texts):,} texts are embedded, and made {_CANDIDATES[size]:,}", flush=True)
     real_ND = _embedded(folder / "texts.npy", ranker, texts)
     questions = inference.context_vectors(ranker, contexts)[0].numpy()
-    with cluster.session():
+    with cluster.session(for_tasks=True):
         pool = _pool(folder / "pool", model, real_ND, _CANDIDATES[size])
         whole = _pool(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
         few = _pool(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))

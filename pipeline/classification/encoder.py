@@ -49,10 +49,7 @@ def load(folder: Path, config: EncodeConfig, on: device) -> TextEncoder:
     """
     ranker = _ranker(folder, config)
     ranker.config.require_vectors()
-    inference.place(ranker.eval(), on, config.precision)
-    if ranker.precision == "bf16":
-        inference.to_bf16(ranker)
-    return TextEncoder(ranker, config)
+    return TextEncoder(inference.prepare(ranker, on, config.precision), config)
 
 
 def _ranker(folder: Path, config: EncodeConfig) -> Ranker:

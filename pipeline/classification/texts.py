@@ -42,9 +42,10 @@ class Labelled(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadConfig:
+class ReadConfig(tables.TableFormat):
     """The files."""
 
+    GROUP = "read"
     dataset: Dataset = "csv"
     """csv: your own tables with a column for the text and one for the intent (CSV, TSV, JSON lines or
     Parquet); the others are the public sets, as they are published."""
@@ -146,9 +147,10 @@ def _table_rows(
         columns = {"column text": "text", "column category": "category"}
         files, _ = intents.files_of(files, "banking77")
     text_column, label_column = columns.values()
+    form = config if config.dataset == "csv" else tables.TableFormat()
     for uri in files:
         split = named_split(raw.plain_name(uri))
-        for at, row in tables.read(uri, columns, reading, account):
+        for at, row in tables.read(uri, columns, reading, account, form=form):
             text, intent = row.get(text_column), row.get(label_column)
             text, intent = "" if text is None else text, "" if intent is None else intent
             if isinstance(intent, int):  # labels that are numbers, in JSON and Parquet

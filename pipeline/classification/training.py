@@ -72,7 +72,7 @@ def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Ve
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What all heads of a job have in common."""
 
     encode: EncodeConfig
@@ -85,7 +85,7 @@ class Plan:
     """What a manifest says of the encoder."""
 
 
-def train(out: Draft, texts: Texts, vectors: Vectors, plan: Plan, seed: int) -> HeadRecord:
+def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: int) -> HeadRecord:
     """Trains a head and asks it; a resumed job has those that were finished."""
     task, marks = f"head-{seed}", out.marks()
     if task in marks:
@@ -139,7 +139,7 @@ def means(records: Sequence[HeadRecord]) -> dict[str, float]:
     return {name: statistics.fmean(record.numbers[name] for record in records) for name in names}
 
 
-def report(texts: Texts, records: Sequence[HeadRecord], plan: Plan) -> dict[str, Any]:
+def report(texts: Texts, records: Sequence[HeadRecord], plan: TrainingPlan) -> dict[str, Any]:
     """What `report.json` holds: numbers are means over the heads, the details are of the first."""
     first = records[0]
     accuracies = [record.numbers["accuracy"] for record in records]

@@ -14,12 +14,12 @@ import pyarrow.compute as pc
 class Privacy:
     """What leaves the corpus of the people in it."""
 
-    redact: Literal["on", "off"]
+    redact: bool
     authors: Literal["hash", "plain"]
     salt: str
 
     def redacted(self, texts: pa.Array) -> pa.Array:
-        return redact(texts) if self.redact == "on" else texts
+        return redact(texts) if self.redact else texts
 
     def redacted_and_counted(self, texts: pa.Array) -> tuple[pa.Array, int]:
         """(the texts, how many of them have changed)"""

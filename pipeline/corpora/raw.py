@@ -13,7 +13,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
@@ -27,6 +27,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.records import TaskRecord, sum_counts
 
 _READ_BYTES = 1 << 18
+_SAMPLED_BYTES = 4 << 20
 MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
 _MAX_SAMPLE_CHARACTERS = 2000
 MAX_LINE_BYTES = 10 << 20
@@ -101,6 +102,17 @@ def decompressed(uri: str, start: int = 0, end: int | None = None) -> Iterator[b
             piece = next(pieces, b"")
         if decompressor is not None:
             raise CutOff(f"{uri}: the compressed stream is cut off")
+
+
+def expansion(uri: str) -> tuple[float, float]:
+    """(bytes for each stored byte, bytes of a line) at the beginning of a file, by one short read."""
+    stored = min(storage.size_of(uri), _SAMPLED_BYTES)
+    size = lines = 0
+    with suppress(CutOff):
+        for piece in decompressed(uri, 0, stored):
+            size += len(piece)
+            lines += piece.count(b"\n")
+    return size / max(stored, 1), size / max(lines, 1)
 
 
 def _in_pieces(stored: Iterable[bytes]) -> Iterator[bytes]:

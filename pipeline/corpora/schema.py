@@ -60,7 +60,7 @@ def named_split(name: str) -> Split | None:
     return SPLITS[found.lastindex - 1] if found and found.lastindex else None
 
 
-def split_of(name: str, group_id: str) -> Split:
+def split_by_name_or_group(name: str, group_id: str) -> Split:
     """From the file's name; a file that names none is cut 90 : 5 : 5 by group."""
     return named_split(name) or hash_split(group_id, (900, 50, 50))
 

@@ -6,6 +6,8 @@ dstc7       the reply among the 100 given (sub-task 4: 101,      R@1/100, R@10, 
 ubuntu      the reply among the 10 given                         R@1/10, R@2, R@5, MRR
 wikipedia   the article among it and 10,000 fixed others         R@1/10001
 polyai      1-of-100: the other responses of blocks of 100       R@1/100
+labels      classification: the response is a label, and all     R@1 (the accuracy), MRR
+            labels of the split are candidates
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from typing import Literal
 
 from pipeline.evaluation.questions import Source
 
-Name = Literal["convai2", "dstc7", "ubuntu", "wikipedia", "polyai"]
+Name = Literal["convai2", "dstc7", "ubuntu", "wikipedia", "polyai", "labels"]
+
+ALL = 1_000_000_000
+"""More candidates than any split has."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Protocol:
 
     source: Source
     candidates: int
-    """C, the right one among them."""
+    """C, the right one among them; `ALL`: every response of the split."""
     recall_at: tuple[int, ...]
 
 
@@ -34,4 +39,5 @@ PROTOCOLS: dict[Name, Protocol] = {
     "ubuntu": Protocol("given", 10, (1, 2, 5)),
     "wikipedia": Protocol("others", 10_001, (1, 10, 100)),
     "polyai": Protocol("blocks", 100, (1,)),
+    "labels": Protocol("sampled", ALL, (1,)),
 }

@@ -216,7 +216,7 @@ def _given(row: Row, candidates: int, seed: int) -> Question:
     name, texts, label = f"example {row['example_id']}", row["candidates"], row["label"]
     if texts is None or label is None:
         raise BadInput(f"{name}: no candidates; allowed: a corpus that gives them, or "
-                       "--source sampled")  # fmt: skip
+                       "--protocol polyai, which ranks the response among 100 of the split")  # fmt: skip
     if not 0 <= label < len(texts):
         raise BadInput(f"{name}: label {label} is not allowed; allowed: 0 to {len(texts) - 1}")
     if len(texts) != candidates:

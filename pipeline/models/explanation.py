@@ -27,6 +27,29 @@ class Attended(NamedTuple):
     """Rows add up to 1, those of vectors that do not count to 0."""
 
 
+class Explained(NamedTuple):
+    """What the context's vectors are made of, and how much each counts in each candidate's score."""
+
+    attended: Attended
+    weights_CM: Tensor
+    """Rows add up to 1."""
+
+
+def explain(
+    ranker: Ranker,
+    row: Sequence[int],
+    vectors_MD: Tensor,
+    mask_M: Tensor,
+    candidates_CD: Tensor,
+) -> Explained:
+    """Explains the scores of candidates for a context, a row of `Ranker.context_rows`, with these vectors.
+
+    Raises BadInput for a ranker whose contexts have no vectors.
+    """
+    weights_CM = candidate_weights(ranker, vectors_MD, mask_M, candidates_CD)
+    return Explained(attention_of_row(ranker, row), weights_CM)
+
+
 def attention_to_tokens(ranker: Ranker, context: Sequence[str]) -> Attended:
     """Which tokens each of the context's vectors attends to.
 

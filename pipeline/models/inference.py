@@ -8,7 +8,9 @@ tried again. Encoders compute in the ranker's precision; whatever leaves here is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,20 @@ BATCH_TOKENS = 0
 # A core is fastest while its part of the activations stays in its cache (all-MiniLM, AMX, 256 tokens a
 # text: 48 µs a token in batches of 2,048, 75 in batches of 16,384); a GPU has to be filled.
 _SUITS_A_CORE, _SUITS_A_GPU = 2_048, 65_536
+_WINDOW = 4096  # texts that are tokenised, and sorted by length, together
+
+GivenT = TypeVar("GivenT")
+VectorsT = TypeVar("VectorsT")
+Rows = list[list[int]]
+"""Token ids, of `Ranker.context_rows` or `Ranker.candidate_rows`."""
+
+
+def prepare(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
+    """As `place`; where it computes in bf16, its encoders' weights are bf16 from now on (`to_bf16`)."""
+    place(ranker.eval(), device, precision)
+    if ranker.precision == "bf16":
+        to_bf16(ranker)
+    return ranker
 
 
 def place(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
@@ -50,6 +66,29 @@ def candidate_vectors(
 ) -> Tensor:
     """[N, D] for N candidate texts, in their order."""
     return row_vectors(ranker, ranker.candidate_rows(texts), batch_tokens)
+
+
+def in_windows(
+    given: Sequence[GivenT],
+    rows_of: Callable[[Sequence[GivenT]], Rows],
+    vectors_of: Callable[[Rows], VectorsT],
+) -> Iterator[tuple[Rows, VectorsT]]:
+    """The rows and the vectors of any number of texts or contexts, 4,096 after the other.
+
+    Of the next ones another thread makes the rows meanwhile.
+    """
+    windows = [given[at : at + _WINDOW] for at in range(0, len(given), _WINDOW)]
+    if len(windows) == 1:
+        rows = rows_of(given)
+        yield rows, vectors_of(rows)
+        return
+    with ThreadPoolExecutor(1) as ahead:
+        waiting = [ahead.submit(rows_of, window) for window in windows[:1]]
+        for number in range(len(windows)):
+            rows = waiting.pop().result()
+            if number + 1 < len(windows):
+                waiting.append(ahead.submit(rows_of, windows[number + 1]))
+            yield rows, vectors_of(rows)
 
 
 def row_vectors(
@@ -97,6 +136,17 @@ def text_row_vectors(
         return ranker.dual.encode_texts(tokens.to(ranker.device))
 
     return _in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
+
+
+def vector_scores(
+    ranker: Ranker, vectors_MD: Tensor, mask_M: Tensor, candidates_CD: Tensor
+) -> Tensor:
+    """[C]: the scores of candidates for one context, by the vectors of both."""
+    device = ranker.device
+    with torch.inference_mode():
+        given = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
+        scores_C: Tensor = ranker.dual.scores(*given)[0].cpu()
+    return scores_C
 
 
 def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,3 +69,11 @@ def margin_mse(student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
     gap_BC = (student_BC[:, :1] - student_BC[:, 1:]) - (teacher_BC[:, :1] - teacher_BC[:, 1:])
     known_BC = ~gap_BC.isnan()
     return gap_BC.masked_fill(~known_BC, 0.0).square().sum() / known_BC.sum().clamp(min=1)
+
+
+TEACHING: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "kl": distillation_kl,
+    "margin_mse": lambda student_BC, teacher_BC, temperature: margin_mse(student_BC, teacher_BC),
+}
+"""What a ranker learns from a teacher's scores, by the name in `Distillation.loss`: a function of the
+student's scores, the teacher's, and the temperature. The right candidate is the first column."""

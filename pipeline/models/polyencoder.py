@@ -29,7 +29,7 @@ def learnt_code_vectors(
 ) -> tuple[Tensor, Tensor]:
     """Context vectors by M learnt codes, each attending to the tokens.
 
-    hidden [B, T, D], mask [B, T] (false or 0 at pads), codes [M, D] → vectors [B, M, D], their mask
+    hidden [B, T, D], mask [B, T] (false or 0 at padding), codes [M, D] → vectors [B, M, D], their mask
     [B, M] (all true). All of it is float32, under autocast too. Paper, section 4.4.
     """
     with no_autocast(hidden):
@@ -53,7 +53,7 @@ def first_m_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tenso
     """Context vectors that are the first M outputs themselves.
 
     hidden [B, T, D], mask [B, T] → vectors [B, M, D], mask [B, M]; where a text has fewer tokens,
-    zero vectors follow. What stands at pads is left in and ruled out by the mask. Paper, appendix C.
+    zero vectors follow. Vectors of padding stay in and are ruled out by the mask. Paper, appendix C.
     """
     vectors, vector_mask = hidden[:, :m], mask[:, :m].bool()
     missing = m - vectors.shape[1]
@@ -65,7 +65,7 @@ def first_m_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tenso
 def last_m_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """Context vectors that are the last M outputs of tokens, in the text's order.
 
-    hidden [B, T, D], mask [B, T], pads at the right → vectors [B, M, D], mask [B, M]; where a text
+    hidden [B, T, D], mask [B, T], padding at the right → vectors [B, M, D], mask [B, M]; where a text
     has fewer tokens, they come first and the mask rules out the rest. Paper, appendix C.
     """
     count_B1 = mask.bool().sum(dim=1, keepdim=True)

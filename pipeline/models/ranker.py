@@ -51,6 +51,12 @@ OnEncoder = DualEncoder | CrossEncoder
 Network = OnEncoder | ConvertNetwork
 RankerOnEncoder = BiConfig | PolyConfig | CrossConfig
 
+NETWORKS: dict[type[DualConfig], type[DualEncoder]] = {
+    BiConfig: BiEncoder,
+    PolyConfig: PolyEncoder,
+}
+"""The network of each architecture with two towers, by its settings."""
+
 _HEAD = "head.safetensors"
 _CONTEXTS, _CANDIDATES = "context_encoder", "candidate_encoder"  # folders of the towers
 _ONLY = "encoder"  # folder of a cross-encoder's tower
@@ -97,6 +103,19 @@ class Ranker(nn.Module):
             raise BadInput(f"dimensions: {dimensions} is not allowed; allowed: none, with architecture "
                            f"{self.config.architecture!r}")  # fmt: skip
         self.config = self.network.config = replace(self.config, dimensions=dimensions)
+
+    def quantise(self) -> None:
+        """Gives the blocks of a ConveRT model linear layers of 8 bits, for inference.
+
+        Raises BadInput for other models, and for one that keeps float32.
+        """
+        config, network = self.config, self.network
+        convertible = isinstance(config, ConvertConfig) and isinstance(network, ConvertNetwork)
+        if not (convertible and config.quantised):
+            raise BadInput("int8: true is not allowed; allowed: false, but for architecture 'convert' with "
+                           "ranker.quantised true")  # fmt: skip
+        self.config = network.config = replace(config, block_weights="int8")
+        convert.quantise_blocks(network.blocks)
 
     @property
     def device(self) -> torch.device:
@@ -210,11 +229,7 @@ def new_network(
     if other.width != encoder.width:
         raise BadInput(f"the candidates' encoder has {other.width} dimensions, the contexts' "
                        f"{encoder.width}; allowed: as many")  # fmt: skip
-    match config:
-        case BiConfig():
-            return BiEncoder(encoder, other, config)
-        case PolyConfig():
-            return PolyEncoder(encoder, other, config)
+    return NETWORKS[type(config)](encoder, other, config)
 
 
 def _has_two_towers(config: RankerConfig) -> bool:

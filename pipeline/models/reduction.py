@@ -8,7 +8,7 @@ from pipeline.models.settings import Reduction
 
 
 def reduce(hidden_BTD: Tensor, mask_BT: Tensor, reduction: Reduction, m: int) -> Tensor:
-    """[B, T, D], [B, T] → [B, D]: the first output, or the mean over all tokens that are no pads, or
+    """[B, T, D], [B, T] → [B, D]: the first output, or the mean over all tokens that are not padding, or
     over the first `m` of them.
 
     The mean counts the special tokens too, as ParlAI's does. Pads stand at the right.

@@ -56,6 +56,11 @@ class ScorerConfig:
         return self.vectors_per_context > 0
 
     @property
+    def starts_from_tokenizer(self) -> bool:
+        """Whether a tokenizer is enough to start from; the others start from an encoder."""
+        return False
+
+    @property
     def search_attention(self) -> SearchAttention:
         """How the search of a pool weighs a context's vectors.
 
@@ -236,9 +241,16 @@ class ConvertConfig(ScorerConfig):
     anneal_steps: int = 10_000
     """Steps of training in which the factor on cosines grows from 1 to the root of `encoding_width`; 0: it
     is that from the first."""
+    start: Literal["paper", "shared_words"] = "paper"
+    """How new weights start. paper: embeddings below 0.01, for AdaDelta. shared_words: embeddings are 20
+    times as large, so that a step of AdamW is small beside them, and the other layers change little of
+    their sum: a new model already scores texts that share words higher."""
     quantised: bool = True
     """Embeddings of 8 bits, in training too, and 16 bits for all other weights that are saved; false:
     float32."""
+    block_weights: Literal["float16", "int8"] = "float16"
+    """Of the blocks' linear layers in a saved model, where it is quantised. int8: with a scale for each
+    output; CPUs multiply them with inputs of 8 bits."""
     range_every_steps: int = 100
     """Training sets the range of 8-bit tables so often."""
 
@@ -261,6 +273,15 @@ class ConvertConfig(ScorerConfig):
         for name in ("position_tables", "windows", "hidden"):
             value = getattr(self, name)
             require(len(value) > 0 and min(value) >= 1, f"ranker.{name}", value, "numbers >= 1")
+
+    @property
+    def starts_from_tokenizer(self) -> bool:
+        return True
+
+    @property
+    def saves_int8(self) -> bool:
+        """Whether a saved model has blocks of 8 bits."""
+        return self.quantised and self.block_weights == "int8"
 
     @property
     def longest_text(self) -> int:

@@ -37,14 +37,14 @@ class Shape:
     it, because windows save nothing on dialogues. ModernBERT has 3."""
 
     def __post_init__(self) -> None:
-        require(self.layers >= 1, "encoder.layers", self.layers, ">= 1")
-        require(self.heads >= 1 and self.width % self.heads == 0, "encoder.width", self.width,
-                f"a multiple of encoder.heads {self.heads}")  # fmt: skip
-        require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "0 to below 1")
-        require(self.init_std > 0, "encoder.init_std", self.init_std, "above 0")
-        require(self.intermediate >= 0, "encoder.intermediate", self.intermediate, ">= 0")
-        require(self.global_attention_every >= 1, "encoder.global_attention_every",
+        require(self.layers >= 1, "shape.layers", self.layers, ">= 1")
+        require(self.heads >= 1 and self.width % self.heads == 0, "shape.width", self.width,
+                f"a multiple of shape.heads {self.heads}")  # fmt: skip
+        require(0 <= self.dropout < 1, "shape.dropout", self.dropout, "0 to below 1")
+        require(self.init_std > 0, "shape.init_std", self.init_std, "above 0")
+        require(self.intermediate >= 0, "shape.intermediate", self.intermediate, ">= 0")
+        require(self.global_attention_every >= 1, "shape.global_attention_every",
                 self.global_attention_every, ">= 1")  # fmt: skip
         require(self.architecture == "modernbert" or self.global_attention_every == 1,
-                "encoder.global_attention_every", self.global_attention_every,
-                "1, as encoder.architecture is 'bert'")  # fmt: skip
+                "shape.global_attention_every", self.global_attention_every,
+                "1, as shape.architecture is 'bert'")  # fmt: skip

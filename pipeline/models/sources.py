@@ -124,15 +124,23 @@ def open_external(uri: str) -> tuple[External, dict[str, Any]]:
     return source, _reference(uri, source)
 
 
-def _open_hub_model(name: str) -> tuple[HubModel, dict[str, Any]]:
+def fetch_from_hub(name: str) -> Path:
+    """The snapshot of a model of the Hugging Face hub, on this node's disk.
+
+    Raises BadInput where there is none, or where the hub is out of reach.
+    """
     try:
-        # The folder of a snapshot is named after its commit.
-        revision = Path(snapshot_download(name, allow_patterns=_FROM_HUB)).name
+        return Path(snapshot_download(name, allow_patterns=_FROM_HUB))
     except Exception as error:  # the hub's client raises a dozen kinds
         reason = str(error).splitlines()[0]
-        raise BadInput(
-            f"--encoder {name}: no such folder, nor to be had from the hub ({reason})"
-        ) from None
+        raise BadInput(f"{name}: no such folder, nor to be had from the hub ({reason})") from None
+
+
+def _open_hub_model(name: str) -> tuple[HubModel, dict[str, Any]]:
+    try:
+        revision = fetch_from_hub(name).name  # the folder of a snapshot is named after its commit
+    except BadInput as error:
+        raise BadInput(f"--encoder {error}") from None
     source = HubModel(name, revision)
     if not (source.local() / "config.json").exists():
         raise BadInput(f"--encoder {name}: not a model directory (config.json is missing)")

@@ -26,9 +26,9 @@ class Tokens(NamedTuple):
     """A padded batch."""
 
     ids_BT: Tensor
-    """int64; pads at the right."""
+    """int64; padding at the right."""
     mask_BT: Tensor
-    """bool; false at pads."""
+    """bool; false at padding."""
     lengths: tuple[int, ...]
     """Tokens of each row: known without waiting for a GPU that holds the tensors."""
     segments_BT: Tensor | None = None
@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
         )
 
     def rows(self, start: int, stop: int) -> Tokens:
-        """Rows start to stop, without columns that are pads in all of them."""
+        """Rows start to stop, without columns that are padding in all of them."""
         lengths = self.lengths[start:stop]
         width, segments = max(lengths, default=0), self.segments_BT
         return Tokens(

@@ -16,7 +16,9 @@ def distribute(module: nn.Module, device: torch.device, shard: bool) -> nn.Modul
     Whole: DistributedDataParallel, where there are several ranks. Sharded: FSDP2, which makes new parameters
     of the module's own, layer by layer, so that one layer at a time is whole.
     """
-    if not shard or not dist.is_initialized():
+    if not dist.is_initialized():
+        return module.to(device)
+    if not shard:
         wrapped: nn.Module = ray.train.torch.prepare_model(module, move_to_device=device)
         return wrapped
     module.to(device)

@@ -1,17 +1,22 @@
-"""What a pre-training will need: sizes, steps, memory by estimate, hours by a measured rate."""
+"""What a training will need: sizes, steps, memory by estimate, hours by a rate measured here."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from pipeline.cost import Estimate
 from pipeline.models.flops import TrainingFlops
 from pipeline.models.placement import prepare_for_training
 from pipeline.models.precision import resolve_precision
+from pipeline.training.finetuning import Finetuning
+from pipeline.training.loop import Task
 from pipeline.training.pretraining import Pretraining
-from pipeline.training.settings import Workers
+from pipeline.training.settings import LoopConfig, Workers
 
 # Bytes of float32 weights, gradients and the two moments of Adam.
 _BYTES_PER_PARAMETER = 16
@@ -53,15 +58,52 @@ def estimate(recipe: Pretraining, workers: Workers, device: torch.device) -> dic
     }
 
 
-def _tokens_per_s(recipe: Pretraining, device: torch.device) -> float:
-    """Tokens a second of one worker, from the second step on."""
+def estimate_finetuning(recipe: Finetuning, workers: Workers, device: torch.device) -> Estimate:
+    """Computes a few steps on `device` to measure its rate."""
     task = recipe.build(0, 1)
+    parameters = sum(value.numel() for value in task.ranker.parameters())
+    pace = _measure(task, recipe.loop, device)
+    hours = task.steps * pace.seconds / pace.steps / 3600
+    on_gpu = device.type == "cuda"
+    cores = torch.get_num_threads()
+    basis = f"{pace.steps} steps, measured on {device} ({cores} threads)"
+    if workers.gpu and not on_gpu:
+        basis += "; GPUs take less"
+    return Estimate(
+        input_files=len(recipe.corpus.paths("train/", ".parquet")),
+        input_bytes=sum(entry["bytes"] for entry in recipe.corpus.manifest["files"]),
+        rows=recipe.corpus.rows("train/"),
+        steps=task.steps,
+        memory_bytes=parameters * _BYTES_PER_PARAMETER,
+        gpu_hours=hours if on_gpu else None,
+        cpu_hours=None if on_gpu else hours * cores,
+        basis=basis,
+    )
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """What was computed, in how long."""
+
+    steps: int
+    work: dict[str, float]
+    seconds: float
+
+
+def _tokens_per_s(recipe: Pretraining, device: torch.device) -> float:
+    """Tokens a second of one worker."""
+    pace = _measure(recipe.build(0, 1), recipe.loop, device)
+    return pace.work["tokens"] / pace.seconds
+
+
+def _measure(task: Task, loop: LoopConfig, device: torch.device) -> _Pace:
+    """The pace of one worker, from the second step on."""
     module = task.module.to(device).train()
-    prepare_for_training(module, device, recipe.loop.precision)
-    bf16 = resolve_precision(recipe.loop.precision, device) == "bf16"
+    prepare_for_training(module, device, loop.precision)
+    bf16 = resolve_precision(loop.precision, device) == "bf16"
     optimization = task.optimize()
     batches = task.batches.start(())
-    tokens, began, number = 0.0, time.perf_counter(), 0
+    work, began, number = Counter[str](), time.perf_counter(), 0
     try:
         for number, (batch, _) in enumerate(batches):
             autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
@@ -74,12 +116,12 @@ def _tokens_per_s(recipe: Pretraining, device: torch.device) -> float:
             if number == 0:  # makes the optimizer's moments and takes memory for the first time
                 began = time.perf_counter()
                 continue
-            tokens += task.work(batch)["tokens"]
+            work.update(task.work(batch))
             if time.perf_counter() - began > _MEASURED_SECONDS:
                 break
     finally:
         batches.close()
-    return tokens / (time.perf_counter() - began)
+    return _Pace(number, dict(work), time.perf_counter() - began)
 
 
 def _flops_per_token(recipe: Pretraining) -> int:

@@ -1,13 +1,15 @@
-"""The Ray Train shell around the loop: workers, process group, checkpoints, restarts."""
+"""The shell around the loop: workers of Ray Train, or this process alone; checkpoints, restarts."""
 
 from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,9 +20,8 @@ import torch
 from ray.train import CheckpointUploadMode
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.util.queue import Queue
-from tqdm import tqdm
 
-from pipeline import node_cache, storage
+from pipeline import executors, node_cache, progress, storage
 from pipeline.artifact import Draft, folder_entries
 from pipeline.config import BadInput, Stopped
 from pipeline.failures import cause_of
@@ -51,6 +52,9 @@ _CHECKPOINTS, _RUN = "_checkpoints", "training"  # folders of the draft
 _STEPS_TO_TIDY = 50  # memory on CPUs: all-MiniLM grows from 2.9 GB at step 10 to 4.0 at step 68
 
 Watch = Callable[[int, int], None]
+Show = Callable[[int, dict[str, float]], None]
+Keep = Callable[[Path, dict[str, float]], None]
+"""Takes a checkpoint's folder on this node's disk, and the metrics of now."""
 
 
 class Recipe(Protocol):
@@ -69,9 +73,8 @@ class _Assignment:
     workers: Workers
     threads: int
     draft: Draft
-    messages: Queue
     start: str
-    """URI of the state that the run begins with where Ray Train has no checkpoint of it; "": none."""
+    """URI of the state that the run begins with where it has no checkpoint yet; "": none."""
 
 
 @dataclass(frozen=True)
@@ -104,51 +107,86 @@ def fit(
     watch: Watch | None = None,
     start: str = "",
 ) -> Trained:
-    """Trains on the cluster and leaves the model in the draft.
+    """Trains on the cluster, or on one rank in this process, and leaves the model in the draft.
 
     `watch` hears of the steps that are done, of how many. `start` is the URI of the state of another run
     (`TRAINING_STATE` of a published model), which this one continues.
 
     Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
     """
-    threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
-    per_worker = {"CPU": threads, **({"GPU": 1} if workers.gpu else {})}
-    number = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
-    with _progress(label, steps, run, watch) as messages:
+    with _progress(label, steps, run, watch) as show:
+        if executors.current():
+            threads = torch.get_num_threads()
+            return _fit_in_this_process(
+                _Assignment(recipe, loop, workers, threads, draft, start), show
+            )
+        threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
         start = _unlisted_checkpoint(draft) or start
-        assignment = _Assignment(recipe, loop, workers, threads, draft, messages, start)
-        trainer = ray.train.torch.TorchTrainer(
-            functools.partial(_work, assignment),
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=number, use_gpu=workers.gpu, resources_per_worker=per_worker
+        with listening(show) as messages:
+            return _fit_on_cluster(
+                _Assignment(recipe, loop, workers, threads, draft, start), messages
+            )
+
+
+def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
+    workers, draft = assignment.workers, assignment.draft
+    per_worker = {"CPU": assignment.threads, **({"GPU": 1} if workers.gpu else {})}
+    number = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
+    trainer = ray.train.torch.TorchTrainer(
+        functools.partial(_work, assignment, messages),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=number, use_gpu=workers.gpu, resources_per_worker=per_worker
+        ),
+        run_config=ray.train.RunConfig(
+            name=_RUN,
+            storage_path=draft.path(_CHECKPOINTS),
+            failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
+            checkpoint_config=ray.train.CheckpointConfig(
+                num_to_keep=assignment.loop.keep_checkpoints
             ),
-            run_config=ray.train.RunConfig(
-                name=_RUN,
-                storage_path=draft.path(_CHECKPOINTS),
-                failure_config=ray.train.FailureConfig(max_failures=workers.max_restarts),
-                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=loop.keep_checkpoints),
-                callbacks=[RetryMachinesOnly()],
-            ),
-        )
-        try:
-            result = trainer.fit()
-        except Exception as error:
-            if known := cause_of(error, BadInput, Stopped):
-                raise known from None
-            raise
+            callbacks=[RetryMachinesOnly()],
+        ),
+    )
+    try:
+        result = trainer.fit()
+    except Exception as error:
+        if known := cause_of(error, BadInput, Stopped):
+            raise known from None
+        raise
     metrics = {name: float(value) for name, value in (result.metrics or {}).items()}
     last = result.checkpoint  # None: there was no step to train
     where = draft.path(_CHECKPOINTS, _RUN, Path(last.path).name) if last else ""
     return Trained({"step": 0.0, **metrics}, where)
 
 
+def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
+    """On one rank. It restarts nothing; the same job, started again, goes on from the last checkpoint."""
+    folder = assignment.draft.path(_CHECKPOINTS, _RUN)
+    kept = storage.list_folders(folder)
+    last: dict[str, float] = {}
+
+    def keep(local: Path, metrics: dict[str, float]) -> None:
+        kept.append(storage.join(folder, f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"))
+        storage.upload(local, kept[-1])
+        shutil.rmtree(local)
+        while len(kept) > assignment.loop.keep_checkpoints:
+            storage.delete(kept.pop(0))
+        last.update(metrics)
+
+    assignment = replace(assignment, start=_last_whole(kept) or assignment.start)
+    with torch.random.fork_rng(devices=[]):
+        _train_rank(assignment, 0, 1, best_device(), show, keep, lambda: None)
+    return Trained({"step": 0.0, **last}, kept[-1] if kept else "")
+
+
 @contextmanager
-def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator[Queue]:
-    """A queue for rank 0's (step, metrics): a bar on the driver's terminal, and what MLflow logs.
+def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator[Show]:
+    """Hears rank 0's (step, metrics): a bar on the driver's terminal, and what MLflow logs.
 
     So workers need no way to the MLflow server and no secret for it, and start a second sooner without it.
     """
-    with tqdm(desc=label, total=steps, unit="step") as bar:
+    # Whoever watches shows it in a way of their own.
+    with progress.bar(label, steps, unit="step", hidden=watch is not None) as bar:
 
         def show(step: int, metrics: dict[str, float]) -> None:
             bar.set_postfix_str(progress_line(metrics), refresh=False)
@@ -157,8 +195,7 @@ def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator
             if watch:
                 watch(step, steps)
 
-        with listening(show) as queue:
-            yield queue
+        yield show
 
 
 _SHOWN = {
@@ -196,22 +233,48 @@ def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
         return folder_entries(Path(folder))
 
 
-def _work(assignment: _Assignment) -> None:
-    """One worker: builds its task, restores the last checkpoint, trains, saves."""
+def _work(assignment: _Assignment, messages: Queue) -> None:
+    """One worker of Ray Train."""
     context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(assignment.threads)
     device = best_device()
     if device.type == "cuda":
         device = ray.train.torch.get_device()  # with its number: workers of a node see each other's
-    else:
+
+    def keep(local: Path, metrics: dict[str, float]) -> None:
+        """It travels from the node's disk while training goes on."""
+        ray.train.report(
+            metrics,
+            checkpoint=ray.train.Checkpoint.from_directory(str(local)),
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    def send(step: int, metrics: dict[str, float]) -> None:
+        messages.put((step, metrics))
+
+    rank, world = context.get_world_rank(), context.get_world_size()
+    _train_rank(assignment, rank, world, device, send, keep, _saved_by_ray)
+
+
+def _train_rank(
+    assignment: _Assignment,
+    rank: int,
+    world: int,
+    device: torch.device,
+    send: Show,
+    keep: Keep,
+    saved: Callable[[], Saved | None],
+) -> None:
+    """Builds the rank's task, restores the last checkpoint, trains, saves."""
+    if device.type == "cpu":
         cpu.keep_memory()
     task = assignment.recipe.build(rank, world)
     prepare_for_training(task.module, device, assignment.loop.precision)
     model = distribute(task.module, device, assignment.workers.shard_weights)
     if assignment.loop.compile:
         model = torch.compile(model)  # type: ignore[assignment]
-    reports = _Reports(assignment, rank, world, device)
+    reports = _Reports(assignment, rank, world, device, send, keep, saved)
     listener = Listener(reports.progress, reports.checkpoint, reports.bad_batch)
     train(task, model, assignment.loop, device, rank, listener, reports.resume)
     sharded = is_sharded(task.module)
@@ -227,19 +290,29 @@ def _work(assignment: _Assignment) -> None:
 
 
 class _Reports:
-    """What a rank tells Ray Train and the driver."""
+    """What a rank tells the driver, and keeps."""
 
     def __init__(
-        self, assignment: _Assignment, rank: int, world: int, device: torch.device
+        self,
+        assignment: _Assignment,
+        rank: int,
+        world: int,
+        device: torch.device,
+        send: Show,
+        keep: Keep,
+        saved: Callable[[], Saved | None],
     ) -> None:
         self._assignment, self._rank, self._world, self._device = assignment, rank, world, device
+        self._send, self._keep, self._saved = send, keep, saved
         self._metrics: dict[str, float] = {}
         self._pace = Pace(device, 0)
         self._tidied = 0
 
     def resume(self) -> Saved | None:
         """The last checkpoint of this run, or the state that it starts from."""
-        saved = _saved(self._assignment.start)
+        saved = self._saved()
+        if saved is None and self._assignment.start:
+            saved = _read_saved_at(self._assignment.start)
         first = saved.state["step"] if saved else 0
         self._metrics["step"] = self._tidied = first
         self._pace = Pace(self._device, first)
@@ -253,7 +326,7 @@ class _Reports:
         if "flops_per_s" in metrics:
             metrics["mfu"] = metrics.pop("flops_per_s") / (self._world * self._peak)
         if self._rank == 0:
-            self._assignment.messages.put((progress.step, metrics))
+            self._send(progress.step, metrics)
         self._metrics.update(metrics, step=progress.step)
 
     @functools.cached_property
@@ -264,18 +337,12 @@ class _Reports:
         ).flops
 
     def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
-        """Every rank saves its cursor; rank 0 what is the same on all. It is written to the node's disk
-        at once, and travels from there while training goes on."""
+        """Every rank saves its cursor; rank 0 what is the same on all."""
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         (folder / f"cursor-{self._rank:05d}.json").write_text(json.dumps(cursor))
         if self._rank == 0:
             write_state({**state, "ranks": self._world}, folder)
-        ray.train.report(
-            dict(self._metrics),
-            checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
-            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            delete_local_checkpoint_after_upload=True,
-        )
+        self._keep(folder, dict(self._metrics))
 
     def bad_batch(self, step: int, batch: Any) -> str:
         where = self._assignment.draft.path("_bad_batch", f"step-{step}-rank-{self._rank}")
@@ -285,12 +352,12 @@ class _Reports:
         return where
 
 
-def _saved(start: str) -> Saved | None:
+def _saved_by_ray() -> Saved | None:
     checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder:
-            return read_saved(Path(folder))
-    return _read_saved_at(start) if start else None
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        return read_saved(Path(folder))
 
 
 def _unlisted_checkpoint(draft: Draft) -> str:
@@ -304,7 +371,12 @@ def _unlisted_checkpoint(draft: Draft) -> str:
         json.loads(storage.read_bytes(listed))
         return ""
     storage.delete(listed)
-    for checkpoint in reversed(storage.list_folders(folder)):  # named by the time
+    return _last_whole(storage.list_folders(folder))
+
+
+def _last_whole(checkpoints: list[str]) -> str:
+    """The newest that can be read, of folders that are named by the time; "": none."""
+    for checkpoint in reversed(checkpoints):
         with suppress(BadInput):
             _read_saved_at(checkpoint)
             return checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.losses import distillation_kl, false_negatives, margin_mse, ranking_loss
+from pipeline.models.losses import TEACHING, false_negatives, ranking_loss
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualBatch, PairBatch
@@ -173,6 +173,4 @@ class PairModule(Objective):
 
 def _distillation_loss(config: Distillation, student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
     """Weighted; the right candidate is the first column."""
-    if config.loss == "kl":
-        return distillation_kl(student_BC, teacher_BC, config.temperature) * config.weight
-    return margin_mse(student_BC, teacher_BC) * config.weight
+    return TEACHING[config.loss](student_BC, teacher_BC, config.temperature) * config.weight

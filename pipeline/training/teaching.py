@@ -10,6 +10,7 @@ teachers' distributions (Hinton et al., 2015, section 1). Each shard is one task
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.actors import Actors
 from pipeline.artifact import Artifact, Draft, corpora_of
 from pipeline.config import require
@@ -36,6 +38,7 @@ from pipeline.training.settings import TeachingConfig
 # ConvAI2, 20 candidates each of 6,965 in all, embed 101,695 by 256 rows.
 # Contexts of poly-360, d = 768, take 1.1 GB.
 _AT_ONCE = 1024
+_MEASURED_ROWS = 64
 _ADDED = pa.field(TEACHER, pa.list_(pa.float32()))
 
 
@@ -65,6 +68,39 @@ def score(
         return work
 
     return run_tasks_on_actors(draft, tasks, make, "score candidates", TaskRecord, actors)
+
+
+def estimate(
+    corpus: Artifact, teachers: Sequence[Artifact], config: TeachingConfig
+) -> cost.Estimate:
+    """Scores a few rows of the first shard, here, to measure a rate."""
+    device = best_device()
+    rankers = [load_ranker(teacher.local()).to(device) for teacher in teachers]
+    files = corpus.files("train/", ".parquet")
+    with storage.open_input(files[0]) as stream:
+        rows = next(pq.ParquetFile(stream).iter_batches(_MEASURED_ROWS)).to_pylist()
+    bare = [row for row in rows if not row["candidates"]]
+    texts = list(dict.fromkeys(row["response"] for row in rows))
+    began = time.perf_counter()
+    if config.random_candidates and len(texts) > 1:
+        _add_candidates(bare, texts, rankers, config, np.random.default_rng(config.seed))
+    asked = [row for row in rows if row["candidates"]]
+    _add_scores(asked, rankers, config.batch_tokens)
+    scored = corpus.rows("train/") * len(asked) / len(rows)
+    hours = (time.perf_counter() - began) / max(len(asked), 1) * scored / 3600
+    on_gpu = device.type == "cuda"
+    cores = torch.get_num_threads()
+    sizes = [entry["bytes"] for entry in corpus.manifest["files"]]
+    return cost.Estimate(
+        input_files=len(sizes),
+        input_bytes=sum(sizes),
+        rows=corpus.rows("train/"),
+        tasks=len(sizes),
+        requests=cost.reads(sizes) + 3 * len(sizes),
+        gpu_hours=hours if on_gpu else None,
+        cpu_hours=None if on_gpu else hours * cores,
+        basis=f"{len(asked)} rows, measured on {device} ({cores} threads)",
+    )
 
 
 def teachers_of(

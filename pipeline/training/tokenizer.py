@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,21 +15,37 @@ from transformers import PreTrainedTokenizerFast
 from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.models.convert.tokenizer import runs, save_vocabulary
+from pipeline.models.convert.files import save_counts
+from pipeline.models.convert.tokenizer import Subwords, runs, save_vocabulary
 from pipeline.training.settings import TokenizerConfig
 
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
             "mask_token": "[MASK]"}  # fmt: skip
 _BETWEEN_RUNS = "\0"
+_COUNTED_TEXTS = 400_000  # more change little; 20 s
 _LETTERS = 1000  # kinds of letters that have pieces of their own; a text with others has [UNK]
 
 
-def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokenizerFast | list[str]:
+@dataclass(frozen=True)
+class LearntSubwords:
+    """ConveRT's subwords, in the order of their ids."""
+
+    pieces: list[str]
+    holding: list[int]
+    """How many texts hold each piece."""
+    texts: int
+    """How many texts were counted."""
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+
+def learn(
+    corpora: list[Artifact], config: TokenizerConfig
+) -> PreTrainedTokenizerFast | LearntSubwords:
     """Learns from the train splits, in equal parts where `max_examples` is fewer than there are.
 
-    The same corpora and settings give the same tokenizer; of the kind subwords it is a list of them, in
-    the order of their ids. Raises BadInput where a corpus has no
-    train split.
+    The same corpora and settings give the same tokenizer. Raises BadInput where a corpus has no train split.
     """
     share = -(-config.max_examples // len(corpora))
     for corpus in corpora:
@@ -39,7 +57,7 @@ def learn(corpora: list[Artifact], config: TokenizerConfig) -> PreTrainedTokeniz
             yield from _texts(corpus, share)
 
     if config.kind == "subwords":
-        return _subwords(texts, config)
+        return _counted(_subwords(texts, config), texts)
     tokenizer = _word_pieces(texts, config) if config.kind == "wordpiece" else _bpe(texts, config)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
 
@@ -123,9 +141,19 @@ def _subwords(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> li
     return sorted(ids, key=lambda piece: ids[piece])
 
 
-def save(learnt: PreTrainedTokenizerFast | list[str], folder: Path) -> None:
-    if isinstance(learnt, list):
-        save_vocabulary(learnt, folder)
+def _counted(pieces: list[str], texts: Callable[[], Iterator[str]]) -> LearntSubwords:
+    subwords = Subwords(pieces, buckets=1)
+    holding, counted = Counter[int](), 0
+    for text in itertools.islice(texts(), _COUNTED_TEXTS):
+        holding.update(set(subwords.ids(text)))
+        counted += 1
+    return LearntSubwords(pieces, [holding[number] for number in range(len(pieces))], counted)
+
+
+def save(learnt: PreTrainedTokenizerFast | LearntSubwords, folder: Path) -> None:
+    if isinstance(learnt, LearntSubwords):
+        save_vocabulary(learnt.pieces, folder)
+        save_counts(learnt.holding, learnt.texts, folder)
     else:
         learnt.save_pretrained(str(folder))
 

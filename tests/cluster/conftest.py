@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
+from tests.helpers import free_port
+
 ROOT = Path(__file__).parents[2]
 # Ray's fake provider starts raylets instead of machines. Its autoscaler is the real one (version 2).
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
@@ -32,11 +33,6 @@ _HEAD_ID = "f" * 51 + "00000"
 _NOTHING = ("initialization_commands", "setup_commands", "head_setup_commands",
             "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
             "cluster_synced_files", "rsync_exclude", "rsync_filter")  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager
@@ -144,6 +140,8 @@ class S3:
     requests: Counter[str]
     fail_every: int = 0
     """Of so many requests it refuses one; 0: none."""
+    forbid: bool = False
+    """Whether it refuses all, as it does without credentials."""
 
     def bucket(self, name: str) -> str:
         """The URI of a new bucket."""
@@ -167,6 +165,10 @@ def s3() -> Iterator[S3]:
 
     def counting(environ: dict[str, Any], start_response: Any) -> Any:
         requests[environ["REQUEST_METHOD"]] += 1
+        if here.forbid:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"]
         if here.fail_every and requests.total() % here.fail_every == 0:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml")])

@@ -230,10 +230,10 @@ def test_two_jobs_do_not_make_one_artifact_at_a_time(out):
 
 
 def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
-    s3, bucket, cache, run_job, submit_job, sample_files, tmp_path
+    s3, bucket, cache, run_job_here, submit_job, sample_files, tmp_path
 ):
     options = ("--corpus", "reddit", "--authors", "plain")
-    local = run_job("prepare_corpus", *options, "--input", sample_files / "reddit_dump",
+    local = run_job_here("prepare_corpus", *options, "--input", sample_files / "reddit_dump",
                     "--output", tmp_path / "out").summary  # fmt: skip
     storage.upload(sample_files / "reddit_dump", storage.join(bucket, "dump"))
     s3.fail_every = 50
@@ -249,3 +249,61 @@ def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
     assert sorted(file.name for file in cached.rglob("*.parquet")) == sorted(
         storage.name_of(file) for file in found.paths(suffix=".parquet")
     )
+
+
+REFUSED = """
+import sys
+from dataclasses import dataclass
+from jobs import program
+from pipeline import storage
+from pipeline.artifact import open_artifact
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    \"\"\"A job that reads and writes.\"\"\"
+    uri: str
+    \"\"\"Where.\"\"\"
+    write: bool = False
+    \"\"\"Write there.\"\"\"
+
+def run(config):
+    if config.write:
+        storage.write_bytes(config.uri, b"x")
+    open_artifact(config.uri, "corpus")
+
+program.main(Config, run, "job")
+"""
+
+
+@pytest.fixture
+def refused_by_the_store():
+    """`refused_by_the_store("--uri", …)`: what a job says that reads or writes there."""
+
+    def run(*arguments: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", REFUSED, *arguments], capture_output=True, text=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and line.startswith("python -m jobs.job: ")
+        return line.removeprefix("python -m jobs.job: ")
+
+    return run
+
+
+def test_a_bucket_that_is_not_there_is_one_line(s3, refused_by_the_store):
+    written = refused_by_the_store("--uri", "s3://not-there/a/b", "--write")
+    assert written == "not-there/a/b: there is no such bucket (NO_SUCH_BUCKET)"
+    read = refused_by_the_store("--uri", "s3://not-there/a/b")
+    assert read == "s3://not-there/a/b: not a corpus (manifest.json is missing)"
+
+
+def test_no_credentials_are_one_line(s3, bucket, refused_by_the_store):
+    s3.forbid = True
+    try:
+        for write in ((), ("--write",)):
+            said = refused_by_the_store("--uri", f"{bucket}/a", *write)
+            assert said.startswith(f"{bucket.removeprefix('s3://')}/a")
+            assert "the object store refuses access: no credentials, or a role without" in said
+    finally:
+        s3.forbid = False

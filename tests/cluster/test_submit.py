@@ -108,6 +108,20 @@ def test_only_what_must_travel_is_sent(tmp_path, monkeypatch):
     assert {path.partition("/")[0] for path in sent} == {"more.yaml", "jobs", "pipeline", "serve"}
 
 
+def test_the_settings_that_a_workflow_names_travel_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "poly.yaml").write_text("a: 1\n")
+    (tmp_path / "own" / "secret.pem").write_text("key")
+    command = (
+        "steps: {a: python -m jobs.finetune --config own/poly.yaml --corpus own/secret.pem own}"
+    )
+    (tmp_path / "own" / "w.yaml").write_text(command)
+    sent = submit._pack(submit.Config(command=("workflow", "own/w.yaml"))).files
+    assert {path for path in sent if path.startswith("own")} == {"own/w.yaml", "own/poly.yaml"}
+    assert "jobs/workflows/dialogue.yaml" in sent
+
+
 @pytest.mark.parametrize(
     ("command", "settings", "message"),
     [((), {}, "--: '' is not allowed; allowed: a job: benchmark, "),

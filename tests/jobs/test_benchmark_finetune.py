@@ -59,8 +59,10 @@ def ours(encoder, monkeypatch) -> list[finetune.Config]:
     return asked
 
 
-def test_both_train_alike_and_are_asked_the_same(run_job, ours, encoder, convai2_corpus, tmp_path):
-    done = run_job(
+def test_both_train_alike_and_are_asked_the_same(
+    run_job_here, ours, encoder, convai2_corpus, tmp_path
+):
+    done = run_job_here(
         "benchmark", "finetune", "--corpus", convai2_corpus.uri, "--encoder", encoder, "--work", tmp_path,
         "--json", tmp_path / "rows.json", *SHORT, "--finetune.max-steps", 2, "--loop.learning-rate", 0.01,
     )  # fmt: skip
@@ -113,5 +115,5 @@ def test_their_pairs_are_ours(encoder, convai2_corpus, tmp_path):
         (("--encoder", "e", "--corpus", "a", "b"), "allowed: one, but for"),
     ],
 )
-def test_what_is_missing_is_named(run_job, tmp_path, options, message):
-    assert message in run_job("benchmark", "finetune", *options, "--work", tmp_path).refusal
+def test_what_is_missing_is_named(run_job_here, tmp_path, options, message):
+    assert message in run_job_here("benchmark", "finetune", *options, "--work", tmp_path).refusal

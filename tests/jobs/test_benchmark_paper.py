@@ -29,7 +29,7 @@ def encoder(tiny_ranker, tmp_path):
 
 
 def test_table_5_has_every_model_among_1000_and_100000(
-    run_job, encoder, convai2_corpus, tmp_path, monkeypatch
+    run_job_here, encoder, convai2_corpus, tmp_path, monkeypatch
 ):
     asked = []
     seconds = ranking._seconds
@@ -40,7 +40,7 @@ def test_table_5_has_every_model_among_1000_and_100000(
 
     monkeypatch.setattr(ranking, "_seconds", once)
     monkeypatch.setattr(inference_time, "best_device", lambda: torch.device("cpu"))
-    done = run_job("benchmark", "--name", "paper", "--table", 5, "--encoder", encoder, "--corpus",
+    done = run_job_here("benchmark", "--name", "paper", "--table", 5, "--encoder", encoder, "--corpus",
                    convai2_corpus.uri, "--json", tmp_path / "t.json", "--work", tmp_path)  # fmt: skip
     assert done.code == 0, done.stderr
     rows = {row["row"]: row for row in json.loads((tmp_path / "t.json").read_text())}
@@ -56,6 +56,6 @@ def test_table_5_has_every_model_among_1000_and_100000(
 @pytest.mark.parametrize(
     ("option", "missing"), [("--encoder", "corpus: ()"), ("--corpus", "encoder: ''")]
 )
-def test_what_is_needed_is_asked_for(run_job, option, missing, tmp_path):
-    done = run_job("benchmark", "--name", "paper", option, "somewhere", "--work", tmp_path)
+def test_what_is_needed_is_asked_for(run_job_here, option, missing, tmp_path):
+    done = run_job_here("benchmark", "--name", "paper", option, "somewhere", "--work", tmp_path)
     assert f"{missing} is not allowed; allowed: its URI, for paper" in done.refusal

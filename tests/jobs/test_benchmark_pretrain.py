@@ -39,17 +39,17 @@ def recipe(corpus, tmp_path) -> Pretraining:
     options = ["--corpus", corpus, "--output", str(tmp_path / "encoder"), *TINY]
     config = pretrain.parse(pretrain_job.Config, options, "test")
     tokens = TokenizedCorpus.open(corpus)
-    return Pretraining((tokens,), (1.0,), config.encoder, config.pretrain, config.loop)
+    return Pretraining((tokens,), (1.0,), config.shape, config.pretrain, config.loop)
 
 
 @pytest.fixture
-def in_process(run_job, monkeypatch):
+def in_process(run_job_here, monkeypatch):
     """Jobs run on the tests' Ray; returns the options that each was given."""
     asked: list[tuple[str, ...]] = []
 
     def run(verb, *options):
         asked.append((verb, *map(str, options)))
-        return Run(run_job(verb, *options).summary, 1.0, 1.0)
+        return Run(run_job_here(verb, *options).summary, 1.0, 1.0)
 
     for module in (pretrain, gpu):
         monkeypatch.setattr(module, "run_job", run)
@@ -144,7 +144,7 @@ def test_without_accelerate_a_row_is_left_out(in_process, corpus, tmp_path, monk
 def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "rows.json"
-    done = benchmark.run(benchmark.Config(name="gpu", work=str(tmp_path), json=str(file)))
+    done = benchmark.run(benchmark.Config(part="gpu", work=str(tmp_path), json=str(file)))
     assert done["rows"] == {}
     assert "gpu: there is no GPU here, so nothing is measured" in capsys.readouterr().out
     assert json.loads(file.read_text()) == []

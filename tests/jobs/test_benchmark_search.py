@@ -21,14 +21,14 @@ IDS = [
 
 
 @pytest.fixture
-def run(run_job, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
+def run(run_job_here, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
     sizes = {"CANDIDATES": 3000, "EMBEDDED": 40, "QUESTIONS": 16, "CHECKED": 20, "ROUNDS": 1}
     for name, value in sizes.items():
         monkeypatch.setattr(search, f"_{name}", {"small": value})
     monkeypatch.setattr(search, "_SHARD_ROWS", 1000)
 
     def run():
-        return run_job(
+        return run_job_here(
             "benchmark", "search", "--model", tiny_ranker("poly").uri, "--corpus", convai2_corpus.uri,
             "--work", tmp_path / "work", "--json", tmp_path / "rows.json",
         )  # fmt: skip
@@ -60,12 +60,12 @@ def test_a_wrong_answer_is_noticed(run, monkeypatch):
 
 
 def test_another_model_than_a_poly_encoder_is_refused(
-    run_job, tiny_ranker, convai2_corpus, tmp_path
+    run_job_here, tiny_ranker, convai2_corpus, tmp_path
 ):
-    done = run_job("benchmark", "search", "--model", tiny_ranker("bi").uri, "--corpus",
+    done = run_job_here("benchmark", "search", "--model", tiny_ranker("bi").uri, "--corpus",
                    convai2_corpus.uri, "--work", tmp_path)  # fmt: skip
     assert (
         "model: 'bi' is not allowed; allowed: a ranker with several vectors per context"
         in done.refusal
     )
-    assert "model: '' is not allowed" in run_job("benchmark", "search").refusal
+    assert "model: '' is not allowed" in run_job_here("benchmark", "search").refusal

@@ -186,9 +186,9 @@ def trained(monkeypatch) -> list[str]:
 
 
 @pytest.fixture
-def paper(run_job, encoder, convai2_corpus, tmp_path):
+def paper(run_job_here, encoder, convai2_corpus, tmp_path):
     def run(*options, corpora=(convai2_corpus.uri,)):
-        return run_job(
+        return run_job_here(
             "benchmark", "--name", "paper", "--corpus", *corpora, "--encoder", encoder, "--work",
             tmp_path / "work", "--json", tmp_path / "rows.json", *SHORT, "--max-examples", 50, *options,
         )  # fmt: skip
@@ -340,10 +340,10 @@ def test_two_corpora_of_one_task_are_refused(paper, convai2_corpus):
     assert "convai2, as" in done.refusal
 
 
-def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job, tmp_path):
-    done = run_job("benchmark", "corpora", "--finetune.epochs", 2, "--work", tmp_path)
+def test_options_of_trainings_are_refused_where_nothing_is_trained(run_job_here, tmp_path):
+    done = run_job_here("benchmark", "corpora", "--finetune.epochs", 2, "--work", tmp_path)
     assert (
-        "name: 'corpora' is not allowed; allowed: finetune, paper, pretrain, with --finetune.epochs 2"
+        "part: 'corpora' is not allowed; allowed: finetune, paper, pretrain, with --finetune.epochs 2"
         in done.refusal
     )
 
@@ -365,7 +365,7 @@ def test_a_reason_is_one_line():
     "options",
     [("embed",), ("corpora",), ("paper", "--table", 5, "--encoder", "e", "--corpus", "c")],
 )
-def test_rows_cannot_be_chosen_where_nothing_reads_the_choice(run_job, options):
-    done = run_job("benchmark", *options, "--only", "bi")
+def test_rows_cannot_be_chosen_where_nothing_reads_the_choice(run_job_here, options):
+    done = run_job_here("benchmark", *options, "--only", "bi")
     assert done.code == 2
     assert "only: ('bi',) is not allowed" in done.refusal

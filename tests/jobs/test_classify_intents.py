@@ -37,13 +37,13 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def classify(run_job, tiny_ranker, mine: Path, tmp_path: Path):
+def classify(run_job_here, tiny_ranker, mine: Path, tmp_path: Path):
     """The job with few epochs; more options win."""
 
     def run(*more: object, encoder: str = "", name: str = "out"):
         uri = encoder or tiny_ranker("bi").uri
         given = ("--encoder", uri, "--input", mine, "--output", tmp_path / name)
-        return run_job("classify_intents", *given, *FEW, *more)
+        return run_job_here("classify_intents", *given, *FEW, *more)
 
     return run
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import prepare_corpus
+from pipeline import executors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.dedup import near
+from tests.helpers import rejected
 
 
 def rows_of(corpus: Artifact) -> dict[str, dict[str, Any]]:
@@ -25,11 +26,6 @@ def rows_of(corpus: Artifact) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def rejected(folder: Path) -> list[dict[str, Any]]:
-    lines = [line for f in sorted(folder.iterdir()) for line in f.read_text().splitlines()]
-    return [json.loads(line) for line in lines]
-
-
 def words_of(row: dict[str, Any]) -> tuple[str, ...]:
     """Right for text in ASCII."""
     turns = [*row["context"], "\n", row["response"]]
@@ -38,7 +34,7 @@ def words_of(row: dict[str, Any]) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def doubled_corpus(
-    local_ray, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
+    tracking_uri: str, sample_files: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Artifact:
     """The sample dialogues, each of train three times, among them as new dialogues of valid."""
     folder = tmp_path_factory.mktemp("doubled")
@@ -51,15 +47,19 @@ def doubled_corpus(
     (folder / "valid_1.txt").write_text(valid)
     (folder / "valid_2.txt").write_text(train[start : train.index("\n1 ", start) + 1])
     output = str(folder / "corpus")
-    config = prepare_corpus.Config(corpus="convai2", input=(str(folder),), output=output)
-    prepare_corpus.run(config)
+    config = prepare_corpus.Config(format="convai2", input=(str(folder),), output=output)
+    with executors.in_this_process():
+        prepare_corpus.run(config)
     return open_artifact(output, "corpus")
 
 
-def test_a_cleaned_corpus_is_a_corpus_without_its_duplicates(run_job, doubled_corpus, tmp_path):
-    summary = run_job(
-        "clean_corpus", "--corpus", doubled_corpus.uri, "--output", tmp_path / "out"
-    ).summary  # fmt: skip
+def test_a_cleaned_corpus_is_a_corpus_without_its_duplicates(
+    run_job, run_job_here, doubled_corpus, tmp_path
+):
+    command = ("clean_corpus", "--corpus", doubled_corpus.uri, "--output")
+    summary = run_job(*command, tmp_path / "out").summary
+    here = run_job_here(*command, tmp_path / "here").summary
+    assert here["fingerprint"] == summary["fingerprint"]  # with and without a cluster
     cleaned = open_artifact(str(tmp_path / "out"), "corpus")
     before, after = rows_of(doubled_corpus), rows_of(cleaned)
     assert {name: before[name] for name in after} == after
@@ -82,9 +82,9 @@ def test_a_cleaned_corpus_is_a_corpus_without_its_duplicates(run_job, doubled_co
     assert {s["reason"] for s in rejected(tmp_path / "out" / "rejected")} == set(dropped)
 
 
-def test_the_manifest_and_the_run_tell_the_whole_ancestry(run_job, reddit_corpus, tmp_path):
+def test_the_manifest_and_the_run_tell_the_whole_ancestry(run_job_here, reddit_corpus, tmp_path):
     (tmp_path / "set.txt").write_text("these are eight words that no comment has")
-    run_job(
+    run_job_here(
         "clean_corpus", "--corpus", reddit_corpus.uri, "--output", tmp_path / "out",
         "--evaluation", tmp_path / "set.txt", reddit_corpus.uri, "--dedup.near", "off"
     )  # fmt: skip
@@ -104,25 +104,25 @@ def test_the_manifest_and_the_run_tell_the_whole_ancestry(run_job, reddit_corpus
     assert schemas[0] == schemas[1] and "subreddit" in schemas[0].names
 
 
-def test_the_same_command_again_finds_its_work_done(run_job, convai2_corpus, tmp_path):
+def test_the_same_command_again_finds_its_work_done(run_job_here, convai2_corpus, tmp_path):
     command = ("clean_corpus", "--corpus", convai2_corpus.uri, "--output", tmp_path / "out")
-    first, again = (run_job(*command).summary for _ in range(2))
+    first, again = (run_job_here(*command).summary for _ in range(2))
     assert (first["already_done"], again["already_done"]) == (False, True)
     assert again["fingerprint"] == first["fingerprint"]
-    refusal = run_job(*command, "--dedup.shingle", "5").refusal
+    refusal = run_job_here(*command, "--dedup.shingle", "5").refusal
     assert "dedup.shingle: 3 there, 5 here" in refusal
 
 
 def test_a_job_that_ends_halfway_goes_on_where_it_was(
-    run_job, doubled_corpus, tmp_path, monkeypatch
+    run_job_here, doubled_corpus, tmp_path, monkeypatch
 ):
     def command(name):
         return ("clean_corpus", "--corpus", doubled_corpus.uri, "--output", tmp_path / name)
 
     with monkeypatch.context() as patch:
         patch.setattr(near, "_join", None)  # the last stage but one cannot run
-        with pytest.raises(TypeError, match="must be callable"):
-            run_job(*command("out"))
+        with pytest.raises(TypeError):
+            run_job_here(*command("out"))
     assert not (tmp_path / "out").exists()
     tasks = tmp_path / "out.partial" / "_tasks"
     marks = {path.name: path.stat().st_mtime_ns for path in tasks.iterdir()}
@@ -137,16 +137,16 @@ def test_a_job_that_ends_halfway_goes_on_where_it_was(
                 {p.name: p.stat().st_mtime_ns for p in (Path(uri) / "_tasks").iterdir()}
             ),
         )
-        resumed = run_job(*command("out")).summary
+        resumed = run_job_here(*command("out")).summary
     assert {name: seen[name] for name in marks} == marks  # nothing was done again
-    assert resumed["fingerprint"] == run_job(*command("whole")).summary["fingerprint"]
+    assert resumed["fingerprint"] == run_job_here(*command("whole")).summary["fingerprint"]
 
 
 # Refused
 
 
-def test_what_is_no_corpus_is_refused(run_job, tmp_path):
-    refusal = run_job(
+def test_what_is_no_corpus_is_refused(run_job_here, tmp_path):
+    refusal = run_job_here(
         "clean_corpus", "--corpus", tmp_path / "none", "--output", tmp_path / "out"
     ).refusal  # fmt: skip
     assert "not a corpus (manifest.json is missing)" in refusal
@@ -164,16 +164,16 @@ def test_what_is_no_corpus_is_refused(run_job, tmp_path):
     ],
 )
 def test_options_that_are_not_allowed_are_refused_before_any_work(
-    run_job, convai2_corpus, tmp_path, options, parts
+    run_job_here, convai2_corpus, tmp_path, options, parts
 ):
     command = ("clean_corpus", "--corpus", convai2_corpus.uri, "--output", tmp_path / "out")
-    refusal = run_job(*command, *options).refusal
+    refusal = run_job_here(*command, *options).refusal
     assert [part for part in parts if part not in refusal] == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_left_to_train_on_is_refused(run_job, convai2_corpus, tmp_path):
-    refusal = run_job(
+def test_nothing_left_to_train_on_is_refused(run_job_here, convai2_corpus, tmp_path):
+    refusal = run_job_here(
         "clean_corpus", "--corpus", convai2_corpus.uri, "--output", tmp_path / "out",
         "--evaluation", f"{convai2_corpus.uri}/train", "--decontaminate.min-words", "1"
     ).refusal  # fmt: skip
@@ -185,28 +185,28 @@ def test_nothing_left_to_train_on_is_refused(run_job, convai2_corpus, tmp_path):
 
 
 @pytest.mark.shared
-def test_real_dialogues(run_job, real_data, tmp_path):
+def test_real_dialogues(run_job_here, real_data, tmp_path):
     """Counts that a plain script (`words_of`, all pairs) made too."""
     files = [
         real_data / "convai2" / "derived" / "train_self_original_no_cands.txt",
         real_data / "convai2" / "original" / "valid_self_original_no_cands.first500.txt",
     ]
-    run_job(
+    run_job_here(
         "prepare_corpus", "--corpus", "convai2", "--input", *files, "--output", tmp_path / "in"
     )  # fmt: skip
-    summary = run_job(
+    summary = run_job_here(
         "clean_corpus", "--corpus", tmp_path / "in", "--output", tmp_path / "out"
     ).summary  # fmt: skip
     assert summary["counts"]["records"] == 11_223
     assert summary["dropped"] == {"13 words of valid": 24, "near duplicate": 7}
 
 
-def test_the_fixed_others_of_an_article_search_come_along(run_job, sample_files, tmp_path):
-    run_job("prepare_corpus", "--corpus", "wikipedia", "--input", sample_files / "wikipedia",
+def test_the_fixed_others_of_an_article_search_come_along(run_job_here, sample_files, tmp_path):
+    run_job_here("prepare_corpus", "--corpus", "wikipedia", "--input", sample_files / "wikipedia",
             "--wikipedia.task", "search", "--wikipedia.others", 20,
             "--output", tmp_path / "articles")  # fmt: skip
-    run_job("inspect", "--corpus", tmp_path / "articles", "--html", tmp_path / "page.html")
-    done = run_job(
+    run_job_here("inspect", "--corpus", tmp_path / "articles", "--html", tmp_path / "page.html")
+    done = run_job_here(
         "clean_corpus", "--corpus", tmp_path / "articles", "--output", tmp_path / "clean"
     )
     before, after = (

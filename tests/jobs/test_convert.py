@@ -46,7 +46,7 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.long
 def test_every_command_of_the_page_runs(
-    run_job, convai2_corpus, actors_in_process, tmp_path, monkeypatch
+    run_job_here, convai2_corpus, actors_in_process, tmp_path, monkeypatch
 ):
     """Vocabulary, single-context, multi-context, evaluation, pool, search; then an engine of the service
     answers from the pool."""
@@ -61,7 +61,7 @@ def test_every_command_of_the_page_runs(
         verb = module.removeprefix("jobs.")
         if verb == "convert_model" and not importlib.util.find_spec("onnx"):
             continue  # an extra
-        summaries[verb] = run_job(verb, *arguments, *SMALL[verb]).summary
+        summaries[verb] = run_job_here(verb, *arguments, *SMALL[verb]).summary
     assert set(summaries) | {"convert_model"} == set(SMALL)
     vocabulary = open_artifact("tokenizers/subwords", "tokenizer").local()
     assert len(load_vocabulary(vocabulary)) <= 300

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -33,46 +34,68 @@ def scores(uri):
 
 @pytest.mark.parametrize("architecture", ["bi", "cross"])
 def test_a_ranker_goes_to_sentence_transformers_and_comes_back(
-    run_job, tiny_ranker, tmp_path, architecture
+    run_job_here, tiny_ranker, tmp_path, architecture
 ):
     model = tiny_ranker(architecture)
     there, back = tmp_path / "there", tmp_path / "back"
-    done = run_job(
+    done = run_job_here(
         "convert_model", "--model", model.uri, "--output", there, "--to", "sentence-transformers"
     )
     assert done.summary["architecture"] == architecture
     exported = open_artifact(str(there), "sentence-transformers")
     assert exported.manifest["inputs"]["model"]["fingerprint"] == model.fingerprint
-    done = run_job("convert_model", "--model", there, "--output", back)
+    done = run_job_here("convert_model", "--model", there, "--output", back)
     assert done.summary["counts"]["parameters"] > 0
     torch.testing.assert_close(scores(back), scores(model.uri), rtol=0, atol=1e-5)
     lineage = open_artifact(str(back), "ranker").manifest["inputs"]["model"]
     assert lineage["inputs"]["model"]["fingerprint"] == model.fingerprint
-    assert run_job("convert_model", "--model", there, "--output", back).summary["already_done"]
+    assert run_job_here("convert_model", "--model", there, "--output", back).summary["already_done"]
 
 
-def test_a_converted_ranker_is_served(run_job, tiny_ranker, tmp_path):
+@pytest.mark.parametrize("architecture", ["bi", "cross"])
+def test_the_card_of_a_converted_model_is_right(
+    run_job_here, tiny_ranker, tmp_path, monkeypatch, architecture
+):
+    """Its code runs as it stands, and gives the original's scores in float32."""
+    pytest.importorskip("sentence_transformers")
+    model, there = tiny_ranker(architecture), tmp_path / "there"
+    options = ("--model", model.uri, "--output", there, "--to", "sentence-transformers")
+    run_job_here("convert_model", *options)
+    text = (there / "README.md").read_text()
+    assert model.uri in text and "--precision fp32" in text
+    code = text.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(there)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    (expected,) = own_scores(
+        load_ranker(model.local()), [["hi", "what do you do ?"]], [names["texts"]]
+    )
+    assert names["scores"].ravel() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_a_converted_ranker_is_served(run_job_here, tiny_ranker, tmp_path):
     """Its manifest has no settings of jobs.finetune."""
     there, back = tmp_path / "there", tmp_path / "back"
     model = tiny_ranker("bi")
-    run_job(
+    run_job_here(
         "convert_model", "--model", model.uri, "--output", there, "--to", "sentence-transformers"
     )
-    run_job("convert_model", "--model", there, "--output", back)
+    run_job_here("convert_model", "--model", there, "--output", back)
+    assert "serve run serve.app:build model=" in (back / "README.md").read_text()
     served, original = Engine(str(back)), Engine(model.uri)
     (found,) = own_scores(served.ranker, CONTEXTS[:1], [TEXTS])
     (expected,) = own_scores(original.ranker, CONTEXTS[:1], [TEXTS])
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_folder_that_no_job_made_is_read(run_job, tiny_ranker, tmp_path):
+def test_a_folder_that_no_job_made_is_read(run_job_here, tiny_ranker, tmp_path):
     model = tiny_ranker("bi")
     there, plain = tmp_path / "there", tmp_path / "plain"
-    run_job(
+    run_job_here(
         "convert_model", "--model", model.uri, "--output", there, "--to", "sentence-transformers"
     )
     shutil.copytree(there / "context", plain)
-    done = run_job("convert_model", "--model", plain, "--output", tmp_path / "back",
+    done = run_job_here("convert_model", "--model", plain, "--output", tmp_path / "back",
                    "--max-context-tokens", 30, "--max-candidate-tokens", 20)  # fmt: skip
     manifest = open_artifact(done.summary["output"], "ranker").manifest
     assert manifest["inputs"]["model"]["kind"] == "external"
@@ -81,18 +104,20 @@ def test_a_folder_that_no_job_made_is_read(run_job, tiny_ranker, tmp_path):
     assert (config.max_context_tokens, config.max_candidate_tokens) == (30, 20)
 
 
-def test_vectors_are_cut_to_a_width_that_was_trained(run_job, tiny_ranker, tmp_path):
+def test_vectors_are_cut_to_a_width_that_was_trained(run_job_here, tiny_ranker, tmp_path):
     folder = tmp_path / "ranker"
     shutil.copytree(tiny_ranker("poly").local(), folder)
     (folder / "manifest.json").unlink()
     settings = json.loads((folder / "ranker.json").read_text())
     (folder / "ranker.json").write_text(json.dumps({**settings, "matryoshka": [4, 8]}))
     cut = tmp_path / "cut"
-    run_job("convert_model", "--model", folder, "--output", cut, "--dimensions", 8)
+    run_job_here("convert_model", "--model", folder, "--output", cut, "--dimensions", 8)
     whole, ranker = load_ranker(folder), load_ranker(cut)
     expected = inference.candidate_vectors(whole, TEXTS)[:, :8]
     torch.testing.assert_close(inference.candidate_vectors(ranker, TEXTS), expected)
-    said = run_job("convert_model", "--model", folder, "--output", cut, "--dimensions", 5).refusal
+    said = run_job_here(
+        "convert_model", "--model", folder, "--output", cut, "--dimensions", 5
+    ).refusal
     assert "ranker.dimensions: 5 is not allowed; allowed: 0, or a width that was trained" in said
 
 
@@ -103,17 +128,17 @@ def test_vectors_are_cut_to_a_width_that_was_trained(run_job, tiny_ranker, tmp_p
     ("bi", ("--to", "onnx"), "onnx"),
 ])  # fmt: skip
 def test_what_cannot_be_made_is_refused_and_nothing_is_left(
-    run_job, tiny_ranker, tmp_path, architecture, options, message
+    run_job_here, tiny_ranker, tmp_path, architecture, options, message
 ):
     model, output = tiny_ranker(architecture), tmp_path / "out"
-    done = run_job("convert_model", "--model", model.uri, "--output", output, *options)
+    done = run_job_here("convert_model", "--model", model.uri, "--output", output, *options)
     assert message in done.refusal
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_model_is_refused(run_job, convai2_corpus, tmp_path):
+def test_what_is_no_model_is_refused(run_job_here, convai2_corpus, tmp_path):
     def refusal(model):
-        return run_job("convert_model", "--model", model, "--output", tmp_path / "out").refusal
+        return run_job_here("convert_model", "--model", model, "--output", tmp_path / "out").refusal
 
     assert "no such folder" in refusal(tmp_path / "none")
     (tmp_path / "empty").mkdir()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from pathlib import Path
 
+import matplotlib.pyplot as plt
+import mlflow
+import numpy as np
 import pytest
 
-from jobs import demo
+from jobs import demo, demo_picture
 from pipeline.config import BadInput
+from tests.helpers import free_port
 
 REAL = (
     "reddit_dump/RC_2006-01.bz2",
@@ -94,22 +99,72 @@ def test_a_format_that_is_missing_is_named(layout, prefix, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_is_not_there_is_refused_before_any_work(run_job, tmp_path, free_port):
-    refusal = run_job(
-        "demo", "--data", tmp_path / "none", "--work", tmp_path / "work", "--port", free_port
+def test_a_folder_that_is_not_there_is_refused_before_any_work(run_job_here, tmp_path):
+    refusal = run_job_here(
+        "demo", "--data", tmp_path / "none", "--work", tmp_path / "work", "--port", free_port()
     ).refusal
     assert f"--data {tmp_path}/none: no such folder" in refusal
 
 
-def test_a_port_in_use_is_refused_before_any_work(run_job, tmp_path):
+def test_a_port_in_use_is_refused_before_any_work(run_job_here, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        refusal = run_job("demo", "--work", tmp_path / "work", "--port", port).refusal
+        refusal = run_job_here("demo", "--work", tmp_path / "work", "--port", port).refusal
     assert f"--port {port}: in use" in refusal
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+# What it shows
+
+
+def test_the_true_article_is_marked_though_the_pool_keeps_it_without_another_sentence(capsys):
+    results = [
+        {"id": "a", "text": "one", "score": 2.0},
+        {"id": "b", "text": "two", "score": 1.0},
+    ]
+    demo._show(results, id="b")
+    demo._show(results, text="one")
+    marked = [line[2] for line in capsys.readouterr().out.splitlines()]
+    assert marked == [" ", "*", "*", " "]
+
+
+def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys):
+    class Job:
+        @staticmethod
+        def run(steps: int, watch) -> dict[str, object]:
+            for step in range(1, steps + 1):
+                watch(step, steps)
+            return {"already_done": False, "counts": {"steps": steps}}
+
+    trainings = {f"r{n}": demo._Begun(f"A ranker, r{n}", Job, n) for n in (3, 5, 4)}
+    demo._side_by_side(trainings, at_once=2)
+    shown = capsys.readouterr()
+    assert "12/12" in shown.err
+    assert "r3=3/3" in shown.err and "r5=5/5" in shown.err
+    for steps in (3, 5, 4):
+        assert f"   A ranker, r{steps}: " in shown.out + shown.err
+        assert f"counts: {steps} steps" in shown.out + shown.err
+
+
+def test_a_training_that_fails_fails_the_demo():
+    class Job:
+        @staticmethod
+        def run(config: object, watch) -> dict[str, object]:
+            raise BadInput("no")
+
+    with pytest.raises(BadInput, match=r"^no$"):
+        demo._side_by_side({"bi": demo._Begun("A ranker", Job, None)}, at_once=2)
+
+
+def test_the_picture_has_the_curves_and_the_answers(tmp_path):
+    with mlflow.start_run(
+        experiment_id=mlflow.get_experiment_by_name("polyrank").experiment_id
+    ) as run:
+        for step in (1, 2, 3):
+            mlflow.log_metric("loss", 1 / step, step)
+    metrics = {"table": {"bi": {"R@1/20": 0.7}}, "intervals": {"bi": {"R@1/20": [0.6, 0.8]}}}
+    latency = {"latency_ms": {"bi": {"median": 3.0, "p95": 4.0}}}
+    png = demo_picture.draw({"bi": run.info.run_id}, {**metrics, **latency})
+    pixels = plt.imread(io.BytesIO(png))
+    assert pixels.shape[1] > pixels.shape[0] > 300
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 10

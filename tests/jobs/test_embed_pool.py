@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 
 import mlflow
@@ -18,6 +17,7 @@ from pipeline.artifact import draft, folder_entries
 from pipeline.config import BadInput
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool
+from tests.helpers import wait_until
 
 ALL_MAY_CHANGE = ("--gate.max-removed-share", 1, "--gate.max-changed-share", 1)
 inline = pytest.mark.usefixtures("actors_in_process")
@@ -34,11 +34,11 @@ def texts(tmp_path) -> Path:
 
 
 @pytest.fixture
-def embed(run_job, tiny_ranker, tmp_path):
+def embed(run_job_here, tiny_ranker, tmp_path):
     """The job on a file, into pool "p" of `tmp_path / "pools"`."""
 
     def run(file: Path, *options: object, model: str = "", pools: str = ""):
-        return run_job(
+        return run_job_here(
             "embed_pool", "--model", model or tiny_ranker("poly").uri, "--candidates", file,
             "--pools", pools or tmp_path / "pools", "--name", "p", *options
         )  # fmt: skip
@@ -54,7 +54,6 @@ def versions(pools: Path) -> list[str]:
     return sorted(path.name for path in (pools / "p").glob("v-*"))
 
 
-@inline
 def test_the_summary_the_run_and_the_pool_say_the_same(embed, texts, tiny_ranker, tmp_path):
     write(texts, ["a", "b", "a", ""])
     summary = embed(texts).summary
@@ -76,7 +75,6 @@ def test_the_summary_the_run_and_the_pool_say_the_same(embed, texts, tiny_ranker
     assert run.data.tags["output_fingerprint"] == summary["fingerprint"]
 
 
-@inline
 def test_the_same_texts_and_model_again_leave_nothing_to_do(
     embed, texts, actors_in_process, tmp_path
 ):
@@ -90,7 +88,6 @@ def test_the_same_texts_and_model_again_leave_nothing_to_do(
     assert versions(tmp_path / "pools") == [first["version"]]
 
 
-@inline
 @pytest.mark.parametrize("change", ["texts", "model", "setting"])
 def test_other_texts_or_another_model_make_a_version_beside_and_current_names_it(
     embed, texts, tiny_ranker, tmp_path, change
@@ -108,7 +105,6 @@ def test_other_texts_or_another_model_make_a_version_beside_and_current_names_it
     assert len(reader) == len(Pool.open(old["output"])) == 9
 
 
-@inline
 def test_vectors_of_another_precision_are_not_copied(embed, texts, tmp_path, actors_in_process):
     """A pool is of one precision, as its manifest says."""
     for precision, more in (("fp32", "one"), ("bf16", "two"), ("bf16", "three")):
@@ -122,7 +118,6 @@ def test_vectors_of_another_precision_are_not_copied(embed, texts, tmp_path, act
         assert ("computed in bf16, the version before in fp32" in done.stdout) == (more == "two")
 
 
-@inline
 def test_a_version_that_is_there_becomes_current_again(embed, texts, tmp_path):
     contents = texts.read_text()
     old = embed(texts).summary
@@ -136,7 +131,6 @@ def test_a_version_that_is_there_becomes_current_again(embed, texts, tmp_path):
     assert current(tmp_path / "pools") == old["version"]
 
 
-@inline
 def test_a_corpus_split_is_a_source_of_candidates(embed, convai2_corpus):
     options = ("--embed.text-column", "response", "--embed.id-column", "example_id")
     summary = embed(Path(convai2_corpus.uri) / "train", *options).summary
@@ -144,7 +138,6 @@ def test_a_corpus_split_is_a_source_of_candidates(embed, convai2_corpus):
     assert summary["counts"]["candidates"] == len(Pool.open(summary["pool"]))
 
 
-@inline
 def test_ids_may_be_hashes_of_the_texts(embed, texts):
     pool = Pool.open(embed(texts, "--embed.id-column", "").summary["pool"])
     assert {len(pool.row(place).id) for place in range(9)} == {32}
@@ -153,7 +146,6 @@ def test_ids_may_be_hashes_of_the_texts(embed, texts):
 # Refusals: exit code 2, one line, and nothing that looks like a pool
 
 
-@inline
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
@@ -177,20 +169,20 @@ def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, conte
 @inline
 def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
     write(texts, ["call 1-555-123-4567", "two"])
-    plain = embed(texts, "--redact", "off").summary
+    plain = embed(texts, "--redact", "false").summary
     redacted = embed(texts).summary
     assert plain["version"] != redacted["version"] == current(tmp_path / "pools")
     assert "texts.redacted" not in plain["counts"]
     assert redacted["counts"]["texts.redacted"] == 1
     assert Pool.open(redacted["pool"]).row(0).text == "call <phone>"
-    assert embed(texts, "--redact", "off", *ALL_MAY_CHANGE).summary["version"] == plain["version"]
+    assert embed(texts, "--redact", "false", *ALL_MAY_CHANGE).summary["version"] == plain["version"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--gate.canaries", "nowhere.txt"), "gate.canaries: 'nowhere.txt' is not allowed"),
-        (("--embed.id-column", "key"), "id, text; or none (--embed.id-column '')"),
+        (("--embed.id-column", "key"), "id, text, or '': a hash of the text is the id"),
         (("--model", "MODEL/cross"), "'cross' has no candidate vectors; allowed: bi, poly"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
         (("--model", "nowhere"), "not a ranker (manifest.json is missing)"),
@@ -224,7 +216,6 @@ def with_nan(model: Path, folder: Path) -> str:
     return out.publish(folder_entries(folder / "files"), {}).uri
 
 
-@inline
 def test_weights_that_are_not_numbers_fail_the_job_and_leave_current(
     embed, texts, tiny_ranker, tmp_path
 ):
@@ -243,31 +234,22 @@ def done(pools: Path) -> list[Path]:
     return list(pools.glob("p/*.partial/_tasks/part-*.json"))
 
 
-def while_fewer_than(shards: int, process: subprocess.Popen[bytes], pools: Path) -> None:
-    while len(done(pools)) < shards:
-        try:  # waits a little
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        pytest.fail(f"the job ended before it was killed: {process.returncode}, {len(done(pools))}")
-
-
 def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
-    embed, start_job, tiny_ranker, texts, tmp_path, request
+    run_job, embed, start_job, tiny_ranker, texts, tmp_path
 ):
     """The killed and the resumed run on Ray's actors, one of which is killed first."""
     pools = tmp_path / "pools"
     write(texts, [f"another text {n}" for n in range(300)])
     options = ("--embed.rows-per-shard", 2, "--resources.cpus-per-actor", 1)
 
-    process = start_job(
-        "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
-        "--pools", pools, "--name", "p", *options
-    )  # fmt: skip
-    while_fewer_than(1, process, pools)
-    (actor, *_) = workers_of(process.pid)
-    actor.kill()
-    while_fewer_than(len(done(pools)) + 3, process, pools)  # it goes on without it
+    command = ("embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
+               "--pools", pools, "--name", "p", *options)  # fmt: skip
+    process = start_job(*command)
+    wait_until(lambda: done(pools), process)
+    wait_until(lambda: workers_of(process.pid), process)
+    workers_of(process.pid)[0].kill()
+    before = len(done(pools))
+    wait_until(lambda: len(done(pools)) >= before + 3, process)  # it goes on without it
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     (tasks,) = pools.glob("p/*.partial/_tasks")
@@ -276,10 +258,9 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     with pytest.raises(BadInput, match="unfinished"):
         Pool.open(str(tasks.parent).removesuffix(".partial"))
 
-    finished = embed(texts, *options)
+    finished = run_job(*command)
     resumed = finished.summary
     assert "core_worker" not in finished.stderr  # Ray's C++ code
-    request.getfixturevalue("actors_in_process")
     whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
     assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]
@@ -294,7 +275,6 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     assert names[0] == names[1]
 
 
-@inline
 def test_of_a_corpus_the_examples_are_embedded_and_nothing_else(embed, convai2_corpus):
     assert Path(convai2_corpus.uri, "rejected").is_dir()
     options = ("--embed.text-column", "response", "--embed.id-column", "example_id")

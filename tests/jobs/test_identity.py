@@ -70,7 +70,7 @@ def config_of(verb: str) -> Any:
         if field.default is MISSING and field.default_factory is MISSING
     }
     if verb == "prepare_corpus":
-        required["corpus"] = "convai2"
+        required["format"] = "convai2"
     return config_class(**required)
 
 

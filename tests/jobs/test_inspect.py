@@ -16,9 +16,11 @@ from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.training.tokenizer import TokenizerConfig
 
 
-def test_the_job_prints_writes_the_page_and_sums_up(run_job, reddit_corpus, tmp_path, monkeypatch):
+def test_the_job_prints_writes_the_page_and_sums_up(
+    run_job_here, reddit_corpus, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    done = run_job("inspect", "--corpus", reddit_corpus.uri, "--examples", 1)
+    done = run_job_here("inspect", "--corpus", reddit_corpus.uri, "--examples", 1)
     assert done.summary["job"] == "inspect"
     assert done.summary["fingerprint"] == reddit_corpus.fingerprint
     assert sum(done.summary["rows"].values()) == reddit_corpus.counts["examples"]
@@ -43,8 +45,8 @@ def test_the_job_prints_writes_the_page_and_sums_up(run_job, reddit_corpus, tmp_
         assert f"{number:>13,}  {text.plain(response, 100)}" in done.stdout
 
 
-def test_a_sample_may_be_asked_for_and_a_place_for_the_page(run_job, reddit_corpus, tmp_path):
-    done = run_job(
+def test_a_sample_may_be_asked_for_and_a_place_for_the_page(run_job_here, reddit_corpus, tmp_path):
+    done = run_job_here(
         "inspect", "--corpus", reddit_corpus.uri, "--sample-rows", 20, "--html", tmp_path / "a" / "p.html"
     )  # fmt: skip
     assert 0 < done.summary["sampled"] <= 20
@@ -52,35 +54,39 @@ def test_a_sample_may_be_asked_for_and_a_place_for_the_page(run_job, reddit_corp
     assert (tmp_path / "a" / "p.html").is_file()
 
 
-def test_a_corpus_that_is_not_there_is_refused_in_one_line(run_job, tmp_path):
+def test_a_corpus_that_is_not_there_is_refused_in_one_line(run_job_here, tmp_path):
     assert (
         f"{tmp_path}/none: not a corpus"
-        in run_job("inspect", "--corpus", tmp_path / "none").refusal
+        in run_job_here("inspect", "--corpus", tmp_path / "none").refusal
     )
 
 
 def test_what_is_no_corpus_or_holds_nothing_or_is_damaged_is_refused(
-    run_job, reddit_corpus, tmp_path
+    run_job_here, reddit_corpus, tmp_path
 ):
     for kind in ("tokenizer", "corpus"):
         out = draft(str(tmp_path / kind), kind, TokenizerConfig(), {})
         assert isinstance(out, Draft)
         out.publish([out.write_file("notes.txt", b"")], {})
-    assert "kind is 'tokenizer'" in run_job("inspect", "--corpus", tmp_path / "tokenizer").refusal
-    assert "has no rows" in run_job("inspect", "--corpus", tmp_path / "corpus").refusal
+    assert (
+        "kind is 'tokenizer'" in run_job_here("inspect", "--corpus", tmp_path / "tokenizer").refusal
+    )
+    assert "has no rows" in run_job_here("inspect", "--corpus", tmp_path / "corpus").refusal
 
     shutil.copytree(reddit_corpus.uri, tmp_path / "damaged")
     file = next((tmp_path / "damaged").glob("train/*.parquet"))
     file.write_bytes(bytes(file.stat().st_size))
-    refusal = run_job("inspect", "--corpus", tmp_path / "damaged").refusal
+    refusal = run_job_here("inspect", "--corpus", tmp_path / "damaged").refusal
     assert f"{file}: no readable Parquet file" in refusal
     file.unlink()
-    assert f"{file}: is missing" in run_job("inspect", "--corpus", tmp_path / "damaged").refusal
+    assert (
+        f"{file}: is missing" in run_job_here("inspect", "--corpus", tmp_path / "damaged").refusal
+    )
 
 
 @pytest.mark.parametrize("option", ["sample-rows", "examples", "seed"])
-def test_an_option_outside_its_range_is_refused(run_job, reddit_corpus, option):
-    refusal = run_job("inspect", "--corpus", reddit_corpus.uri, f"--{option}=-1").refusal
+def test_an_option_outside_its_range_is_refused(run_job_here, reddit_corpus, option):
+    refusal = run_job_here("inspect", "--corpus", reddit_corpus.uri, f"--{option}=-1").refusal
     assert f"{option.replace('-', '_')}: -1 is not allowed; allowed: >= 0" in refusal
 
 
@@ -103,8 +109,8 @@ def pool(publish_pool, tiny_ranker, tmp_path) -> str:
     return publish_pool(out, [(table[:5], matrix[:5]), (table[5:], matrix[5:])]).uri
 
 
-def test_a_pool_is_shown(run_job, pool, tiny_ranker):
-    done = run_job("inspect", "--pool", pool, "--examples", 2)
+def test_a_pool_is_shown(run_job_here, pool, tiny_ranker):
+    done = run_job_here("inspect", "--pool", pool, "--examples", 2)
     summary = done.summary
     assert summary["pool"]["candidates"] == 8
     assert summary["model"] == tiny_ranker("poly").fingerprint
@@ -118,15 +124,18 @@ def test_a_pool_is_shown(run_job, pool, tiny_ranker):
     assert "== Equal vectors: 3 of 8 rows have another's" in done.stdout
 
 
-def test_some_of_a_pools_rows_may_be_looked_at(run_job, pool):
-    assert run_job("inspect", "--pool", pool, "--sample-rows", 5).summary["sampled"] == 5
+def test_some_of_a_pools_rows_may_be_looked_at(run_job_here, pool):
+    assert run_job_here("inspect", "--pool", pool, "--sample-rows", 5).summary["sampled"] == 5
 
 
-def test_a_corpus_or_a_pool_is_inspected_but_not_both(run_job, pool):
+def test_a_corpus_or_a_pool_is_inspected_but_not_both(run_job_here, pool):
     for options in ((), ("--corpus", "a", "--pool", pool)):
-        assert "corpus, pool: " in (refusal := run_job("inspect", *options).refusal)
+        assert "corpus, pool: " in (refusal := run_job_here("inspect", *options).refusal)
         assert "allowed: one of both" in refusal
 
 
-def test_a_pool_that_is_not_there_is_refused(run_job, tmp_path):
-    assert f"{tmp_path}/none: not a pool" in run_job("inspect", "--pool", tmp_path / "none").refusal
+def test_a_pool_that_is_not_there_is_refused(run_job_here, tmp_path):
+    assert (
+        f"{tmp_path}/none: not a pool"
+        in run_job_here("inspect", "--pool", tmp_path / "none").refusal
+    )

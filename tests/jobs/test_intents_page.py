@@ -41,11 +41,11 @@ def home(tmp_path: Path, tiny_ranker, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_commands_run(home: Path, run_job):
+def test_the_commands_run(home: Path, run_job_here):
     jobs = commands("python -m jobs.")
     assert len(jobs) == 3
     for verb, *argv in jobs:
-        assert run_job(verb, *argv, *_FEW).code == 0, argv
+        assert run_job_here(verb, *argv, *_FEW).code == 0, argv
     assert (home / "numbers.json").exists()
     ((_, *given),) = commands("serve run ")
     args = app.Args.model_validate(dict(one.split("=", 1) for one in given))
@@ -55,7 +55,7 @@ def test_the_commands_run(home: Path, run_job):
     engine.close()
 
 
-def test_the_options_of_the_page_exist(run_job):
-    shown = run_job("classify_intents", "--help").stdout.replace("_", "-")
+def test_the_options_of_the_page_exist(run_job_here):
+    shown = run_job_here("classify_intents", "--help").stdout.replace("_", "-")
     for option in set(re.findall(r"--([a-z][\w.-]*[a-z])", "\n".join(LINES))):
         assert f"--{option.replace('_', '-')}" in shown, option

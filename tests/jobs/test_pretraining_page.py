@@ -64,10 +64,10 @@ def home(tmp_path, sample_files, convai2_corpus, tiny_ranker, monkeypatch) -> Pa
     return tmp_path
 
 
-def test_a_dry_run_of_the_smallest_recipe(home, run_job):
-    run_job("tokenize_corpus", "--corpus", "corpora/convai2", "--tokenizer",
+def test_a_dry_run_of_the_smallest_recipe(home, run_job_here):
+    run_job_here("tokenize_corpus", "--corpus", "corpora/convai2", "--tokenizer",
             "models/bert-base-uncased", "--output", "tokens")  # fmt: skip
-    done = run_job("pretrain", "--config", "jobs/configs/pretrain/tiny-cpu.yaml",
+    done = run_job_here("pretrain", "--config", "jobs/configs/pretrain/tiny-cpu.yaml",
                    "--corpus", "tokens", "--output", "encoder", "--dry-run")  # fmt: skip
     found = done.summary
     assert (found["steps"], found["batch_tokens"], found["micro_batches_per_step"]) == (
@@ -83,10 +83,10 @@ def test_a_dry_run_of_the_smallest_recipe(home, run_job):
 
 
 @pytest.mark.long
-def test_every_command_of_the_page_works_as_written(home, run_job):
+def test_every_command_of_the_page_works_as_written(home, run_job_here):
     summaries = []
     for verb, *argv in commands():
-        done = run_job(verb, *argv, *smaller(verb, argv))
+        done = run_job_here(verb, *argv, *smaller(verb, argv))
         assert done.code == 0, (verb, argv, done.stderr[-2000:])
         summaries.append((verb, argv, done.summary))
     dry = next(summary for _, argv, summary in summaries if "--dry-run" in argv)

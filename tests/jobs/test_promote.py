@@ -1,4 +1,4 @@
-"""jobs.promote: another version of a pool or of a model, and back."""
+"""jobs.promote: another version of a pool, of a model, or of both, and back."""
 
 from __future__ import annotations
 
@@ -7,65 +7,168 @@ import json
 import mlflow
 import pytest
 
-from jobs import embed_pool
+from jobs import embed_pool, promote
 from pipeline import tracking
+from pipeline.config import BadInput
 from pipeline.retrieval.pools.versions import current_name
 
 
 @pytest.fixture
-def pools(local_ray, tiny_ranker, actors_in_process, tmp_path):
-    """(their folder, the versions of `replies` in the order that they were made)"""
-    root = tmp_path
-    model, versions = tiny_ranker("bi"), []
-    for number in range(3):
-        rows = [{"id": str(place), "text": f"reply {place}"} for place in range(3 + number)]
-        (root / "replies.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        embed_pool.run(
+def embed(actors_in_process, tmp_path):
+    """`embed(model, rows)`: another version of the pool `replies`, and its name."""
+
+    def run(model, count, **settings):
+        rows = [{"id": str(place), "text": f"reply {place}"} for place in range(count)]
+        (tmp_path / "replies.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        done = embed_pool.run(
             embed_pool.Config(
-                model=model.uri, candidates=(str(root / "replies.jsonl"),),
-                pools=str(root / "pools"), name="replies",
+                model=model.uri, candidates=(str(tmp_path / "replies.jsonl"),),
+                pools=str(tmp_path / "pools"), name="replies", **settings,
             )
         )  # fmt: skip
-        versions.append(current_name(str(root / "pools"), "replies"))
-    return root / "pools", versions
+        return done["version"]
+
+    return run
 
 
-def test_a_pool_goes_back_step_by_step_and_forward_by_name(run_job, pools):
+@pytest.fixture
+def pools(embed, tiny_ranker, tmp_path):
+    """(their folder, the versions of `replies` in the order that they were made)"""
+    return tmp_path / "pools", [embed(tiny_ranker("bi"), 3 + number) for number in range(3)]
+
+
+def aliases_of(name):
+    found = mlflow.MlflowClient().get_registered_model(name).aliases
+    return {alias: str(version) for alias, version in found.items()}
+
+
+def test_a_pool_goes_back_step_by_step_and_forward_by_name(run_job_here, pools):
     folder, (first, second, third) = pools
     pool = ("promote", "--pools", folder, "--name", "replies")
-    done = run_job(*pool)
-    assert (done.summary["before"], done.summary["version"]) == (third, second)
-    assert run_job(*pool).summary["version"] == first == current_name(str(folder), "replies")
-    refused = run_job(*pool)
-    assert refused.code == 2 and f"has none before {first}" in refused.stderr
-    assert run_job(*pool, "--version", third).summary["version"] == third
+    done = run_job_here(*pool, "--rollback").summary["pool"]
+    assert (done["before"], done["version"], done["pinned"]) == (third, second, True)
+    assert (
+        run_job_here(*pool, "--rollback").summary["pool"]["version"] == third
+    )  # what the last one left
+    assert run_job_here(*pool, "--version", first).summary["pool"]["version"] == first
+    assert current_name(str(folder), "replies") == first
 
 
-def test_a_version_that_does_not_open_is_refused(run_job, pools):
+def test_a_pool_without_an_older_version_stays(run_job_here, embed, tiny_ranker, tmp_path):
+    only = embed(tiny_ranker("bi"), 3)
+    refused = run_job_here(
+        "promote", "--pools", tmp_path / "pools", "--name", "replies", "--rollback"
+    )
+    assert refused.code == 2 and f"has none before {only}" in refused.stderr
+
+
+def test_a_pinned_pool_gets_new_versions_and_keeps_current(
+    embed, pools, run_job_here, tiny_ranker, capfd
+):
+    folder, (*_, third) = pools
+    pool = ("promote", "--pools", folder, "--name", "replies")
+    assert run_job_here(*pool, "--pin").summary["pool"]["pinned"]
+    newer = embed(tiny_ranker("bi"), 9)
+    assert f"CURRENT stays {third}, which is pinned" in capfd.readouterr().out
+    assert current_name(str(folder), "replies") == third != newer
+    assert not run_job_here(*pool, "--unpin").summary["pool"]["pinned"]
+    assert current_name(str(folder), "replies") == third
+    assert embed(tiny_ranker("bi"), 9) == newer == current_name(str(folder), "replies")
+
+
+def test_the_version_that_was_current_before_is_not_removed(
+    embed, pools, run_job_here, tiny_ranker
+):
+    folder, (_, second, third) = pools
+    pool = ("promote", "--pools", folder, "--name", "replies")
+    run_job_here(*pool, "--version", second)
+    newest = embed(tiny_ranker("bi"), 20, keep=2)
+    left = {path.name for path in (folder / "replies").iterdir() if path.is_dir()}
+    assert left == {second, third, newest}
+    assert run_job_here(*pool, "--rollback").summary["pool"]["version"] == second
+
+
+def test_a_version_that_does_not_open_is_refused(run_job_here, pools):
     folder, _ = pools
     before = current_name(str(folder), "replies")
-    refused = run_job("promote", "--pools", folder, "--name", "replies",
+    refused = run_job_here("promote", "--pools", folder, "--name", "replies",
                       "--version", "v-nope")  # fmt: skip
     assert refused.code == 2 and "v-nope" in refused.stderr
     assert current_name(str(folder), "replies") == before
 
 
-def test_an_alias_moves_and_moves_back(run_job, tiny_ranker, tracking_uri):
-    first, second = tiny_ranker("bi"), tiny_ranker("poly")
-    one = tracking.register("replies-model", first, "champion")
-    two = tracking.register("replies-model", second, "candidate")
-    done = run_job("promote", "--model", "replies-model", "--version", "candidate")
+def test_an_alias_moves_and_moves_back(run_job_here, tiny_ranker, tracking_uri):
+    one = tracking.register("replies-model", tiny_ranker("bi"), "champion")
+    two = tracking.register("replies-model", tiny_ranker("poly"), "candidate")
+    done = run_job_here("promote", "--model", "replies-model")
     assert (done.summary["before"], done.summary["version"]) == (one, two)
-    run_job("promote", "--model", "replies-model")
-    client = mlflow.MlflowClient()
-    aliases = client.get_registered_model("replies-model").aliases
-    assert {name: str(number) for name, number in aliases.items()} == {
-        "champion": one, "previous": two, "candidate": two,
-    }  # fmt: skip
-    refused = run_job("promote", "--model", "replies-model", "--version", "7")
+    assert aliases_of("replies-model")["champion"] == two
+    run_job_here("promote", "--model", "replies-model", "--rollback")
+    assert aliases_of("replies-model") == {"champion": one, "previous": two, "candidate": two}
+    refused = run_job_here("promote", "--model", "replies-model", "--version", "7")
     assert refused.code == 2 and "replies-model, version 7" in refused.stderr
 
 
-def test_a_pool_and_a_model_are_not_promoted_at_once(run_job):
-    refused = run_job("promote", "--pools", "p", "--name", "n", "--model", "m")
-    assert refused.code == 2 and "either a pool or a model" in refused.stderr
+def test_model_and_pool_move_together_and_back(
+    run_job_here, embed, tiny_ranker, tmp_path, tracking_uri
+):
+    old, new = tiny_ranker("bi", seed=1), tiny_ranker("bi", seed=2)
+    one = tracking.register("pair", old, "champion")
+    two = tracking.register("pair", new, "candidate")
+    together = ("promote", "--model", "pair", "--pools", tmp_path / "pools", "--name", "replies")
+    of_old = embed(old, 4)
+    refused = run_job_here(*together)
+    assert refused.code == 2 and "no version was embedded by" in refused.stderr
+    assert aliases_of("pair")["champion"] == one
+    of_new = embed(new, 4, publish_only=True)
+    assert current_name(str(tmp_path / "pools"), "replies") == of_old
+    planned = run_job_here(*together, "--dry-run").summary
+    assert (planned["version"], planned["pool"]["version"]) == (two, of_new)
+    assert (aliases_of("pair")["champion"], current_name(str(tmp_path / "pools"), "replies")) == (
+        one, of_old,
+    )  # fmt: skip
+    run_job_here(*together)
+    assert (aliases_of("pair")["champion"], current_name(str(tmp_path / "pools"), "replies")) == (
+        two, of_new,
+    )  # fmt: skip
+    back = run_job_here(*together, "--rollback").summary
+    assert (back["version"], back["pool"]["version"], back["pool"]["pinned"]) == (one, of_old, True)
+    assert aliases_of("pair") == {"champion": one, "previous": two, "candidate": two}
+
+
+def test_a_candidate_that_is_not_better_is_not_promoted(
+    run_job_here, tiny_ranker, convai2_corpus, tracking_uri
+):
+    """Two models of random weights: neither is better, and the interval is wide."""
+    one = tracking.register("rivals", tiny_ranker("bi", seed=1), "champion")
+    two = tracking.register("rivals", tiny_ranker("bi", seed=2), "candidate")
+    compared = ("promote", "--model", "rivals", "--corpus", convai2_corpus.uri, "--split", "valid")
+    stopped = run_job_here(*compared)
+    assert stopped.code == 1
+    (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("python -m jobs.")]
+    assert "rivals: not promoted: R@1 of the candidate minus the champion's is" in line
+    assert aliases_of("rivals")["champion"] == one
+    done = run_job_here(*compared, "--min-difference", "-0.9").summary
+    low, high = done["comparison"]["interval"]
+    assert low <= done["comparison"]["difference"] <= high
+    assert done["comparison"]["examples"] == convai2_corpus.counts["examples.valid"]
+    assert aliases_of("rivals")["champion"] == two
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({}, "registered_model: '' is not allowed"),
+     ({"pools": "p"}, "name: '' is not allowed"),
+     ({"registered_model": "m", "pin": True}, "pin: True is not allowed"),
+     ({"registered_model": "m", "version": "3", "rollback": True}, "version: '3' is not allowed"),
+     ({"pools": "p", "name": "n", "corpus": "c"}, "corpus: 'c' is not allowed"),
+     ({"pools": "p", "name": "n", "pin": True, "unpin": True}, "unpin: True is not allowed")],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_refused(settings, message):
+    with pytest.raises(BadInput, match=f"^{message}"):
+        promote.Config(**settings)
+
+
+def test_a_pool_alone_needs_a_version(run_job_here, tmp_path):
+    refused = run_job_here("promote", "--pools", tmp_path, "--name", "n")
+    assert refused.code == 2 and "a version of the pool, or --rollback" in refused.stderr

@@ -12,27 +12,12 @@ from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching
 from pipeline.training.teaching import TeachingConfig
+from tests.helpers import rows_of
 
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
     monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """Scores in this process, whose actors would take seconds to start; returns what it did."""
-    done = []
-
-    def run(draft, tasks, make, label, kind, actors):
-        work = make()
-        for name in [name for name in tasks if name not in draft.marks()]:
-            draft.mark(name, work(draft, name, tasks[name]))
-            done.append(name)
-        return [draft.marks().record(name, kind) for name in tasks]
-
-    monkeypatch.setattr(teaching, "run_tasks_on_actors", run)
-    return done
 
 
 def scores_alone(ranker, context, candidates):
@@ -48,18 +33,13 @@ def arguments(corpus, teachers, output, candidates=3):
             "--teaching.random-candidates", candidates)  # fmt: skip
 
 
-def rows_of(artifact, split):
-    return [row for uri in artifact.files(f"{split}/", ".parquet")
-            for row in pq.read_table(uri).to_pylist()]  # fmt: skip
-
-
 @pytest.mark.parametrize("architectures", [["cross"], ["poly"], ["cross", "poly", "bi"]])
 def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
-    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path, architectures
+    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, architectures
 ):
     teachers = [tiny_ranker(architecture) for architecture in architectures]
     argv = arguments(convai2_corpus.uri, [one.uri for one in teachers], tmp_path / "out")
-    summary = run_job("score_candidates", *argv).summary
+    summary = run_job_here("score_candidates", *argv).summary
     scored = open_artifact(str(tmp_path / "out"), "corpus")
     added = {"candidates", "label", "teacher_scores"}
     for split in ("train", "valid"):
@@ -76,19 +56,19 @@ def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
         assert len(set(row["candidates"])) == len(row["candidates"]) in (3, 4)
         each = [scores_alone(ranker, row["context"], row["candidates"]) for ranker in rankers]
         assert row["teacher_scores"] == pytest.approx(np.mean(each, axis=0).tolist(), abs=1e-4)
-    again = run_job("score_candidates", *argv).summary
+    again = run_job_here("score_candidates", *argv).summary
     assert again["already_done"] and again["fingerprint"] == scored.fingerprint
 
 
 def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest(
-    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
+    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(teaching, "_AT_ONCE", 16)
     train = rows_of(convai2_corpus, "train")
     texts = {row["response"] for row in train}
     cross, poly = tiny_ranker("cross"), tiny_ranker("poly")
     argv = arguments(convai2_corpus.uri, [cross.uri, poly.uri], tmp_path / "out")
-    run_job("score_candidates", *argv, "--teaching.hardest-of", len(texts))  # of all others
+    run_job_here("score_candidates", *argv, "--teaching.hardest-of", len(texts))  # of all others
     rankers = [load_ranker(teacher.local()) for teacher in (cross, poly)]
     labels = set()
     for row in rows_of(open_artifact(str(tmp_path / "out"), "corpus"), "train")[:20]:
@@ -105,24 +85,24 @@ def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest(
 
 
 def test_a_killed_job_scores_only_what_is_missing(
-    in_process, run_job, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
+    actors_in_process, run_job_here, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
 ):
     argv = arguments(convai2_corpus.uri, [tiny_ranker("cross").uri], tmp_path / "out")
     score = teaching._score_shard
 
     def dies(draft, shard, rankers, config):
-        if in_process:
+        if actors_in_process:
             raise KeyboardInterrupt
         return score(draft, shard, rankers, config)
 
     monkeypatch.setattr(teaching, "_score_shard", dies)
     with pytest.raises(KeyboardInterrupt):
-        run_job("score_candidates", *argv)
+        run_job_here("score_candidates", *argv)
     monkeypatch.setattr(teaching, "_score_shard", score)
-    first = list(in_process)
-    resumed = run_job("score_candidates", *argv).summary
-    assert len(first) == 1 and len(in_process) == len(set(in_process))
-    whole = run_job("score_candidates", *argv[:-4], "--output", tmp_path / "whole", *argv[-2:])
+    first = list(actors_in_process)
+    resumed = run_job_here("score_candidates", *argv).summary
+    assert len(first) == 1 and len(actors_in_process) == len(set(actors_in_process))
+    whole = run_job_here("score_candidates", *argv[:-4], "--output", tmp_path / "whole", *argv[-2:])
     assert whole.summary["fingerprint"] == resumed["fingerprint"]
 
 
@@ -143,7 +123,7 @@ def without(ranker, folder, corpus, *held_out):
 
 
 def test_held_out_shards_are_scored_by_those_that_never_saw_them(
-    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
+    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path
 ):
     corpus = two_files(convai2_corpus, tmp_path / "corpus")
     one = without(tiny_ranker("cross"), tmp_path / "one", corpus, "train/a.parquet")
@@ -151,7 +131,7 @@ def test_held_out_shards_are_scored_by_those_that_never_saw_them(
     third = without(tiny_ranker("bi"), tmp_path / "third", corpus, "train/b.parquet")
     fields = [teacher.uri for teacher in (one, other, third)]
     argv = arguments(corpus.uri, fields, tmp_path / "out")
-    run_job("score_candidates", *argv, "--teaching.held-out", "true")
+    run_job_here("score_candidates", *argv, "--teaching.held-out", "true")
     rows = rows_of(open_artifact(str(tmp_path / "out"), "corpus"), "train")
     for part, teachers in ((rows[:30], [one]), (rows[30:], [other, third])):
         rankers = [load_ranker(teacher.local()) for teacher in teachers]
@@ -164,18 +144,20 @@ def test_held_out_shards_are_scored_by_those_that_never_saw_them(
         ([one, stranger], f"{stranger.uri} was trained on another corpus' files"),
     ):
         argv = arguments(corpus.uri, [teacher.uri for teacher in teachers], tmp_path / "more")
-        refusal = run_job("score_candidates", *argv, "--teaching.held-out", "true").refusal
+        refusal = run_job_here("score_candidates", *argv, "--teaching.held-out", "true").refusal
         assert reason in refusal
     assert not (tmp_path / "more.partial").exists()
 
 
 def test_teachers_are_fetched_by_the_node_that_asks_them(
-    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path, node, monkeypatch
+    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, node, monkeypatch
 ):
     run = teaching.run_tasks_on_actors
     monkeypatch.setattr(teaching, "run_tasks_on_actors", lambda *all: (node(), run(*all))[1])
     teacher = f"local://{tiny_ranker('poly').uri}"  # as in an object store
-    summary = run_job("score_candidates", *arguments(convai2_corpus.uri, [teacher], tmp_path / "o"))
+    summary = run_job_here(
+        "score_candidates", *arguments(convai2_corpus.uri, [teacher], tmp_path / "o")
+    )
     assert summary.summary["counts"]["scored"] > 0
 
 
@@ -204,7 +186,7 @@ def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ran
 
 
 def test_what_cannot_teach_or_be_taught_is_refused(
-    run_job, in_process, convai2_corpus, tiny_ranker, tmp_path
+    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path
 ):
     output, cross = tmp_path / "out", tiny_ranker("cross").uri
     for teachers, candidates, said in (
@@ -215,13 +197,13 @@ def test_what_cannot_teach_or_be_taught_is_refused(
         ([cross], 0, "no example of train has candidates"),
     ):
         argv = arguments(convai2_corpus.uri, teachers, output, candidates)
-        assert said in run_job("score_candidates", *argv).refusal
+        assert said in run_job_here("score_candidates", *argv).refusal
     more = tmp_path / "more"
     argv = (*arguments(convai2_corpus.uri, [cross], more), "--teaching.hardest-of")
     for value, allowed in (
         (3, "0, or more than teaching.random_candidates, 3, above 0"),
         (9, "0, as no teacher of train/"),
     ):
-        refusal = run_job("score_candidates", *argv, value).refusal
+        refusal = run_job_here("score_candidates", *argv, value).refusal
         assert f"teaching.hardest_of: {value} is not allowed; allowed: {allowed}" in refusal
     assert not (tmp_path / "more.partial").exists()

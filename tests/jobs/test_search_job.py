@@ -18,22 +18,22 @@ TEXTS = ["Hello there!", "a cat", "trains and boats", "the sea in winter", "Why?
 
 
 @pytest.fixture
-def pool(run_job, tiny_ranker, actors_in_process, tmp_path) -> str:
+def pool(run_job_here, tiny_ranker, actors_in_process, tmp_path) -> str:
     """The texts in shards of two, with the ids t0 to t5."""
     rows = [json.dumps({"id": f"t{n}", "text": text}) + "\n" for n, text in enumerate(TEXTS)]
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(rows))
-    return run_job(
+    return run_job_here(
         "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", file,
         "--pools", tmp_path, "--name", "p", "--embed.rows-per-shard", 2
     ).summary["pool"]  # fmt: skip
 
 
 @pytest.fixture
-def search(run_job, tiny_ranker, pool):
+def search(run_job_here, tiny_ranker, pool):
     def run(*options: object, model: str = "", pool: str = pool):
         model = model or tiny_ranker("poly").uri
-        return run_job("search", "--pool", pool, "--model", model, *options)
+        return run_job_here("search", "--pool", pool, "--model", model, *options)
 
     return run
 
@@ -41,7 +41,7 @@ def search(run_job, tiny_ranker, pool):
 @pytest.mark.parametrize("context", [("Do you like winter?",), ("the sea", "a cat " * 9, "why")])
 def test_the_best_candidates_of_the_pool_are_shown_best_first(search, pool, tiny_ranker, context):
     found = search("--context", *context, "--top-k", 4)
-    ranker = load_ranker(tiny_ranker("poly").local())
+    ranker = inference.prepare(load_ranker(tiny_ranker("poly").local()), torch.device("cpu"))
     vectors, mask = inference.context_vectors(ranker, [context])
     assert mask.all()
     logits = Pool.open(pool).vectors_at(np.arange(6)).astype(np.float64) @ vectors[0].numpy().T
@@ -86,6 +86,25 @@ def test_only_what_is_allowed_is_shown(search):
     assert "allow, deny, where: no candidate is left" in refusal
 
 
+def test_results_carry_the_columns_that_the_pool_keeps_and_filters_by(
+    run_job_here, search, tiny_ranker, tmp_path
+):
+    rows = [
+        {"id": f"t{n}", "text": text, "kind": "odd" if n % 2 else "even", "page": n}
+        for n, text in enumerate(TEXTS)
+    ]
+    (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pool = run_job_here(
+        "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", tmp_path / "kinds.jsonl",
+        "--pools", tmp_path, "--name", "k", "--embed.filter-columns", "kind", "page",
+    ).summary["pool"]  # fmt: skip
+    done = search("--context", "a", "--where", "kind=odd", pool=pool)
+    found = {row["id"]: row["columns"] for row in done.summary["results"]}
+    assert found == {f"t{n}": {"kind": "odd", "page": str(n)} for n in (1, 3, 5)}
+    lines = [line for line in done.stdout.splitlines() if "kind=odd  page=" in line]
+    assert len(lines) == 3
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker, together):
     cross = tiny_ranker("cross")
@@ -93,7 +112,8 @@ def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker, together):
     found = search("--context", "the sea", *options).summary
     first = search("--context", "the sea", "--top-k", 4).summary["results"]
     texts = [result["text"] for result in first]
-    scores = inference.pair_scores(load_ranker(cross.local()), [["the sea"]], [texts])[0].numpy()
+    reader = inference.prepare(load_ranker(cross.local()), torch.device("cpu"))
+    scores = inference.pair_scores(reader, [["the sea"]], [texts])[0].numpy()
     decide = scores + [result["score"] for result in first] if together else scores
     order = np.argsort(-decide)[:3]
     assert [result["text"] for result in found["results"]] == [texts[at] for at in order]

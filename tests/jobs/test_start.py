@@ -109,6 +109,20 @@ def test_input_that_is_not_there_is_refused_without_a_slow_library(tmp_path):
         assert str(gone) in end["text"]
 
 
+def test_a_tokenizer_is_no_encoder_and_the_refusal_says_who_starts_from_one(tmp_path):
+    for kind in ("corpus", "tokenizer"):
+        empty = draft(str(tmp_path / kind), kind, Nothing(), {})
+        assert isinstance(empty, Draft)
+        empty.publish([], {})
+    (end,) = run_jobs(
+        ("finetune", "--corpus", tmp_path / "corpus", "--encoder", tmp_path / "tokenizer",
+         "--output", tmp_path / "out")
+    )  # fmt: skip
+    assert (end["code"], end["loaded"]) == (2, [])
+    assert "is a tokenizer; allowed: " in end["text"]
+    assert "--ranker.architecture convert" in end["text"]
+
+
 @pytest.mark.parametrize("verb", ["clean_corpus", "inspect", "score_candidates", "train_tokenizer"])
 def test_an_unfinished_corpus_is_refused_without_a_slow_library(tmp_path, verb):
     draft(str(tmp_path / "corpus"), "corpus", Nothing(), {})

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipeline import shards
 from pipeline.artifact import open_artifact
 from pipeline.models.tokens import Tokenizer
 from pipeline.training import tokenized_corpus
 from pipeline.training.tokenized_corpus import TokenizedCorpus
+from tests.helpers import rows_of
 
 NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
@@ -35,27 +35,13 @@ def tokenizer_folder(folder: Path, size: int = 260, leave_out: str = "") -> Path
 
 
 @pytest.fixture
-def tokenize(run_job, convai2_corpus, tmp_path, monkeypatch):
-    """Runs the job with its tasks in this process, which Ray would start in seconds."""
-
-    def tasks(draft, tasks, work, label, kind):
-        for name in [name for name in tasks if name not in draft.marks()]:
-            draft.mark(name, work(draft, name, tasks[name]))
-        return [draft.marks().record(name, kind) for name in tasks]
-
-    monkeypatch.setattr(tokenized_corpus.shards, "run_tasks", tasks)
-
+def tokenize(run_job_here, convai2_corpus, tmp_path):
     def run(*options: object, corpus=convai2_corpus.uri, tokenizer=None, output=tmp_path / "out"):
         tokenizer = tokenizer or tokenizer_folder(tmp_path / "tokenizer")
-        return run_job("tokenize_corpus", "--corpus", corpus, "--tokenizer", tokenizer,
+        return run_job_here("tokenize_corpus", "--corpus", corpus, "--tokenizer", tokenizer,
                        "--output", output, *options)  # fmt: skip
 
     return run
-
-
-def rows_of(artifact, split):
-    tables = [pq.read_table(uri) for uri in artifact.files(f"{split}/", ".parquet")]
-    return [row for table in tables for row in table.to_pylist()]
 
 
 def test_ids_are_those_of_the_tokenizer_cut_and_in_order(tokenize, convai2_corpus, tmp_path):
@@ -159,13 +145,8 @@ def test_a_killed_job_tokenizes_only_what_is_missing(tokenize, tmp_path, monkeyp
     assert tokenize().summary == {**resumed, "already_done": True}
 
 
-def test_on_the_cluster_it_makes_the_same_files(
-    run_job, tokenize, convai2_corpus, tmp_path, monkeypatch
-):
+def test_on_the_cluster_it_makes_the_same_files(run_job, tokenize, convai2_corpus, tmp_path):
     in_process = tokenize().summary
-    monkeypatch.undo()
-    monkeypatch.setattr("sys.argv", [])
-    assert tokenized_corpus.shards.run_tasks is shards.run_tasks
     on_ray = run_job("tokenize_corpus", "--corpus", convai2_corpus.uri, "--tokenizer",
                      tmp_path / "tokenizer", "--output", tmp_path / "ray").summary  # fmt: skip
     assert on_ray["fingerprint"] == in_process["fingerprint"]

@@ -15,9 +15,9 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 @pytest.fixture
-def train(run_job, convai2_corpus, tmp_path):
+def train(run_job_here, convai2_corpus, tmp_path):
     def run(*options: object, corpora=(convai2_corpus.uri,), output: Path = tmp_path / "out"):
-        return run_job("train_tokenizer", "--corpus", *corpora, "--output", output, *options)
+        return run_job_here("train_tokenizer", "--corpus", *corpora, "--output", output, *options)
 
     return run
 

@@ -7,9 +7,9 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +20,12 @@ import torch
 from safetensors.torch import load_file
 
 from jobs import finetune
+from pipeline import executors
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.ranker import load_ranker
+from tests.helpers import wait_until
 
 STEPS = {"bi": 4, "poly": 80, "cross": 3}
 COMMON = (
@@ -54,8 +56,8 @@ def encoder(tiny_ranker) -> Path:
 def trained(
     local_ray, convai2_corpus, encoder, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], SimpleNamespace]:
-    """`trained("poly")`: the bi-encoder starts from `encoder`, with two workers, relative paths and a
-    name in the registry; the others start from the bi-encoder."""
+    """`trained("poly")`: the bi-encoder starts from `encoder`, with two workers of Ray Train, relative paths
+    and a name in the registry; the others start from the bi-encoder, in this process."""
     home = tmp_path_factory.mktemp("training")
 
     @functools.cache
@@ -72,7 +74,8 @@ def trained(
                 architecture, convai2_corpus.uri, train("bi").artifact.uri,
                 home / "rankers" / architecture,
             )  # fmt: skip
-        with pytest.MonkeyPatch.context() as patch:
+        here = nullcontext() if architecture == "bi" else executors.in_this_process()
+        with pytest.MonkeyPatch.context() as patch, here:
             patch.chdir(home)
             summary = finetune.run(parse(finetune.Config, argv, "test"))
         artifact = open_artifact(str(home / "rankers" / architecture), "ranker")
@@ -132,14 +135,14 @@ def test_the_manifest_names_the_whole_ancestry(trained, convai2_corpus, encoder)
 
 
 def test_an_external_encoder_is_named_by_its_contents_wherever_it_lies(
-    run_job, trained, convai2_corpus, encoder, tmp_path
+    run_job_here, trained, convai2_corpus, encoder, tmp_path
 ):
     shutil.copytree(encoder, tmp_path / "copy")
     first = trained("bi")
     again = arguments("bi", convai2_corpus.uri, tmp_path / "copy", first.artifact.uri)
-    assert run_job("finetune", *again).summary["already_done"] is True
+    assert run_job_here("finetune", *again).summary["already_done"] is True
     (tmp_path / "copy" / "tokenizer_config.json").write_text("{}")
-    assert "encoder" in run_job("finetune", *again).refusal
+    assert "encoder" in run_job_here("finetune", *again).refusal
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -183,11 +186,11 @@ def test_a_registered_model_is_the_candidate_of_its_name(trained):
     assert version.run_id == artifact.manifest["run_id"]
 
 
-def test_a_ranker_that_is_there_already_is_registered_too(run_job, trained):
+def test_a_ranker_that_is_there_already_is_registered_too(run_job_here, trained):
     """Its job may have been killed before it came to that."""
     made = trained("cross")
     argv = [*made.argv, "--register-as", "tiny-cross"]
-    assert run_job("finetune", *argv).summary["already_done"] is True
+    assert run_job_here("finetune", *argv).summary["already_done"] is True
     version = mlflow.MlflowClient().get_model_version_by_alias("tiny-cross", "candidate")
     assert version.source == made.artifact.uri
 
@@ -203,14 +206,14 @@ def test_relative_paths_are_those_of_the_directory_of_the_user(trained):
 
 @pytest.mark.parametrize("architecture", ["bi", "cross"])
 def test_the_same_command_again_finds_its_work_done(
-    run_job, trained, architecture, monkeypatch: pytest.MonkeyPatch
+    run_job_here, trained, architecture, monkeypatch: pytest.MonkeyPatch
 ):
     made = trained(architecture)
     monkeypatch.chdir(made.home)
-    again = run_job("finetune", *made.argv).summary
+    again = run_job_here("finetune", *made.argv).summary
     assert again["already_done"] is True
     assert again["fingerprint"] == made.artifact.fingerprint
-    changed = run_job("finetune", *made.argv, "--loop.learning-rate", "0.1").refusal
+    changed = run_job_here("finetune", *made.argv, "--loop.learning-rate", "0.1").refusal
     assert "loop.learning_rate: 5e-05 there, 0.1 here" in changed
 
 
@@ -224,12 +227,8 @@ def test_a_training_that_is_killed_resumes_to_the_weights_of_one_that_was_not(
 
     process = start_job("finetune", *argv)
     partial = tmp_path / "poly.partial"
-    while len(list(partial.glob("_checkpoints/training/checkpoint_*/state.json"))) < 2:
-        try:  # waits a little
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        pytest.fail("the job ended before its second checkpoint")
+    saved = "_checkpoints/training/checkpoint_*/state.json"
+    wait_until(lambda: len(list(partial.glob(saved))) >= 2, process)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not output.exists()
@@ -251,11 +250,11 @@ def test_a_training_that_is_killed_resumes_to_the_weights_of_one_that_was_not(
 
 
 def test_without_a_step_the_ranker_is_as_its_encoder_makes_it(
-    run_job, convai2_corpus, encoder, tmp_path
+    run_job_here, convai2_corpus, encoder, tmp_path
 ):
     """As a table's first row: what training adds to."""
     argv = arguments("bi", convai2_corpus.uri, encoder, tmp_path / "out", "--finetune.epochs", 0)
-    summary = run_job("finetune", *argv).summary
+    summary = run_job_here("finetune", *argv).summary
     assert summary["counts"]["steps"] == 0
     tower = tmp_path / "out" / "context_encoder"
     made, given = (load_file(folder / "model.safetensors") for folder in (tower, encoder))
@@ -266,13 +265,15 @@ def test_without_a_step_the_ranker_is_as_its_encoder_makes_it(
 
 
 @pytest.fixture
-def refused(run_job, convai2_corpus, encoder, tmp_path):
+def refused(run_job_here, convai2_corpus, encoder, tmp_path):
     """The refusal of a job, before anything was made or run."""
 
     def run(*more: object, verb: str = "finetune", **changed: object) -> str:
         given = {"corpus": convai2_corpus.uri, "encoder": encoder, "output": tmp_path / "out"}
         runs = mlflow.search_runs(search_all_experiments=True)
-        refusal = run_job(verb, *arguments("bi", *{**given, **changed}.values(), *more)).refusal
+        refusal = run_job_here(
+            verb, *arguments("bi", *{**given, **changed}.values(), *more)
+        ).refusal
         assert not list(tmp_path.glob("out*"))
         assert len(mlflow.search_runs(search_all_experiments=True)) == len(runs)
         return refusal
@@ -357,13 +358,15 @@ def test_a_corpus_without_a_train_split_is_refused(refused, tmp_path):
     [
         ({}, "needed here: tokenizer"),
         ({"--tokenizer": "none"}, "not a tokenizer"),
-        ({"--encoder.width": 15, "--encoder.heads": 2}, "encoder.width: 15"),
+        ({"--encoder.width": 15, "--encoder.heads": 2}, "shape.width: 15"),
         ({"--pretrain.steps": 0}, "pretrain.steps: 0"),
     ],
 )
-def test_pretraining_refuses_what_does_not_fit(run_job, convai2_corpus, tmp_path, changed, said):
+def test_pretraining_refuses_what_does_not_fit(
+    run_job_here, convai2_corpus, tmp_path, changed, said
+):
     corpus = convai2_corpus.uri
     given = {"--corpus": corpus, "--tokenizer": corpus, "--output": tmp_path / "out", **changed}
-    refusal = run_job("pretrain", *(part for pair in given.items() for part in pair)).refusal
+    refusal = run_job_here("pretrain", *(part for pair in given.items() for part in pair)).refusal
     assert said in refusal
     assert list(tmp_path.iterdir()) == []

@@ -8,19 +8,19 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from jobs import program
-from pipeline import shards
+from jobs import cluster, program
+from pipeline import executors, shards
 from pipeline.actors import Actors
 from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput, Stopped
 from pipeline.records import TaskRecord
 from pipeline.shards import run_tasks, run_tasks_on_actors
 
-pytestmark = pytest.mark.usefixtures("local_ray")
 TASKS = {"c": 3, "a": 1, "b": 2, "d": 4}
 BEFORE = TaskRecord(counts={"square": -1, "argument": -1})
 
@@ -28,6 +28,16 @@ BEFORE = TaskRecord(counts={"square": -1, "argument": -1})
 @pytest.fixture
 def out(tmp_path) -> Draft:
     return draft(str(tmp_path / "out"), "pool", Actors(), {})
+
+
+@pytest.fixture(params=[pytest.param("on the cluster", marks=pytest.mark.ray), "in this process"])
+def anywhere(request) -> Iterator[None]:
+    if request.param == "on the cluster":
+        request.getfixturevalue("local_ray")
+        yield
+        return
+    with executors.in_this_process():
+        yield
 
 
 # Functions inside functions: Ray's workers cannot import the module of a test.
@@ -73,6 +83,7 @@ def refusing():
     return work
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_records_come_in_the_tasks_order_and_their_files_are_there(out, square):
     records = run_tasks(out, TASKS, square, "square", TaskRecord)
     assert [record.counts["square"] for record in records] == [9, 1, 4, 16]
@@ -81,6 +92,7 @@ def test_records_come_in_the_tasks_order_and_their_files_are_there(out, square):
     assert set(out.marks()) == set(TASKS)
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_tasks_that_are_marked_are_not_run_again(out, square):
     for name in ("a", "d"):
         out.mark(name, BEFORE)
@@ -90,6 +102,7 @@ def test_tasks_that_are_marked_are_not_run_again(out, square):
     assert not Path(out.path("a")).exists()
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_with_nothing_left_to_do_no_work_is_started(out):
     for name in TASKS:
         out.mark(name, TaskRecord(notes=[name]))
@@ -100,12 +113,14 @@ def test_with_nothing_left_to_do_no_work_is_started(out):
     assert run_tasks(out, {}, work, "-", TaskRecord) == []
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_refusal_is_raised_word_for_word_and_its_task_is_not_marked(out, refusing):
     with pytest.raises(BadInput, match=r"^task b: 2 is not allowed;\nallowed: others$"):
         run_tasks(out, {"a": 1, "b": 2}, refusing, "-", TaskRecord)
     assert "b" not in out.marks()
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_failure_is_raised_and_another_run_does_the_rest(out, refusing, square):
     with pytest.raises(Exception, match="ArithmeticError: four"):
         run_tasks(out, {"a": 1, "d": 4}, refusing, "-", TaskRecord)
@@ -113,6 +128,7 @@ def test_a_failure_is_raised_and_another_run_does_the_rest(out, refusing, square
     assert run_tasks(out, {"d": 4}, square, "-", TaskRecord)[0].counts["square"] == 16
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_the_actor_that_counts_starts_may_be_killed(out, square):
     def killing(draft, name, argument):
         import ray
@@ -127,6 +143,7 @@ def test_the_actor_that_counts_starts_may_be_killed(out, square):
     assert [record.counts["square"] for record in records] == [9, 1, 4, 16]
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_task_that_fails_stops_no_other_and_is_named_with_its_input(out, refusing):
     with pytest.raises(Stopped) as stopped:
         run_tasks(out, {"d": 4, "a": 1, "e": 5}, refusing, "square", TaskRecord)
@@ -136,6 +153,7 @@ def test_a_task_that_fails_stops_no_other_and_is_named_with_its_input(out, refus
     assert set(out.marks()) == {"a", "e"}
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_store_that_is_away_for_a_moment_is_asked_again(out, tmp_path, monkeypatch):
     def work(draft, name, argument):
         tempfile.mkstemp(prefix=f"tried-{name}-", dir=tmp_path)
@@ -152,6 +170,7 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(out, tmp_path, monkeyp
     assert len(list(tmp_path.glob("tried-c-*"))) == 4
 
 
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "gone"), ArithmeticError("no")])
 def test_what_another_try_cannot_mend_is_tried_once(out, tmp_path, error):
     def work(draft, name, argument):
@@ -163,6 +182,7 @@ def test_what_another_try_cannot_mend_is_tried_once(out, tmp_path, error):
     assert len(list(tmp_path.glob("tried-*"))) == 1
 
 
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("on_actors", [False, True])
 def test_a_process_that_dies_is_replaced_three_times_and_that_is_said(
     out, tmp_path, capsys, on_actors
@@ -188,6 +208,7 @@ def test_a_process_that_dies_is_replaced_three_times_and_that_is_said(
     assert len(list(tmp_path.glob("begun-b-*"))) == 4
 
 
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("on_actors", [False, True])
 def test_a_full_disk_ends_a_job_with_one_line(out, monkeypatch, capfd, on_actors):
     """Ray's own report of it has 65 lines, the cause in line 58."""
@@ -211,6 +232,7 @@ def test_a_full_disk_ends_a_job_with_one_line(out, monkeypatch, capfd, on_actors
     assert said[0].endswith("the same command resumes when it can write")
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_workers_of_tasks_load_no_torch(out):
     """It takes 1.4 s and 200 MB of every worker, of which corpora need thousands."""
 
@@ -228,12 +250,14 @@ def test_workers_of_tasks_load_no_torch(out):
     assert [record.notes for record in run_tasks(out, tasks, work, "-", TaskRecord)] == [[], [], []]
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_a_task_declares_its_memory_and_a_small_machine_tries(out, square):
     tasks = {"a": 1, "b": 2}
     records = run_tasks(out, tasks, square, "-", TaskRecord, memory=1 << 50)
     assert [record.counts["square"] for record in records] == [1, 4]
 
 
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("actors", [0, 1, 2])
 def test_each_actor_makes_its_work_once_for_all_its_tasks(out, make, tmp_path, actors):
     resources = Actors(actors=actors, cpus_per_actor=1)
@@ -246,6 +270,7 @@ def test_each_actor_makes_its_work_once_for_all_its_tasks(out, make, tmp_path, a
     assert os.getpid() not in processes
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_an_actor_may_work_on_two_tasks_at_once(out):
     def make():
         import threading
@@ -263,6 +288,7 @@ def test_an_actor_may_work_on_two_tasks_at_once(out):
     assert len({record.counts["process"] for record in records}) == 1
 
 
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize(
     ("settings", "tasks", "count"),
     [({}, 9, 2), ({}, 1, 1), ({"cpus_per_actor": 2}, 9, 1), ({"actors": 5}, 9, 5),
@@ -273,6 +299,7 @@ def test_there_are_as_many_actors_as_cores_and_no_more_than_tasks(settings, task
     assert Actors(**settings).count(tasks) == count
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_actors_may_grow_in_number_and_their_progress_is_in_rows(out, make, tmp_path, capsys):
     out.mark("a", BEFORE)
     resources = Actors(actors=1, max_actors=2, cpus_per_actor=1)
@@ -284,6 +311,23 @@ def test_actors_may_grow_in_number_and_their_progress_is_in_rows(out, make, tmp_
     assert "100/1000" in shown
     assert "1000/1000" in shown
     assert "row/s" in shown
+
+
+def test_in_this_process_actors_are_made_once_and_ray_is_not_started(out, make, tmp_path):
+    out.mark("a", BEFORE)
+    with executors.in_this_process() as here:
+        records = run_tasks_on_actors(out, TASKS, make, "-", TaskRecord, Actors(actors=2))
+    assert [record.counts["argument"] for record in records] == [3, -1, 2, 4]
+    assert {record.counts.get("process") for record in records} == {os.getpid(), None}
+    assert len(list(tmp_path.glob("made-*"))) == 1
+    assert here.tasks == ["c", "b", "d"]
+    assert executors.current() is None
+
+
+def test_in_this_process_a_job_starts_no_ray(monkeypatch):
+    monkeypatch.setattr("ray.init", None)
+    with executors.in_this_process(), cluster.session(for_tasks=True) as dashboard:
+        assert dashboard == ""
 
 
 def test_actors_cannot_shrink_below_their_number():

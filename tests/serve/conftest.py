@@ -21,10 +21,11 @@ from pipeline.classification.settings import EncodeConfig, HeadConfig
 from pipeline.classification.texts import ReadConfig
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.ranking.results import Result
 from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
-from serve.service import Answer, Question, Ranked, Service, Text
+from serve.service import Answer, Question, Service, Text
 
 from . import live
 
@@ -112,11 +113,11 @@ class Asking:
         self.engine = engine
         self.service = Service(lambda: engine, most_waiting_s=60.0)
 
-    def rank(self, context: Sequence[str], texts: Sequence[str], top_k: int) -> list[Ranked]:
+    def rank(self, context: Sequence[str], texts: Sequence[str], top_k: int) -> list[Result]:
         candidates = [Text(str(place), text) for place, text in enumerate(texts)]
         return self.answer(Question(context, candidates, None, top_k)).results
 
-    def rank_pool(self, context: Sequence[str], pool: str, top_k: int, **more: Any) -> list[Ranked]:
+    def rank_pool(self, context: Sequence[str], pool: str, top_k: int, **more: Any) -> list[Result]:
         return self.answer(Question(context, None, pool, top_k, **more)).results
 
     def answer(self, question: Question) -> Answer:

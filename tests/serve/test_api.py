@@ -56,7 +56,7 @@ def test_candidates_of_the_request_are_ranked(client, engine):
     body = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
     ranked = engine.rank(CONTEXT, TEXTS, len(TEXTS))
     assert [(r["id"], r["text"], r["score"]) for r in body["results"]] == [
-        (str(one.place), TEXTS[one.place], one.score) for one in ranked
+        (str(one.index), TEXTS[one.index], one.score) for one in ranked
     ]
     scores = [result["score"] for result in body["results"]]
     assert scores == sorted(scores, reverse=True)
@@ -70,7 +70,7 @@ def test_a_pool_is_ranked(client, engine):
     assert [REPLIES[result["id"]] for result in body["results"]] == [one.text for one in ranked]
     expected = [one.score for one in ranked]
     assert [r["score"] for r in body["results"]] == pytest.approx(expected, rel=1e-5)
-    assert body["pool"] == {"name": "replies", "version": "v-1"}
+    assert body["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
     assert body["model"] == engine.engine.model.fingerprint
     assert body["certified"] is True
 

@@ -6,17 +6,23 @@ import asyncio
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from jobs import embed_pool
+from pipeline.artifact import draft
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
+from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.lock import is_leased
 from serve import app
 from serve.engine import Engine
@@ -50,10 +56,10 @@ def test_candidates_are_ranked_by_the_models_scores(tiny_ranker, asking, archite
     ranked = asking(model).rank(CONTEXT, TEXTS, top_k=10)
     scores = own_scores(model.uri, CONTEXT, TEXTS)
     assert len(set(scores)) == len(TEXTS)
-    assert [one.place for one in ranked] == np.argsort(scores)[::-1].tolist()
+    assert [one.index for one in ranked] == np.argsort(scores)[::-1].tolist()
     assert [one.score for one in ranked] == pytest.approx(sorted(scores, reverse=True), rel=1e-4)
     assert [(one.text, one.id) for one in ranked] == [
-        (TEXTS[r.place], str(r.place)) for r in ranked
+        (TEXTS[r.index], str(r.index)) for r in ranked
     ]
 
 
@@ -72,6 +78,42 @@ def test_a_version_that_is_served_is_not_removed(tiny_ranker, tiny_pool):
     assert not is_leased(str(pool.parent), "replies", "v-1")
 
 
+SHARED_BYTES = r"""
+import re, sys
+from pathlib import Path
+from pipeline.retrieval.pools.pool import Pool
+pool = Pool.open(sys.argv[1])
+float(sum(shard.vectors.matrix.sum() for shard in pool.shards))  # every page is read
+print(flush=True)
+input()  # the other process has read them too
+for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+    if "/vectors/" in part.partition("\n")[0]:
+        print(*(re.search(rf"{name}: *([0-9]+)", part)[1] for name in ("Rss", "Pss", "Private_Dirty")))
+"""
+
+
+def test_processes_share_the_pages_of_a_pool(publish_pool, tmp_path):
+    """Each counts half of them (PSS); nothing is copied."""
+    config = embed_pool.Config(model="m", candidates=(), pools=str(tmp_path), name="replies")
+    out = draft(str(tmp_path / "replies" / "v-1"), "pool", config, {"model": {"fingerprint": "m"}})
+    rows = [{"id": str(at), "text": "x", "content_hash": "x"} for at in range(4_096)]
+    vectors = np.random.default_rng(0).normal(size=(4_096, 256)).astype(np.float32)
+    publish_pool(out, [(pa.Table.from_pylist(rows, schema=ROWS), vectors)])
+    command = [sys.executable, "-c", SHARED_BYTES, str(tmp_path / "replies" / "v-1")]
+    replicas = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for replica in replicas:
+        replica.stdout.readline()
+    said, _ = replicas[0].communicate("\n")
+    replicas[1].communicate("\n")
+    rss, pss, dirty = map(int, said.split())
+    assert rss >= vectors.nbytes // 1024
+    assert pss < 0.6 * rss
+    assert dirty == 0
+
+
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_equal_texts_score_alike_and_keep_the_order_given(
@@ -84,7 +126,7 @@ def test_equal_texts_score_alike_and_keep_the_order_given(
     ranked = asking(tiny_ranker(architecture), precision=precision).rank(CONTEXT, texts, top_k=18)
     same = [one for one in ranked if one.text == "the same"]
     assert len({one.score for one in same}) == 1
-    assert [one.place for one in same] == list(range(0, 18, 2))
+    assert [one.index for one in same] == list(range(0, 18, 2))
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "convert"])
@@ -95,7 +137,7 @@ def test_a_pool_is_ranked_as_its_texts_would_be(tiny_ranker, tiny_pool, asking, 
     for top_k in (3, len(texts) + 5):
         found = engine.rank_pool(CONTEXT, "replies", top_k)
         given = engine.rank(CONTEXT, texts, top_k)
-        assert [(one.place, one.text) for one in found] == [(one.place, one.text) for one in given]
+        assert [(one.index, one.text) for one in found] == [(one.index, one.text) for one in given]
         assert [one.score for one in found] == pytest.approx(
             [one.score for one in given], rel=1e-5, abs=1e-6
         )

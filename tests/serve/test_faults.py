@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,19 +16,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
+import mlflow
 import pytest
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
+from jobs import embed_pool
+from pipeline import storage
 from pipeline.retrieval.pools.pool import make_current
 from serve import app
 from serve.client import Client
+from tests.helpers import free_port, ray_processes
 
-from .conftest import ask
+from .conftest import REPLIES, ask
 
 ASKED = {"context": ["hello there"], "pool": "replies", "top_k": 3}
+QUIET = LoggingConfig(log_level="ERROR", enable_access_log=False)
 _PATIENCE_S = 120.0
+SWAPS = int(os.environ.get("POLYRANK_SWAPS", "50"))
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +51,12 @@ def pools(model, tiny_pool, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def port(local_ray, model, pools) -> Iterator[int]:
     """Two replicas."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET)
     try:
         args = app.Args(model=model.uri, pools=[str(pools / "replies")], poll_s=0.5)
-        serve.run(app.application(args, num_replicas=2), logging_config=quiet)
+        options = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}  # jobs run beside
+        serve.run(app.application(args, **options), logging_config=QUIET)
         serve_replicas(2)
         yield port
     finally:
@@ -68,13 +73,8 @@ def replica_pids() -> list[int]:
 
 
 def pids(actor: str) -> list[int]:
-    """Of Ray's processes with that actor."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if line.startswith("ray::") and actor in line:
-            found.append(process.info["pid"])
-    return found
+    """Of our own Ray's processes with that actor."""
+    return [process.pid for process in ray_processes(actor)]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -91,19 +91,26 @@ class Load:
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
         self.versions: list[str] = []
+        self.served: list[tuple[str, str]] = []
+        """(the model's fingerprint, the pool's version) of each answer."""
+        self.missing_shards: list[list[int]] = []
+        self.uncertified = 0
         self.answers = 0
 
 
 @contextmanager
-def steady_load(port: int) -> Iterator[Load]:
+def steady_load(port: int, prefix: str = "") -> Iterator[Load]:
     load, stop = Load(), threading.Event()
 
     def client() -> None:
         while not stop.is_set():
-            status, answer = ask(port, "POST", "/rank", ASKED)
+            status, answer = ask(port, "POST", f"{prefix}/rank", ASKED)
             load.statuses[status] += 1
             if status == 200:
                 load.versions.append(answer["pool"]["version"])
+                load.served.append((answer["model"], answer["pool"]["version"]))
+                load.missing_shards.append(answer["pool"]["missing_shards"])
+                load.uncertified += not answer["certified"]
             load.answers += 1
 
     with ThreadPoolExecutor(2) as threads:
@@ -157,6 +164,38 @@ def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
     assert switches < 40  # both replicas went over within a moment, and never back
 
 
+def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shards(
+    port, model, tiny_pool, tmp_path
+):
+    shutil.copytree(Path(tiny_pool(model)), tmp_path / "replies")
+    args = app.Args(
+        model=model.uri,
+        sharded_pools=[str(tmp_path / "replies")],
+        shard_cpus=0,
+        on_missing_shard="answer",
+        name="parts",
+        poll_s=0.5,
+    )
+    application = app.application(args, ray_actor_options={"num_cpus": 0})
+    serve.run(application, name="parts", route_prefix="/parts", logging_config=QUIET)
+    try:
+        with steady_load(port, "/parts") as load:
+            until(lambda: load.answers > 20)
+            assert not any(load.missing_shards)
+            (shard,) = pids("parts-shard-0")
+            os.kill(shard, signal.SIGKILL)
+            until(lambda: [0] in load.missing_shards)
+            until(lambda: not any(load.missing_shards[-20:]))
+            publish(tmp_path, "v-2")
+            make_current(str(tmp_path), "replies", "v-2")
+            until(lambda: load.versions[-20:] == ["v-2"] * 20)
+    finally:
+        serve.delete("parts")
+    assert set(load.statuses) <= {200, 429}, load.statuses
+    assert load.uncertified == sum(map(bool, load.missing_shards))
+    assert set(map(tuple, load.missing_shards)) == {(), (0,)}
+
+
 # The long form: make test-long
 
 
@@ -208,13 +247,47 @@ def test_slow_senders_take_nobody_elses_place(port):
 
 
 @pytest.mark.long
-def test_fifty_new_versions_are_fifty_swaps_without_a_failure(port, pools):
-    with steady_load(port) as load:
-        for number in range(50):
-            version = f"w-{number:02d}"
-            publish(pools, version)
-            make_current(str(pools), "replies", version)
-            until(lambda: load.versions[-20:].count(version) == 20)  # noqa: B023
+@pytest.mark.timeout(7200)
+def test_fifty_swaps_of_model_and_pool_without_a_failure(port, tiny_ranker, tmp_path):
+    """Each from a real jobs.embed_pool and a new alias in MLflow's registry, under steady requests."""
+    models = [tiny_ranker("poly", seed) for seed in (0, 1)]
+    mlflow_client = mlflow.MlflowClient()
+    mlflow_client.create_registered_model("swapped")
+    numbers = [
+        mlflow_client.create_model_version("swapped", one.uri).version for one in models
+    ]  # fmt: skip
+    published: list[tuple[str, str]] = []
+
+    def publish_next(number: int) -> None:
+        """A pool with one more text, by the other model, which becomes the champion."""
+        rows = [{"id": key, "text": text} for key, text in REPLIES.items()]
+        rows += [{"id": f"new-{at}", "text": f"number {at}"} for at in range(number)]
+        file = tmp_path / "candidates.jsonl"
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        model = models[number % 2]
+        config = embed_pool.Config(
+            model=model.uri, candidates=(str(file),), pools=str(tmp_path), name="replies"
+        )
+        version = storage.name_of(embed_pool.run(config)["output"])
+        mlflow_client.set_registered_model_alias("swapped", "champion", numbers[number % 2])
+        published.append((model.fingerprint, version))
+
+    publish_next(0)
+    args = app.Args(
+        model="models:/swapped@champion",
+        pools=[str(tmp_path / "replies")],
+        name="swapped",
+        poll_s=0.5,
+    )
+    application = app.application(args, num_replicas=2, ray_actor_options={"num_cpus": 0})
+    serve.run(application, name="swapped", route_prefix="/swapped", logging_config=QUIET)
+    try:
+        with steady_load(port, "/swapped") as load:
+            for number in range(1, SWAPS + 1):
+                publish_next(number)
+                until(lambda: load.served[-20:] == [published[-1]] * 20)
+    finally:
+        serve.delete("swapped")
     assert set(load.statuses) <= {200, 429}, load.statuses
-    seen = dict.fromkeys(version for version in load.versions if version.startswith("w-"))
-    assert list(seen) == [f"w-{number:02d}" for number in range(50)]
+    assert load.uncertified == 0
+    assert list(dict.fromkeys(load.served)) == published  # each taken, in order, and none mixed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import socket
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from serve import api, guard
+from serve.errors import FULL_FOR, overloaded
 from serve.guard import Guard
 from serve.limits import Limits
 from serve.scheduling import WorkQueue
@@ -184,6 +186,22 @@ def test_texts_are_not_logged(client, caplog):
     assert "secret" not in caplog.text
 
 
+def test_a_full_disk_for_logs_costs_no_answer(client, caplog, capsys):
+    """Linux' /dev/full says of every write that no space is left."""
+    access = logging.getLogger("polyrank.serve.access")
+    full = logging.FileHandler("/dev/full")
+    access.addHandler(full)
+    try:
+        with caplog.at_level("INFO", access.name):
+            assert client.post("/rank", json=GOOD).status_code == 200
+            assert client.post("/rank", content=b"{").status_code == 415
+    finally:
+        access.removeHandler(full)
+        with suppress(OSError):
+            full.close()
+    assert "No space left" in capsys.readouterr().err
+
+
 def test_a_slash_at_the_end_is_another_route(client):
     """A redirect would go to whatever host the client names."""
     response = client.post("/rank/", json=GOOD, headers={"host": "evil"}, follow_redirects=False)
@@ -202,9 +220,18 @@ def test_origins_that_are_listed_may_ask(service):
 # In Serve's proxies
 
 
+class Clock:
+    """Seconds pass when a test says so."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 @pytest.mark.parametrize(
     ("status", "expected", "code"),
-    [(404, 503, "not_ready"), (408, 504, "too_late"), (429, 429, "overloaded"),
+    [(404, 503, "not_ready"), (408, 503, "not_ready"), (429, 429, "overloaded"),
      (500, 500, "internal"), (503, 503, "not_ready"), (400, 422, "invalid_request")],
 )  # fmt: skip
 def test_rays_own_answers_get_the_one_shape(status, expected, code):
@@ -219,6 +246,30 @@ def test_rays_own_answers_get_the_one_shape(status, expected, code):
     assert response.headers["x-request-id"]
     if status == 429:
         assert response.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("method", "asked_ms", "seconds", "status"),
+    [("GET", None, 5, 503), ("POST", None, 11, 504), ("POST", "2500", 3.5, 504)],
+)
+def test_a_proxy_does_not_wait_for_replicas_that_are_gone(
+    method, asked_ms, seconds, status, monkeypatch
+):
+    """Serve would wait a minute, or without end where a client's header says so."""
+    said: list[float] = []
+
+    async def ray_says(request: Any) -> PlainTextResponse:
+        said.extend(map(float, request.headers.getlist("x-request-timeout-seconds")))
+        return PlainTextResponse("Request timed out", 408)
+
+    app = Guard(Starlette(routes=[Route("/rank", ray_says, methods=[method])]), is_proxy=True)
+    monkeypatch.setattr("serve.guard.time", Clock())
+    headers = {"x-request-timeout-seconds": "-1"} | ({"x-timeout-ms": asked_ms} if asked_ms else {})
+    response = TestClient(app).request(
+        method, "/rank", headers=headers, **({"json": GOOD} if method == "POST" else {})
+    )
+    assert response.status_code == status
+    assert said == [pytest.approx(seconds)]
 
 
 def test_our_answers_pass_the_proxy_unchanged(service):
@@ -245,6 +296,59 @@ def test_a_request_whose_replica_died_is_asked_once_more(death, deaths, status):
     response = TestClient(Guard(proxy, is_proxy=True)).post("/rank", json=GOOD)
     assert response.status_code == status
     assert bodies == [GOOD, GOOD]
+
+
+def test_a_replica_gets_the_body_with_the_request(service):
+    """Serve's own way asks the proxy for it: one more call between the two."""
+    replica = api.create_app(service)
+
+    async def serve_says(scope: Any, receive: Any, send: Any) -> None:
+        async def never() -> Any:
+            raise AssertionError("the replica asked for the body")
+
+        await replica(scope, never, send)
+
+    proxy = TestClient(Guard(serve_says, is_proxy=True))
+    assert proxy.post("/rank", json=GOOD).status_code == 200
+    assert proxy.post("/rank", content=b"{", headers={"content-type": "application/json"}).json()[
+        "error"
+    ]["code"] == "invalid_json"  # fmt: skip
+
+
+def test_a_replicas_bound_holds_for_a_body_that_comes_with_the_request(service):
+    replica = api.create_app(service, Limits(body_bytes=1_000))
+    asked = {"context": ["a"], "candidates": ["x" * 1_000]}
+    response = TestClient(Guard(replica, is_proxy=True)).post("/rank", json=asked)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
+
+
+def test_a_proxy_refuses_for_a_moment_what_a_full_replica_would(monkeypatch):
+    asked: list[str] = []
+
+    async def full(request: Any) -> JSONResponse:
+        asked.append(request.url.path)
+        return overloaded(waiting_s=2.5, most_waiting_s=2.0).response()
+
+    routes = [Route(path, full, methods=["POST"]) for path in ("/rank", "/embed")]
+    client = TestClient(Guard(Starlette(routes=routes), is_proxy=True))
+    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    for at, reaches in ((1000.0, 1), (1000.1, 1), (1000.19, 1), (1000.21, 2), (1000.3, 2)):
+        clock.now = at
+        response = client.post("/rank", json=GOOD)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+        assert int(response.headers["retry-after"]) >= 1
+        assert FULL_FOR not in response.headers
+        assert response.headers.get("connection") != "close"
+        assert len(asked) == reaches
+    client.post("/embed", json=GOOD)
+    assert asked == ["/rank", "/rank", "/embed"]
+
+
+def test_a_full_replica_refuses_before_it_reads_the_request(tiny_ranker, asking, monkeypatch):
+    client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
+    monkeypatch.setattr(WorkQueue, "waiting_s", 61.5)
+    response = client.post("/rank", content=b"{", headers={"content-type": "application/json"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "62")
 
 
 def test_an_error_of_ours_is_no_reason_to_ask_again(failing_once):

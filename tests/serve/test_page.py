@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from serve import api
+from serve import api, metrics
 from serve.errors import CODES
 
 PAGE = Path(api.__file__).with_name("README.md").read_text()
@@ -45,6 +45,12 @@ def test_a_request_of_the_page_is_answered(client, command):
 def test_the_table_of_errors_is_the_codes():
     rows = re.findall(r"(?m)^\| `(\w+)` \| (\d{3}) \| (.*) \|$", PAGE)
     assert rows == [(code, str(meaning.status), meaning.text) for code, meaning in CODES.items()]
+
+
+def test_every_metric_is_on_the_page():
+    names = re.findall(r'"(polyrank_\w+)"', Path(metrics.__file__).read_text())
+    assert len(names) >= 9
+    assert sorted(re.findall(r"(?m)^\| `ray_(\w+)` \|", PAGE)) == sorted(names)
 
 
 def test_every_route_of_the_interface_is_on_the_page():

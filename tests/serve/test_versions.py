@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 
 from pipeline.artifact import read_artifact
@@ -245,6 +247,28 @@ def test_a_rollback_is_a_current_that_names_the_old_version(model, pools, publis
         clock.now += 1
         one._step()
     assert served(one) == "v-1"
+
+
+def test_a_registry_that_does_not_answer_changes_nothing(model, pools, publish, monkeypatch):
+    """New replicas start meanwhile, with what is served."""
+    publish(model, "v-1")
+    served, _ = resolve(targets(model, pools))
+    before = mlflow.get_tracking_uri()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        mlflow.set_tracking_uri(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        try:
+            decider = Decider(Targets("models:/dialogue@champion", served.pools), poll_s=3600.0)
+            old = decider.follow(Report("old", served))
+            new = decider.follow(Report("new", None))
+            with pytest.raises(BadInput, match=r"models:/dialogue@champion: .*Read timed out"):
+                Decider(Targets("models:/dialogue@champion", served.pools), 1.0).follow(
+                    Report("first", None)
+                )
+        finally:
+            mlflow.set_tracking_uri(before)
+    assert old.decided == new.decided == served
+    assert "models:/dialogue@champion" in new.problems[0]
 
 
 def test_a_candidate_is_tried_again_until_it_loads(tiny_ranker, model, pools, publish, clock):

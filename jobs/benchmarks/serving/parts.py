@@ -253,7 +253,9 @@ class _Service:
             Row("serve.load.curve", curve[0]["p50"], "ms", detail={
                 "requests/s: p50, p99, ms": [
                     [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
-                "at once": [round(point["at_once"], 1) for point in curve]}),
+                "at once": [round(point["at_once"], 1) for point in curve],
+                "curve": {"x": "requests/s", "y": "ms (p50)",
+                          "points": [[point["per_s"], round(point["p50"], 2)] for point in curve]}}),
         ]  # fmt: skip
 
     def burst(self) -> list[Row]:

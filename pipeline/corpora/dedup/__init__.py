@@ -22,13 +22,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import shards, storage
+from pipeline import cost, shards, storage
 from pipeline.artifact import Artifact, Draft
 from pipeline.corpora import raw
 from pipeline.corpora.dedup import decontaminate, exact, near
 from pipeline.corpora.dedup.decontaminate import EvaluationSet
 from pipeline.corpora.dedup.examples import COMPARED, Plan, kept, read_drops, shards_of
 from pipeline.corpora.dedup.options import Options
+from pipeline.cost import Estimate
 from pipeline.records import FileEntry, TaskRecord
 
 _BUCKET_BYTES = 128 << 20  # of keys; some 1 GB while they are sorted
@@ -44,23 +45,50 @@ def clean(
 ) -> Sequence[TaskRecord]:
     """Fills the draft; returns the records of its tasks."""
     index = decontaminate.build_index(draft, sets, sharing)
-    files = shards_of(corpus)
-    examples = sum(shard.rows for shard in files)
-    exact_bytes = examples * exact.KEY_BYTES
-    near_bytes = examples * options.bands * near.KEY_BYTES
-    plan = Plan(
-        files,
-        options,
-        contaminated=index is not None,
-        exact_buckets=-(-exact_bytes // _BUCKET_BYTES) if options.exact == "on" else 0,
-        near_buckets=-(-near_bytes // _BUCKET_BYTES) if options.near == "on" else 0,
-    )
+    plan = _plan(corpus, options, contaminated=index is not None)
     records = decontaminate.drop(draft, plan, index, sharing) if index else []
     records += exact.drop(draft, plan) if plan.exact_buckets else []
     records += near.drop(draft, plan) if plan.near_buckets else []
     write = functools.partial(_write, plan=plan)
     records += shards.run_tasks(draft, plan.tasks("write"), write, "write", TaskRecord)
     return [*records, TaskRecord(files=_copy_others(draft, corpus))]
+
+
+def _plan(corpus: Artifact, options: Options, contaminated: bool) -> Plan:
+    files = shards_of(corpus)
+    exact_bytes, near_bytes = _key_bytes(sum(shard.rows for shard in files), options)
+    buckets = [-(-size // _BUCKET_BYTES) for size in (exact_bytes, near_bytes)]
+    return Plan(files, options, contaminated, *buckets)
+
+
+def _key_bytes(examples: int, options: Options) -> tuple[int, int]:
+    """Of the keys by which exact and near duplicates are found; 0: they are not looked for."""
+    exact_bytes = examples * exact.KEY_BYTES if options.exact else 0
+    near_bytes = examples * options.bands * near.KEY_BYTES if options.near else 0
+    return exact_bytes, near_bytes
+
+
+def estimate(sizes: Sequence[int], rows: int, options: Options, contaminated: bool) -> Estimate:
+    """What it takes to clean a corpus of shards of these sizes. `contaminated`: there are evaluation sets."""
+    key_bytes = _key_bytes(rows, options)
+    steps = {
+        "evaluation texts": contaminated,
+        "exact duplicates": key_bytes[0] > 0,
+        "near duplicates": key_bytes[1] > 0,
+    }
+    passes = sum(steps.values()) + 1  # each step reads the shards, and so does the one that writes
+    bucket_count = sum(-(-size // _BUCKET_BYTES) for size in key_bytes)
+    tasks = passes * len(sizes) + bucket_count
+    return Estimate(
+        input_files=len(sizes),
+        input_bytes=sum(sizes),
+        rows=rows,
+        tasks=tasks,
+        requests=passes * cost.reads(sizes) + bucket_count * len(sizes) + 2 * tasks,
+        shuffle_bytes=sum(key_bytes),
+        cpu_hours=sum(cost.core_hours(rows, name) for name, on in steps.items() if on),
+        basis=cost.MEASURED["near duplicates"].source,
+    )
 
 
 def _copy_others(draft: Draft, corpus: Artifact) -> list[FileEntry]:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import shards, storage
+from pipeline import executors, shards, storage
 from pipeline.arrays import Bools, Ints
 from pipeline.artifact import MANIFEST, Artifact, Draft, open_artifact
 from pipeline.config import BadInput, require
@@ -34,6 +34,7 @@ from pipeline.corpora.dedup.examples import (
 )
 from pipeline.corpora.dedup.hashing import Hashes, Tokens
 from pipeline.corpora.schema import Split
+from pipeline.executors import Shared
 from pipeline.records import TaskRecord
 
 _HELD_OUT: tuple[Split, ...] = ("valid", "test")
@@ -52,7 +53,7 @@ _GRAMS = pa.schema(
 class Options:
     """What examples of train may share with an evaluation set."""
 
-    own_splits: Literal["on", "off"] = "on"
+    own_splits: bool = True
     """The corpus's own valid and test splits are evaluation sets too."""
     text: Literal["example", "response"] = "example"
     """What is looked at, here and there: all turns and the response, or the response."""
@@ -157,21 +158,17 @@ class Index:
 
 def drop(draft: Draft, plan: Plan, index: Index, options: Options) -> list[TaskRecord]:
     """Files the drops of the tasks "contaminated-…"; returns their records."""
-    import ray
-
-    work = functools.partial(_look_up, plan=plan, index=ray.put(index), options=options)
+    shared = executors.share(index)
+    work = functools.partial(_look_up, plan=plan, index=shared, options=options)
     return shards.run_tasks(
         draft, plan.tasks("contaminated", "train"), work, "contaminated", TaskRecord
     )
 
 
 def _look_up(
-    draft: Draft, task: str, number: int, plan: Plan, index: Any, options: Options
+    draft: Draft, task: str, number: int, plan: Plan, index: Shared[Index], options: Options
 ) -> TaskRecord:
-    """`index` lies in Ray's object store: all processes of a node read one copy of it."""
-    import ray
-
-    found: Index = ray.get(index)
+    found = index.get()
     tables = [DROPS.empty_table()]
     for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
         texts, reasons, match = found.contaminated(looked_at(rows, options), options)

@@ -132,7 +132,7 @@ def _fetch(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
     shard = plan.shards[number]
     mask = np.zeros(shard.rows, bool)
     mask[wanted] = True
-    compared = plan.options.check == "on"
+    compared = plan.options.check
     tables = [_SETS.empty_table()]
     for numbers, rows in read_pieces(shard.uri, COMPARED if compared else COMPARED[:1], mask):
         columns = {

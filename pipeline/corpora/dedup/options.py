@@ -17,9 +17,9 @@ class Options:
     """What is compared: all turns and the response, the newest turn and the response, the response."""
     drop_from: tuple[Split, ...] = SPLITS
     """Splits that lose their duplicates; what is in test stays first, then valid, then train."""
-    exact: Literal["on", "off"] = "on"
+    exact: bool = True
     """Drop examples whose words are the same."""
-    near: Literal["on", "off"] = "on"
+    near: bool = True
     """Drop examples whose shingles are mostly the same."""
     unit: Literal["word", "character"] = "word"
     """What a shingle is made of; characters for languages that are written without spaces."""
@@ -29,8 +29,8 @@ class Options:
     """Bands of the LSH: more find more pairs."""
     rows_per_band: int = 8
     """MinHashes that agree in a band; more find fewer pairs."""
-    check: Literal["on", "off"] = "on"
-    """Compare the shingles of the pairs found. Off: each is taken for a duplicate, and so are
+    check: bool = True
+    """Compare the shingles of the pairs found. False: each is taken for a duplicate, and so are
     different answers to one long context."""
     threshold: float = 0.75
     """Jaccard similarity of a duplicate's context to the other's, and of its response."""

@@ -22,7 +22,7 @@ from pipeline.artifact import Draft
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.schema import EXAMPLE, split_of
+from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
 from pipeline.records import TaskRecord
 
 CANDIDATES = 20
@@ -82,7 +82,7 @@ def parse(
             # The right answer stands last in the genuine files.
             "label": candidates and len(candidates) - 1 - candidates[::-1].index(response),
             "source": "convai2",
-            "split": split_of(name, group),
+            "split": split_by_name_or_group(name, group),
         }
     if unusual:
         account.notes.append(f"{uri}: {unusual:,} examples have not {CANDIDATES} candidates")

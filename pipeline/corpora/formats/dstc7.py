@@ -30,7 +30,7 @@ from pipeline.config import BadInput
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.schema import EXAMPLE, Split, named_split, split_of
+from pipeline.corpora.schema import EXAMPLE, Split, named_split, split_by_name_or_group
 from pipeline.records import TaskRecord
 
 CANDIDATES = 100
@@ -156,7 +156,7 @@ def _split(found: dict[str, Any], name: str, group: str) -> Split:
     """From `data-split`; without that from the file's name, ubuntu_dev_subtask_1.json."""
     said = found.get("data-split")
     if said is None:
-        return split_of(name.removeprefix("ubuntu_"), group)
+        return split_by_name_or_group(name.removeprefix("ubuntu_"), group)
     split = named_split(said) if isinstance(said, str) else None
     if not split:
         raise _Malformed("data-split names no split")

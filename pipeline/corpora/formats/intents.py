@@ -7,7 +7,8 @@
     HWU64,      train/seq.in               what alarms do i have set right now
     SNIPS       train/label                alarm_query            (line by line; valid/ and test/ alike)
 
-Splits come from these names; a file of BANKING77 that names none is cut 90 : 5 : 5. The column `intent` is
+Splits come from these names; a file of BANKING77 that names none is cut 90 : 5 : 5. The published
+BANKING77 has no valid split: `Options.valid_share` takes one from train. The column `intent` is
 the name as it stands in the file, `response` the same in words: "alarm query".
 """
 
@@ -19,6 +20,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal, NamedTuple
 
@@ -30,15 +32,47 @@ from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.schema import Split, named_split, schema_with, split_of
-from pipeline.records import TaskRecord
+from pipeline.corpora.schema import (
+    Split,
+    hash_split,
+    named_split,
+    schema_with,
+    split_by_name_or_group,
+)
+from pipeline.records import TaskRecord, sum_counts
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
 CORPORA: tuple[Corpus, ...] = ("banking77", "clinc150", "hwu64", "snips")
 
 _SCHEMA = schema_with(("intent", pa.string()), ("out_of_scope", pa.bool_()))
 _PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
+_VALID_HASH = (
+    "valid "  # before an id: another draw than that of the split of a file that names none
+)
 _WORD_BORDER = re.compile(r"_+|(?<=[a-z])(?=[A-Z])")  # alarm_query, AddToPlaylist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What BANKING77 is cut into."""
+
+    valid_share: float = 0.0
+    """Share of train's texts that become the valid split, which the published files lack; 0: none."""
+
+    def __post_init__(self) -> None:
+        parts = round(1000 * self.valid_share)
+        require(0 <= parts < 1000 and self.valid_share == parts / 1000, "banking77.valid_share",
+                self.valid_share, "0 to below 1, in thousandths")  # fmt: skip
+
+    def split(self, given: Split, text_id: str) -> Split:
+        """The split of a text whose file is in the split `given`."""
+        valid = round(1000 * self.valid_share)
+        if given != "train" or not valid:
+            return given
+        return hash_split(f"{_VALID_HASH}{text_id}", (1000 - valid, valid, 0))
+
+
+_AS_PUBLISHED = Options()
 
 
 class Labelled(NamedTuple):
@@ -58,7 +92,7 @@ Layout = Callable[[str, raw.Reading, file_tasks.Account], Iterator[Labelled]]
 def prepare(
     draft: Draft,
     uris: list[str],
-    options: None,
+    options: Options | None,
     reading: raw.Reading,
     privacy: Privacy,
     corpus: Corpus,
@@ -66,10 +100,13 @@ def prepare(
     """Fills the draft and returns the records of its tasks. Other files in the folders are set aside."""
     found, others = files_of(uris, corpus)
     file_tasks.require_distinct(map(_id_of_file, found))
-    parse_file = functools.partial(parse, corpus=corpus)
+    parse_file = functools.partial(parse, corpus=corpus, options=options or Options())
     label = f"{corpus}: files to examples"
     records = file_tasks.prepare(draft, found, parse_file, _SCHEMA, reading, privacy, label)
     notes = [f"{uri}: set aside, not a file of {corpus}" for uri in others]
+    if corpus == "banking77" and not sum_counts(r.counts for r in records).get("examples.valid"):
+        notes.append("banking77: no valid split, so training validates nothing; "
+                     "--banking77.valid-share 0.1 takes one from train")  # fmt: skip
     return [*records, TaskRecord(notes=notes)]
 
 
@@ -92,7 +129,11 @@ def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]
 
 
 def parse(
-    uri: str, reading: raw.Reading, account: file_tasks.Account, corpus: Corpus
+    uri: str,
+    reading: raw.Reading,
+    account: file_tasks.Account,
+    corpus: Corpus,
+    options: Options = _AS_PUBLISHED,
 ) -> Iterator[file_tasks.Row]:
     """The examples of a file, one per text."""
     layout = _LAYOUTS[corpus][2]
@@ -111,7 +152,7 @@ def parse(
                 "candidates": None,
                 "label": None,
                 "source": corpus,
-                "split": found.split,
+                "split": options.split(found.split, found.id),
                 "intent": intent,
                 "out_of_scope": found.out_of_scope,
             }
@@ -137,7 +178,7 @@ def _banking(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Ite
     columns = {"column text": "text", "column category": "category"}
     for at, row in tables.read(uri, columns, reading, account):
         id_ = f"{name}/{at}"
-        yield Labelled(at, id_, row["text"], row["category"], split_of(name, id_))
+        yield Labelled(at, id_, row["text"], row["category"], split_by_name_or_group(name, id_))
 
 
 def _clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:

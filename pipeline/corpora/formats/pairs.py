@@ -43,9 +43,10 @@ _WHOLE = re.compile(r"-?[0-9]{1,9}(\.0*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(tables.TableFormat):
     """What the columns are called, and how rows are shared out."""
 
+    GROUP = "pairs"
     context_column: str = "context"
     """The turns before the response: a list of texts, or one text."""
     response_column: str = "response"
@@ -68,10 +69,9 @@ class Options:
     earlier_turns: Literal["off", "numbered"] = "off"
     """`numbered`: turns before the context stand in columns context/0 (the latest), context/1, … as in
     PolyAI's JSON."""
-    quotes: Literal["on", "off"] = "on"
-    """`off`: double quotes in CSV and TSV are text like any other."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("context_column", "response_column"):
             require(getattr(self, name) != "", f"pairs.{name}", getattr(self, name), "a column")
         require(not self.label_column or self.candidates_column != "", "pairs.label_column",
@@ -98,7 +98,7 @@ class Malformed(Exception):
 
 def require_columns(uris: list[str], options: Options, reading: raw.Reading) -> None:
     """Raises BadInput where the first file lacks a column that the options name."""
-    tables.require_columns(uris, options.columns, reading, options.quotes == "on")
+    tables.require_columns(uris, options.columns, reading, options)
 
 
 def prepare(
@@ -133,7 +133,7 @@ def parse(
     """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
     name, named = uri.removeprefix(root), _split_of_file(uri, options)
     is_turn = re.compile(re.escape(options.context_column) + r"/\d+").fullmatch
-    rows = tables.read(uri, options.columns, reading, account, is_turn, options.quotes == "on")
+    rows = tables.read(uri, options.columns, reading, account, is_turn, options)
     for at, row in rows:
         try:
             example = _example(row, options, f"{name}/{at}", named)

@@ -24,7 +24,7 @@ from pipeline.artifact import Draft
 from pipeline.corpora import file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.schema import EXAMPLE, split_of
+from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
 from pipeline.records import TaskRecord
 
 _PREFIX = re.compile(r"^wikipedia_(shuf_)?", re.IGNORECASE)
@@ -77,7 +77,7 @@ def parse(
             "candidates": None,
             "label": None,
             "source": "starspace",
-            "split": split_of(file, name),
+            "split": split_by_name_or_group(file, name),
         }
         yield from articles.search_rows(common, sentences, options)
 

@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
+from pipeline.corpora.formats import encodings
 
 Lines = Iterable[tuple[int, str]]
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -37,6 +39,35 @@ _JSON_HEAD = 1000  # objects that are looked through for the names of columns
 _CHECKED_FILES = 32
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20  # for each column of Parquet
+_NO_ID = ", or '': a hash of the text is the id"
+_OTHER_DELIMITERS = ";\t|"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFormat:
+    """How CSV, TSV and JSON lines are written. Settings of jobs that read tables extend it."""
+
+    GROUP = ""
+    """The settings' name on the command line; "": there are no such options."""
+    encoding: str = "utf-8"
+    """Of CSV, TSV and JSON lines: utf-8, cp1252 (Windows' Latin-1), utf-16, or another that Python knows."""
+    delimiter: str = ""
+    """Between the fields of CSV and TSV, such as ";" or "\\t"; empty: a comma, in TSV a tab."""
+    quotes: bool = True
+    """False: double quotes in CSV and TSV are text like any other."""
+
+    def __post_init__(self) -> None:
+        require(encodings.is_known(self.encoding), f"{self.GROUP}.encoding", self.encoding,
+                "utf-8, cp1252, utf-16, or another encoding that Python knows")  # fmt: skip
+        require(len(self.delimiter) <= 1 or self.delimiter == "\\t", f"{self.GROUP}.delimiter",
+                self.delimiter, 'one character, such as ";"')  # fmt: skip
+
+    def option(self, name: str) -> str:
+        """Its name on the command line."""
+        return f"{self.GROUP}.{name}" if self.GROUP else ""
+
+
+_PLAIN = TableFormat()
 
 
 def read(
@@ -45,20 +76,20 @@ def read(
     reading: raw.Reading,
     account: file_tasks.Account,
     also: Callable[[str], object] = lambda name: False,
-    quotes: bool = True,
+    form: TableFormat = _PLAIN,
     groups: RowGroups | None = None,
 ) -> Rows:
     """The rows of a file, with at least the columns `wanted` (by option) and those that `also` takes.
 
-    What is no row is set aside in `account`. `quotes`: in CSV and TSV they have their meaning. `groups`:
-    only these row groups of Parquet.
-    Raises BadInput, with the names of the file's columns, where a wanted one is not among them.
+    What is no row is set aside in `account`. `groups`: only these row groups of Parquet.
+    Raises BadInput for a file in another encoding, and, with the names of the file's columns, where a
+    wanted one is not among them.
     """
     with storage.open_input(uri) as stream:
         is_parquet = stream.read(4) == b"PAR1"
     if is_parquet:
         return _parquet_rows(uri, wanted, also, account, groups)
-    lines = text_lines(uri, reading, account)
+    lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, account.notes)
     first = next(((at, line) for at, line in lines if line.strip()), None)
     if first is None:
         return iter(())
@@ -66,8 +97,10 @@ def read(
     kind = _kind(raw.plain_name(uri), first[1])
     if kind == "json":
         return _json_rows(uri, lines, wanted, account)
-    records = csv_records(uri, lines, account, "\t" if kind == "tsv" else ",", quotes)
-    return _csv_rows(uri, records, wanted, account)
+    delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
+    delimiter = "\t" if delimiter == "\\t" else delimiter
+    records = csv_records(uri, lines, account, delimiter, form.quotes)
+    return _csv_rows(uri, records, wanted, account, form)
 
 
 class RowGroups(NamedTuple):
@@ -101,7 +134,10 @@ def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
 
 
 def require_columns(
-    uris: Sequence[str], wanted: Mapping[str, str], reading: raw.Reading, quotes: bool = True
+    uris: Sequence[str],
+    wanted: Mapping[str, str],
+    reading: raw.Reading,
+    form: TableFormat = _PLAIN,
 ) -> None:
     """Raises BadInput as `read`, for one of the first 32 files; of JSON lines it reads 1,000, of others one.
 
@@ -109,7 +145,7 @@ def require_columns(
     """
 
     def check(uri: str) -> None:
-        next(read(uri, wanted, reading, file_tasks.Account(), quotes=quotes), None)
+        next(read(uri, wanted, reading, file_tasks.Account(), form=form), None)
 
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(check, uris[:_CHECKED_FILES]):
@@ -146,7 +182,7 @@ def csv_records(
         taken.clear()
         try:
             fields = next(records, None)
-            fault = "line too long" if any(raw.is_overlong(line) for _, line in taken) else ""
+            fault = next((fault for _, line in taken if (fault := _fault(line))), "")
         except csv.Error as error:  # the next record begins on the next line
             fields, fault = [], f"not CSV: {error}"
         if fields is None:
@@ -156,6 +192,16 @@ def csv_records(
             account.malformed.add(fault, uri, taken[0][0], "\n".join(line for _, line in taken))
         elif fields:
             yield taken[0][0], fields
+
+
+def _fault(line: str) -> str:
+    return (
+        "line too long"
+        if raw.is_overlong(line)
+        else "not UTF-8"
+        if encodings.is_damaged(line)
+        else ""
+    )
 
 
 def _kind(name: str, first_line: str) -> str:
@@ -170,9 +216,10 @@ def _csv_rows(
     records: Iterator[tuple[int, list[str]]],
     wanted: Mapping[str, str],
     account: file_tasks.Account,
+    form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
-    _require(uri, wanted, columns)
+    _require(uri, wanted, columns, _delimiter_hint(columns, form))
     for at, fields in records:
         account.records += 1
         if len(fields) == len(columns):
@@ -197,8 +244,8 @@ def _json_objects(uri: str, lines: Lines, account: file_tasks.Account) -> Rows:
         if not line.strip():
             continue
         account.records += 1
-        if raw.is_overlong(line):
-            account.malformed.add("line too long", uri, at, line)
+        if fault := _fault(line):
+            account.malformed.add(fault, uri, at, line)
             continue
         try:
             value = json.loads(line)
@@ -235,8 +282,18 @@ def _parquet_rows(
             raise BadInput(f"{uri}: broken Parquet after {at:,} rows ({error})") from None
 
 
-def _require(uri: str, wanted: Mapping[str, str], columns: list[str]) -> None:
+def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
+    """Where a file seems to have one column: what else may stand between its columns; "" elsewhere."""
+    found = [one for one in _OTHER_DELIMITERS if len(columns) == 1 and one in columns[0]]
+    if not found:
+        return ""
+    shown = "\\t" if found[0] == "\t" else found[0]
+    option = f", which --{form.option('delimiter')} '{shown}' reads" if form.GROUP else ""
+    return f" (the fields seem to be separated by '{shown}'{option})"
+
+
+def _require(uri: str, wanted: Mapping[str, str], columns: list[str], hint: str = "") -> None:
     for option, name in wanted.items():
-        require(
-            columns.count(name) == 1, option, name, f"the columns of {uri}: {', '.join(columns)}"
-        )
+        more = _NO_ID if option == "embed.id_column" else ""
+        require(columns.count(name) == 1, option, name,
+                f"the columns of {uri}: {', '.join(columns)}{hint or more}")  # fmt: skip

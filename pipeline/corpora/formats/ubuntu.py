@@ -28,7 +28,7 @@ from pipeline.artifact import Draft
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.schema import EXAMPLE, split_of
+from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
 from pipeline.records import TaskRecord
 
 _TRAIN = ["Context", "Utterance", "Label"]
@@ -88,7 +88,7 @@ def parse(
             "candidates": texts if len(texts) > 1 else None,
             "label": 0 if len(texts) > 1 else None,
             "source": "ubuntu",
-            "split": split_of(name, group),
+            "split": split_by_name_or_group(name, group),
         }
 
 

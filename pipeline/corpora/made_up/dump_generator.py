@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -24,9 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
-from tqdm import tqdm
 
-from pipeline import storage
+from pipeline import executors, progress, storage
 from pipeline.arrays import Ints
 from pipeline.config import BadInput, require, to_dict
 from pipeline.corpora.made_up.dump_text import bodies, quantiles, vocabulary
@@ -94,8 +94,6 @@ def generate(options: Options, folder: str) -> int:
 
     Raises BadInput where the folder holds anything but files of the same dump.
     """
-    import ray.data
-
     wanted = {**to_dict(options), "files": options.months}
     request = storage.join(folder, _REQUEST)
     if not storage.exists(request):
@@ -113,12 +111,24 @@ def generate(options: Options, folder: str) -> int:
         return row
 
     started = len(files) - len(missing)
-    with tqdm(desc="dump files", total=len(files), initial=started, unit="file") as progress:
-        if missing:
-            dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
-            for _ in dataset.map(write).iter_rows():
-                progress.update()
+    with progress.bar("dump files", len(files), started, unit="file") as bar:
+        for _ in _in_parallel(write, missing):
+            bar.update()
     return len(missing)
+
+
+def _in_parallel(
+    write: Callable[[dict[str, Any]], dict[str, Any]], months: list[int]
+) -> Iterable[object]:
+    """Something for each month that is written."""
+    if executors.current():
+        return (write({"item": month}) for month in months)
+    if not months:
+        return ()
+    import ray.data
+
+    dataset = ray.data.from_items(months, override_num_blocks=len(months))
+    return dataset.map(write).iter_rows()  # type: ignore[no-any-return]
 
 
 def file_name(month: int) -> str:

@@ -6,14 +6,14 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
-from pipeline import resources
+from pipeline import executors, progress, resources
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import buckets, raw
@@ -56,9 +56,10 @@ def read_dumps(
     """Returns the records of all files and of all their blocks."""
     done = draft.marks()
     todo = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in done]
-    progress = tqdm(desc="reddit: dump files to threads", unit=" comments", unit_scale=True)
+    stack = ExitStack()
+    bar = stack.enter_context(progress.bar("reddit: dump files to threads", None, unit="comment"))
     known = {task for task in done if task.startswith("block")}
-    progress.update(sum(done.record(task, TaskRecord).counts["records"] for task in known))
+    bar.update(sum(done.record(task, TaskRecord).counts["records"] for task in known))
     if todo:
         parsed = Counter(_file_of(task) for task in known)
         ends: dict[str, DumpRecord] = {}
@@ -69,12 +70,12 @@ def read_dumps(
                 ends[file] = from_json(DumpRecord, row["file_record"])
             else:
                 parsed[file] += 1
-                progress.update(row["lines"])
+                bar.update(row["lines"])
             # A file is done when all its blocks are; only then is its own mark true.
             if file in ends and parsed[file] == ends[file].blocks:
                 draft.mark(file, ends[file])
         done = draft.marks()
-    progress.close()
+    stack.close()
     dumps = [f"file-{index:05d}" for index in range(len(files))]
     of_dumps = {task: done.record(task, DumpRecord) for task in dumps}
     for dump in of_dumps.values():
@@ -100,6 +101,14 @@ def _blocks(
     privacy: Privacy,
 ) -> Iterator[dict[str, Any]]:
     """A row per block, parsed and filed, and one per file, at its end."""
+    if executors.current():
+        for index, uri in files:
+            file = pa.table({"index": [index], "uri": [uri]})
+            for block in _read_file(known, block_bytes, options, file):
+                parsed = _parse_and_retry(draft, bucket_count, options, privacy, block)
+                yield from parsed.to_pylist()
+        return
+
     import ray.data
 
     resources.await_node(1)

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from pipeline.corpora.report.survey import Ranked, Survey, histogram
+from pipeline.corpora.report.survey import CorpusSurvey, Ranked, histogram
 from pipeline.corpora.report.text import STATISTICS, basis, statistics
 
 _MAX_CHARACTERS = 3000  # of a text that is shown
@@ -37,7 +37,7 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 """
 
 
-def page(found: Survey) -> str:
+def page(found: CorpusSurvey) -> str:
     total = sum(found.rows.values())
     name = escape(found.uri)
     note = f'<p class="note">{escape(basis(found))}</p>'
@@ -71,7 +71,7 @@ def page(found: Survey) -> str:
     return "\n".join([*parts, *_left_out(found), "</body></html>\n"])
 
 
-def _left_out(found: Survey) -> Iterable[str]:
+def _left_out(found: CorpusSurvey) -> Iterable[str]:
     if not found.dropped:
         return
     yield f"<h2>Left out of {found.records:,} records</h2>"
@@ -124,7 +124,7 @@ def _text(text: str) -> str:
     return f'<bdi class="text">{escape(cut).replace(chr(0), chr(0xFFFD))}</bdi>'
 
 
-def _plots(found: Survey) -> str:
+def _plots(found: CorpusSurvey) -> str:
     """A histogram of each length, as SVG."""
     columns = 2
     rows = -(-len(found.lengths) // columns)

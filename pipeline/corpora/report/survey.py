@@ -45,8 +45,8 @@ class Repeats(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What `survey` finds. All texts in it are other people's: never markup, never control codes."""
+class CorpusSurvey:
+    """What `survey_corpus` finds. All texts in it are other people's: never markup, never control codes."""
 
     uri: str
     fingerprint: str
@@ -72,7 +72,7 @@ class Survey:
     """Rows of each split, drawn at random."""
 
 
-def survey(corpus: Artifact, sample_rows: int, examples: int, seed: int) -> Survey:
+def survey_corpus(corpus: Artifact, sample_rows: int, examples: int, seed: int) -> CorpusSurvey:
     """Looks at `sample_rows` rows at most (0: all), and `examples` of each split.
 
     Raises BadInput where a file of the corpus is missing or damaged.
@@ -93,7 +93,7 @@ def survey(corpus: Artifact, sample_rows: int, examples: int, seed: int) -> Surv
     whole = spread(names, _GROUP_ROWS * sample_rows * len(names) // sum(files.values()))
     lengths["examples per group"] = _group_sizes(whole if sample_rows else names)
     splits = [split for split in SPLITS if corpus.rows(f"{split}/")]
-    return Survey(
+    return CorpusSurvey(
         uri=corpus.uri,
         fingerprint=corpus.fingerprint,
         created_at=str(corpus.manifest["created_at"]),

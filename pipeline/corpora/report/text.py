@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.arrays import Ints
-from pipeline.corpora.report.survey import Ranked, Survey
+from pipeline.corpora.report.survey import CorpusSurvey, Ranked
 
 _WIDTH = 100
 STATISTICS = ("min", "median", "mean", "90 %", "99 %", "max")
 
 
-def lines(found: Survey) -> Iterator[str]:
+def lines(found: CorpusSurvey) -> Iterator[str]:
     yield f"== {found.uri} ({found.fingerprint}, made {found.created_at})"
     total = sum(found.rows.values())
     for split, rows in found.rows.items():
@@ -42,7 +42,7 @@ def lines(found: Survey) -> Iterator[str]:
             yield f"                  | {plain(str(sample['text']), _WIDTH - 20)}"
 
 
-def basis(found: Survey) -> str:
+def basis(found: CorpusSurvey) -> str:
     """What numbers are of: all rows, or so many."""
     whole = found.sampled == sum(found.rows.values())
     return "all rows" if whole else f"{found.sampled:,} rows, spread evenly over the files"

@@ -23,6 +23,7 @@ from pipeline.models.settings import Activation, ConvertConfig
 NORM_EPSILON = 1e-12
 _MASKED = -1e9
 _FAST_GELU = 1.702
+_SPARE_ROWS = 512
 _LEAST_SQUARE = 1e-12  # of a vector that is made to have length 1
 
 
@@ -166,18 +167,23 @@ class Places:
     Only attention, whose queries and keys are narrow, sees the texts apart and padded.
     """
 
-    def __init__(self, mask_BT: Tensor) -> None:
+    def __init__(self, mask_BT: Tensor, spare: bool = False) -> None:
+        """`spare`: packed rows are followed by rows of zeros up to a multiple of `_SPARE_ROWS`. A process
+        that trains meets few sizes of memory then (6.5 GB after 340 steps without, of batches of 256)."""
         self.mask_BT = mask_BT
         self._place_N = mask_BT.flatten().nonzero().flatten()
+        self._spare = -len(self._place_N) % _SPARE_ROWS if spare else 0
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, T, X] → [N, X]"""
-        return padded.flatten(0, 1).index_select(0, self._place_N)
+        packed = padded.flatten(0, 1).index_select(0, self._place_N)
+        return F.pad(packed, (0, 0, 0, self._spare)) if self._spare else packed
 
     def unpack(self, packed: Tensor) -> Tensor:
         """[N, X] → [B, T, X], zeros at pads."""
         zeros = packed.new_zeros(self.mask_BT.numel(), packed.shape[1])
-        return zeros.index_copy(0, self._place_N, packed).view(*self.mask_BT.shape, -1)
+        tokens = packed[: len(self._place_N)]
+        return zeros.index_copy(0, self._place_N, tokens).view(*self.mask_BT.shape, -1)
 
 
 class Attention(nn.Module):
@@ -221,6 +227,8 @@ class FeedForward(nn.Module):
         """Its fast form on a CPU: 1.702 goes into the weights, so that the activation is swish, which the
         first product applies itself."""
         wide, narrow = self.wide, self.narrow
+        if not isinstance(wide, nn.Linear):
+            return self
         return nn.Sequential(
             PackedLinear(wide.weight * _FAST_GELU, wide.bias * _FAST_GELU, "swish"),
             PackedLinear(narrow.weight / _FAST_GELU, narrow.bias, "none"),
@@ -259,7 +267,7 @@ class Blocks(TextEncoder):
 
     def forward(self, vectors_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """[B, T, D] → [B, T, D], zeros at pads."""
-        places = Places(mask_BT)
+        places = Places(mask_BT, spare=self.training)
         hidden_ND = places.pack(vectors_BTD).to(self.dtype)
         for layer in self.layers:
             hidden_ND = layer(hidden_ND, places)

@@ -3,12 +3,14 @@
 ranker.json            the settings
 vocabulary.json        subwords in the order of their ids
 weights.safetensors    the tables' levels, uint8, and their ranges; all other weights in float16.
+                       ranker.block_weights int8: the blocks' linear layers as int8, and their scales.
                        Settings that are not quantised: everything in float32
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,13 +19,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.config import BadInput
+from pipeline.models.convert import int8
 from pipeline.models.convert.network import ConvertNetwork
 from pipeline.models.convert.quantisation import Table, dequantised
-from pipeline.models.convert.tokenizer import ConvertTokenizer, load_vocabulary
+from pipeline.models.convert.start import rarity, start_from_shared_words
+from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.settings import ConvertConfig
 
 WEIGHTS = "weights.safetensors"
-_LEVELS, _RANGE = "levels", "range"
+COUNTS = "counts.json"
+_LEVELS, _RANGE, _SCALE = "levels", "range", "scale"
+_BLOCKS = "blocks."
 _SUBWORDS = "tokens.subwords."
 
 
@@ -36,6 +42,8 @@ def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenize
     tokenizer = load_tokenizer(config, folder)
     torch.manual_seed(seed)
     network = ConvertNetwork(config, len(tokenizer))
+    if config.start == "shared_words":
+        start_from_shared_words(network, _rarity(folder, tokenizer))
     if (folder / WEIGHTS).exists():
         weights = _trainable(_read(folder), _tables(network))
         own = network.state_dict()
@@ -65,6 +73,12 @@ def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, Convert
         for name, table in tables.items():
             low, high = weights.pop(f"{name}.{_RANGE}").tolist()
             table.freeze(weights.pop(f"{name}.{_LEVELS}"), low, high)
+    if config.saves_int8:
+        for name in int8.linear_layers(network.blocks):
+            levels, scale = (weights.pop(f"{_BLOCKS}{name}.{part}") for part in (_LEVELS, _SCALE))
+            bias = weights.pop(f"{_BLOCKS}{name}.bias", None)
+            layer = int8.Int8Linear(levels, scale, None if bias is None else bias.float())
+            int8.replace_layer(network.blocks, name, layer)
     network.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     return tokenizer, network
 
@@ -80,6 +94,14 @@ def save(network: ConvertNetwork, tokenizer: ConvertTokenizer, folder: Path) -> 
             weights.pop(f"{name}.weight", None)
             weights[f"{name}.{_LEVELS}"] = levels
             weights[f"{name}.{_RANGE}"] = torch.tensor([low, high])
+    if network.config.saves_int8:
+        for name, layer in int8.linear_layers(network.blocks).items():
+            weights.pop(f"{_BLOCKS}{name}.weight", None)
+            own = layer if isinstance(layer, int8.Int8Linear) else int8.Int8Linear.of(layer)
+            weights[f"{_BLOCKS}{name}.{_LEVELS}"] = own.levels_OI
+            weights[f"{_BLOCKS}{name}.{_SCALE}"] = own.scale_O1
+            if own.bias is not None:
+                weights[f"{_BLOCKS}{name}.bias"] = own.bias.half()
     save_file({name: value.contiguous().cpu() for name, value in weights.items()}, folder / WEIGHTS)
 
 
@@ -89,6 +111,31 @@ def load_tokenizer(config: ConvertConfig, folder: Path) -> ConvertTokenizer:
     return ConvertTokenizer(
         vocabulary, config.buckets, config.earlier_turns, config.number_earlier_turns
     )
+
+
+def save_counts(holding: Sequence[int], texts: int, folder: Path) -> None:
+    """How many of so many texts hold each subword, in the order of the ids."""
+    counts = {"texts": texts, "holding": list(holding)}
+    (folder / COUNTS).write_text(json.dumps(counts, separators=(",", ":")))
+
+
+def _rarity(folder: Path, tokenizer: ConvertTokenizer) -> Tensor | None:
+    """Of the subwords, by what `save_counts` wrote; None where it did not.
+
+    Raises BadInput for counts of another vocabulary.
+    """
+    path = folder / COUNTS
+    if not path.exists():
+        return None
+    try:
+        counts = json.loads(path.read_text())
+        holding_V, texts = torch.tensor(counts["holding"]), int(counts["texts"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInput(f"{path}: no counts of subwords ({error})") from None
+    if holding_V.shape != (len(tokenizer.vocabulary),):
+        raise BadInput(f"{path}: {len(holding_V)} counts; allowed: {len(tokenizer.vocabulary)}, one for "
+                       f"each subword of {VOCABULARY}")  # fmt: skip
+    return rarity(holding_V, texts)
 
 
 def _tables(network: ConvertNetwork) -> dict[str, Table]:
@@ -114,6 +161,9 @@ def _trainable(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -> di
             low, high = found.pop(f"{name}.{_RANGE}")
             levels = found.pop(f"{name}.{_LEVELS}")
             found[f"{name}.weight"] = dequantised(levels, low, high)
+    for name in [name for name in found if name.endswith(f".{_SCALE}")]:
+        layer = name.removesuffix(f".{_SCALE}")
+        found[f"{layer}.weight"] = found.pop(f"{layer}.{_LEVELS}") * found.pop(name)
     return found
 
 
@@ -124,6 +174,11 @@ def _saved_shapes(config: ConvertConfig, network: ConvertNetwork) -> dict[str, T
         for name in _tables(network):
             expected[f"{name}.{_LEVELS}"] = expected.pop(f"{name}.weight")
             expected[f"{name}.{_RANGE}"] = torch.empty(2)
+    if config.saves_int8:
+        for name in int8.linear_layers(network.blocks):
+            weight = expected.pop(f"{_BLOCKS}{name}.weight")
+            expected[f"{_BLOCKS}{name}.{_LEVELS}"] = weight
+            expected[f"{_BLOCKS}{name}.{_SCALE}"] = torch.empty(len(weight), 1)
     return expected
 
 

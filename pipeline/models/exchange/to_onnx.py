@@ -6,7 +6,8 @@
     ranker.json        the settings
 
 The graph is the formulas of pipeline/models/convert/encoder.py. Its weights are what the model's own file
-holds: the tables' levels in 8 bits, all others in 16, computed with in float32.
+holds: the tables' levels in 8 bits, all others in 16, computed with in float32. Blocks of 8 bits
+(`Ranker.quantise`) multiply integers here too.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from torch import Tensor
 from pipeline.config import BadInput
 from pipeline.models.convert import ConvertNetwork
 from pipeline.models.convert.encoder import NORM_EPSILON, Block, FeedForward2, Norm
+from pipeline.models.convert.int8 import Int8Linear
 from pipeline.models.convert.quantisation import LEVELS, Table
 from pipeline.models.ranker import Ranker
 from pipeline.models.settings import SETTINGS
 
 MODEL = "model.onnx"
 _OPSET, _IR = 18, 9
-_MASKED, _LEAST_SQUARE = -1e9, 1e-12
+_MASKED, _LEAST_SQUARE, _LEAST = -1e9, 1e-12, 1e-12
 
 
 def export(ranker: Ranker, folder: Path) -> None:
@@ -92,9 +94,34 @@ class _Graph:
         gamma, beta = self.constant(norm.gamma), self.constant(norm.beta)
         return self("LayerNormalization", value, gamma, beta, axis=-1, epsilon=NORM_EPSILON)
 
-    def linear(self, value: str, layer: torch.nn.Linear) -> str:
-        product = self("MatMul", value, self.constant(layer.weight.t().contiguous()))
-        return product if layer.bias is None else self("Add", product, self.constant(layer.bias))
+    def linear(self, value: str, layer: torch.nn.Module) -> str:
+        if isinstance(layer, Int8Linear):
+            product = self.integer_product(value, layer.levels_OI, layer.scale_O1)
+        else:
+            assert isinstance(layer, torch.nn.Linear)
+            product = self("MatMul", value, self.constant(layer.weight.t().contiguous()))
+        bias = layer.bias
+        assert bias is None or isinstance(bias, Tensor)
+        return product if bias is None else self("Add", product, self.constant(bias))
+
+    def integer_product(self, value: str, levels_OI: Tensor, scale_O1: Tensor) -> str:
+        """What pipeline/models/convert/int8.py computes, but for the bias."""
+        last = self.constant(np.array([-1], np.int64))
+        largest = self("ReduceMax", self("Abs", value), last, keepdims=1)
+        scale = self("Div", self("Max", largest, self.constant(_LEAST)), self.constant(127.0))
+        levels = self("Cast", self("Round", self("Div", value, scale)), to=3)  # 3: int8
+        products = self("MatMulInteger", levels, self.constant(levels_OI.t().contiguous()))
+        products = self("Mul", self("Cast", products, to=1), scale)
+        return self("Mul", products, self.constant(scale_O1[:, 0].contiguous()))
+
+    def thirds(self, value: str, layer: torch.nn.Module) -> list[str]:
+        """Queries, keys and values, by a layer that makes all three."""
+        if isinstance(layer, Int8Linear):
+            parts = zip(layer.levels_OI.chunk(3), layer.scale_O1.chunk(3), strict=True)
+            return [self.integer_product(value, *part) for part in parts]
+        assert isinstance(layer, torch.nn.Linear)
+        parts_OI = layer.weight.chunk(3)
+        return [self("MatMul", value, self.constant(p.t().contiguous())) for p in parts_OI]
 
     def activated(self, value: str, name: str) -> str:
         if name == "relu":
@@ -161,10 +188,7 @@ def _looked_up(graph: _Graph, table: Table, ids: str) -> str:
 
 def _block(graph: _Graph, block: Block, hidden: str, ruled_out: str, distance_TT: str) -> str:
     attention = block.attention
-    q, k, v = (
-        graph("MatMul", hidden, graph.constant(part.t().contiguous()))
-        for part in attention.qkv.weight.chunk(3)
-    )
+    q, k, v = graph.thirds(hidden, attention.qkv)
     logits = graph("MatMul", q, graph("Transpose", k, perm=[0, 2, 1]))
     logits = graph("Div", logits, graph.constant(math.sqrt(attention.projection)))
     place = graph("Add", distance_TT, graph.constant(np.int64(attention.longest)))

@@ -27,7 +27,6 @@ import pyarrow as pa
 from pipeline import shards, storage
 from pipeline.arrays import Keys
 from pipeline.artifact import Draft
-from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.formats import tables
@@ -77,6 +76,7 @@ def stage(
     max_text_bytes: int,
     reading: raw.Reading,
     privacy: Privacy,
+    form: tables.TableFormat,
 ) -> list[PartsRecord]:
     """Reads every file's `columns` (the id's, the text's, those to filter by) and writes its candidates.
 
@@ -84,7 +84,12 @@ def stage(
     several tasks.
     """
     work = functools.partial(
-        _stage, columns=columns, max_text_bytes=max_text_bytes, reading=reading, privacy=privacy
+        _stage,
+        columns=columns,
+        max_text_bytes=max_text_bytes,
+        reading=reading,
+        privacy=privacy,
+        form=form,
     )
     with ThreadPoolExecutor(16) as pool:
         pieces = pool.map(lambda uri: tables.row_groups(uri, _LEAST_TASK_ROWS), files)
@@ -142,6 +147,7 @@ def _stage(
     max_text_bytes: int,
     reading: raw.Reading,
     privacy: Privacy,
+    form: tables.TableFormat,
 ) -> PartsRecord:
     uri, groups = piece
     account = Account()
@@ -150,7 +156,7 @@ def _stage(
     redacted = 0
     some = tables.RowGroups(*groups) if groups else None
     for number, rows in enumerate(
-        _parts(_rows(uri, columns, max_text_bytes, reading, account, some))
+        _parts(_rows(uri, columns, max_text_bytes, reading, account, form, some))
     ):
         part = f"{task}-{number:03d}"
         table, changed = _table(rows, schema, privacy)
@@ -186,18 +192,11 @@ def _table(rows: list[Row], schema: pa.Schema, privacy: Privacy) -> tuple[pa.Tab
     return pa.table(columns, schema=schema), redacted
 
 
-def require_columns(files: list[str], columns: tuple[str, ...], reading: raw.Reading) -> None:
+def require_columns(
+    files: list[str], columns: tuple[str, ...], reading: raw.Reading, form: tables.TableFormat
+) -> None:
     """Raises BadInput where one of the first files lacks one of the `columns` (see `stage`)."""
-    try:
-        tables.require_columns(files, _by_option(columns), reading)
-    except BadInput as error:
-        raise _with_way_out(error) from None
-
-
-def _with_way_out(error: BadInput) -> BadInput:
-    if not str(error).startswith("embed.id_column"):
-        return error
-    return BadInput(f"{error}; or none (--embed.id-column ''): then the text's hash is the id")
+    tables.require_columns(files, _by_option(columns), reading, form)
 
 
 def _by_option(columns: tuple[str, ...]) -> dict[str, str]:
@@ -214,26 +213,13 @@ def _rows(
     max_text_bytes: int,
     reading: raw.Reading,
     account: Account,
+    form: tables.TableFormat,
     groups: tables.RowGroups | None,
 ) -> Iterator[Row]:
     """What can be a candidate; everything else is in `account`."""
-    try:
-        yield from _checked(uri, columns, max_text_bytes, reading, account, groups)
-    except BadInput as error:
-        raise _with_way_out(error) from None
-
-
-def _checked(
-    uri: str,
-    columns: tuple[str, ...],
-    max_text_bytes: int,
-    reading: raw.Reading,
-    account: Account,
-    groups: tables.RowGroups | None,
-) -> Iterator[Row]:
     id_column, text_column, *kept = columns
     wanted = _by_option(columns)
-    for at, row in tables.read(uri, wanted, reading, account, groups=groups):
+    for at, row in tables.read(uri, wanted, reading, account, form=form, groups=groups):
         text, name = row.get(text_column), row.get(id_column)
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
         values = [row.get(column) for column in kept]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -21,22 +21,30 @@ import pyarrow.compute as pc
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, digest, require
+from pipeline.records import FileEntry
 
 Check = Literal["once", "always", "never"]
 
 
-def contents(artifact: Artifact, folder: Path, tables: Sequence[pa.Table], check: Check) -> None:
+def contents(
+    artifact: Artifact,
+    folder: Path,
+    tables: Sequence[pa.Table],
+    check: Check,
+    only: Collection[str] | None = None,
+) -> None:
     """Raises BadInput, naming the first file with another checksum, or an id that comes twice.
 
     `tables`: the pool's rows. Looking for ids takes as much memory as the ids, for the moment.
+    `only`: paths of the files to check; None: all.
     """
     require(check in ("once", "always", "never"), "check", check, "once, always, never")
     if check == "never":
         return
-    note = _note(artifact, folder)
+    entries = [e for e in artifact.manifest["files"] if only is None or e["path"] in only]
+    note = _note(artifact, folder, entries)
     if check == "once" and note.exists():
         return
-    entries = artifact.manifest["files"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
         found = pool.map(_sha256, (folder / entry["path"] for entry in entries))
         for entry, sha256 in zip(entries, found, strict=True):
@@ -53,9 +61,9 @@ def contents(artifact: Artifact, folder: Path, tables: Sequence[pa.Table], check
     note.touch()
 
 
-def _note(artifact: Artifact, folder: Path) -> Path:
+def _note(artifact: Artifact, folder: Path, entries: Sequence[FileEntry]) -> Path:
     facts: list[Any] = [artifact.fingerprint, str(folder)]
-    for entry in artifact.manifest["files"]:
+    for entry in entries:
         stat = (folder / entry["path"]).stat()
         facts.append([entry["sha256"], stat.st_size, stat.st_mtime_ns, stat.st_ino])
     return Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}" / "checked" / digest(facts)

@@ -19,6 +19,7 @@ from pipeline.actors import Actors
 from pipeline.artifact import MANIFEST, Draft
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.corpora import raw
+from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.models.precision import NUMERICS, Precision, Resolved
 from pipeline.models.sources import Source
@@ -39,9 +40,10 @@ _CANARY_CHARACTERS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedConfig:
+class EmbedConfig(tables.TableFormat):
     """Which texts, and how they are cut into shards."""
 
+    GROUP = "embed"
     text_column: str = "text"
     """Column with the candidate's text."""
     id_column: str = "id"
@@ -65,6 +67,7 @@ class EmbedConfig:
     """Longer texts are set aside."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.dtype in FILE_DTYPES, "embed.dtype", self.dtype, ", ".join(FILE_DTYPES))
         require(bool(self.text_column), "embed.text_column", self.text_column, "a column's name")
         for column in self.filter_columns:
@@ -147,7 +150,9 @@ def prepare(
         elif not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
             return record
     began = time.perf_counter()
-    staged = candidates.stage(draft, files, config.columns, config.max_text_bytes, reading, privacy)
+    staged = candidates.stage(
+        draft, files, config.columns, config.max_text_bytes, reading, privacy, config
+    )
     dropped = sum_counts(record.dropped for record in staged)
     parts = [part for record in staged for part in record.parts]
     if not parts:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from zlib import crc32
@@ -34,7 +33,6 @@ from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.unfinished import UnfinishedShard, UnfinishedVectors
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 
-_WINDOW_ROWS = 4096
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
 _ORDINARY = "an ordinary text"
 
@@ -67,9 +65,7 @@ class Embedder:
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
-        self._ranker = inference.place(load_ranker(model), best_device(), precision)
-        if self._ranker.precision == "bf16":
-            inference.to_bf16(self._ranker)
+        self._ranker = inference.prepare(load_ranker(model), best_device(), precision)
         self._previous: Pool | None = None
         self._notes: list[str] = []
         try:
@@ -143,27 +139,25 @@ class Embedder:
 
     def _embed(self, texts: Sequence[str]) -> tuple[Floats, Ints, float]:
         """(vectors [N, D], how many tokens of its own each text has [N], seconds in the model)"""
-        windows = [texts[at : at + _WINDOW_ROWS] for at in range(0, len(texts), _WINDOW_ROWS)]
         vectors: list[Floats] = [np.empty((0, self._ranker.dual.dimensions), np.float32)]
         tokens: list[int] = []
         seconds = 0.0
-        with ThreadPoolExecutor(1) as ahead:
-            waiting = [ahead.submit(self._tokenize, window) for window in windows[:1]]
-            for number in range(len(windows)):
-                rows = waiting.pop().result()
-                if number + 1 < len(windows):
-                    waiting.append(ahead.submit(self._tokenize, windows[number + 1]))
-                with self._model_is_free:
-                    began = time.perf_counter()
-                    part = inference.row_vectors(self._ranker, rows, self._batch_tokens)
-                    seconds += time.perf_counter() - began
-                vectors.append(part.numpy())
-                tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
+        for rows, (part, took) in inference.in_windows(texts, self._tokenize, self._vectors):
+            vectors.append(part.numpy())
+            tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
+            seconds += took
         return np.concatenate(vectors), np.array(tokens, np.int64), seconds
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         with self._tokenizer_is_free:
             return self._ranker.candidate_rows(texts)
+
+    def _vectors(self, rows: list[list[int]]) -> tuple[torch.Tensor, float]:
+        """(vectors [N, D], seconds in the model)"""
+        with self._model_is_free:
+            began = time.perf_counter()
+            vectors = inference.row_vectors(self._ranker, rows, self._batch_tokens)
+            return vectors, time.perf_counter() - began
 
     def _check(self, name: str, rows: pa.Table, vectors_ND: Floats, known_N: Bools) -> ShardCheck:
         norms_N = np.linalg.norm(vectors_ND, axis=1)

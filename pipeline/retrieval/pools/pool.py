@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +31,25 @@ from pipeline.retrieval.pools.checksums import Check
 from pipeline.retrieval.pools.sketch import is_orthonormal
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, LENGTH, Dtype, Layer, decode
 
+if TYPE_CHECKING:
+    from pipeline.ranking.inputs import Context
+    from pipeline.ranking.ranker import Ranker
+    from pipeline.ranking.results import Ranking
+    from pipeline.ranking.search import Where
+    from pipeline.retrieval.methods import Method
+
 CURRENT = "CURRENT"
 KIND = "pool"
 ROTATION = "rotation.npy"
+
+
+class Model(Protocol):
+    """A ranker, loaded or not."""
+
+    @property
+    def uri(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
 
 
 class Row(NamedTuple):
@@ -55,6 +71,38 @@ class Shard:
     def __len__(self) -> int:
         return int(self.rows.num_rows)
 
+    def part(self, rows: slice) -> Shard:
+        """A stretch of the rows."""
+        if rows == slice(0, len(self)):
+            return self
+        table = self.rows.slice(rows.start, rows.stop - rows.start)
+        return Shard(table, self.vectors.take(rows), self.sketch.take(rows))
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of `count` parts of a pool's rows, which are equal up to one row and follow each other."""
+
+    number: int
+    """From 0."""
+    count: int
+
+    def rows(self, total: int) -> slice:
+        """Of so many rows those in this part."""
+        return slice(total * self.number // self.count, total * (self.number + 1) // self.count)
+
+    def rows_of_files(self, artifact: Artifact) -> dict[str, slice]:
+        """The names of a pool's files that hold rows of this part, and which of the file's rows."""
+        mine, found, first = self.rows(artifact.rows("rows/")), dict[str, slice](), 0
+        for entry in artifact.manifest["files"]:
+            if not entry["path"].startswith("rows/"):
+                continue
+            start, stop = max(mine.start - first, 0), min(mine.stop - first, entry["rows"])
+            if start < stop or self.count == 1:
+                found[Path(entry["path"]).stem] = slice(start, stop)
+            first += entry["rows"]
+        return found
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -70,10 +118,11 @@ class Pool:
     """Where each shard ends in the pool."""
 
     @classmethod
-    def open(cls, uri: str, check: Check = "once") -> Pool:
+    def open(cls, uri: str, check: Check = "once", share: Share | None = None) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
 
-        `check`: the files' checksums and the ids; sizes and shapes are checked always.
+        `check`: the files' checksums and the ids; sizes and shapes are checked always. `share`: opens this
+        part of the rows alone, and needs only the files that hold it; places then begin at its first row.
         Raises BadInput where there is none, or where a file is not what the manifest says.
         """
         uri = storage.absolute(uri.rstrip("/"))
@@ -84,14 +133,17 @@ class Pool:
         if artifact.manifest.get("dtype") not in FILE_DTYPES:
             raise BadInput(f"{uri}: dtype is {artifact.manifest.get('dtype')!r}; allowed: "
                            f"{', '.join(FILE_DTYPES)}; embed the pool again")  # fmt: skip
-        folder = artifact.local()
+        share = share or Share(0, 1)
+        parts = share.rows_of_files(artifact)
+        only = None if share.count == 1 else [ROTATION, *_files_of(artifact, list(parts))]
+        folder = artifact.local(only)
         rotation = _load(folder / ROTATION, np.float64, (artifact.manifest["dimensions"], None))
         if not is_orthonormal(rotation):
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
-        names = [Path(file).stem for file in artifact.files("rows/")]
         columns = rotation.shape[1]
-        shards = tuple(_open_shard(folder, name, artifact.manifest, columns) for name in names)
-        checksums.contents(artifact, folder, [shard.rows for shard in shards], check)
+        whole = [_open_shard(folder, name, artifact.manifest, columns) for name in parts]
+        checksums.contents(artifact, folder, [shard.rows for shard in whole], check, only)
+        shards = tuple(s.part(rows) for s, rows in zip(whole, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
         name = storage.name_of(uri[: -len(storage.name_of(uri)) - 1])
         return cls(artifact, name, storage.name_of(uri), shards, rotation, ends)
@@ -147,7 +199,42 @@ class Pool:
     def precision(self) -> str:
         return precision_of(self.artifact)
 
-    def require_model(self, model: Artifact) -> None:
+    def search(
+        self,
+        ranker: Ranker,
+        context: Context,
+        top_k: int = 10,
+        *,
+        where: Where | None = None,
+        allow: Collection[str] | None = None,
+        deny: Collection[str] = (),
+        method: Method = "auto",
+    ) -> Ranking:
+        """The best candidates for a context, best first; all of them where there are fewer than `top_k`.
+
+        `ranker`: the one that embedded the pool. `context`: a text, or turns, oldest first. `where`: columns
+        that the pool keeps (`--embed.filter-columns`), and the value or the values that a candidate may have
+        there; `allow`: ids of the only candidates that count, `deny`: of those that do not. `method`:
+        approximate needs an index of neighbours; the answer of all others is certified.
+
+        Raises BadInput for another ranker, an empty context, and a column that the pool does not keep.
+
+        >>> from pipeline import Ranker
+        >>> ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+        >>> ranking = pool.search(ranker, ["hi !", "do you like tea ?"], top_k=3)
+        >>> len(ranking), ranking.certified
+        (3, True)
+        >>> [result.id for result in pool.search(ranker, "tea ?", allow=["r1", "r3"])]
+        ['r1', 'r3']
+        >>> pool.search(ranker, "tea ?", where={"lang": "en"})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        pipeline.config.BadInput: where: 'lang' is not allowed; allowed: columns that the pool keeps ...
+        """
+        from pipeline.ranking.search import search  # torch takes seconds
+
+        return search(self, ranker, context, top_k, where, allow, deny, method)
+
+    def require_model(self, model: Model) -> None:
         """Raises BadInput unless `model` embedded the pool: vectors of two models do not compare."""
         if self.model_fingerprint != model.fingerprint:
             raise BadInput(f"{self.artifact.uri}: embedded by the model {self.model_fingerprint}, not by "
@@ -195,6 +282,14 @@ class Pool:
             found.append((self.shards[number], places[at:end] - start))
             at = end
         return found
+
+
+def _files_of(artifact: Artifact, names: Sequence[str]) -> list[str]:
+    """The paths of the files of some shards."""
+    folders = ("rows", "vectors", "norms", "sketch", "sketch_norms")
+    wanted = {(folder, name) for folder in folders for name in names}
+    paths = (Path(path) for path in artifact.paths())
+    return [str(path) for path in paths if (str(path.parent), path.stem) in wanted]
 
 
 def _open_shard(folder: Path, name: str, manifest: dict[str, Any], columns: int) -> Shard:

@@ -16,11 +16,15 @@ from pipeline.retrieval.pools.pool import KIND, current_uri, precision_of
 
 _DAY_S = 86_400
 _PREFIX = "v-"
+PREVIOUS = "PREVIOUS"
 # Settings that say which rows there are, or how they are filed; all others decide a vector.
 _NOT_OF_VECTORS = {
     f"embed.{name}"
     for name in (
         "text_column",
+        "encoding",
+        "delimiter",
+        "quotes",
         "id_column",
         "repeated_ids",
         "rows_per_shard",
@@ -36,6 +40,12 @@ _NOT_OF_VECTORS = {
 def current_name(pools: str, name: str) -> str:
     """What CURRENT says, "" where there is none."""
     uri = current_uri(pools, name)
+    return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
+
+
+def previous_name(pools: str, name: str) -> str:
+    """The version that was CURRENT before; "" where there was none."""
+    uri = storage.join(pools, name, PREVIOUS)
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
 
@@ -139,10 +149,11 @@ def remove_old(
 ) -> Removal:
     """Removes versions, and what abandoned jobs have left.
 
-    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, and each that
-    somebody has open (`lock.lease`). `keep` 0: all versions. The newest of the others stays, too, where it
-    has so many candidates that all that stay lack more than `max_removed_share` of them: it may be the
-    last one before an export broke off. Only who holds the pool's lock may call it.
+    What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
+    (PREVIOUS; not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
+    The newest of the others stays, too, where it has so many candidates that all that stay lack more than
+    `max_removed_share` of them: it may be the last one before an export broke off.
+    Only who holds the pool's lock may call it.
     """
     versions: dict[str, float] = {}
     rows: dict[str, int] = {}
@@ -159,11 +170,11 @@ def remove_old(
         else:
             removed.append(folder)
     newest = sorted(versions, key=lambda version: versions[version], reverse=True)
-    current = current_name(pools, name)
+    named = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
     old = [
         version
         for version in (newest[keep:] if keep else ())
-        if version != current
+        if version not in named
         and time.time() - versions[version] >= keep_days * _DAY_S
         and not is_leased(pools, name, version)
     ]

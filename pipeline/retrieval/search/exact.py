@@ -15,7 +15,7 @@ those that are equal then are tied, and stand in the order of their ids.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -50,6 +50,10 @@ _BLOCK_ROWS = 1 << 14
 _GATHERED_ROWS = 1024
 _SEEDS = 256
 _ALL = 1 << 30
+
+FINDERS: dict[str, Callable[[Pool, Floats, int], Ints]] = {"approximate": approximate.neighbours}
+"""Methods that find likely rows without a proof: functions of the pool, a context's vectors [M, D] and
+top_k that return places in the pool, the likeliest first. `top_rows` scores what they find."""
 
 
 class Answer(NamedTuple):
@@ -126,7 +130,8 @@ def top_rows(
     """As `search`, for several contexts, and with places instead of ids."""
     contexts = _contexts(pool, vectors_QMD, mask_QM)
     require(top_k >= 1, "top_k", top_k, ">= 1")
-    require(method in get_args(Method), "method", method, ", ".join(get_args(Method)))
+    methods = dict.fromkeys([*get_args(Method), *FINDERS])
+    require(method in methods, "method", method, ", ".join(methods))
     require(attention in get_args(Attention), "attention", attention, "dot, scaled_dot")
     if among is not None and among.shape != (len(pool),):
         raise BadInput(f"among: shape {among.shape} is not allowed; allowed: {(len(pool),)}")
@@ -140,9 +145,9 @@ def top_rows(
             one.take(np.flatnonzero(among))
             one.certified = True
         todo = []
-    elif method == "approximate":
+    elif method in FINDERS:
         for one in best:
-            places = approximate.neighbours(pool, one.vectors_MD, top_k)
+            places = FINDERS[method](pool, one.vectors_MD, top_k)
             one.take(places if among is None else places[among[places]])
         # Fewer than were asked for are no answer.
         todo = [one for one in best if certify or len(one) < kept]

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import shards, storage
+from pipeline import executors, storage
 from pipeline.artifact import Draft
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import EXAMPLE
-from pipeline.records import TaskRecord, from_json, sum_counts, to_json
+from pipeline.records import TaskRecord, sum_counts
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,9 @@ def prepare_here() -> Callable[..., Prepared]:
         privacy: Privacy | None = None,
     ) -> Prepared:
         reading = reading or Reading(max_malformed_share=1)
-        privacy = privacy or Privacy(redact="off", authors="plain", salt="")
+        privacy = privacy or Privacy(redact=False, authors="plain", salt="")
 
-        def run_tasks(draft, tasks, work, label, kind, memory=0):
-            return [from_json(kind, to_json(work(draft, task, tasks[task]))) for task in tasks]
-
-        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shards, "run_tasks", run_tasks)
+        with tempfile.TemporaryDirectory() as folder, executors.in_this_process():
             draft = Draft(folder, folder, "corpus", {}, {}, "")
             uris = [str(file) for file in files]
             records = prepare(draft, uris, options, reading, privacy)

@@ -16,7 +16,7 @@ from pipeline.corpora import fixed_candidates
 from pipeline.corpora.privacy import Privacy
 from pipeline.retrieval.pools.embed import EmbedConfig
 
-PLAIN = Privacy(redact="off", authors="plain", salt="")
+PLAIN = Privacy(redact=False, authors="plain", salt="")
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,9 @@ class Config:
 
 
 @pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draft:
+def out(tmp_path: Path, actors_in_process: list[str]) -> Draft:
     """A draft whose tasks run in this process."""
 
-    def run_tasks(draft, tasks, work, label, kind):
-        return [work(draft, name, argument) for name, argument in tasks.items()]
-
-    monkeypatch.setattr(fixed_candidates.shards, "run_tasks", run_tasks)
     found = draft(str(tmp_path / "out"), "corpus", Config(), {})
     assert isinstance(found, Draft)
     return found
@@ -132,7 +128,7 @@ def test_held_out_articles_are_replaced_by_the_next(out):
 
 def test_texts_are_redacted(out):
     file = write(out, "train/0.parquet", [("1", "Write to a@example.org now.")])
-    privacy = Privacy(redact="on", authors="hash", salt="")
+    privacy = Privacy(redact=True, authors="hash", salt="")
     assert choose(out, [file], 1, privacy)[0][0]["text"] == "Write to <email> now."
 
 

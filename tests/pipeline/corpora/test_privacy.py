@@ -95,8 +95,8 @@ def test_different_names_have_different_hashes(names):
     assert len(set(hashed(names))) == len(names)
 
 
-HASH = Privacy(redact="on", authors="hash", salt="salt")
-PLAIN = Privacy(redact="off", authors="plain", salt="")
+HASH = Privacy(redact=True, authors="hash", salt="salt")
+PLAIN = Privacy(redact=False, authors="plain", salt="")
 
 
 @pytest.mark.parametrize(

@@ -114,13 +114,13 @@ def test_published_counts_are_found_or_the_job_is_refused():
 
 
 @pytest.fixture
-def prepare(run_job, sample_files: Path, tmp_path: Path):
+def prepare(run_job_here, sample_files: Path, tmp_path: Path):
     """The job on the sample's validation file under the name of a public one."""
 
     def run(*options: str):
         file = tmp_path / CONVAI2
         shutil.copy(sample_files / "convai2" / "valid_self_original.sample.txt", file)
-        return run_job("prepare_corpus", "--corpus", "convai2", "--input", file, "--output",
+        return run_job_here("prepare_corpus", "--corpus", "convai2", "--input", file, "--output",
                        tmp_path / "out", *options)  # fmt: skip
 
     return run

@@ -22,7 +22,7 @@ from pipeline.corpora.reddit.comments import normalise, trim
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.threads import build_examples, split_of
 
-PLAIN = Privacy(redact="off", authors="plain", salt="")
+PLAIN = Privacy(redact=False, authors="plain", salt="")
 Comment = dict[str, Any]
 Example = tuple[Any, ...]
 
@@ -512,7 +512,7 @@ def test_whatever_happens_to_a_dump_every_line_is_counted_once(data):
     lines = [line for line in data.split(b"\n") if line.strip()]
     assert comments.num_rows + rejects.counts.total() == len(lines)
     table, elsewhere, _ = normalise(
-        comments, Options(), Privacy(redact="on", authors="hash", salt="s")
+        comments, Options(), Privacy(redact=True, authors="hash", salt="s")
     )
     rows, dropped = build_examples(table, Options())
     assert rows.num_rows + dropped.counts.total() + elsewhere == comments.num_rows
@@ -526,7 +526,7 @@ def test_the_rules_look_at_a_text_as_it_was_written():
         comment("a", None, "u/somebody"),  # 10 characters, redacted 6
         comment("b", "a", "a@b.io " * 18 + "x"),  # 127 characters, redacted 145
     ]
-    rows, _ = examples_of(comments, privacy=Privacy(redact="on", authors="hash", salt="s"))
+    rows, _ = examples_of(comments, privacy=Privacy(redact=True, authors="hash", salt="s"))
     assert [(row["context"], row["response"]) for row in rows] == [
         (["<user>"], "<email> " * 18 + "x")
     ]
@@ -534,7 +534,7 @@ def test_the_rules_look_at_a_text_as_it_was_written():
 
 def test_by_name_or_by_hash_the_examples_are_the_same(sample_comments):
     plain, _ = examples_of(sample_comments)
-    private = Privacy(redact="on", authors="hash", salt="s")
+    private = Privacy(redact=True, authors="hash", salt="s")
     hidden, _ = examples_of(sample_comments, privacy=private)
     assert [row["example_id"] for row in hidden] == [row["example_id"] for row in plain]
     pairs = zip(plain, hidden, strict=True)
@@ -546,16 +546,16 @@ def test_by_name_or_by_hash_the_examples_are_the_same(sample_comments):
 
 
 def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
-    local_ray, sample_files, sample_comments, tmp_path, monkeypatch
+    actors_in_process, sample_files, sample_comments, tmp_path, monkeypatch
 ):
     from jobs import prepare_corpus
 
     monkeypatch.setattr(reddit, "_MIB", 200)
     config = prepare_corpus.Config(
-        corpus="reddit",
+        format="reddit",
         input=(str(sample_files / "reddit_dump"),),
         output=str(tmp_path / "out"),
-        redact="off",
+        redact=False,
         authors="plain",
         reddit=Options(rows_per_shard=50),
     )
@@ -576,7 +576,7 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
 
 @pytest.mark.shared
 def test_on_all_real_months_together_parents_in_other_months_are_found(
-    local_ray, shared, run_job, tmp_path
+    shared, run_job_here, tmp_path
 ):
     files = sorted((shared / "data" / "reddit_dump").glob("RC_*"))
     months = [
@@ -585,7 +585,7 @@ def test_on_all_real_months_together_parents_in_other_months_are_found(
     together = oracle([comment for month in months for comment in month])
     assert len(files) == 4
     assert together.total() > sum(oracle(month).total() for month in months)
-    run_job(
+    run_job_here(
         "prepare_corpus", "--corpus", "reddit", "--input", *files, "--output", tmp_path / "out",
         "--redact", "off", "--authors", "plain"
     )  # fmt: skip

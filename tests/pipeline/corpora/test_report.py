@@ -67,8 +67,10 @@ def publish(tmp_path: Path) -> Callable[..., Artifact]:
     return functools.partial(published, tmp_path / "corpus")
 
 
-def look(corpus: Artifact, sample_rows: int = 0, examples: int = 2, seed: int = 0) -> survey.Survey:
-    return survey.survey(corpus, sample_rows, examples, seed)
+def look(
+    corpus: Artifact, sample_rows: int = 0, examples: int = 2, seed: int = 0
+) -> survey.CorpusSurvey:
+    return survey.survey_corpus(corpus, sample_rows, examples, seed)
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -335,8 +337,10 @@ def test_a_corpus_cannot_move_the_cursor_of_who_looks_at_it(publish):
 
 
 @pytest.mark.shared
-def test_numbers_of_a_real_month_are_those_of_the_published_examples(run_job, shared, tmp_path):
-    run_job(
+def test_numbers_of_a_real_month_are_those_of_the_published_examples(
+    run_job_here, shared, tmp_path
+):
+    run_job_here(
         "prepare_corpus", "--corpus", "reddit", "--redact", "off",
         "--input", shared / "data" / "reddit_dump" / "RC_2006-01.bz2", "--output", tmp_path / "c"
     )  # fmt: skip

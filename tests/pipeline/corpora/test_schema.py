@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.corpora.schema import hash_split, named_split, split_of
+from pipeline.corpora.schema import hash_split, named_split, split_by_name_or_group
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_a_name_is_the_split_that_its_first_word_says(split, names):
 
 @given(st.text())
 def test_what_names_no_split_is_cut_by_its_group_alone(group):
-    assert split_of("lines.txt", group) == split_of("other.csv", group)
-    assert split_of("test.txt", group) == "test"
+    assert split_by_name_or_group("lines.txt", group) == split_by_name_or_group("other.csv", group)
+    assert split_by_name_or_group("test.txt", group) == "test"
     place = int(hashlib.md5(group.encode()).hexdigest(), 16) % 1000
     assert hash_split(group, (place, 1, 999 - place)) == "valid"
 

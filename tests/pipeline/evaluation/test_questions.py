@@ -374,7 +374,7 @@ def refusal(corpus, source, **more):
 
 
 def test_corpus_without_candidates_of_its_own_is_refused(sampled):
-    assert "allowed: a corpus that gives them, or --source sampled" in refusal(sampled, "given")
+    assert "allowed: a corpus that gives them, or --protocol polyai" in refusal(sampled, "given")
 
 
 @pytest.mark.parametrize("candidates", [4, 6])

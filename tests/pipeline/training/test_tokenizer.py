@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 
 import pytest
@@ -135,8 +136,9 @@ def test_settings_out_of_range_are_refused_by_name(name, value):
 
 
 def test_subwords_are_marked_pieces_of_the_texts_the_same_every_time(corpus):
-    found = learnt([corpus], "subwords")
-    assert found == learnt([corpus], "subwords")
+    subwords = learnt([corpus], "subwords")
+    assert subwords == learnt([corpus], "subwords")
+    found = subwords.pieces
     assert len(found) == len(set(found)) <= 400
     ids = Subwords(found, 10)
     for text, words in (("the cat", 2), ("Where did THE cat", 4)):
@@ -147,7 +149,12 @@ def test_subwords_are_marked_pieces_of_the_texts_the_same_every_time(corpus):
 
 
 def test_subwords_are_bounded_and_saved(corpus, tmp_path):
-    found = learnt([corpus], "subwords", vocabulary=120)
-    assert len(found) <= 120
+    assert len(learnt([corpus], "subwords", vocabulary=120)) <= 120
+    found = learnt([corpus], "subwords")
     save(found, tmp_path)
-    assert load_vocabulary(tmp_path) == found
+    assert load_vocabulary(tmp_path) == found.pieces
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert counts["texts"] == 2 * len(ROWS)
+    holding = dict(zip(found.pieces, counts["holding"], strict=True))
+    in_both_of_the_first_row = len(ROWS)
+    assert holding["﹏the"] == in_both_of_the_first_row, "however often a text has it"

@@ -9,9 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
-from pipeline import shards
 from pipeline.artifact import Artifact, draft
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate
@@ -47,25 +45,12 @@ def corpus_of(tmp_path: Path) -> Callable[..., Artifact]:
 
 
 @pytest.fixture
-def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def clean(tmp_path: Path, actors_in_process: list[str]) -> Callable[..., Any]:
     """`clean(corpus, options, sharing, sets)`: the stages in this process, without Ray.
 
     Returns `rows`, what is left by id, `dropped`, the reasons, and `counts`.
     """
     names = itertools.count()
-
-    def run_tasks(draft, tasks, work, label, kind):
-        done = draft.marks()
-        for name in [name for name in tasks if name not in done]:
-            draft.mark(name, work(draft, name, tasks[name]))
-        return [draft.marks().record(name, kind) for name in tasks]
-
-    def same(value):
-        return value
-
-    monkeypatch.setattr(shards, "run_tasks", run_tasks)
-    monkeypatch.setattr(ray, "put", same)
-    monkeypatch.setattr(ray, "get", same)
 
     def run(
         corpus: Artifact,

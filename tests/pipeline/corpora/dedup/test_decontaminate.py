@@ -19,7 +19,7 @@ from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.decontaminate import Index, Options, open_set, own_sets
 from pipeline.corpora.dedup.options import Options as Duplicates
 
-ONLY = Duplicates(exact="off", near="off")
+ONLY = Duplicates(exact=False, near=False)
 RULE = Options(ngram_words=4, min_words=2)
 TEXT = " ".join(f"word{number}" for number in range(20))
 

@@ -16,9 +16,9 @@ from pipeline.corpora import dedup
 from pipeline.corpora.dedup.options import Options
 
 RANKS = {"test": 0, "valid": 1, "train": 2}
-EXACT = Options(near="off")
+EXACT = Options(near=False)
 # Finds all but 1 in 10^11 of the pairs with a similarity of 0.6.
-THOROUGH = Options(exact="off", shingle=2, bands=60, rows_per_band=2, threshold=0.6)
+THOROUGH = Options(exact=False, shingle=2, bands=60, rows_per_band=2, threshold=0.6)
 
 
 def row(example_id, *turns, **more):
@@ -173,14 +173,14 @@ def test_near_duplicates_are_those_of_all_pairs_compared(corpus_of, clean, seed,
     done = clean(corpus_of(rows, shards=2), dataclasses.replace(THOROUGH, text=text))
     assert set(done.rows) == first_of_each(clusters)
     assert done.dropped["near duplicate"] == len(rows) - len(clusters) > 20
-    both = clean(corpus_of(rows), dataclasses.replace(THOROUGH, text=text, exact="on"))
+    both = clean(corpus_of(rows), dataclasses.replace(THOROUGH, text=text, exact=True))
     assert set(both.rows) == set(done.rows)
     assert both.dropped["duplicate"] > 5
 
 
 def test_what_stays_does_not_depend_on_shards_buckets_or_order(corpus_of, clean, monkeypatch):
     rows = some_examples(seed=9)
-    options = dataclasses.replace(THOROUGH, exact="on", bands=6)
+    options = dataclasses.replace(THOROUGH, exact=True, bands=6)
     expected = clean(corpus_of(rows), options)
     monkeypatch.setattr(dedup, "_BUCKET_BYTES", 3_000)
     random.Random(0).shuffle(rows)
@@ -195,7 +195,7 @@ def test_different_answers_to_one_long_context_are_no_duplicates(corpus_of, clea
     long = " ".join(f"word{number}" for number in range(100))
     rows = [row("a", long, "yes"), row("b", long, "no"), row("c", long + " more", "Yes!")]
     assert set(clean(corpus_of(rows)).rows) == {"a", "b"}
-    unchecked = clean(corpus_of(rows), Options(check="off"))
+    unchecked = clean(corpus_of(rows), Options(check=False))
     assert set(unchecked.rows) == {"a"}
     assert unchecked.dropped == {"near duplicate": 2}
 

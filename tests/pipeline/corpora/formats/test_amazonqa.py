@@ -206,7 +206,7 @@ def test_products_are_split_by_the_md5_of_their_id(prepare, share):
 
 def test_addresses_are_redacted_after_duplicates_are_found(prepare):
     two = [line(answer=f"Ask {name}@example.org about it.") for name in ("ann", "bob")]
-    privacy = Privacy(redact="on", authors="hash", salt="")
+    privacy = Privacy(redact=True, authors="hash", salt="")
     found = prepare(["\n".join(two)], privacy)
     assert [row["response"] for row in found.rows] == ["Ask <email> about it."] * 2
     assert found.dropped == {}
@@ -222,7 +222,7 @@ def test_options_outside_their_range_are_refused(option, value):
 
 
 @pytest.mark.shared
-def test_the_real_files_give_what_a_reading_by_hand_gives(run_job, shared, tmp_path):
+def test_the_real_files_give_what_a_reading_by_hand_gives(run_job_here, shared, tmp_path):
     folder = shared / "data" / "amazonqa"
     products: dict[tuple[str, str], list[str]] = {}
     for file in sorted(folder.glob("qa_*.json.gz")):
@@ -231,7 +231,7 @@ def test_the_real_files_give_what_a_reading_by_hand_gives(run_job, shared, tmp_p
                 texts = (record["question"], record["answer"])
                 if all(4 <= len(text.split(" ")) <= 59 for text in texts):
                     products.setdefault(texts, []).append(record["asin"])
-    summary = run_job(
+    summary = run_job_here(
         "prepare_corpus", "--corpus", "amazonqa", "--input", folder, "--output", tmp_path / "out",
         "--redact", "off"
     ).summary  # fmt: skip

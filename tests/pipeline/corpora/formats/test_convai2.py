@@ -253,7 +253,7 @@ def test_every_line_of_any_text_is_an_example_or_counted(tmp_path_factory, lines
     assert len({row["example_id"] for row in rows}) == len(rows)
 
 
-def test_two_files_of_one_name_are_refused_since_ids_come_from_names(local_ray, tmp_path):
+def test_two_files_of_one_name_are_refused_since_ids_come_from_names(actors_in_process, tmp_path):
     from jobs import prepare_corpus
 
     files = []
@@ -262,7 +262,7 @@ def test_two_files_of_one_name_are_refused_since_ids_come_from_names(local_ray, 
         read(tmp_path / folder, TWO_DIALOGUES)
         files.append(str(tmp_path / folder / "train.txt"))
     config = prepare_corpus.Config(
-        corpus="convai2", input=tuple(files), output=str(tmp_path / "out")
+        format="convai2", input=tuple(files), output=str(tmp_path / "out")
     )
     with pytest.raises(BadInput, match=r"train\.txt"):
         prepare_corpus.run(config)

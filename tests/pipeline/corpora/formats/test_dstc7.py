@@ -287,7 +287,7 @@ def test_every_dialogue_of_any_array_is_an_example_or_counted(tmp_path_factory, 
 # The job
 
 
-def test_the_job_reads_a_folder_of_files_and_answers(run_job, tmp_path):
+def test_the_job_reads_a_folder_of_files_and_answers(run_job_here, tmp_path):
     (tmp_path / "in").mkdir()
     train = [seven(), dialogue(8), dialogue(9)]
     dev = [dialogue(3, **{"data-split": "dev"})]
@@ -297,10 +297,10 @@ def test_the_job_reads_a_folder_of_files_and_answers(run_job, tmp_path):
     (tmp_path / "in" / "ubuntu_test_subtask_1.json").write_text(json.dumps([unanswered(5)]))
     options = ("prepare_corpus", "--corpus", "dstc7", "--input", tmp_path / "in", "--output",
                tmp_path / "out", "--dstc7.augment", "true")  # fmt: skip
-    assert "ubuntu_responses_subtask_1.tsv, as another --input" in run_job(*options).refusal
+    assert "ubuntu_responses_subtask_1.tsv, as another --input" in run_job_here(*options).refusal
     (tmp_path / "in" / "ubuntu_responses_subtask_1.tsv").write_text("5\tc99\ttext of c99\n")
     (tmp_path / "out.partial").rename(tmp_path / "other")  # the input is another one now
-    counts = run_job(*options).summary["counts"]
+    counts = run_job_here(*options).summary["counts"]
     assert {name: counts[f"examples.{name}"] for name in ("train", "valid", "test")} == {
         "train": 8, "valid": 1, "test": 1
     }  # fmt: skip

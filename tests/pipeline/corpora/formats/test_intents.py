@@ -55,8 +55,9 @@ def test_banking77_is_csv_with_line_breaks_in_quotes(prepare):
         ("train.csv/3", "Help, please", "Refund_not_there", False, "train"),
     ]
     assert {row["source"] for row in found.rows} == {"banking77"}
-    (note,) = found.notes
-    assert note.endswith("categories.json: set aside, not a file of banking77")
+    aside, no_valid = found.notes
+    assert aside.endswith("categories.json: set aside, not a file of banking77")
+    assert no_valid.endswith("--banking77.valid-share 0.1 takes one from train")
 
 
 def test_a_file_of_banking77_that_names_no_split_is_cut(prepare):
@@ -64,6 +65,23 @@ def test_a_file_of_banking77_that_names_no_split_is_cut(prepare):
     found = prepare("banking77", {"all.csv": f"text,category\n{lines}"})
     counts = Counter(row["split"] for row in found.rows)
     assert counts["train"] > 320 and min(counts["valid"], counts["test"]) > 5
+
+
+def test_banking77_gets_a_valid_split_from_train_where_one_is_asked_for(prepare_here, tmp_path):
+    lines = "text,category\n" + "".join(f"text {n},intent_{n % 7}\n" for n in range(400))
+    files = write(tmp_path, {"train.csv": lines, "test.csv": lines})
+
+    def splits(share: float) -> Counter[str]:
+        options = intents.Options(valid_share=share)
+        found = prepare_here(partial(intents.prepare, corpus="banking77"), files, options)
+        assert any("no valid split" in note for note in found.notes) == (share == 0)
+        return Counter(row["split"] for row in found.rows)
+
+    assert splits(0) == {"train": 400, "test": 400}
+    counts = splits(0.1)
+    assert counts["test"] == 400 and 20 < counts["valid"] < 60
+    with pytest.raises(BadInput, match=r"^banking77.valid_share: 1.0 is not allowed"):
+        intents.Options(valid_share=1.0)
 
 
 def test_clinc150_names_its_splits_and_what_is_out_of_scope(prepare):
@@ -218,10 +236,10 @@ def test_lines_without_a_text_or_an_intent_are_counted(prepare):
     ],
 )
 def test_the_real_sets_are_read_to_the_last_text(
-    run_job, shared, tmp_path, corpus, counts, intents_there
+    run_job_here, shared, tmp_path, corpus, counts, intents_there
 ):
     folder = shared / "data" / "intent" / corpus
-    summary = run_job(
+    summary = run_job_here(
         "prepare_corpus", "--corpus", corpus, "--input", folder, "--output", tmp_path / "out",
         "--redact", "off"
     ).summary  # fmt: skip

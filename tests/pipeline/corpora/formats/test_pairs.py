@@ -358,9 +358,9 @@ def test_options_that_make_no_sense_are_refused(options, message):
 # The job
 
 
-def test_a_corpus_read_as_pairs_is_the_same_again(run_job, convai2_corpus, tmp_path):
+def test_a_corpus_read_as_pairs_is_the_same_again(run_job_here, convai2_corpus, tmp_path):
     files = convai2_corpus.files("valid", ".parquet")
-    summary = run_job(
+    summary = run_job_here(
         "prepare_corpus", "--corpus", "pairs", "--input", *files, "--output", tmp_path / "out",
         "--pairs.id-column", "example_id", "--pairs.group-column", "group_id",
         "--pairs.split-column", "split", "--pairs.candidates-column", "candidates",
@@ -375,16 +375,16 @@ def test_a_corpus_read_as_pairs_is_the_same_again(run_job, convai2_corpus, tmp_p
     assert summary["counts"]["examples"] == len(rows(files)) > 100
 
 
-def test_shares_and_columns_are_read_from_the_command_line(run_job, tmp_path):
+def test_shares_and_columns_are_read_from_the_command_line(run_job_here, tmp_path):
     rows = [{"q": f"how are you {n} ?", "a": "fine ."} for n in range(200)]
     file = write(tmp_path / "rows.csv", rows)
     arguments = ("--corpus", "pairs", "--input", file, "--output")
-    refusal = run_job("prepare_corpus", *arguments, tmp_path / "refused").refusal
+    refusal = run_job_here("prepare_corpus", *arguments, tmp_path / "refused").refusal
     assert (
         f"pairs.context_column: 'context' is not allowed; allowed: the columns of {file}: q, a"
         in refusal
     )
-    summary = run_job(
+    summary = run_job_here(
         "prepare_corpus", *arguments, tmp_path / "out", "--pairs.context-column", "q",
         "--pairs.response-column", "a", "--pairs.shares", "0.5", "0.5", "0",
     ).summary  # fmt: skip

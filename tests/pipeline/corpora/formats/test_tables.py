@@ -148,7 +148,7 @@ def test_fields_in_quotes_hold_line_breaks_and_rows_know_their_first_line(tmp_pa
 
 def test_quotes_may_be_text_like_any_other(tmp_path):
     data = b'a\tb\n"hm" he said\tI "see"\n"\t"\n'
-    rows, account = read(tmp_path / "x.tsv", data, quotes=False)
+    rows, account = read(tmp_path / "x.tsv", data, form=tables.TableFormat(quotes=False))
     assert [row for _, row in rows] == [{"a": '"hm" he said', "b": 'I "see"'}, {"a": '"', "b": '"'}]
     rows, account = read(tmp_path / "x.tsv", data)
     assert (len(rows), account.malformed.counts.total()) == (0, 2)

@@ -216,13 +216,13 @@ def test_both_forms_of_the_same_dialogues_give_the_same_examples(tmp_path):
 # The job
 
 
-def test_the_job_reads_both_kinds_of_file(run_job, tmp_path):
+def test_the_job_reads_both_kinds_of_file(run_job_here, tmp_path):
     (tmp_path / "in").mkdir()
     train = [[f"a{at} __eot__ b", f"mail me@example.org {at}", str(at % 2)] for at in range(10)]
     (tmp_path / "in" / "train.csv").write_text(table(TRAIN, *train))
     valid = [[f"v{at} __eot__ b", *(f"{at} {n}" for n in range(10))] for at in range(4)]
     (tmp_path / "in" / "valid.csv").write_text(table(RANKED, *valid))
-    done = run_job("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path / "in", "--output",
+    done = run_job_here("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path / "in", "--output",
                    tmp_path / "out", "--ubuntu.end_of_utterance", "none")  # fmt: skip
     counts = done.summary["counts"]
     assert (counts["examples.train"], counts["examples.valid"], counts["records"]) == (5, 4, 14)
@@ -235,17 +235,17 @@ def test_the_job_reads_both_kinds_of_file(run_job, tmp_path):
     ]
 
 
-def test_a_mark_can_only_become_what_is_allowed(run_job, tmp_path):
-    refusal = run_job("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path, "--output",
+def test_a_mark_can_only_become_what_is_allowed(run_job_here, tmp_path):
+    refusal = run_job_here("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path, "--output",
                       tmp_path / "out", "--ubuntu.end_of_utterance", "!").refusal  # fmt: skip
     assert "ubuntu.end_of_utterance: '!'" in refusal and "'dot', 'none'" in refusal
 
 
-def test_two_files_of_one_name_are_refused_however_they_are_packed(run_job, tmp_path):
+def test_two_files_of_one_name_are_refused_however_they_are_packed(run_job_here, tmp_path):
     (tmp_path / "in").mkdir()
     for name in ("train.csv", "train.csv.gz"):
         (tmp_path / "in" / name).write_text(table(TRAIN, ["a", "b", "1"]))
-    done = run_job("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path / "in", "--output",
+    done = run_job_here("prepare_corpus", "--corpus", "ubuntu", "--input", tmp_path / "in", "--output",
                    tmp_path / "out")  # fmt: skip
     assert "2 files are named train.csv" in done.refusal
 

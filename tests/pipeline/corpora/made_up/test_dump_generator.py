@@ -315,14 +315,14 @@ def test_a_dump_of_the_job_becomes_a_corpus(run_job, tmp_path):
     assert run_job("generate_dump", *dump).summary["already_done"]
 
 
-def test_a_folder_with_anything_else_is_left_alone(run_job, tmp_path):
-    assert "files.written" in run_job(
+def test_a_folder_with_anything_else_is_left_alone(run_job_here, tmp_path):
+    assert "files.written" in run_job_here(
         "generate_dump", "--comments", 200, "--output", tmp_path / "dump"
     ).summary["counts"]  # fmt: skip
-    other = run_job("generate_dump", "--comments", 300, "--output", tmp_path / "dump")
+    other = run_job_here("generate_dump", "--comments", 300, "--output", tmp_path / "dump")
     assert "holds another generated dump ({'comments': 200, " in other.refusal
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "RC_2012-01.zst").write_bytes(b"mine")
-    mine = run_job("generate_dump", "--comments", 200, "--output", tmp_path / "mine")
+    mine = run_job_here("generate_dump", "--comments", 200, "--output", tmp_path / "mine")
     assert "of no generated dump" in mine.refusal
     assert (tmp_path / "mine" / "RC_2012-01.zst").read_bytes() == b"mine"

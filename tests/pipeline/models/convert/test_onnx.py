@@ -21,7 +21,9 @@ needs_onnx = pytest.mark.skipif(
 
 
 @needs_onnx
-@pytest.mark.parametrize("settings", [{}, {"quantised": False}, {"activation": "relu"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"quantised": False}, {"activation": "relu"}, {"block_weights": "int8"}]
+)
 def test_onnx_runtime_gives_the_same_encodings(convert, tmp_path, settings):
     import onnxruntime
 

@@ -50,7 +50,7 @@ def make(actors_in_process, model, tmp_path):
         copies: bool = True,
         gate: GateConfig = GateConfig(),  # noqa: B008
         reading: Reading = Reading(),  # noqa: B008
-        redact: str = "on",
+        redact: bool = True,
         **config,
     ) -> Pool:
         settings = EmbedConfig(**config)
@@ -205,7 +205,7 @@ def test_texts_are_redacted_before_they_are_compared_and_hashed(make, tmp_path):
     assert pool.artifact.counts["texts.redacted"] == 3
     rejected = "".join(path.read_text() for path in Path(pool.artifact.uri, "rejected").iterdir())
     assert "555" not in rejected and "<phone>" in rejected
-    plain = make(file, name="plain", redact="off")
+    plain = make(file, name="plain", redact=False)
     assert [text for _, text in rows_of(plain)][:2] == ["call 1-555-123-4567", "call 555-765-4321"]
     assert "texts.redacted" not in plain.artifact.counts
 
@@ -277,7 +277,7 @@ def test_too_many_lines_that_are_no_records_stop_the_job(make, tmp_path):
         (
             "a.jsonl",
             b'{"text": "a"}\n',
-            "a.jsonl: text; or none (--embed.id-column ''): then the text's hash is the id",
+            "a.jsonl: text, or '': a hash of the text is the id",
         ),
         ("a.parquet", b"PAR1 but broken", "broken Parquet"),
         ("a.jsonl.gz", gzip.compress(b'{"id": 1, "text": "a"}\n', mtime=0)[:-9], "cut off"),
@@ -332,7 +332,7 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
         None,
         False,
         PRECISION,
-        Privacy(redact="on", authors="hash", salt=""),
+        Privacy(redact=True, authors="hash", salt=""),
     )
     actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, previous="", top_k=10, sample=8,
                             canaries=prepared.canaries)  # fmt: skip

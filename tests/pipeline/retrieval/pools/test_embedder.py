@@ -25,7 +25,7 @@ from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedConfig, EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
 
-PRIVACY = Privacy(redact="off", authors="hash", salt="")
+PRIVACY = Privacy(redact=False, authors="hash", salt="")
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
 
 
@@ -78,7 +78,14 @@ class Shard:
         file = folder / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": f"id {t}", "text": t}) + "\n" for t in texts))
         record = candidates._stage(
-            out, "file-00000", (str(file), None), ("id", "text"), 1000, Reading(), PRIVACY
+            out,
+            "file-00000",
+            (str(file), None),
+            ("id", "text"),
+            1000,
+            Reading(),
+            PRIVACY,
+            EmbedConfig(),
         )
         parts = [tuple(part) for part in record.parts]
         files = []
@@ -155,7 +162,7 @@ def test_windows_and_batches_do_not_change_what_comes_out(shard, model, written,
     work = shard(TEXTS)
     work.make(model)
     whole = dict(written)
-    monkeypatch.setattr(embedder, "_WINDOW_ROWS", 5)
+    monkeypatch.setattr(inference, "_WINDOW", 5)
     work.make(model, batch_tokens=40)
     for text in TEXTS:
         np.testing.assert_allclose(written[text], whole[text], atol=0.03)

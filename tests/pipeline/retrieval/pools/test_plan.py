@@ -24,7 +24,7 @@ from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.plan import NEW, Changes, Plan
 
-PRIVACY = Privacy(redact="off", authors="hash", salt="")
+PRIVACY = Privacy(redact=False, authors="hash", salt="")
 Rows = list[tuple[str, str]]
 """(id, text)"""
 
@@ -72,7 +72,14 @@ class Maker:
         file = folder / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in rows))
         record = candidates._stage(
-            out, "file-00000", (str(file), None), ("id", "text"), 1000, Reading(), PRIVACY
+            out,
+            "file-00000",
+            (str(file), None),
+            ("id", "text"),
+            1000,
+            Reading(),
+            PRIVACY,
+            EmbedConfig(),
         )
         return out, [tuple(part) for part in record.parts]
 

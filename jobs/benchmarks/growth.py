@@ -1,0 +1,90 @@
+"""How measures grow with the size of their input: slopes, and small pictures of the curves.
+
+A row brings a curve in `detail["curve"]`: {"x": "comments", "y": "seconds", "points": [[1e6, 48], …]}.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PICTURE = "growth.svg"
+_WIDTH, _HEIGHT, _MARGIN, _COLUMNS = 260, 150, 34, 3
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a measure, by rising x; all above 0."""
+
+    row: str
+    x: str
+    y: str
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def slope(self) -> float:
+        """Of the least-squares line through the logarithms."""
+        xs, ys = zip(*((math.log(x), math.log(y)) for x, y in self.points), strict=True)
+        mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+        over = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+        return float(over / sum((x - mean_x) ** 2 for x in xs))
+
+
+def curves(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
+    """Those of the rows that bring one of two points or more."""
+    found = []
+    for row in rows:
+        if curve := row["detail"].get("curve"):
+            points = sorted((float(x), float(y)) for x, y in curve["points"] if x > 0 and y > 0)
+            if len(points) > 1:
+                found.append(Curve(row["row"], curve["x"], curve["y"], tuple(points)))
+    return found
+
+
+def picture(some: Sequence[Curve]) -> str:
+    """SVG: a panel for each curve, on logarithmic axes."""
+    rows = math.ceil(len(some) / _COLUMNS)
+    width, height = _WIDTH * _COLUMNS, _HEIGHT * max(1, rows)
+    panels = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="9">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for at, curve in enumerate(some):
+        left, top = (at % _COLUMNS) * _WIDTH, (at // _COLUMNS) * _HEIGHT
+        panels += [f'<g transform="translate({left} {top})">', *_panel(curve), "</g>"]
+    return "\n".join([*panels, "</svg>"]) + "\n"
+
+
+def _panel(curve: Curve) -> list[str]:
+    xs, ys = zip(*curve.points, strict=True)
+    across = _scale(min(xs), max(xs), _MARGIN, _WIDTH - 14)
+    up = _scale(min(ys), max(ys), _HEIGHT - _MARGIN, 24)
+    places = [(_at(x, across), _at(y, up)) for x, y in curve.points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    name = html.escape(f"{curve.row}, slope {curve.slope:.2f}")
+    axes = html.escape(f"{curve.y} by {curve.x}")
+    return [
+        f'<text x="6" y="12">{name}</text>',
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{axes}</text>',
+        f'<polyline points="{line}" fill="none" stroke="#2a6f97" stroke-width="1.5"/>',
+        *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="#2a6f97"/>' for x, y in places),
+        *(
+            f'<text x="{x:.1f}" y="{y - 5:.1f}" text-anchor="middle">{value:,.4g}</text>'
+            for (x, y), value in zip(places, ys, strict=True)
+        ),
+    ]
+
+
+def _scale(
+    least: float, most: float, start: float, end: float
+) -> tuple[float, float, float, float]:
+    return math.log(least), math.log(most) - math.log(least) or 1.0, start, end
+
+
+def _at(value: float, scale: tuple[float, float, float, float]) -> float:
+    least, span, start, end = scale
+    return start + (math.log(value) - least) / span * (end - start)

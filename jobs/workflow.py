@@ -1,0 +1,235 @@
+"""Runs the jobs of a file one after the other: `python -m jobs.workflow jobs/workflows/dialogue.yaml`.
+
+A workflow is a list of commands. Each job knows itself what is finished, so the same workflow again
+continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobs import program
+from pipeline.config import BadInput, Stopped, parse, require
+
+_ROOT = Path(__file__).parents[1]
+_JOBS = ("python", "-m")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Runs the steps of a workflow in order and stops at the first that fails.
+
+    The same command again continues: finished jobs recognise their output within seconds. On a cluster:
+    `python -m jobs.submit --wait -- workflow FILE`.
+    """
+
+    POSITIONAL = "file"
+
+    file: str
+    """The workflow: YAML with `variables` and `steps`, a command for each step's name."""
+    set: tuple[str, ...] = ()
+    """Values of the workflow's variables: NAME=VALUE."""
+    start_at: str = ""
+    """Skip the steps before this one."""
+    dry_run: bool = False
+    """Check all commands and print them; run the `--dry-run` of each job whose input exists already."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of a workflow."""
+
+    name: str
+    command: tuple[str, ...]
+
+    @property
+    def verb(self) -> str:
+        """The job that the command runs; "": another program."""
+        if self.command[0] == "polyrank":
+            return self.command[1].replace("-", "_") if len(self.command) > 1 else "--help"
+        is_job = self.command[:2] == _JOBS and len(self.command) > 2
+        return self.command[2].removeprefix("jobs.") if is_job else ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Those of the job."""
+        return self.command[2 if self.command[0] == "polyrank" else 3 :]
+
+
+def run(config: Config) -> program.Summary:
+    steps = read_steps(config.file, config.set)
+    names = [step.name for step in steps]
+    require(config.start_at in ("", *names), "start_at", config.start_at, ", ".join(names))
+    skipped = names[: names.index(config.start_at)] if config.start_at else []
+    for step in steps:
+        _check(step)
+    done: list[dict[str, Any]] = []
+    for number, step in enumerate(steps, 1):
+        if step.name in skipped:
+            continue
+        print(f"\n== {number}/{len(steps)} {step.name}: {shlex.join(step.command)}", flush=True)
+        done.append(_estimate(step) if config.dry_run else _run(config, step))
+    return {"workflow": config.file, "dry_run": config.dry_run, "skipped": skipped, "steps": done}
+
+
+def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
+    """The steps of a workflow, with its variables replaced.
+
+    Raises BadInput for a file that is no workflow and for a variable without a value.
+    """
+    try:
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise BadInput(f"{file}: not a workflow ({error})") from None
+    shape = isinstance(found, dict) and set(found) <= {"variables", "steps"}
+    require(shape and isinstance(found.get("steps"), dict), file, _short(found),
+            "a mapping with `steps` and, if needed, `variables`")  # fmt: skip
+    values = _variables(file, found.get("variables") or {}, settings)
+    steps = []
+    for name, command in found["steps"].items():
+        require(isinstance(command, str) and bool(command.strip()), f"{file}: steps.{name}",
+                _short(command), "a command")  # fmt: skip
+        words = shlex.split(_replace(command, values, f"{file}: steps.{name}"), comments=True)
+        steps.append(Step(str(name), tuple(words)))
+    require(bool(steps), f"{file}: steps", "none", "one step or more")
+    return steps
+
+
+def _variables(file: str, declared: Any, settings: tuple[str, ...]) -> dict[str, str]:
+    require(isinstance(declared, dict), f"{file}: variables", _short(declared), "names with values")
+    values: dict[str, Any] = dict(declared)
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        known = bool(equals) and name in declared
+        require(known, "set", setting, f"NAME=VALUE with one of: {', '.join(declared)}")
+        values[name] = value
+    if missing := [name for name, value in values.items() if value is None]:
+        raise BadInput(f"--set {missing[0]}=…: missing; {file} has no value for it")
+    resolved: dict[str, str] = {}
+    for name, value in values.items():  # a variable may use those above it
+        resolved[name] = _replace(str(value), resolved, f"{file}: variables.{name}")
+    return resolved
+
+
+def _replace(text: str, values: Mapping[str, str], where: str) -> str:
+    try:
+        return string.Template(text).substitute(values)
+    except KeyError as error:
+        raise BadInput(f"{where}: ${{{error.args[0]}}} is no variable; known: {', '.join(values)}"
+                       ) from None  # fmt: skip
+    except ValueError as error:
+        raise BadInput(f"{where}: {error}; a dollar sign is written $$") from None
+
+
+def _check(step: Step) -> None:
+    """Raises BadInput for a command that could not start, before any step runs."""
+    if not step.verb:
+        found = shutil.which(step.command[0], path=_environment()["PATH"])
+        require(found is not None, f"steps.{step.name}", step.command[0], "an installed program")
+        return
+    known = (_ROOT / "jobs" / f"{step.verb}.py").is_file()
+    require(known, f"steps.{step.name}", step.verb, "a job, such as finetune")
+    try:
+        parse(_config_of(step), step.options, f"python -m jobs.{step.verb}")
+    except BadInput as error:
+        raise BadInput(f"steps.{step.name}: {error}") from None
+
+
+def _config_of(step: Step) -> type:
+    found: type = importlib.import_module(f"jobs.{step.verb}").Config
+    return found
+
+
+def _run(config: Config, step: Step) -> dict[str, Any]:
+    """The step's name, seconds, and a job's own summary. Raises BadInput or Stopped if it fails."""
+    began = time.monotonic()
+    code, last = _start(step.command)
+    if code:
+        why = f"step {step.name} failed (exit code {code}); the same command continues there"
+        raise BadInput(why) if code == 2 else Stopped(why)
+    return {"step": step.name, "seconds": round(time.monotonic() - began, 1), **_summary(last)}
+
+
+def _estimate(step: Step) -> dict[str, Any]:
+    """What the step's own --dry-run says, if it has one and its input exists."""
+    if not step.verb or "dry_run" not in {field.name for field in fields(_config_of(step))}:
+        return {"step": step.name}
+    code, last = _start((*step.command, "--dry-run", "true"))
+    if code:
+        print(f"{step.name}: not known until the steps before it have run", flush=True)
+        return {"step": step.name}
+    return {"step": step.name, **_summary(last)}
+
+
+def _start(command: tuple[str, ...]) -> tuple[int, str]:
+    """Runs a command, passes its output on, and returns its exit code and the last line of output."""
+    if command[0] == "polyrank":
+        command = (*_JOBS, "jobs", *command[1:])
+    words = [sys.executable if command[:2] == _JOBS else command[0], *command[1:]]
+    with (
+        _passes_on_sigterm() as children,
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=_environment()) as process,
+    ):
+        children.append(process)
+        last = ""
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            last = line
+    return process.returncode, last
+
+
+def _environment() -> dict[str, str]:
+    """Programs of this environment come first, and jobs are those of this tree."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    modules = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PATH": path, "PYTHONPATH": modules}
+
+
+@contextmanager
+def _passes_on_sigterm() -> Iterator[list[subprocess.Popen[str]]]:
+    """SIGTERM ends the running step too; Ctrl-C reaches it by itself."""
+    children: list[subprocess.Popen[str]] = []
+
+    def end(number: int, frame: object) -> None:
+        for child in children:
+            child.terminate()
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield children
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _summary(line: str) -> dict[str, Any]:
+    """A job's last line of output; nothing of another program's."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and "job" in found else {}
+
+
+def _short(value: object) -> str:
+    return str(value)[:80]
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "workflow")

@@ -1,0 +1,110 @@
+"""What a job will take, for `--dry-run`: sizes from listings and manifests, time by measured rates.
+
+No input is copied. A rate is either measured by the dry run itself, on this machine, or one of
+`MEASURED`; the estimate names which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_RANGE_BYTES = 8 << 20  # one request of `storage.read_ahead`
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Items that one core processes in a second."""
+
+    per_core_s: float
+    source: str
+
+
+_CORPORA = "jobs.benchmark corpora, 2 cores of a cloud CPU"
+_CLEAN = "347,540 Reddit pairs, 2 busy cores of a cloud CPU"
+MEASURED = {
+    "reddit comments": Rate(33_000, _CORPORA),
+    "exact duplicates": Rate(95_000, _CLEAN),
+    "evaluation texts": Rate(61_000, _CLEAN),
+    "near duplicates": Rate(15_000, _CLEAN),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """None: it does not apply or is not known."""
+
+    input_files: int | None = None
+    input_bytes: int | None = None
+    rows: int | None = None
+    """That the job reads."""
+    tasks: int | None = None
+    requests: int | None = None
+    """To the object store, where the input lies in one."""
+    shuffle_bytes: int | None = None
+    """Written between the stages of the job, and read again."""
+    steps: int | None = None
+    """Of training."""
+    memory_bytes: int | None = None
+    """Of the largest task or of a worker."""
+    cpu_hours: float | None = None
+    gpu_hours: float | None = None
+    basis: str = ""
+    """Where the rates are from."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in dataclasses.asdict(self).items() if value is not None
+        }
+
+
+_LABELS = {
+    "input_files": "input files",
+    "input_bytes": "input",
+    "rows": "rows",
+    "tasks": "tasks",
+    "requests": "requests",
+    "shuffle_bytes": "shuffle",
+    "steps": "steps",
+    "memory_bytes": "memory of a task or worker",
+    "cpu_hours": "core hours",
+    "gpu_hours": "GPU hours",
+    "basis": "rates from",
+}
+
+
+def show(job: str, estimate: Estimate) -> dict[str, Any]:
+    """Prints the estimate and returns it for the job's summary."""
+    found = estimate.as_json()
+    print(f"{job}: nothing is written; the job would take about")
+    for name, value in found.items():
+        print(f"  {_LABELS[name]:<28}{_text(name, value)}")
+    return {"dry_run": True, "estimate": found}
+
+
+def reads(sizes: Iterable[int]) -> int:
+    """Requests that read files of these sizes from an object store."""
+    return sum(max(1, -(-size // _RANGE_BYTES)) for size in sizes)
+
+
+def core_hours(count: float, name: str) -> float:
+    """Core hours for so many items, by a rate of `MEASURED`."""
+    return count / MEASURED[name].per_core_s / 3600
+
+
+def _text(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return _bytes(value)
+    if name.endswith("_hours"):
+        return f"{value:,.1f}" if value >= 0.1 else f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
+        number /= 1000
+    return f"{number:,.1f} TB"

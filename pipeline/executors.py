@@ -1,0 +1,72 @@
+"""Where tasks run: on the cluster's processes, or in this one.
+
+On the cluster is the rule. In this process, one task after the other and without Ray, is for notebooks,
+tests, and inputs for which the start of a cluster would take longer than the work:
+
+    with executors.in_this_process():
+        prepare_corpus.run(config)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass
+class InThisProcess:
+    """What was done meanwhile."""
+
+    tasks: list[str] = field(default_factory=list)
+    """The names of the tasks that ran, in order; those that an earlier run had done are not among them."""
+
+
+_current: InThisProcess | None = None
+
+
+def current() -> InThisProcess | None:
+    """None: tasks run on the cluster."""
+    return _current
+
+
+@contextmanager
+def in_this_process() -> Iterator[InThisProcess]:
+    """Tasks and actors (`pipeline.shards`) and trainings of all threads run in this process.
+
+    Tasks write the same files as on a cluster. A training has one rank, whatever `--resources.workers` says.
+    """
+    global _current
+    before, _current = _current, InThisProcess()
+    try:
+        yield _current
+    finally:
+        _current = before
+
+
+@dataclass(frozen=True)
+class Shared(Generic[ValueT]):
+    """A value for many tasks: the processes of a node read one copy of it."""
+
+    _value: ValueT | None
+    _reference: Any  # in Ray's object store
+
+    def get(self) -> ValueT:
+        if self._value is not None:
+            return self._value
+        import ray
+
+        value: ValueT = ray.get(self._reference)
+        return value
+
+
+def share(value: ValueT) -> Shared[ValueT]:
+    """The value, in a form that tasks can be given."""
+    if current():
+        return Shared(value, None)
+    import ray
+
+    return Shared(None, ray.put(value))

@@ -1,0 +1,91 @@
+"""How a job shows its progress: bars for a person, or JSON for a machine (`--progress json`).
+
+Each event is one line of standard error that begins with "{". Other lines are messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, cast, get_args
+
+from tqdm import tqdm
+
+Mode = Literal["bar", "json", "none"]
+VARIABLE = "POLYRANK_PROGRESS"
+_EVENT_SECONDS = 1.0
+
+
+class Bar(Protocol):
+    """What has been done so far, and of how much."""
+
+    n: float
+
+    def update(self, n: float = 1) -> object:
+        """Counts `n` more."""
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> object:
+        """More to show with the next update."""
+
+
+def mode() -> Mode:
+    found = os.environ.get(VARIABLE, "bar")
+    return cast(Mode, found) if found in get_args(Mode) else "bar"
+
+
+def event(name: str, **facts: Any) -> None:
+    """Tells a machine that listens what has happened; a person is not told."""
+    if mode() == "json":
+        line = json.dumps(
+            {"event": name, "time": round(time.time(), 3), **facts}, ensure_ascii=False
+        )
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def bar(
+    label: str, total: float | None, initial: float = 0, unit: str = "task", hidden: bool = False
+) -> Iterator[Bar]:
+    """Shows how much of a stage is done. `total`: None if not known yet. `hidden`: not to a person."""
+    if mode() == "json":
+        events = _Events(label, total, initial, unit)
+        try:
+            yield events
+        finally:
+            events.tell()
+        return
+    big = unit not in ("task", "step", "file", "share", "trial")
+    with tqdm(
+        desc=label, total=total, initial=int(initial), unit=f" {unit}s" if big else unit,
+        unit_scale=big, disable=hidden or mode() == "none",
+    ) as shown:  # fmt: skip
+        yield shown
+
+
+class _Events:
+    """A stage's `progress` events: the first, the last, and at most one a second between them."""
+
+    def __init__(self, label: str, total: float | None, initial: float, unit: str) -> None:
+        self.n = initial
+        self._facts = {"stage": label, "total": total, "unit": unit}
+        self._text = ""
+        self._began = time.monotonic()
+        self.tell()
+
+    def update(self, n: float = 1) -> None:
+        self.n += n
+        if time.monotonic() - self._told >= _EVENT_SECONDS:
+            self.tell()
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        self._text = s
+
+    def tell(self) -> None:
+        self._told = time.monotonic()
+        seconds = round(self._told - self._began, 1)
+        text = {"text": self._text} if self._text else {}
+        event("progress", **self._facts, done=self.n, seconds=seconds, **text)

@@ -1,0 +1,58 @@
+"""What a ranking is, in Python and over HTTP: candidates with their scores, best first.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+
+@dataclass(frozen=True)
+class Result:
+    """A candidate with its score."""
+
+    index: int
+    """Its place among the candidates that were given, or in the pool, from 0."""
+    id: str
+    """Of the pool, or as it was given; of a plain list its index as text."""
+    text: str
+    score: float
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Those that a pool keeps to filter by."""
+
+
+@dataclass(frozen=True)
+class Ranking(Sequence[Result]):
+    """The best candidates, best first; ties in the order given, in a pool by id. A sequence of `Result`."""
+
+    results: tuple[Result, ...]
+    certified: bool = True
+    """Whether this is provably the exact top k."""
+
+    @overload
+    def __getitem__(self, at: int) -> Result: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Result, ...]: ...
+    def __getitem__(self, at: int | slice) -> Result | tuple[Result, ...]:
+        return self.results[at]
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
+
+    def __str__(self) -> str:
+        """A line for each result: its score, its text."""
+        return "\n".join(f"{one.score:9.3f}  {one.text}" for one in self.results)
+
+
+def best_results(
+    ids: Sequence[str], texts: Sequence[str], scores: Sequence[float], top_k: int
+) -> list[Result]:
+    """The `top_k` candidates with the highest scores, best first; ties in the order given."""
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_k]
+    return [Result(index, ids[index], texts[index], scores[index]) for index in order]

@@ -1,0 +1,57 @@
+"""A pool, asked with a context's text: what `Pool.search` does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from pipeline.arrays import Floats, Ints
+from pipeline.ranking import inputs
+from pipeline.ranking.inputs import Context
+from pipeline.ranking.results import Ranking, Result
+from pipeline.retrieval.methods import Method
+from pipeline.retrieval.search import filters, top_rows
+
+if TYPE_CHECKING:
+    from pipeline.ranking.ranker import Ranker
+    from pipeline.retrieval.pools.pool import Pool
+
+Where = Mapping[str, str | Collection[str]]
+
+
+def search(
+    pool: Pool,
+    ranker: Ranker,
+    context: Context,
+    top_k: int,
+    where: Where | None,
+    allow: Collection[str] | None,
+    deny: Collection[str],
+    method: Method,
+) -> Ranking:
+    """As `Pool.search`."""
+    inputs.require_top_k(top_k)
+    inputs.context(context)
+    pool.require_model(ranker)
+    attention = ranker.config.search_attention
+    among = None
+    if where or allow is not None or deny:
+        values = {name: [v] if isinstance(v, str) else v for name, v in (where or {}).items()}
+        among = filters.select(pool, allow, deny, values)
+        if not among.any():
+            return Ranking(())
+    vectors_1MD, mask_1M = ranker.encode_contexts([context])
+    found = top_rows(pool, vectors_1MD, top_k, mask_1M, attention, method, among)
+    results = results_at(pool, found.places[0], found.scores[0])
+    return Ranking(tuple(results), bool(found.certified[0]))
+
+
+def results_at(pool: Pool, places_K: Ints, scores_K: Floats) -> list[Result]:
+    """The candidates at places of a pool, in this order."""
+    kept = filters.columns(pool)
+    results = []
+    for place, score in zip(places_K.tolist(), scores_K.tolist(), strict=True):
+        row = pool.row(place)
+        columns = pool.columns_at(place, kept) if kept else {}
+        results.append(Result(place, row.id, row.text, score, columns))
+    return results

@@ -1,0 +1,82 @@
+"""Which version of a pool is CURRENT, which one was before, and whether jobs may change that.
+
+<pools>/<name>/CURRENT    the version that readers open
+<pools>/<name>/PREVIOUS   the version that was CURRENT before
+<pools>/<name>/PINNED     jobs leave CURRENT as it is
+"""
+
+from __future__ import annotations
+
+from pipeline import storage
+from pipeline.artifact import read_artifact
+from pipeline.config import BadInput
+from pipeline.retrieval.pools.pool import KIND, make_current
+from pipeline.retrieval.pools.versions import PREVIOUS, current_name, is_version, previous_name
+
+_PINNED = "PINNED"
+
+
+def publish(pools: str, name: str, version: str, publish_only: bool) -> None:
+    """Makes a job's new version CURRENT, unless the CURRENT one is pinned or is to stay."""
+    current = current_name(pools, name)
+    if current and publish_only:
+        print(f"pool {name}: {version} is published; CURRENT stays {current}", flush=True)
+    elif current and current != version and is_pinned(pools, name):
+        print(f"pool {name}: {version} is published; CURRENT stays {current}, which is pinned "
+              "(jobs.promote --unpin)", flush=True)  # fmt: skip
+    else:
+        promote(pools, name, version)
+
+
+def promote(pools: str, name: str, version: str) -> None:
+    """Makes a version CURRENT and remembers the one before. Only who holds the pool's lock may call it."""
+    current = current_name(pools, name)
+    if current and current != version:
+        storage.write_bytes(storage.join(pools, name, PREVIOUS), f"{current}\n".encode())
+    make_current(pools, name, version)
+
+
+def set_pin(pools: str, name: str, pinned: bool) -> None:
+    uri = storage.join(pools, name, _PINNED)
+    if pinned:
+        storage.write_bytes(uri, b"")
+    else:
+        storage.delete(uri)
+
+
+def is_pinned(pools: str, name: str) -> bool:
+    """Whether jobs leave CURRENT as it is."""
+    return storage.exists(storage.join(pools, name, _PINNED))
+
+
+def version_before(pools: str, name: str) -> str:
+    """The version that was CURRENT before, else the newest one that is older than CURRENT.
+
+    Raises BadInput where there is none.
+    """
+    current, made = current_name(pools, name), _made(pools, name)
+    before = previous_name(pools, name)
+    if before in made and before != current:
+        return before
+    older = [version for version in made if made[version] < made.get(current, "~")]
+    if not older:
+        raise BadInput(f"version: {storage.join(pools, name)} has none before {current or 'CURRENT'}; "
+                       f"there are: {', '.join(sorted(made)) or 'none'}")  # fmt: skip
+    return max(older, key=lambda version: made[version])
+
+
+def newest_of_model(pools: str, name: str, fingerprint: str) -> str:
+    """The newest version that a model embedded; "" where there is none."""
+    made = _made(pools, name, fingerprint)
+    return max(made, key=lambda version: made[version], default="")
+
+
+def _made(pools: str, name: str, fingerprint: str = "") -> dict[str, str]:
+    """When each published version was made; those of one model only, if its fingerprint is given."""
+    found = {}
+    for uri in storage.list_folders(storage.join(pools, name)):
+        if is_version(uri):
+            manifest = read_artifact(uri, KIND).manifest
+            if fingerprint in ("", manifest["inputs"]["model"]["fingerprint"]):
+                found[storage.name_of(uri)] = str(manifest["created_at"])
+    return found

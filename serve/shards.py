@@ -1,0 +1,329 @@
+"""Pools that no replica holds whole: each shard of their rows is served by a deployment of its own.
+
+A ranker's replica encodes the context, asks all shards at once, and merges their best rows. Every question
+names the pool's version by its URI, so no answer mixes two. A `PoolShard` is the work of one shard's replica,
+a `ShardedPool` one version of a pool as a ranker sees it. No HTTP, no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from pipeline.arrays import Bools, Floats
+from pipeline.config import BadInput
+from pipeline.models.polyencoder import Attention
+from pipeline.retrieval.pools.lock import Beat, lease
+from pipeline.retrieval.pools.pool import Pool, Share, describe
+from pipeline.retrieval.search import filters
+from serve.engine import Asked, Where, canary_places, search_kind
+from serve.errors import Refusal
+from serve.scheduling import Batch, Kind, WorkQueue
+
+OnMissingShard = Literal["refuse", "answer"]
+_VERSIONS = 4  # that a shard keeps open: the old, the new, and those of a candidate model
+_FILTERS = 64
+
+_log = logging.getLogger("polyrank.serve")
+
+
+@dataclass(frozen=True)
+class ShardQuestion:
+    """What a shard is asked."""
+
+    version: str
+    """URI of the pool's version."""
+    vectors_MD: Floats
+    mask_M: Bools
+    attention: Attention
+    top_k: int
+    where: Where
+    allow: tuple[str, ...] | None
+    with_vectors: bool
+    timeout_s: float
+    """How long the answer is of use."""
+
+
+class ShardRow(NamedTuple):
+    """One of the best rows of a shard."""
+
+    place: int
+    """In the whole pool."""
+    id: str
+    text: str
+    score: float
+    columns: dict[str, Any]
+    vector_D: Floats | None
+    """None: nobody asked for it."""
+
+
+class ShardAnswer(NamedTuple):
+    """The best rows of a shard, best first; ties by id."""
+
+    rows: list[ShardRow]
+    certified: bool
+
+
+class ShardRefusal(NamedTuple):
+    """Why a shard does not answer; an exception would reach the ranker as one of Ray's."""
+
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+class ShardFacts(NamedTuple):
+    """What a shard says of its part of a version."""
+
+    description: dict[str, Any]
+    """Of the pool; `candidates` are those of the shard."""
+    columns: list[str]
+    canaries: list[tuple[str, str, Floats]]
+    """(id, text, vector) of some rows, to check that the model embedded them."""
+
+
+class PoolShard:
+    """One shard of every version that is asked for. Calls may come from any thread."""
+
+    def __init__(
+        self,
+        share: Share,
+        most_waiting_s: float,
+        watch: Callable[[Batch], None] = lambda batch: None,
+    ) -> None:
+        self._share = share
+        self._queue = WorkQueue(most_waiting_s, watch)
+        self._opened: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._lock = threading.Lock()
+        self._opening = ThreadPoolExecutor(max_workers=1, thread_name_prefix="open-version")
+
+    def close(self) -> None:
+        self._queue.close()
+        self._opening.shutdown(wait=False)
+        for shard in self._opened.values():
+            shard.close()
+
+    def preload(self, pool: str) -> None:
+        """Opens the CURRENT version of a pool. Raises BadInput or OSError."""
+        self._open(pool)
+
+    async def open(self, version: str) -> ShardFacts | ShardRefusal:
+        """Opens the shard of a version, and checks its files, unless it is open."""
+        loop = asyncio.get_running_loop()
+        try:
+            shard = await loop.run_in_executor(self._opening, self._open, version)
+        except (BadInput, OSError) as error:
+            return ShardRefusal("invalid_request", str(error).splitlines()[0])
+        return shard.facts()
+
+    def _open(self, version: str) -> _OpenShard:
+        """On one thread at a time."""
+        if (shard := self._at(version)) is not None:
+            return shard
+        shard = _OpenShard(Pool.open(version, share=self._share), self._share)
+        with self._lock:
+            self._opened[shard.pool.artifact.uri] = shard
+            unused = list(self._opened)[:-_VERSIONS]
+            old = [self._opened.pop(version) for version in unused]
+        for one in old:
+            one.close()
+        return shard
+
+    def _at(self, version: str) -> _OpenShard | None:
+        with self._lock:
+            if version in self._opened:
+                self._opened.move_to_end(version)
+            return self._opened.get(version)
+
+    async def search(self, question: ShardQuestion) -> ShardAnswer | ShardRefusal:
+        """The best rows of the shard; a version that is not open yet (the replica is new) is opened."""
+        deadline = time.monotonic() + question.timeout_s
+        shard = self._at(question.version)
+        try:
+            if shard is None:
+                loop = asyncio.get_running_loop()
+                shard = await loop.run_in_executor(self._opening, self._open, question.version)
+            return await self._search(shard, question, deadline)
+        except Refusal as refusal:
+            return ShardRefusal(refusal.code, refusal.message, refusal.retry_after_s)
+        except BadInput as error:
+            return ShardRefusal("invalid_request", str(error))
+
+    async def _search(
+        self, shard: _OpenShard, question: ShardQuestion, deadline: float
+    ) -> ShardAnswer:
+        if not len(shard.pool):
+            return ShardAnswer([], True)
+        among = shard.among(question.where, question.allow)
+        if among is not None and not among.any():
+            return ShardAnswer([], True)
+        asked = Asked(
+            torch.from_numpy(question.vectors_MD),
+            torch.from_numpy(question.mask_M),
+            question.top_k,
+            among,
+        )
+        with self._queue.admit("search", 1, deadline):
+            kind = shard.searches(question.attention)
+            (found,) = await self._queue.run(kind, [asked], [1.0], deadline)
+        rows = []
+        for place, score in zip(found.places_K.tolist(), found.scores_K.tolist(), strict=True):
+            candidate = shard.pool.row(place)
+            columns = shard.pool.columns_at(place, shard.columns) if shard.columns else {}
+            vector = shard.pool.vectors_at(np.array([place]))[0] if question.with_vectors else None
+            at = shard.first + place
+            rows.append(ShardRow(at, candidate.id, candidate.text, score, columns, vector))
+        return ShardAnswer(rows, found.certified)
+
+
+class _OpenShard:
+    """A part of one version of a pool."""
+
+    def __init__(self, pool: Pool, share: Share) -> None:
+        self.pool = pool
+        self.first = share.rows(pool.artifact.rows("rows/")).start
+        """The place of its first row in the whole pool."""
+        self.columns = filters.columns(pool)
+        self._lease: Beat | None = lease(pool.artifact.uri)
+        self._masks = functools.lru_cache(_FILTERS)(self._mask)
+        self.searches = functools.cache(self._kind)
+        """A kind of work for each attention."""
+
+    def close(self) -> None:
+        if self._lease is not None:
+            self._lease.stop()
+
+    def _kind(self, attention: Attention) -> Kind:
+        return search_kind(self.pool, attention)
+
+    def among(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
+        """The rows that a filter leaves; None: all. Raises BadInput for a column that is not kept."""
+        return self._masks(where, allow) if where or allow is not None else None
+
+    def _mask(self, where: Where, allow: tuple[str, ...] | None) -> Bools:
+        return filters.select(self.pool, allow, where=dict(where))
+
+    def facts(self) -> ShardFacts:
+        places = canary_places(len(self.pool))
+        rows = [self.pool.row(place) for place in places.tolist()]
+        vectors = self.pool.vectors_at(places)
+        canaries = [(*row, vector_D) for row, vector_D in zip(rows, vectors, strict=True)]
+        return ShardFacts(describe(self.pool), self.columns, canaries)
+
+
+class ShardUnavailable(RuntimeError):
+    """No replica of a shard has answered in time."""
+
+
+class Shard(Protocol):
+    """Where a shard is asked: all of its replicas hold the same rows."""
+
+    def open(self, version: str) -> ShardFacts | ShardRefusal:
+        """Lets every replica open a version; waits for one. Raises ShardUnavailable."""
+
+    async def search(self, question: ShardQuestion) -> ShardAnswer | ShardRefusal:
+        """Asks one replica, and another one where it dies."""
+
+
+class Merged(NamedTuple):
+    """What the shards found together."""
+
+    rows: list[ShardRow]
+    certified: bool
+    """Whether this is provably the exact top k of the whole pool."""
+    missing: list[int]
+    """Numbers of the shards that did not answer."""
+
+
+class ShardedPool:
+    """One version of a pool, which shards hold."""
+
+    def __init__(
+        self, version: str, shards: Sequence[Shard], wait_s: float, on_missing: OnMissingShard
+    ) -> None:
+        """Lets all shards open the version. `wait_s`: after so long a shard is missing; `on_missing`: then
+        refuse the question, or answer it without that shard's rows.
+
+        Raises BadInput where one cannot open it, and ShardUnavailable.
+        """
+        self.uri, self._shards = version, shards
+        self._wait_s, self._on_missing = wait_s, on_missing
+        with ThreadPoolExecutor(len(shards)) as threads:
+            opened = list(threads.map(lambda shard: shard.open(version), shards))
+        facts = []
+        for number, one in enumerate(opened):
+            if isinstance(one, ShardRefusal):
+                raise BadInput(f"shard {number}: {one.message}")
+            facts.append(one)
+        self.name = str(facts[0].description["name"])
+        self.version = str(facts[0].description["version"])
+        self.columns: list[str] = next((one.columns for one in facts if one.columns), [])
+        self.canaries = [canary for one in facts for canary in one.canaries]
+        candidates = [one.description["candidates"] for one in facts]
+        self.description = {
+            **facts[0].description,
+            "candidates": sum(candidates),
+            "candidates_of_shards": candidates,
+        }
+
+    async def search(
+        self,
+        vectors_MD: Floats,
+        mask_M: Bools,
+        attention: Attention,
+        top_k: int,
+        where: Where,
+        allow: tuple[str, ...] | None,
+        with_vectors: bool,
+        deadline: float,
+    ) -> Merged:
+        """The best rows of all shards. Deadlines are of `time.monotonic`.
+
+        Raises Refusal where a shard refuses, or is missing and may not be.
+        """
+        timeout_s = min(self._wait_s, deadline - time.monotonic())
+        question = ShardQuestion(
+            self.uri, vectors_MD, mask_M, attention, top_k, where, allow, with_vectors, timeout_s
+        )
+        answers = await asyncio.gather(
+            *(self._ask(number, question) for number in range(len(self._shards)))
+        )
+        found: list[ShardAnswer] = []
+        missing: list[int] = []
+        for number, answer in enumerate(answers):
+            if isinstance(answer, ShardRefusal):
+                raise Refusal(answer.code, answer.message, None, answer.retry_after_s)
+            if answer is None:
+                missing.append(number)
+            else:
+                found.append(answer)
+        if missing and (self._on_missing == "refuse" or not found):
+            said = ", ".join(map(str, missing))
+            message = f"pool {self.name}: shards that do not answer: {said} of {len(answers)}"
+            raise Refusal("shard_missing", message, None, 1.0)
+        best = heapq.nsmallest(
+            top_k, (row for one in found for row in one.rows), key=lambda row: (-row.score, row.id)
+        )
+        certified = not missing and all(answer.certified for answer in found)
+        return Merged(best, certified, missing)
+
+    async def _ask(self, number: int, question: ShardQuestion) -> ShardAnswer | ShardRefusal | None:
+        """None: it did not answer in time."""
+        try:
+            async with asyncio.timeout(question.timeout_s):
+                return await self._shards[number].search(question)
+        except (ShardUnavailable, TimeoutError) as error:
+            _log.warning("pool %s: shard %d is missing: %r", self.name, number, error)
+            return None

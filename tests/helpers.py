@@ -1,0 +1,95 @@
+"""What tests of several folders share and no fixture has to set up."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.artifact import Artifact
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a user sees of a job."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The last line of standard output."""
+        assert self.code == 0, self.stderr
+        return json.loads(self.stdout.splitlines()[-1])
+
+    @property
+    def refusal(self) -> str:
+        """The one line that says what is wrong with the input."""
+        assert self.code == 2, (self.code, self.stderr)
+        lines = [line for line in self.stderr.splitlines() if line.startswith("python -m jobs.")]
+        assert len(lines) == 1, self.stderr
+        assert "Traceback" not in self.stderr
+        return lines[0]
+
+
+def job_command(verb: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments)]
+
+
+def rows_of(artifact: Artifact, split: str = "") -> list[Row]:
+    """All rows of a corpus, or those of a split; the column `split` agrees with the folder of each."""
+    rows = []
+    for file in artifact.files(f"{split}/" if split else "", ".parquet"):
+        found = pq.read_table(file, partitioning=None).to_pylist()
+        assert {row.get("split", Path(file).parent.name) for row in found} <= {
+            Path(file).parent.name
+        }
+        rows += found
+    return rows
+
+
+def rejected(folder: Path) -> list[Row]:
+    """The samples of records that a job set aside."""
+    lines = [line for f in sorted(folder.iterdir()) for line in f.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+# Processes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def ray_processes(title: str) -> list[psutil.Process]:
+    """The processes of this test process's own Ray with this in their title; others of the machine
+    belong to tests that run beside."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if line.startswith("ray::") and title in line:
+                found.append(process)
+    return found
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[Any]) -> None:
+    """Looks again and again while the process runs; fails when it ends too early."""
+    while not condition():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.02)
+            pytest.fail(f"the process ended too early: {process.returncode}")

@@ -1,0 +1,120 @@
+"""BENCHMARKS.md: made from the JSON of runs, against the targets."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from jobs.benchmarks import growth, measure, report
+from jobs.benchmarks.measure import Row
+from jobs.benchmarks.targets import BY_ROW, TARGETS
+from pipeline.config import BadInput
+
+_SOURCE = {"kind": "run", "command": "python -m jobs.benchmark search", "size": "full",
+           "date": "2026-01-02", "commit": "abc", "machine": "2 cores"}  # fmt: skip
+
+
+def written(folder: Path, name: str, *rows: Row, **source: str) -> None:
+    measure.report(list(rows), str(folder / f"{name}.json"), {**_SOURCE, **source})
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    rows = [row for some in report.read(folder).values() for row in some]
+    return {one.target.row: one.status for one in report.compare(rows)}
+
+
+def test_the_page_and_its_picture_are_those_of_the_files():
+    """`python -m jobs.benchmarks.report` after a change of the files, the targets or the script."""
+    found = report.read(report.RESULTS)
+    assert (report.ROOT / "BENCHMARKS.md").read_text() == report.page(found)
+    compared = report.compare(row for rows in found.values() for row in rows)
+    made = report.picture(compared)
+    assert (report.RESULTS / report.PICTURE).read_text() == made
+    assert ET.fromstring(made).tag.endswith("svg")
+    curves = growth.curves(row for rows in found.values() for row in rows)
+    assert (report.RESULTS / growth.PICTURE).read_text() == growth.picture(curves)
+
+
+def test_every_target_of_the_issue_has_its_bound_here(shared):
+    wanted = json.loads((shared / "targets.json").read_text())
+    assert wanted.keys() == BY_ROW.keys()
+    for row, bounds in wanted.items():
+        assert (BY_ROW[row].least, BY_ROW[row].most) == (bounds.get("min"), bounds.get("max")), row
+        if "value in 'ours'" in bounds.get("what", ""):
+            assert BY_ROW[row].of == "ours", row
+
+
+def test_each_target_is_on_the_page_with_its_status():
+    page = (report.ROOT / "BENCHMARKS.md").read_text()
+    lines = page.partition("## Targets")[2].partition("\n## ")[0].splitlines()
+    for target in TARGETS:
+        [line] = [line for line in lines if line.startswith(f"| `{target.row}`:")]
+        assert any(f"| {status} |" in line for status in ("met", "**missed**", "not measured"))
+        if "**missed**" in line:
+            assert f"\n- `{target.row}`: " in page
+
+
+def test_a_bound_is_compared_with_the_number_that_it_is_for(tmp_path):
+    written(
+        tmp_path, "search-a",
+        Row("search.exact_1m_m64.vs_plain_torch", 900.0, "ms", peer=4500.0, ratio=5.0),
+        Row("search.exact_1m_m64.time_over_read_floor", 3.0, "passes"),
+        Row("search.pruned_1m.time_share_of_exact", 0.41, "share"),
+    )  # fmt: skip
+    found = statuses(tmp_path)
+    assert found["search.exact_1m_m64.vs_plain_torch"] == "**missed**", "of the ratio, not of ms"
+    assert found["search.exact_1m_m64.time_over_read_floor"] == "met", "the bound itself is met"
+    assert found["search.pruned_1m.time_share_of_exact"] == "**missed**"
+    assert found["serve.rank_100k.overhead_ms"] == "not measured"
+
+
+def test_a_full_run_counts_before_a_small_one_and_a_new_one_before_an_old_one(tmp_path):
+    name = "serve.saturation_vs_in_process"
+
+    def run(file: str, ratio: float, **source: str) -> str:
+        written(tmp_path, file, Row(name, 1.0, "rankings/s", ratio=ratio), **source)
+        return statuses(tmp_path)[name]
+
+    assert run("serve-z", 0.9, size="small", date="2026-03-03") == "met"
+    assert run("serve-b", 0.5, date="2026-01-01") == "**missed**"
+    assert run("serve-a", 0.8, date="2026-01-02") == "met"
+
+
+def test_a_row_that_failed_is_no_measurement(tmp_path):
+    written(tmp_path, "serve-a", Row("serve.rank_100k.overhead_ms", None, "ms"))
+    assert statuses(tmp_path)["serve.rank_100k.overhead_ms"] == "not measured"
+    assert "| failed |" in report.page(report.read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [("nothing-1.json", "[]", "nothing-1.json"), ("serve-1.json", '[{"row": "a"}]', "lacks")],
+)
+def test_files_that_hold_no_rows_are_refused(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadInput, match=message):
+        report.read(tmp_path)
+
+
+def test_a_source_shows_no_folder_of_the_machine(monkeypatch):
+    argv = ["jobs/benchmark.py", "search", "--model", "/home/me/secret/poly", "--size", "full"]
+    monkeypatch.setattr("sys.argv", argv)
+    source = measure.source("full")
+    assert source["command"] == "python -m jobs.benchmark search --model poly --size full"
+    assert "cores" in source["machine"]
+
+
+def test_the_slope_of_a_power_is_its_exponent(tmp_path):
+    points = [[n, 3.0 * n**1.5] for n in (10, 40, 1000, 5000)]
+    detail = {"curve": {"x": "rows", "y": "seconds", "points": points[::-1]}}
+    written(tmp_path, "corpora-a", Row("a", 1.0, "s", detail=detail), Row("b", 1.0, "s"))
+    [curve] = growth.curves(row for rows in report.read(tmp_path).values() for row in rows)
+    assert curve.slope == pytest.approx(1.5)
+    made = ET.fromstring(growth.picture([curve, curve, curve, curve]))
+    assert len(made.findall(".//{*}circle")) == 16
+    assert "| `a` | 10 rows: 94.9 seconds | 5,000 rows: 1,060,660 seconds | 1.50 |" in report.page(
+        report.read(tmp_path)
+    )

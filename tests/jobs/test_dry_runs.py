@@ -1,0 +1,131 @@
+"""`--dry-run` of the jobs that cost: what they would take, and nothing is written."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs import clean_corpus, finetune, prepare_corpus, score_candidates
+from jobs.benchmarks import capacity
+from pipeline import cost
+from pipeline.corpora import raw, reddit
+from pipeline.models.settings import ranker_config
+from pipeline.training import estimate
+from pipeline.training.finetune_settings import FinetuneConfig
+from pipeline.training.settings import TeachingConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def nowhere(tmp_path):
+    """An output folder that no dry run may make, or leave anything beside."""
+    folder = tmp_path / "nowhere"
+    folder.mkdir()
+    yield str(folder / "out")
+    assert list(folder.iterdir()) == []
+
+
+def test_dumps_are_looked_at_by_one_short_read(sample_files, nowhere, capsys):
+    files = sorted((sample_files / "reddit_dump").iterdir())
+    config = prepare_corpus.Config(
+        corpus="reddit", input=(str(sample_files / "reddit_dump"),), output=nowhere, dry_run=True
+    )
+    found = prepare_corpus.run(config)
+    guess = found["estimate"]
+    comments = sum(
+        block.count(b"\n") for file in files for block in raw.line_blocks(str(file), 1 << 20)
+    )
+    assert found["dry_run"] and guess["input_files"] == len(files)
+    assert guess["input_bytes"] == sum(file.stat().st_size for file in files)
+    assert guess["rows"] == pytest.approx(comments, rel=0.3)
+    assert guess["cpu_hours"] == pytest.approx(guess["rows"] / 33_000 / 3600)
+    text = capsys.readouterr().out
+    assert "prepare_corpus: nothing is written" in text and "core hours" in text
+
+
+def test_other_formats_have_sizes_and_no_invented_rate(sample_files, nowhere):
+    config = prepare_corpus.Config(
+        corpus="convai2", input=(str(sample_files / "convai2"),), output=nowhere, dry_run=True
+    )
+    found = prepare_corpus.run(config)["estimate"]
+    assert found["input_files"] >= 2 and "cpu_hours" not in found
+    assert found["basis"] == "no rate is measured for convai2"
+
+
+def test_ten_times_the_dumps_are_ten_times_the_hours():
+    guess = functools.partial(
+        reddit.estimate, comment_bytes=600, ratio=10, options=reddit.Options()
+    )
+    one, ten = guess([10 << 30] * 40), guess([10 << 30] * 400)
+    assert ten.cpu_hours == pytest.approx(10 * one.cpu_hours)
+    assert ten.input_bytes == 10 * one.input_bytes
+    assert ten.requests > ten.tasks > one.tasks
+    assert cost.reads([1, 8 << 20, (8 << 20) + 1]) == 4
+
+
+def test_cleaning_costs_what_its_steps_cost(convai2_corpus, nowhere):
+    base = clean_corpus.Config(corpus=convai2_corpus.uri, output=nowhere, dry_run=True)
+    found = clean_corpus.run(base)["estimate"]
+    rows = convai2_corpus.rows("train/") + convai2_corpus.rows("valid/")
+    assert found["rows"] == rows
+    assert found["cpu_hours"] == pytest.approx(rows * (1 / 95_000 + 1 / 61_000 + 1 / 15_000) / 3600)
+    assert found["shuffle_bytes"] > 0 and found["tasks"] > 4
+
+
+def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere, monkeypatch):
+    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.05)
+    encoder = tiny_ranker("bi").uri
+    config = finetune.Config(
+        corpus=convai2_corpus.uri, encoder=encoder, output=nowhere, dry_run=True,
+        ranker=ranker_config({"architecture": "bi", "max_context_tokens": 48}),
+        finetune=FinetuneConfig(batch_examples=8, epochs=2.0),
+    )  # fmt: skip
+    found = finetune.run(config)["estimate"]
+    rows = convai2_corpus.rows("train/")
+    assert found["steps"] == round(2 * rows / 8) or abs(found["steps"] - 2 * rows / 8) <= 2
+    assert found["cpu_hours"] > 0 and "measured on cpu" in found["basis"]
+
+
+def test_scores_measure_a_few_rows_here(tiny_ranker, convai2_corpus, nowhere):
+    config = score_candidates.Config(
+        corpus=convai2_corpus.uri, teacher=(tiny_ranker("bi").uri,), output=nowhere, dry_run=True,
+        teaching=TeachingConfig(random_candidates=3),
+    )  # fmt: skip
+    found = score_candidates.run(config)["estimate"]
+    assert found["rows"] == convai2_corpus.rows("train/")
+    assert found["cpu_hours"] > 0 and "rows, measured on cpu" in found["basis"]
+
+
+def test_the_rates_are_those_of_the_pages():
+    page = (ROOT / "pipeline" / "corpora" / "README.md").read_text().replace("\n", " ")
+    assert "66,000 comments/s" in page  # on 2 cores
+    assert "190,000 examples/s exact, 122,000 decontaminated, 30,000 near" in page
+    per_core = {name: rate.per_core_s for name, rate in cost.MEASURED.items()}
+    assert per_core == {
+        "reddit comments": 66_000 / 2,
+        "exact duplicates": 190_000 / 2,
+        "evaluation texts": 122_000 / 2,
+        "near duplicates": 30_000 / 2,
+    }
+
+
+def test_the_table_of_full_sizes_is_what_the_rates_give():
+    assert capacity.table() in (ROOT / "OPERATING.md").read_text()
+    assert pytest.approx(108.8, abs=0.1) == capacity.TEXTS_PER_CORE_S
+    page = (ROOT / "pipeline" / "retrieval" / "README.md").read_text()
+    assert "| 164,271 passages | seconds |" in page and "| all | 755 |" in page
+
+
+def test_numbers_are_printed_for_people(capsys):
+    shown = cost.Estimate(input_bytes=1_500_000_000, tasks=12_000, cpu_hours=0.01, basis="b")
+    assert cost.show("job", shown) == {
+        "dry_run": True,
+        "estimate": json.loads(json.dumps(shown.as_json())),
+    }
+    text = capsys.readouterr().out
+    for part in ("1.5 GB", "12,000", "0.0100", "rates from"):
+        assert part in text

@@ -1,0 +1,116 @@
+"""jobs.workflow: a list of commands that stops at the first failure and continues there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs import workflow
+from jobs.workflow import read_steps
+from pipeline.config import BadInput, Stopped
+
+ROOT = Path(__file__).parents[2]
+THREE = """
+variables: {folder: , name: "${folder}/made"}
+steps:
+  first: python -m jobs.submit --dry-run --command inspect
+  second: cp ${folder}/input ${name}     # nothing of a job's
+  third: touch ${folder}/third
+"""
+
+
+@pytest.fixture
+def three(tmp_path) -> Path:
+    (tmp_path / "three.yaml").write_text(THREE)
+    return tmp_path / "three.yaml"
+
+
+def run(file: Path, *settings: str, **options):
+    return workflow.run(workflow.Config(file=str(file), set=settings, **options))
+
+
+def test_a_workflow_stops_at_the_first_failure_and_continues_there(three, tmp_path, capfd):
+    folder = f"folder={tmp_path}"
+    with pytest.raises(Stopped, match=r"step second failed \(exit code 1\); the same command"):
+        run(three, folder)
+    assert not (tmp_path / "third").exists()
+    (tmp_path / "input").write_text("input")
+    done = run(three, folder)
+    assert [step["step"] for step in done["steps"]] == ["first", "second", "third"]
+    assert (done["steps"][0]["job"], done["steps"][0]["submitted"]) == ("submit", False)
+    assert "pipeline/storage.py" in capfd.readouterr().out.splitlines()  # what the job printed
+    assert (tmp_path / "made").read_text() == "input" and (tmp_path / "third").exists()
+    skipped = run(three, folder, start_at="third")
+    assert (skipped["skipped"], len(skipped["steps"])) == (["first", "second"], 1)
+
+
+def test_a_refusal_of_a_step_is_the_workflow_s(tmp_path, capfd):
+    (tmp_path / "w.yaml").write_text("steps: {only: python -m jobs.inspect --corpus /nowhere}")
+    with pytest.raises(BadInput, match=r"step only failed \(exit code 2\)"):
+        run(tmp_path / "w.yaml")
+    assert "python -m jobs.inspect: /nowhere: not a corpus" in capfd.readouterr().err
+
+
+def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
+    done = run(three, f"folder={tmp_path}", dry_run=True)
+    assert [step["step"] for step in done["steps"]] == ["first", "second", "third"]
+    printed = capfd.readouterr().out
+    assert f"== 2/3 second: cp {tmp_path}/input {tmp_path}/made" in printed
+    assert list(tmp_path.iterdir()) == [three]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [("steps: [", {}, "not a workflow"),
+     ("- a", {}, "is not allowed; allowed: a mapping with `steps`"),
+     ("steps: {}", {}, "steps: 'none' is not allowed"),
+     ("steps: {a: }", {}, "steps.a: 'None' is not allowed; allowed: a command"),
+     ("steps: {a: ls}\nmore: 1", {}, "a mapping with `steps`"),
+     ("steps: {a: 'ls ${x}'}", {}, r"steps\.a: \$\{x\} is no variable"),
+     ("variables: {x: }\nsteps: {a: 'ls ${x}'}", {}, "^--set x=…: missing"),
+     ("variables: {x: 1}\nsteps: {a: ls}", {"set": ("y=1",)},
+      "^set: 'y=1' is not allowed; allowed: NAME=VALUE with one of: x"),
+     ("steps: {a: no-such-program}", {}, r"^steps\.a: 'no-such-program' is not allowed"),
+     ("steps: {a: python -m jobs.nope}", {}, r"^steps\.a: 'nope' is not allowed; allowed: a job"),
+     ("steps: {a: polyrank nope}", {}, r"^steps\.a: 'nope' is not allowed"),
+     ("steps: {a: polyrank embed-pool --nope 1}", {}, r"^steps\.a: .*--nope"),
+     ("steps: {a: python -m jobs.inspect --nope 1}", {}, r"^steps\.a: .*--nope"),
+     ("steps: {a: ls}", {"start_at": "b"}, "^start_at: 'b' is not allowed; allowed: a")],
+)  # fmt: skip
+def test_bad_workflows_are_refused_before_a_step_runs(tmp_path, text, options, message):
+    (tmp_path / "w.yaml").write_text(text)
+    with pytest.raises(BadInput, match=message):
+        workflow.run(workflow.Config(file=str(tmp_path / "w.yaml"), **options))
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "jobs" / "workflows").glob("*.yaml")), ids=lambda f: f.stem
+)
+def test_the_workflows_that_are_shipped_are_commands(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    steps = read_steps(str(file))
+    for step in steps:
+        workflow._check(step)
+    verbs = [step.verb for step in steps]
+    path = ["prepare_corpus", "pretrain", "finetune", "embed_pool", "promote"]
+    assert [verb for verb in dict.fromkeys(verbs) if verb in path] == path
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_whole_path_runs_and_again_does_nothing(sample_files, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = {
+        "lake": tmp_path, "dumps": sample_files / "reddit_dump", "dialogues": sample_files / "convai2",
+        "vocabulary": 1000, "gpu": "false", "deploy": "true", "name": "dialogue-test",
+        "pretrain": "jobs/configs/pretrain/tiny-cpu.yaml", "finetune": "jobs/configs/demo-poly.yaml",
+    }  # fmt: skip
+    arguments = [f"{name}={value}" for name, value in settings.items()]
+    file = ROOT / "jobs" / "workflows" / "dialogue.yaml"
+    first = {step["step"]: step for step in run(file, *arguments)["steps"]}
+    assert first["promote"]["before"] == "" and first["promote"]["pool"]["name"] == "replies"
+    again = {step["step"]: step for step in run(file, *arguments)["steps"]}
+    made = [name for name in first if first[name].get("fingerprint")]
+    assert len(made) == 8 and all(again[name]["already_done"] for name in made)
+    assert again["promote"]["version"] == again["promote"]["before"]

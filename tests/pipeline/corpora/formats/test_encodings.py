@@ -1,0 +1,122 @@
+"""Tables in other encodings and with other delimiters: refused with a guess, read where they are named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from pipeline.classification.texts import ReadConfig
+from pipeline.config import BadInput
+from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.formats import pairs, tables
+from pipeline.corpora.formats.pairs import Options
+from pipeline.corpora.raw import Reading
+from pipeline.retrieval.pools.embed import EmbedConfig
+
+TEXT = "context,response\r\nwas kostet das café ?,drei euro fünfzig\r\nund der tee ?,zwei\r\n"
+ROWS = [("was kostet das café ?", "drei euro fünfzig"), ("und der tee ?", "zwei")]
+
+
+def read(file, data, **options):
+    file.write_bytes(data)
+    account = Account()
+    given = Options(**options)
+    pairs.require_columns([str(file)], given, Reading())
+    rows = list(pairs.parse(str(file), Reading(), account, given, f"{file.parent}/"))
+    return [(row["context"][0], row["response"]) for row in rows], account
+
+
+def refusal(file, data, **options):
+    with pytest.raises(BadInput) as caught:
+        read(file, data, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "guess", "line"),
+    [
+        ("latin-1", "cp1252", 2),
+        ("cp1252", "cp1252", 2),
+        ("utf-16", "utf-16", 1),
+        ("utf-16-le", "utf-16-le", 1),
+        ("utf-16-be", "utf-16-be", 1),
+        ("utf-32", "utf-32", 1),
+    ],
+)
+def test_a_file_that_is_not_utf8_is_refused_with_a_guess_that_reads_it(
+    tmp_path, written, guess, line
+):
+    file, data = tmp_path / "x.csv", TEXT.encode(written)
+    message = refusal(file, data)
+    assert message.startswith(f"{file}, line {line}: not UTF-8; a guess is ")
+    assert message.endswith(f"; --pairs.encoding {guess} reads it so")
+    assert line == 1 or "'was kostet das café ?,drei euro" in message
+    assert read(file, data, encoding=guess)[0] == ROWS
+    packed = gzip.compress(data)
+    assert f"--pairs.encoding {guess} " in refusal(tmp_path / "x.csv.gz", packed)
+    assert read(tmp_path / "x.csv.gz", packed, encoding=guess)[0] == ROWS
+
+
+def test_json_lines_have_an_encoding_too(tmp_path):
+    data = json.dumps({"context": "café", "response": "tee"}, ensure_ascii=False).encode("cp1252")
+    assert "--pairs.encoding cp1252" in refusal(tmp_path / "x.jsonl", data)
+    assert read(tmp_path / "x.jsonl", data, encoding="cp1252")[0] == [("café", "tee")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_utf8_needs_no_option(tmp_path, encoding):
+    rows, account = read(tmp_path / "x.csv", TEXT.encode(encoding))
+    assert (rows, account.malformed.counts) == (ROWS, {})
+
+
+def test_a_broken_line_of_a_utf8_file_is_damage_and_counted(tmp_path):
+    data = (
+        TEXT.encode() + b'und der kaffee \xff ?,vier\r\n"zwei\nzeilen \xff",gut\r\nnoch ?,nein\r\n'
+    )
+    rows, account = read(tmp_path / "x.csv", data)
+    assert rows == [*ROWS, ("noch ?", "nein")]
+    assert account.malformed.counts == {"not UTF-8": 2} and account.records == 5
+
+
+def test_a_broken_byte_that_no_guess_explains_is_refused(tmp_path):
+    message = refusal(tmp_path / "x.csv", b"context,response\nhm \x81 ?,so\n")
+    assert message.endswith("line 2: not UTF-8; name its encoding by --pairs.encoding")
+
+
+def test_another_encoding_than_the_named_one_is_refused(tmp_path):
+    message = refusal(tmp_path / "x.csv", TEXT.encode("cp1252"), encoding="utf-16")
+    assert "not in --pairs.encoding utf-16" in message
+
+
+def test_a_set_without_such_an_option_says_how_to_convert_it(tmp_path):
+    (tmp_path / "x.csv").write_bytes(TEXT.encode("cp1252"))
+    rows = tables.read(str(tmp_path / "x.csv"), {}, Reading(), Account())
+    with pytest.raises(BadInput, match=r"convert it: iconv -f cp1252 -t utf-8$"):
+        list(rows)
+
+
+@pytest.mark.parametrize(("delimiter", "typed"), [(";", ";"), ("|", "|"), ("\t", "\\t")])
+def test_another_delimiter_is_named_and_read(tmp_path, delimiter, typed):
+    data = TEXT.replace(",", delimiter).encode()
+    message = refusal(tmp_path / "x.csv", data)
+    assert (
+        f"(the fields seem to be separated by '{typed}', which --pairs.delimiter '{typed}' reads)"
+        in message
+    )
+    assert read(tmp_path / "x.csv", data, delimiter=typed)[0] == ROWS
+
+
+def test_a_column_that_is_not_there_gets_no_hint_at_delimiters(tmp_path):
+    message = refusal(tmp_path / "x.csv", TEXT.encode(), response_column="answer")
+    assert message.endswith("x.csv: context, response")
+
+
+@pytest.mark.parametrize(("kind", "group"), [
+    (Options, "pairs"), (EmbedConfig, "embed"), (ReadConfig, "read"),
+])  # fmt: skip
+def test_what_can_be_no_encoding_or_delimiter_is_refused(kind, group):
+    for name, value in (("encoding", "utf-9"), ("encoding", "base64"), ("delimiter", "::")):
+        with pytest.raises(BadInput, match=f"^{group}.{name}: '{value}' is not allowed"):
+            kind(**{name: value})

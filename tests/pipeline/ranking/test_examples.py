@@ -1,0 +1,43 @@
+"""The examples of the docstrings and of `pipeline/API.md`, run as they stand."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from pipeline.ranking import ranker
+from pipeline.retrieval.pools import pool
+
+PAGE = Path(ranker.__file__).parents[1] / "API.md"
+DOCSTRINGS = [
+    test
+    for module in (ranker, pool)
+    for test in doctest.DocTestFinder().find(module)
+    if test.examples
+]
+
+
+def failures(test: doctest.DocTest) -> str:
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.REPORT_ONLY_FIRST_FAILURE)
+    runner.run(test, out=said.append)
+    return "".join(said)
+
+
+@pytest.mark.parametrize("test", DOCSTRINGS, ids=lambda test: test.name.rpartition("ranking.")[2])
+def test_docstrings(home: Path, test: doctest.DocTest):
+    assert failures(test) == ""
+
+
+def test_every_call_has_an_example():
+    calls = ["load", "rank", "score", "encode_contexts", "encode_candidates", "explain"]
+    wanted = {f"pipeline.ranking.ranker.Ranker.{name}" for name in calls}
+    assert wanted | {f"{pool.__name__}.Pool.search"} <= {test.name for test in DOCSTRINGS}
+
+
+def test_page(home: Path):
+    test = doctest.DocTestParser().get_doctest(PAGE.read_text(), {}, PAGE.name, str(PAGE), 0)
+    assert len(test.examples) > 10
+    assert failures(test) == ""

@@ -1,0 +1,303 @@
+"""`pipeline.Ranker`: the scores of each architecture, vectors in any batches, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import BadInput, Pool, Ranker, tracking
+from pipeline.artifact import open_artifact
+from pipeline.models import inference
+from pipeline.models.ranker import load_ranker
+
+from .conftest import REPLIES
+
+CONTEXT = ["hi !", "do you like hot tea ?"]
+TEXTS = ["it rains", "i like tea", "no", "a harbour that froze", "i like tea", "7"]
+LENGTHS = [3, 90, 1, 17, 40, 2, 90, 8]
+ARCHITECTURES = ["bi", "poly", "cross", "convert"]
+
+
+def by_the_formulas(folder: Path, context: list[str], texts: list[str]) -> list[float]:
+    """The scores, one candidate at a time, in float64."""
+    model = load_ranker(folder)
+    if model.config.architecture == "cross":
+        return [float(inference.pair_scores(model, [context], [[text]])[0]) for text in texts]
+    vectors, mask = inference.context_vectors(model, [context])
+    vectors_MD, scores = vectors[0][mask[0]].double().numpy(), []
+    for text in texts:
+        logits = vectors_MD @ inference.candidate_vectors(model, [text])[0].double().numpy()
+        weights = np.exp(logits - logits.max())
+        scores.append(float((weights * logits).sum() / weights.sum()))
+    return scores
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_candidates_stand_in_the_order_of_their_scores(home: Path, architecture: str):
+    ranker = Ranker.load(f"rankers/{architecture}")
+    wanted = by_the_formulas(home / "rankers" / architecture, CONTEXT, TEXTS)
+    assert ranker.score(CONTEXT, TEXTS) == pytest.approx(wanted, rel=1e-5)
+    ranking = ranker.rank(CONTEXT, TEXTS, top_k=4)
+    order = sorted(range(len(TEXTS)), key=lambda place: (-round(wanted[place], 5), place))[:4]
+    assert [one.index for one in ranking] == order
+    assert [one.text for one in ranking] == [TEXTS[place] for place in order]
+    assert [one.id for one in ranking] == [str(place) for place in order]
+    assert [one.score for one in ranking] == pytest.approx([wanted[at] for at in order], rel=1e-5)
+    assert ranking.certified
+
+
+def test_a_text_is_a_context_of_one_turn(home: Path):
+    ranker = Ranker.load("rankers/poly")
+    np.testing.assert_array_equal(ranker.score("tea ?", TEXTS), ranker.score(["tea ?"], TEXTS))
+    assert not np.allclose(ranker.score(["tea ?", "no"], TEXTS), ranker.score("tea ?", TEXTS))
+
+
+def test_equal_texts_tie_and_all_come_where_top_k_is_larger(home: Path):
+    ranking = Ranker.load("rankers/bi").rank(CONTEXT, TEXTS, top_k=1000)
+    assert sorted(one.index for one in ranking) == list(range(len(TEXTS)))
+    (first, second) = [one for one in ranking if one.text == "i like tea"]
+    assert (first.index, second.index, first.score) == (1, 4, second.score)
+
+
+def test_candidates_may_have_ids_and_come_from_any_iterable(home: Path):
+    ranker = Ranker.load("rankers/poly")
+    by_id = ranker.rank(CONTEXT, {key: text for key, (text, _) in REPLIES.items()})
+    plain = ranker.rank(tuple(CONTEXT), (text for text, _ in REPLIES.values()))
+    keys = list(REPLIES)
+    assert [one.id for one in by_id] == [keys[one.index] for one in plain]
+    assert str(plain).splitlines()[0].endswith(f"  {plain[0].text}")
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly", "convert"])
+@pytest.mark.parametrize("batch_tokens", [1, 60])
+def test_vectors_do_not_depend_on_the_batch(home: Path, monkeypatch, architecture, batch_tokens):
+    ranker = Ranker.load(f"rankers/{architecture}")
+    texts = [("tea rain boat " * 30)[at : at + length] for at, length in enumerate(LENGTHS)]
+    alone = np.concatenate([ranker.encode_candidates([text]) for text in texts])
+    assert alone.dtype == np.float32 and alone.shape == (len(texts), ranker.dimensions)
+    monkeypatch.setattr(inference, "_WINDOW", 3)
+    together = ranker.encode_candidates(texts, batch_tokens=batch_tokens)
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+
+    contexts = [["hi", text] for text in texts]
+    each = [ranker.encode_contexts([context]) for context in contexts]
+    found = ranker.encode_contexts(contexts, batch_tokens=batch_tokens)
+    np.testing.assert_allclose(
+        found.vectors, np.concatenate([one.vectors for one in each]), atol=1e-5
+    )
+    np.testing.assert_array_equal(found.mask, np.concatenate([one.mask for one in each]))
+    assert found.vectors.dtype == np.float32 and found.mask.dtype == bool
+
+
+def test_the_vectors_are_those_of_the_embedding_job(home: Path):
+    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+    wanted = inference.candidate_vectors(load_ranker(home / "rankers/poly"), ["no", "i like tea"])
+    np.testing.assert_allclose(
+        ranker.encode_candidates(["no", "i like tea"]), wanted.numpy(), atol=1e-6
+    )
+    texts = [text for text, _ in REPLIES.values()]
+    np.testing.assert_allclose(
+        ranker.encode_candidates(texts), pool.vectors_at(np.arange(len(pool))), atol=1e-6
+    )
+
+
+def test_of_no_texts_there_are_no_vectors(home: Path):
+    ranker = Ranker.load("rankers/poly")
+    assert ranker.encode_candidates([]).shape == (0, 16)
+    vectors, mask = ranker.encode_contexts([])
+    assert (vectors.shape, mask.shape) == ((0, 3, 16), (0, 3))
+
+
+def test_the_bar_is_an_option(home: Path, capfd: pytest.CaptureFixture[str]):
+    ranker = Ranker.load("rankers/poly")
+    ranker.encode_candidates(TEXTS)
+    assert capfd.readouterr().err == ""
+    ranker.encode_candidates(TEXTS, progress=True)
+    ranker.encode_contexts(TEXTS, progress=True)
+    said = capfd.readouterr().err
+    assert "candidates: 100%" in said and "contexts: 100%" in said and "6/6" in said
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly", "convert"])
+def test_an_explanation_is_what_the_score_is_made_of(home: Path, architecture: str):
+    ranker = Ranker.load(f"rankers/{architecture}")
+    why = ranker.explain(CONTEXT, TEXTS)
+    (vectors_1MD, mask_1M), candidates_CD = (
+        ranker.encode_contexts([CONTEXT]),
+        ranker.encode_candidates(TEXTS),
+    )
+    logits_CM = candidates_CD @ vectors_1MD[0].T
+    weights_CM = np.exp(logits_CM - logits_CM.max(axis=1, keepdims=True)) * mask_1M
+    weights_CM /= weights_CM.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(why.weights, weights_CM, atol=1e-5)
+    np.testing.assert_allclose(why.attention.sum(axis=1), mask_1M[0], atol=1e-5)
+    assert why.attention.shape[1] == len(why.tokens)
+    np.testing.assert_allclose(why.token_weights.sum(axis=1), 1, atol=1e-5)
+    assert (why.weights.dtype, why.attention.dtype) == (np.float32, np.float32)
+
+
+# Pools
+
+
+def test_a_search_finds_the_best_of_all(home: Path):
+    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+    wanted = ranker.rank(CONTEXT, {key: text for key, (text, _) in REPLIES.items()}, top_k=3)
+    found = pool.search(ranker, CONTEXT, top_k=3)
+    assert [(r.index, r.id, r.text) for r in found] == [(r.index, r.id, r.text) for r in wanted]
+    assert [r.score for r in found] == pytest.approx([r.score for r in wanted], rel=1e-5)
+    assert found.certified and found[0].columns == {"topic": REPLIES[found[0].id][1]}
+    assert len(pool.search(ranker, CONTEXT, top_k=1000)) == len(REPLIES)
+
+
+def test_a_search_keeps_to_its_filters(home: Path):
+    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+
+    def ids(**filters: object) -> set[str]:
+        return {one.id for one in pool.search(ranker, CONTEXT, **filters)}
+
+    assert ids(where={"topic": "drinks"}) == {"r2", "r3"}
+    assert ids(where={"topic": ["drinks", "trade"]}, deny=["r2"]) == {"r3", "r4"}
+    assert ids(allow=["r5", "r1", "gone"]) == {"r1", "r5"}
+    nothing = pool.search(ranker, CONTEXT, allow=[])
+    assert len(nothing) == 0 and nothing.certified
+
+
+def test_a_pool_refuses_another_ranker(home: Path):
+    pool = Pool.open("pools/replies")
+    with pytest.raises(BadInput, match=r"embedded by the model \w+, not by .*/rankers/bi"):
+        pool.search(Ranker.load("rankers/bi"), CONTEXT)
+    ranker = Ranker.load("rankers/poly")
+    for wrong in ({"context": " "}, {"context": CONTEXT, "top_k": 0}, {"context": 3}):
+        with pytest.raises(BadInput, match=r"^(context|top_k): "):
+            pool.search(ranker, **wrong)
+
+
+# Where rankers come from
+
+
+def test_a_plain_copy_is_the_published_ranker(tiny_ranker, tmp_path: Path):
+    published = tiny_ranker("bi")
+    folder = tmp_path / "copy"
+    load_ranker(published.local()).save(folder)
+    plain, opened = Ranker.load(folder), Ranker.load(published.uri)
+    assert plain.artifact is None and opened.artifact == open_artifact(published.uri, "ranker")
+    assert plain.fingerprint == opened.fingerprint == published.fingerprint
+    np.testing.assert_array_equal(plain.score(CONTEXT, TEXTS), opened.score(CONTEXT, TEXTS))
+
+
+def test_an_object_store_has_rankers(tiny_ranker, node):
+    """`local://` stands for one: its files are copied to this node."""
+    published = tiny_ranker("poly")
+    remote = Ranker.load(published.uri.replace("/", "local:///", 1))
+    assert remote.fingerprint == published.fingerprint
+    here = Ranker.load(published.uri)
+    np.testing.assert_array_equal(remote.score(CONTEXT, TEXTS), here.score(CONTEXT, TEXTS))
+
+
+def test_an_alias_of_the_registry_is_a_ranker(tiny_ranker, tracking_uri: str):
+    published = tiny_ranker("poly")
+    tracking.register("api", published, "champion")
+    assert Ranker.load("models:/api@champion").fingerprint == published.fingerprint
+    with pytest.raises(BadInput, match="models:/api@challenger"):
+        Ranker.load("models:/api@challenger")
+
+
+def test_models_of_sentence_transformers(home: Path):
+    ranker = Ranker.from_sentence_transformers(home / "st" / "candidate", max_candidate_tokens=9)
+    assert (ranker.architecture, ranker.config.max_candidate_tokens) == ("bi", 9)
+    whole = Ranker.from_sentence_transformers("st/context")
+    vectors, _ = whole.encode_contexts(TEXTS)
+    np.testing.assert_allclose(vectors[:, 0], whole.encode_candidates(TEXTS), atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors[:, 0], axis=1), 1, atol=1e-5)
+
+
+# What is refused
+
+WRONG_CALLS = {
+    'r.rank("", ["a"])': "context: empty",
+    'r.rank([], ["a"])': "context: empty",
+    'r.rank([" ", ""], ["a"])': "context: empty",
+    'r.rank(None, ["a"])': "context: None is not allowed",
+    'r.rank(["a", 3], ["a"])': "context[1]: 3 is not allowed; allowed: a text",
+    'r.rank("\\ud800", ["a"])': "context: the text holds half of a surrogate pair",
+    'r.rank("a", [])': "candidates: none",
+    'r.rank("a", {})': "candidates: none",
+    'r.rank("a", "b")': "candidates: 'b' is not allowed; allowed: a list of texts",
+    'r.rank("a", ["b", None])': "candidates[1]: None is not allowed; allowed: a text",
+    'r.rank("a", ["b", " "])': "candidates[1]: ' ' is not allowed",
+    'r.rank("a", {"x": 1})': "candidates['x']: 1 is not allowed; allowed: a text",
+    'r.rank("a", {1: "x"})': "candidates: 1 is not allowed",
+    'r.rank("a", ["b"], top_k=0)': "top_k: 0 is not allowed",
+    'r.rank("a", ["b"], top_k=2.5)': "top_k: 2.5 is not allowed",
+    'r.score("a", [b"bytes"])': "candidates[0]: b'bytes' is not allowed",
+    'r.encode_candidates("a")': "texts: 'a' is not allowed",
+    'r.encode_candidates(["a", ""])': "texts[1]: '' is not allowed",
+    'r.encode_contexts("a")': "contexts: 'a' is not allowed",
+    'r.encode_contexts(["a", []])': "contexts[1]: empty",
+    'r.encode_contexts(["a", ["b", 4]])': "contexts[1][1]: 4 is not allowed",
+    'r.explain("", ["a"])': "context: empty",
+    'r.explain("a", [])': "candidates: none",
+    'cross.encode_contexts(["a"])': "architecture: 'cross' has no candidate vectors",
+    'cross.encode_candidates(["a"])': "architecture: 'cross' has no candidate vectors",
+    'cross.explain("a", ["b"])': "architecture: 'cross' has no candidate vectors",
+    'Ranker.load("gone")': "gone: not a ranker (manifest.json is missing)",
+    'Ranker.load("pools/replies/v-1")': "kind is 'pool'; needed here: ranker",
+    'Ranker.load("st/candidate")': "Ranker.from_sentence_transformers",
+    'Ranker.load("rankers/poly", precision="int8")': "precision: 'int8' is not allowed",
+    'Ranker.load("rankers/poly", device="tpu")': "device: 'tpu' is not allowed",
+    'Ranker.from_sentence_transformers("rankers/cross")': "not of sentence-transformers",
+    'Ranker.from_sentence_transformers("gone/far/away")': "gone/far/away: no such folder",
+    'Ranker.from_sentence_transformers("st/candidate", -1)': "max_context_tokens: -1",
+}
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+def test_one_clear_line_says_what_is_wrong(home: Path, call: str):
+    loaded = {"r": Ranker.load("rankers/poly"), "cross": Ranker.load("rankers/cross")}
+    with pytest.raises(BadInput) as refused:
+        eval(call, {"Ranker": Ranker, **loaded})
+    assert WRONG_CALLS[call] in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+# What is loaded when
+
+LOADED = """
+import json, sys
+SLOW = {"ray", "torch", "mlflow", "transformers", "sklearn", "scipy", "pandas", "matplotlib"}
+steps = []
+for code in json.load(sys.stdin):
+    exec(code)
+    steps.append(sorted(SLOW & set(sys.modules)))
+print(json.dumps(steps))
+"""
+
+
+def test_nothing_slow_is_loaded_before_it_is_needed_and_ray_never(home: Path):
+    steps = [
+        "import pipeline",
+        "from pipeline import BadInput, Pool, Ranker",
+        "pool = Pool.open('pools/replies')",
+        "ranker = Ranker.load('rankers/poly')",
+        "pool.search(ranker, 'tea ?'); ranker.explain('tea ?', ['no'])",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], input=json.dumps(steps), capture_output=True, text=True,
+        cwd=home, env={"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    imported, named, opened, loaded, asked = json.loads(done.stdout.splitlines()[-1])
+    assert (imported, named, opened) == ([], [], [])
+    assert "torch" in loaded
+    assert not {"ray", "mlflow", "matplotlib", "sklearn"} & set(asked)
+
+
+def test_what_the_package_has_not_is_no_attribute_of_it():
+    import pipeline
+
+    assert not hasattr(pipeline, "Rankers")

@@ -1,0 +1,179 @@
+"""Pools in shards: what each opens, how answers are merged, and what a missing shard means."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from pipeline.config import BadInput
+from pipeline.retrieval.pools.pool import Pool, Share
+from serve import api
+from serve.engine import Engine
+from serve.shards import PoolShard, ShardedPool, ShardUnavailable
+
+from .conftest import REPLIES, Asking
+
+CONTEXT = ["hello there", "what do you do ?"]
+
+
+class InProcess:
+    """A shard in this process, which may be gone."""
+
+    def __init__(self, share: Share) -> None:
+        self.shard, self.is_gone, self.asked = PoolShard(share, 60.0), False, 0
+
+    def open(self, version):
+        if self.is_gone:
+            raise ShardUnavailable("gone")
+        return asyncio.run(self.shard.open(version))
+
+    async def search(self, question):
+        self.asked += 1
+        if self.is_gone:
+            raise ShardUnavailable("gone")
+        return await self.shard.search(question)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_ranker):
+    return tiny_ranker("poly")
+
+
+@pytest.fixture(scope="module")
+def version(model, tiny_pool) -> str:
+    return str(Path(tiny_pool(model)) / "v-1")
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def shards(request):
+    made = [InProcess(Share(number, request.param)) for number in range(request.param)]
+    yield made
+    for one in made:
+        one.shard.close()
+
+
+@pytest.fixture
+def sharded(model, version, shards):
+    """A service over the shards; `on_missing` as for ShardedPool."""
+    made = []
+
+    def make(on_missing="refuse"):
+        pool = ShardedPool(version, shards, 60.0, on_missing)
+        made.append(Asking(Engine(model.uri, sharded=[pool])))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.service.close()
+    for one in shards:
+        one.is_gone = False
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 12, 20])
+def test_shares_are_the_pool_in_order(version, count):
+    """12 rows in files of 5 and 7."""
+    parts = [Pool.open(version, share=Share(number, count)) for number in range(count)]
+    assert [part.row(at).id for part in parts for at in range(len(part))] == list(REPLIES)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    whole = Pool.open(version)
+    for number, part in enumerate(parts):
+        first = Share(number, count).rows(len(whole)).start
+        for at in range(len(part)):
+            assert (
+                part.vectors_at(np.array([at])) == whole.vectors_at(np.array([first + at]))
+            ).all()
+
+
+def test_a_share_needs_the_files_of_its_rows_alone(version, tmp_path):
+    copy = tmp_path / "pools" / "replies" / "v-1"
+    shutil.copytree(version, copy)
+    (copy / "vectors" / "part-00001.npy").unlink()
+    assert len(Pool.open(str(copy), share=Share(0, 3))) == 4
+    with pytest.raises(BadInput, match="part-00001"):
+        Pool.open(str(copy), share=Share(2, 3))
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 50])
+@pytest.mark.parametrize("allow", [None, ("r01", "r02", "r11", "r99"), ("r99",)])
+def test_shards_answer_as_the_whole_pool(model, version, sharded, asking, top_k, allow):
+    whole = asking(model, version).rank_pool(CONTEXT, "replies", top_k, allow=allow)
+    found = sharded().rank_pool(CONTEXT, "replies", top_k, allow=allow)
+    assert [(one.place, one.id, one.text) for one in found] == [
+        (one.place, one.id, one.text) for one in whole
+    ]
+    assert [one.score for one in found] == pytest.approx([one.score for one in whole], rel=1e-6)
+
+
+def test_an_answer_is_certified_and_explained(model, version, sharded, asking):
+    client = TestClient(api.create_app(sharded().service))
+    asked = {"context": CONTEXT, "pool": "replies", "top_k": 3, "explain": True}
+    answer = client.post("/rank", json=asked).json()
+    assert answer["certified"] is True
+    assert answer["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
+    own = TestClient(api.create_app(asking(model, version).service)).post("/rank", json=asked)
+    for ours, theirs in zip(answer["results"], own.json()["results"], strict=True):
+        assert ours["weights"] == pytest.approx(theirs["weights"], abs=1e-5)
+
+
+def test_a_missing_shard_is_refused_or_said(sharded, shards):
+    refusing, answering = (
+        TestClient(api.create_app(sharded(mode).service)) for mode in ("refuse", "answer")
+    )
+    asked = {"context": CONTEXT, "pool": "replies", "top_k": 12}
+    shards[0].is_gone = True
+    response = refusing.post("/rank", json=asked)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "shard_missing")
+    assert response.headers["retry-after"] == "1"
+    answer = answering.post("/rank", json=asked).json()
+    assert (answer["certified"], answer["pool"]["missing_shards"]) == (False, [0])
+    there = list(REPLIES)[12 // len(shards) :]
+    assert {one["id"] for one in answer["results"]} == set(there)
+    for one in shards:
+        one.is_gone = True
+    assert answering.post("/rank", json=asked).status_code == 503  # nobody is left
+
+
+def test_what_a_shard_refuses_is_the_services_refusal(sharded):
+    client = TestClient(api.create_app(sharded().service))
+    asked = {"context": CONTEXT, "pool": "replies", "where": {"lang": ["en"]}}
+    response = client.post("/rank", json=asked)
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
+    assert "lang" in response.json()["error"]["message"]
+
+
+def test_a_shard_that_is_new_opens_what_it_is_asked_for(sharded, shards):
+    service = sharded()
+    before = [one.id for one in service.rank_pool(CONTEXT, "replies", 12)]
+    old, shards[1].shard = shards[1].shard, PoolShard(Share(1, len(shards)), 60.0)
+    old.close()
+    assert [one.id for one in service.rank_pool(CONTEXT, "replies", 12)] == before
+
+
+def test_a_damaged_shard_or_another_models_is_refused(tiny_ranker, version, tmp_path, shards):
+    copy = tmp_path / "pools" / "replies" / "v-1"
+    shutil.copytree(version, copy)
+    matrix = copy / "vectors" / "part-00001.npy"
+    matrix.write_bytes(matrix.read_bytes()[:-64])
+    with pytest.raises(BadInput, match="part-00001"):
+        ShardedPool(str(copy), shards, 60.0, "refuse")
+    pool = ShardedPool(version, shards, 60.0, "refuse")
+    with pytest.raises(BadInput, match="not what the model makes of its text"):
+        Engine(tiny_ranker("poly", 1).uri, sharded=[pool])
+
+
+def test_two_pools_of_one_name_are_refused(model, version, shards):
+    pool = ShardedPool(version, shards, 60.0, "refuse")
+    with pytest.raises(BadInput, match="two are named 'replies'"):
+        Engine(model.uri, [version], sharded=[pool])
+
+
+def test_info_counts_all_shards(sharded, shards):
+    (pool,) = json.loads(json.dumps(sharded().engine.info()["pools"]))
+    assert pool["candidates"] == len(REPLIES) == sum(pool["candidates_of_shards"])
+    assert len(pool["candidates_of_shards"]) == len(shards)
