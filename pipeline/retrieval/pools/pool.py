@@ -197,8 +197,7 @@ class Pool:
 
     @property
     def precision(self) -> str:
-        """What the vectors were computed in; pools of earlier versions do not say."""
-        return str(self.artifact.manifest.get("precision", "unknown"))
+        return precision_of(self.artifact)
 
     def search(
         self,
@@ -326,6 +325,11 @@ def _load(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.ndarray[A
         raise BadInput(f"{path}: {matrix.dtype} {matrix.shape}; the manifest and the rows' file say "
                        f"{np.dtype(dtype)} {wanted}")  # fmt: skip
     return matrix
+
+
+def precision_of(artifact: Artifact) -> str:
+    """What a pool's vectors were computed in; pools of earlier versions do not say."""
+    return str(artifact.manifest.get("precision", "unknown"))
 
 
 def current_uri(pools: str, name: str) -> str:
