@@ -162,8 +162,8 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
     }
     if low <= config.min_difference:
         raise Stopped(
-            f"model {config.registered_model}: not promoted: R@1 of the candidate less that of the champion is "
-            f"{pair['difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} on {found['examples']:,} "
+            f"model {config.registered_model}: not promoted: R@1 of the candidate less that of the "
+            f"champion is {pair['difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} on {found['examples']:,} "
             f"questions; allowed: an interval above --min-difference {config.min_difference:g}"
         )
     return comparison
