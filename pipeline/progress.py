@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 from tqdm import tqdm
 
@@ -34,7 +34,7 @@ class Bar(Protocol):
 
 def mode() -> Mode:
     found = os.environ.get(VARIABLE, "bar")
-    return found if found in get_args(Mode) else "bar"
+    return cast(Mode, found) if found in get_args(Mode) else "bar"
 
 
 def event(name: str, **facts: Any) -> None:
