@@ -231,7 +231,7 @@ def _side_by_side(trainings: Mapping[str, _Begun], at_once: int) -> None:
             def watch(step: int, steps: int) -> None:
                 with lock:
                     if name not in shown:
-                        bar.total += steps
+                        bar.total = (bar.total or 0) + steps
                     shown[name] = f"{step}/{steps}"
                     bar.set_postfix(shown, refresh=False)
                     bar.update(step - done[name])

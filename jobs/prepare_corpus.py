@@ -150,7 +150,7 @@ def run(config: Config) -> program.Summary:
 
 def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:
     sizes = [storage.size_of(file) for file in files]
-    if config.corpus == "reddit":
+    if config.format == "reddit":
         ratio, comment_bytes = raw.expansion(files[0])
         return reddit.estimate(sizes, comment_bytes, ratio, config.reddit)
     return cost.Estimate(
@@ -158,7 +158,7 @@ def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:
         input_bytes=sum(sizes),
         tasks=len(sizes),
         requests=cost.reads(sizes) + 3 * len(sizes),
-        basis=f"no rate is measured for {config.corpus}",
+        basis=f"no rate is measured for {config.format}",
     )
 
 

@@ -115,8 +115,8 @@ class Guard:
         except _Gone:
             return
         else:
-            if body is not None and (refusal := self._overloaded(scope["path"])):
-                await refusal.response()(scope, receive, answer)
+            if body is not None and (overload := self._overloaded(scope["path"])):
+                await overload.response()(scope, receive, answer)
             else:
                 await self._ask(scope, receive, body, answer)
                 if answer.full_for_s:

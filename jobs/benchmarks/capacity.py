@@ -9,6 +9,7 @@ out evenly.
 from __future__ import annotations
 
 from pipeline.corpora import dedup, reddit
+from pipeline.corpora.dedup.options import Options
 from pipeline.cost import Estimate
 
 NODES = 50
@@ -40,7 +41,7 @@ def corpus(times: int) -> Estimate:
 def cleaning(times: int) -> Estimate:
     rows = 174_000_000 * times
     sizes = [_SHARD_ROWS * _EXAMPLE_BYTES] * -(-rows // _SHARD_ROWS)
-    return dedup.estimate(sizes, rows, dedup.Options(), contaminated=True)
+    return dedup.estimate(sizes, rows, Options(), contaminated=True)
 
 
 def embedding(times: int) -> Estimate:

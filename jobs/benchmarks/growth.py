@@ -30,7 +30,7 @@ class Curve:
         xs, ys = zip(*((math.log(x), math.log(y)) for x, y in self.points), strict=True)
         mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
         over = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-        return over / sum((x - mean_x) ** 2 for x in xs)
+        return float(over / sum((x - mean_x) ** 2 for x in xs))
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:

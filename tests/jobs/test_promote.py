@@ -146,7 +146,7 @@ def test_a_candidate_that_is_not_better_is_not_promoted(
     stopped = run_job_here(*compared)
     assert stopped.code == 1
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("python -m jobs.")]
-    assert "rivals: not promoted: R@1 of the candidate less that of the champion is" in line
+    assert "rivals: not promoted: R@1 of the candidate minus the champion's is" in line
     assert aliases_of("rivals")["champion"] == one
     done = run_job_here(*compared, "--min-difference", "-0.9").summary
     low, high = done["comparison"]["interval"]
