@@ -19,6 +19,8 @@ _LOCAL_RAY = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 _EVERY_RAY = {
+    # Its C++ code prints warnings of its own on the terminal: one for every pool of actors.
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_USAGE_STATS_ENABLED": "0",
     # 32 actors per read by default, which costs a small read 2 s; 2 read 1,000 footers a second.
     "RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "2",

@@ -277,7 +277,7 @@ def _pools(work: Path) -> None:
     # Five examples of an article are one candidate: the other four have the same id.
     _stage("A pool of articles", "embed_pool", "--model", f"{work}/rankers/articles",
            "--candidates", f"{work}/corpora/articles", "--embed.text-column", "response",
-           "--embed.id-column", "group_id", "--pools", f"{work}/pools",
+           "--embed.id-column", "group_id", "--embed.repeated-ids", "first", "--pools", f"{work}/pools",
            "--name", "articles", *one)  # fmt: skip
 
 

@@ -18,16 +18,22 @@ from pipeline.artifact import (
     open_artifact,
     request_of,
 )
-from pipeline.config import NOT_IDENTITY, require
+from pipeline.config import NOT_IDENTITY, Stopped, require, to_dict
+from pipeline.corpora.privacy import REDACTION_RULES, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
+from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import build, candidates, embed, gate, promotion, versions
+from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
-from pipeline.retrieval.pools.pool import KIND, Pool, current_uri
+from pipeline.retrieval.pools.plan import compare
+from pipeline.retrieval.pools.pool import KIND, current_uri
+from pipeline.retrieval.pools.unfinished import find_shards
+from pipeline.retrieval.pools.versions import Version
 
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
 
@@ -49,6 +55,8 @@ class Config:
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str
     """The pool's name."""
+    redact: bool = field(default=True, metadata=NOT_IDENTITY)
+    """Replace e-mail addresses, u/names, IPs and phone numbers by tags, as jobs.prepare_corpus does."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Only say what would be done."""
     publish_only: bool = field(default=False, metadata=NOT_IDENTITY)
@@ -84,15 +92,26 @@ def run(config: Config) -> program.Summary:
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         return _summary(config, open_artifact(job.uri, KIND), True)
     candidates.require_columns(job.files, config.embed.columns, config.reading, config.embed)
+    if config.gate.canaries:
+        gate.read_canaries(config.gate.canaries)
     if config.dry_run:
         return _dry_run(config, job)
     with locked(config.pools, config.name, config.lock_expires_s) as lock:
         pool, there = _update(config, job, lock)
-        for removed in versions.remove_old(
-            config.pools, config.name, config.keep, config.keep_days
-        ):
-            print(f"pool {config.name}: removed {removed}")
+        _remove_old(config)
     return _summary(config, pool, there)
+
+
+def _remove_old(config: Config) -> None:
+    limit = config.gate.max_removed_share
+    found = versions.remove_old(config.pools, config.name, config.keep, config.keep_days, limit)
+    for version in found.removed:
+        print(f"pool {config.name}: removed {version}")
+    for version, rows in found.kept_larger:
+        print(
+            f"pool {config.name}: kept {version} beyond --keep {config.keep}: it has {rows:,} candidates, "
+            f"and no version that stays has {1 - limit:.0%} of that; remove its folder if it may go"
+        )
 
 
 @dataclass(frozen=True)
@@ -120,17 +139,29 @@ def _job(config: Config) -> _Job:
     fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
+    if config.redact:  # without, the pool is that of polyrank before it redacted pools
+        inputs["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
+    if NUMERICS > 1:  # the first ones were not named
+        inputs["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"
     uri = storage.join(config.pools, config.name, version)
     return _Job(model, settings.architecture, files, inputs, version, uri)
 
 
 def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
-    """(the version that is CURRENT then, whether it was there before)"""
+    """(the version that is CURRENT then, whether it was there before)
+
+    Raises Stopped where the gate refuses the version.
+    """
     from pipeline import tracking
 
     out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
+        if current := versions.open_current(config.pools, config.name):
+            changes = compare(out.files("rows/"), current.artifact.files("rows/"))
+            _, refused = _look_at_changes(config, changes, out.rows("rows/"))
+            if refused:
+                raise Stopped(refused)
         promotion.publish(config.pools, config.name, job.version, config.publish_only)
         return out, True
     with cluster.session(for_tasks=True):
@@ -138,15 +169,26 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
         if previous and _is_same(config, job, prepared, previous):
             storage.delete(out.staging)
             return previous.artifact, True
+        shares, refused = _look_at_changes(config, prepared.plan.changes, prepared.plan.rows)
+        if refused:
+            raise Stopped(refused)
         with tracking.start("embed_pool", out) as tracked:
-            pool = _embed(config, job, out, prepared, previous, lock, tracked.run_id)
+            pool = _embed(config, job, out, prepared, previous, shares, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
     promotion.publish(config.pools, config.name, job.version, config.publish_only)
     return pool, False
 
 
-def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool | None]:
+def _look_at_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Shares, str]:
+    """(how much of CURRENT a version of so many rows leaves, why the gate refuses that)"""
+    before = versions.current_name(config.pools, config.name)
+    rows_before = versions.rows_of(config.pools, config.name, before) if before else 0
+    shares = gate.shares_of(changes, rows, rows_before)
+    return shares, gate.refusal(config.gate, shares, before, rows_before)
+
+
+def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Version | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
     from pipeline.resources import precision_of_tasks
 
@@ -158,11 +200,29 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool
     if previous is not None and previous.precision != precision:
         print(f"pool {config.name}: computed in {precision}, the version before in "
               f"{previous.precision}: nothing is copied", flush=True)  # fmt: skip
+    unfinished = find_shards(
+        versions.unfinished(config.pools, config.name, out.staging),
+        job.model.fingerprint,
+        versions.vector_settings(to_dict(config)),
+        {"precision": precision, "numerics": NUMERICS},
+    )
     prepared = embed.prepare(
-        out, job.files, config.embed, config.gate, config.reading, previous, copies, precision
+        out,
+        job.files,
+        config.embed,
+        config.gate,
+        config.reading,
+        previous,
+        copies,
+        precision,
+        Privacy(redact=config.redact, authors="hash", salt=""),
+        unfinished,
     )
     plan = prepared.plan
-    rows = plan.rows - plan.known if prepared.copies else plan.rows
+    rows = plan.rows - plan.salvaged - (plan.known if prepared.copies else 0)
+    if plan.salvaged:
+        print(f"pool {config.name}: {plan.salvaged:,} texts were embedded by builds that were killed, and "
+              "are copied from there")  # fmt: skip
     estimate = "not known yet how long that takes"
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
@@ -175,16 +235,16 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Pool
     return prepared, previous
 
 
-def _rate(previous: Pool | None) -> float:
+def _rate(previous: Version | None) -> float:
     """Rows that an actor embeds in a second, as the version before has measured; 0: not known."""
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Pool) -> bool:
+def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Version) -> bool:
     """Whether the version before has the same rows, and they would be made the same way."""
     theirs = {**job.inputs, "candidates": previous.artifact.manifest["inputs"]["candidates"]}
     request = request_of(KIND, config, theirs)
-    same_numbers = prepared.precision == previous.precision
+    same_numbers = (prepared.precision, NUMERICS) == (previous.precision, previous.numerics)
     same_rows = prepared.plan.changes.none
     return same_numbers and same_rows and request == previous.artifact.manifest["request"]
 
@@ -194,7 +254,8 @@ def _embed(
     job: _Job,
     out: Draft,
     prepared: embed.PlanRecord,
-    previous: Pool | None,
+    previous: Version | None,
+    shares: gate.Shares,
     lock: Lock,
     run_id: str,
 ) -> Artifact:
@@ -202,6 +263,8 @@ def _embed(
     records = embed.embed(
         out, prepared, job.model, config.embed, config.gate, config.reading, config.resources
     )
+    for note in dict.fromkeys(note for record in records for note in record.notes):
+        print(f"pool {config.name}: {note}", flush=True)
     checks = [record.check for record in records if record.check]
     dimensions = checks[0].dimensions
     plan = prepared.plan
@@ -209,7 +272,7 @@ def _embed(
     if not prepared.canary_file:  # near texts are not the same ones to two models
         kind += f", {job.model.fingerprint}"
     passed, answered = gate.check(
-        config.gate, checks, kind, prepared.canaries, prepared.canaries_before, plan.present
+        config.gate, checks, kind, prepared.canaries, prepared.canaries_before, plan.present, shares
     )
     print(f"pool {config.name}: the gate is passed: {passed}", flush=True)
     began = time.perf_counter()
@@ -239,6 +302,7 @@ def _embed(
         dimensions=dimensions,
         dtype=config.embed.dtype,
         precision=prepared.precision,
+        numerics=prepared.numerics,
         statistics=statistics,
         plan=asdict(plan.changes),
         embedded=embedded,
@@ -259,9 +323,12 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
         storage.delete(out.staging)
     plan = prepared.plan
     same = previous is not None and _is_same(config, job, prepared, previous)
+    _, refused = _look_at_changes(config, plan.changes, plan.rows)
+    if refused:
+        print(f"pool {config.name}: would be refused: {refused}")
     return {
         "pool": storage.join(config.pools, config.name),
-        "version": previous.version if previous and same else job.version,
+        "version": previous.name if previous and same else job.version,
         "already_done": same,
         "plan": asdict(plan.changes),
         "dropped": dict(prepared.dropped),

@@ -1,7 +1,7 @@
 """The frame of every job: its configuration in, one line of JSON out, exit codes with a meaning.
 
-0: done, or nothing left to do. 2: bad usage, configuration or input, said in one line. Anything
-else: failed; the same command again resumes.
+0: done, or nothing left to do. 2: bad usage, configuration or input, said in one line. 130: ended by
+Ctrl-C. Anything else: failed. After 130 and a failure the same command again resumes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         _refuse(program, error)
     except Stopped as error:
         _refuse(program, error, 1)
+    except KeyboardInterrupt:
+        _refuse(program, Stopped("interrupted; the same command resumes"), 130)
     except Exception as error:
         if refusal := cause_of(error, BadInput):
             _refuse(program, refusal)

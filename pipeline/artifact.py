@@ -231,11 +231,11 @@ class Draft:
 
     def marks(self) -> Marks:
         """The marks of all finished tasks, of this run and of those before it."""
-        uris = list(storage.walk_json(self.path(_TASKS)))
-        with ThreadPoolExecutor(16) as pool:  # there may be 20,000, 20 ms each from an object store
-            names = (storage.name_of(uri).removesuffix(".json") for uri in uris)
-            records = pool.map(storage.read_bytes, uris)
-            return Marks(self.staging, dict(zip(names, records, strict=True)))
+        return Marks(self.staging, task_marks(self.staging))
+
+    def forget_tasks(self) -> None:
+        """Removes all marks, so that every task is done again."""
+        storage.delete(self.path(_TASKS))
 
     def publish(
         self,
@@ -282,6 +282,23 @@ class Draft:
             if storage.exists(storage.join(self.uri, MANIFEST)):
                 raise Stopped(f"{self.uri}: another job has published it meanwhile")
             yield
+
+
+def task_marks(staging: str) -> dict[str, bytes]:
+    """The records of a draft's finished tasks, JSON, by task."""
+    uris = list(storage.walk_json(storage.join(staging, _TASKS)))
+    with ThreadPoolExecutor(16) as pool:  # there may be 20,000, 20 ms each from an object store
+        names = (storage.name_of(uri).removesuffix(".json") for uri in uris)
+        return dict(zip(names, pool.map(storage.read_bytes, uris), strict=True))
+
+
+def read_request(staging: str) -> dict[str, Any]:
+    """What a draft is to become: `kind`, fingerprints of `inputs`, `config`; empty where it is no draft."""
+    uri = storage.join(staging, _REQUEST)
+    if not storage.exists(uri):
+        return {}
+    found: dict[str, Any] = json.loads(storage.read_bytes(uri))
+    return found
 
 
 def _tidy(uri: str) -> None:

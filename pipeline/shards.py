@@ -74,10 +74,12 @@ def run_tasks_on_actors(
     kind: type[RecordT],
     actors: Actors,
     rows: Mapping[str, int] | None = None,
+    tasks_at_once: int = 1,
 ) -> list[RecordT]:
     """As `run_tasks`, on actors that each call `make()` once for the `work` they do.
 
-    `rows`: how many each task has, where that tells better how long it takes.
+    `rows`: how many each task has, where that tells better how long it takes. `tasks_at_once`: of an
+    actor, each in a thread of its own.
     """
     delays_s = DELAYS_S
 
@@ -97,7 +99,16 @@ def run_tasks_on_actors(
         return dataset.map(
             Actor,
             fn_constructor_args=(starts,),
-            compute=ray.data.ActorPoolStrategy(min_size=least, max_size=most),
+            compute=ray.data.ActorPoolStrategy(
+                min_size=least,
+                max_size=most,
+                # Ray's default is twice as many. A pool that may grow needs them: it grows when they wait.
+                max_tasks_in_flight_per_actor=None
+                if tasks_at_once == 1 or least < most
+                else tasks_at_once,
+                max_concurrent_calls_per_actor=tasks_at_once,
+                enable_true_multi_threading=tasks_at_once > 1,
+            ),
             num_cpus=cpus,
             num_gpus=1 if actors.gpu else None,
         )
@@ -114,10 +125,17 @@ def _do(
 ) -> dict[str, Any]:
     """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned.
 
-    A full disk is raised: no other task can write either. `starts`: None where a task starts once only.
+    `starts`: None where a task starts once only.
     """
     task = row["task"]
-    outcome = {"task": task, "refusal": "", "failure": "", "traceback": "", "cost": "{}"}
+    outcome = {
+        "task": task,
+        "refusal": "",
+        "storage": "",
+        "failure": "",
+        "traceback": "",
+        "cost": "{}",
+    }
     number = starts.add(task) if starts else 1
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return outcome
@@ -135,8 +153,8 @@ def _do(
     except BadInput as error:
         return {**outcome, "refusal": str(error)}
     except Exception as error:
-        if storage_failure(error):
-            raise
+        if failure := storage_failure(error):
+            return {**outcome, "storage": f"{failure} (on {socket.gethostname()})"}
         text = " ".join(f"{type(error).__name__}: {error}".split())
         shown = "" if is_transient(error) else traceback.format_exc()
         return {**outcome, "failure": text, "traceback": shown}
@@ -275,13 +293,17 @@ def _failures(
 ) -> dict[str, str]:
     """Why tasks failed, by task. The others have gone on to the end, unless too many failed.
 
-    Raises BadInput where a task does.
+    Raises BadInput where a task does, and Stopped where a task cannot write.
     """
     failed: dict[str, str] = {}
     with closing(outcomes):
         for row in outcomes:
             if row["refusal"]:
                 raise BadInput(row["refusal"])
+            if row["storage"]:  # no other task can write either
+                raise Stopped(
+                    f"{label}: {row['storage']}; the same command resumes when it can write"
+                )
             if not row["failure"]:
                 task_costs.count_done(label, TaskCost(**json.loads(row["cost"])))
                 ended(row["task"])

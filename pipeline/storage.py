@@ -13,7 +13,7 @@ import re
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,19 @@ def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
             stream.write(data)
 
 
+def write_pieces(uri: str, pieces: Iterable[bytes]) -> None:
+    """Writes a file that need not fit into memory. Locally it is there when it is whole; in an object store
+    a write that fails may leave its beginning."""
+    filesystem, path = locate(uri)
+    if not isinstance(filesystem, pafs.LocalFileSystem):
+        with filesystem.open_output_stream(path, compression=None, buffer_size=_AHEAD_BYTES) as out:
+            for piece in pieces:
+                out.write(piece)
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    _write_beside(Path(path), pieces).replace(path)
+
+
 def create_bytes(uri: str, data: bytes) -> bool:
     """Writes a file that is not there; False where there is one, which stays as it is.
 
@@ -240,15 +253,16 @@ def create_bytes(uri: str, data: bytes) -> bool:
     return read_bytes(uri) == data
 
 
-def _write_beside(path: Path, data: bytes | pa.Buffer) -> Path:
+def _write_beside(path: Path, data: bytes | pa.Buffer | Iterable[bytes]) -> Path:
     """A file next to `path`. Its name is hidden: a write that is killed leaves it behind."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with beside.open("wb") as stream:
-            stream.write(data)
+            for piece in (data,) if isinstance(data, (bytes, pa.Buffer)) else data:
+                stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError:  # a full disk, which half a file should not fill further
+    except BaseException:  # such as a full disk, which half a file should not fill further
         beside.unlink(missing_ok=True)
         raise
     return beside

@@ -3,12 +3,13 @@
     _buckets/block-00003-000017   `bucket_count` + 1 offsets (int64, little endian), then the rows of each
                                   bucket as a stream of Arrow's IPC format; an empty bucket has no bytes
 
-A reader needs two short reads of a file, however many buckets the file has.
+A reader needs two short reads of a file, however many buckets the file has. Many files are merged first, so
+that there are fewer to read from: a bucket of a merged file is the streams of its files, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -21,6 +22,7 @@ from pipeline.artifact import Draft
 _FOLDER = "_buckets"
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 _READERS = 16  # an object store answers in some 20 ms, whatever the size
+MERGE_BYTES = 256 << 20  # that a merge holds in memory
 
 
 def write(
@@ -66,13 +68,59 @@ def read(draft: Draft, names: Iterable[str], bucket: int, schema: pa.Schema) -> 
     `schema` is that of all the files.
     """
 
-    def read_file(name: str) -> pa.Table:
+    def read_file(name: str) -> list[pa.Table]:
         with storage.open_input(draft.path(_FOLDER, name)) as stream:
             start, end = np.frombuffer(stream.read_at(16, 8 * bucket), "<i8").tolist()
             if start == end:
-                return schema.empty_table()
-            return pa.ipc.open_stream(stream.read_at(end - start, start)).read_all()
+                return []
+            data = stream.read_at(end - start, start)
+        tables = []
+        with pa.BufferReader(data) as streams:
+            while streams.tell() < end - start:
+                tables.append(pa.ipc.open_stream(streams).read_all())
+        return tables
 
     with ThreadPoolExecutor(_READERS) as pool:
-        tables = pool.map(read_file, names)
+        tables = [table for tables in pool.map(read_file, names) for table in tables]
         return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
+
+
+def merge(draft: Draft, names: Sequence[str], target: str, bucket_count: int) -> None:
+    """Writes a file that reads as all the files `names` do, in their order.
+
+    Each of them is read in long pieces: of many neighbouring buckets at once.
+    """
+    width = 8 * (bucket_count + 1)
+
+    def read_piece(name: str, start: int, end: int) -> bytes:
+        with storage.open_input(draft.path(_FOLDER, name)) as stream:
+            piece: bytes = stream.read_at(end - start, start)
+        return piece
+
+    def pieces() -> Iterator[bytes]:
+        yield (width + np.concatenate([[0], np.cumsum(sizes.sum(axis=0))])).astype("<i8").tobytes()
+        first = 0
+        while first < bucket_count:
+            taken = np.cumsum(sizes[:, first:].sum(axis=0))
+            last = first + max(1, int(np.searchsorted(taken, MERGE_BYTES, side="right")))
+            starts, ends = offsets[:, first], offsets[:, last]
+            of_files = list(pool.map(read_piece, names, starts.tolist(), ends.tolist()))
+            for bucket in range(first, last):
+                for file, piece in enumerate(of_files):
+                    at, size = offsets[file, bucket] - starts[file], sizes[file, bucket]
+                    if size:
+                        yield piece[at : at + size]
+            first = last
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        heads = pool.map(lambda name: read_piece(name, 0, width), names)
+        offsets = np.stack([np.frombuffer(head, "<i8") for head in heads])
+        sizes = np.diff(offsets, axis=1)
+        storage.write_pieces(draft.path(_FOLDER, target), pieces())
+
+
+def remove(draft: Draft, names: Iterable[str]) -> None:
+    """Removes files that have been merged, as far as they are there."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        for _ in pool.map(lambda name: storage.delete(draft.path(_FOLDER, name)), names):
+            pass

@@ -130,7 +130,8 @@ def _convert(
         name = f"{split}/{task}-{sum(file['path'].startswith(split) for file in files):03d}.parquet"
         if split == "train":  # neighbours in a file are neighbours in a dialogue or an article
             random.Random(name).shuffle(rows)
-        table = private(pa.Table.from_pylist(rows, schema=schema), privacy)
+        table, redacted = private(pa.Table.from_pylist(rows, schema=schema), privacy)
+        counts.update(redacted)
         files.append(draft.write_table(name, table))
         counts["examples"] += len(rows)
         counts[f"examples.{split}"] += len(rows)
@@ -152,21 +153,29 @@ def _convert(
     )
 
 
-def private(rows: pa.Table, privacy: Privacy) -> pa.Table:
-    """The rows without what identifies a person."""
+def private(rows: pa.Table, privacy: Privacy) -> tuple[pa.Table, dict[str, int]]:
+    """(the rows without what identifies a person, `redacted_count`)"""
+    total = 0
     for place, column in enumerate(rows.schema):
         values = rows.column(place).combine_chunks()
         if column.name in ("context", "candidates"):
-            turns = privacy.redacted(values.flatten())
+            turns, redacted = privacy.redacted_and_counted(values.flatten())
+            total += redacted
             values = pa.ListArray.from_arrays(
                 _offsets(values), turns, type=column.type, mask=values.is_null()
             )
         elif column.name == "response":
-            values = privacy.redacted(values)
+            values, redacted = privacy.redacted_and_counted(values)
+            total += redacted
         elif column.name.endswith("_author"):
             values = privacy.hashed(values)
         rows = rows.set_column(place, column, values)
-    return rows
+    return rows, redacted_count(total)
+
+
+def redacted_count(texts: int) -> dict[str, int]:
+    """What the manifest counts where texts were redacted."""
+    return {"texts.redacted": texts} if texts else {}
 
 
 def _offsets(lists: pa.ListArray) -> pa.Array:

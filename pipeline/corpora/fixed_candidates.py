@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from pipeline import shards, storage
 from pipeline.artifact import Draft
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.privacy import Privacy
 from pipeline.records import TaskRecord
 
@@ -94,12 +94,13 @@ def _choose(
             continue
         chosen[name] = text
     names = [name for _, name in sorted(largest, reverse=True)]
-    texts = privacy.redacted(pa.array([chosen[name] for name in names], pa.string()))
+    texts = pa.array([chosen[name] for name in names], pa.string())
+    texts, redacted = privacy.redacted_and_counted(texts)
     files = []
     if names:
         table = pa.table([pa.array(names, pa.string()), texts], schema=SCHEMA)
         files.append(draft.write_table("others/part-00000.parquet", table))
-    counts = {"others": len(names)}
+    counts = {"others": len(names), **redacted_count(redacted)}
     if len(names) < wanted:
         counts["others.missing"] = wanted - len(names)
     return replace(account.close(draft, task, privacy), files=files, counts=counts)

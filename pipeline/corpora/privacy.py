@@ -21,6 +21,11 @@ class Privacy:
     def redacted(self, texts: pa.Array) -> pa.Array:
         return redact(texts) if self.redact else texts
 
+    def redacted_and_counted(self, texts: pa.Array) -> tuple[pa.Array, int]:
+        """(the texts, how many of them have changed)"""
+        found = self.redacted(texts)
+        return found, 0 if found is texts else int(pc.sum(pc.not_equal(texts, found)).as_py() or 0)
+
     def hashed(self, names: pa.Array) -> pa.Array:
         return hash_names(names, self.salt) if self.authors == "hash" else names
 
@@ -40,6 +45,11 @@ class Privacy:
         return self.redacted(lines)
 
 
+REDACTION_RULES = "2"
+"""Counts up when `redact` changes, so that pools are made again."""
+
+_EXTENSION = r"(?:[.-]\d+)*(?:,? ?(?i:extension|ext\.?|x) ?\d{1,6}\b)?"
+
 # RE2 syntax. They find the common written forms and no more: a name in running text, a spelt-out
 # number or an address in prose stays. A false hit costs a word of one text.
 _TAGS = (
@@ -52,8 +62,13 @@ _TAGS = (
         r"(?i)\b(?:fe80|fc00|(?:[0-9a-f]{1,4}:){1,6}[0-9a-f]{1,4})::(?:[0-9a-f]{1,4}:){0,5}[0-9a-f]{1,4}\b",
         "<ip>",
     ),
-    (r"(\+\d{1,3}[ .-]?)?(\(\d{2,4}\) ?|\b\d{3}[ .-])\d{3}[ .-]\d{4}\b", "<phone>"),
-    (r"\+\d{1,3}([ .-]?\d{2,4}){3,4}\b", "<phone>"),
+    # A number is redacted as a whole: with the country's code before it, and an extension behind it.
+    (rf"\+\d(?:[ .()/-]{{0,2}}\d){{7,}}\b{_EXTENSION}", "<phone>"),
+    (
+        rf"(?:\b(?:\d+[.-])*\d{{1,3}}[ .-]?)?\(\d{{2,4}}\)[ .-]?\d{{3}}[ .-]\d{{4}}\b{_EXTENSION}",
+        "<phone>",
+    ),
+    (rf"\b(?:\d+[.-])*(?:\d{{1,3}} )?\d{{3}}[ .-]\d{{3}}[ .-]\d{{4}}\b{_EXTENSION}", "<phone>"),
 )
 
 

@@ -19,6 +19,9 @@ from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool
 from tests.helpers import wait_until
 
+ALL_MAY_CHANGE = ("--gate.max-removed-share", 1, "--gate.max-changed-share", 1)
+inline = pytest.mark.usefixtures("actors_in_process")
+
 
 def write(path: Path, texts: list[str]) -> Path:
     path.write_text("".join(json.dumps({"id": n, "text": t}) + "\n" for n, t in enumerate(texts)))
@@ -95,7 +98,7 @@ def test_other_texts_or_another_model_make_a_version_beside_and_current_names_it
         write(texts, ["other"])
     model = tiny_ranker("poly", seed=1).uri if change == "model" else ""
     options = ("--embed.rows-per-shard", 2) if change == "setting" else ()
-    new = embed(texts, *options, model=model).summary
+    new = embed(texts, *options, *ALL_MAY_CHANGE, model=model).summary
     assert new["already_done"] is False
     assert versions(tmp_path / "pools") == sorted([old["version"], new["version"]])
     assert current(tmp_path / "pools") == new["version"] != old["version"]
@@ -118,9 +121,13 @@ def test_vectors_of_another_precision_are_not_copied(embed, texts, tmp_path, act
 def test_a_version_that_is_there_becomes_current_again(embed, texts, tmp_path):
     contents = texts.read_text()
     old = embed(texts).summary
-    embed(write(texts, ["other"]))
+    other = embed(write(texts, ["other"]), *ALL_MAY_CHANGE).summary
     texts.write_text(contents)
-    assert embed(texts).summary["already_done"] is True
+    refused = embed(texts)  # the gate looks at these two versions as at any
+    assert refused.code == 1
+    assert "1 of the 1 ids of " in refused.stderr and "have another text" in refused.stderr
+    assert current(tmp_path / "pools") == other["version"]
+    assert embed(texts, *ALL_MAY_CHANGE).summary["already_done"] is True
     assert current(tmp_path / "pools") == old["version"]
 
 
@@ -159,9 +166,23 @@ def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, conte
     assert not [name for name in versions(tmp_path / "pools") if not name.endswith(".partial")]
 
 
+@inline
+def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
+    write(texts, ["call 1-555-123-4567", "two"])
+    plain = embed(texts, "--redact", "false").summary
+    redacted = embed(texts).summary
+    assert plain["version"] != redacted["version"] == current(tmp_path / "pools")
+    assert "texts.redacted" not in plain["counts"]
+    assert redacted["counts"]["texts.redacted"] == 1
+    assert Pool.open(redacted["pool"]).row(0).text == "call <phone>"
+    assert embed(texts, "--redact", "false", *ALL_MAY_CHANGE).summary["version"] == plain["version"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--gate.canaries", "nowhere.txt"), "gate.canaries: 'nowhere.txt' is not allowed"),
+        (("--embed.id-column", "key"), "id, text, or '': a hash of the text is the id"),
         (("--model", "MODEL/cross"), "'cross' has no candidate vectors; allowed: bi, poly"),
         (("--model", "CORPUS"), "kind is 'corpus'; needed here: ranker"),
         (("--model", "nowhere"), "not a ranker (manifest.json is missing)"),
@@ -199,9 +220,8 @@ def test_weights_that_are_not_numbers_fail_the_job_and_leave_current(
     embed, texts, tiny_ranker, tmp_path
 ):
     good = embed(texts).summary
-    broken = embed(texts, model=with_nan(tiny_ranker("poly").local(), tmp_path))
-    assert broken.code == 1
-    assert "vectors that are not finite" in broken.stderr.splitlines()[-1]
+    stopped = embed(texts, model=with_nan(tiny_ranker("poly").local(), tmp_path))
+    assert stopped.code == 1 and "vectors that are not finite" in stopped.stderr
     assert current(tmp_path / "pools") == good["version"]
     (failed,) = set(versions(tmp_path / "pools")) - {good["version"]}
     assert failed.endswith(".partial")
@@ -238,7 +258,9 @@ def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
     with pytest.raises(BadInput, match="unfinished"):
         Pool.open(str(tasks.parent).removesuffix(".partial"))
 
-    resumed = run_job(*command).summary
+    finished = run_job(*command)
+    resumed = finished.summary
+    assert "core_worker" not in finished.stderr  # Ray's C++ code
     whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
     assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]

@@ -25,7 +25,16 @@ WORKERS = {
 READING = {f"reading.{name}" for name in ("truncated", "max_malformed_share", "files_at_once")}
 GATE = {
     f"gate.{name}"
-    for name in ("sample", "min_cosine", "canaries", "canary_texts", "top_k", "min_recall")
+    for name in (
+        "sample",
+        "min_cosine",
+        "canaries",
+        "canary_texts",
+        "top_k",
+        "min_recall",
+        "max_removed_share",
+        "max_changed_share",
+    )
 }
 LOOP = {
     f"loop.{name}"
@@ -40,7 +49,8 @@ LOOP = {
 EXCLUDED = {
     "clean_corpus": {"output"},
     "convert_model": {"output"},
-    "embed_pool": {"pools", "dry_run", "keep", "keep_days", "lock_expires_s"}
+    "embed_pool": {"pools", "dry_run", "keep", "keep_days", "lock_expires_s", "redact",
+                   "embed.repeated_ids"}
     | GATE | READING | ACTORS,
     "evaluate": ACTORS,
     "finetune": {"output", "register_as"} | LOOP | WORKERS,

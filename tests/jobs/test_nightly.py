@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline import storage
-from pipeline.retrieval.pools import candidates, embedder
+from jobs import embed_pool
+from pipeline import artifact, storage
+from pipeline.retrieval.pools import candidates, embed, embedder
+from pipeline.retrieval.pools import versions as versions_module
 from pipeline.retrieval.pools.lock import lease, locked
 from pipeline.retrieval.pools.pool import Pool
 
@@ -101,7 +103,9 @@ def test_only_what_is_new_or_changed_is_embedded_and_the_pool_is_that_of_a_whole
 
 def test_a_text_that_has_moved_to_another_id_is_copied(night):
     night(FIRST)
-    second = night({"a": "text 1", "b": "text 0", "c": "more"}).summary
+    second = night(
+        {"a": "text 1", "b": "text 0", "c": "more"}, "--gate.max-removed-share", 1
+    ).summary
     assert second["plan"] == {"new": 3, "changed": 0, "same": 0, "gone": 30}
     assert embedded(second) == 1
 
@@ -154,7 +158,9 @@ def test_a_pool_may_have_one_row(night):
 
 
 def test_two_texts_of_one_id_are_counted_by_name_and_the_first_one_stays(night, pools):
-    summary = night([("1", "a"), ("2", "b"), ("1", "c")]).summary
+    rows = [("1", "a"), ("2", "b"), ("1", "c")]
+    assert "'1' is the id of several rows with different texts" in night(rows).refusal
+    summary = night(rows, "--embed.repeated-ids", "first").summary
     assert summary["dropped"] == {"the same id again": 1}
     assert {name: text for name, (text, _) in contents(summary["pool"]).items()} == {
         "1": "a",
@@ -191,6 +197,14 @@ def test_a_dry_run_of_what_is_there_says_so(night):
         assert (found["already_done"], found["version"]) == (True, first["version"])
 
 
+def test_a_plan_does_not_fetch_the_version_before(night, pools, monkeypatch):
+    """At another name of this disk, whose files are to it what those of an object store are."""
+    options = ("--pools", f"local://{pools}")
+    night(FIRST, *options)
+    monkeypatch.setattr(artifact.node_cache, "local_folder", None)
+    assert night(changed(FIRST), *options, "--dry-run").summary["plan"]["same"] == 27
+
+
 def test_a_dry_run_loads_no_model(night, monkeypatch):
     monkeypatch.setattr(embedder, "load_ranker", None)
     assert night(FIRST, "--dry-run").summary["plan"]["new"] == 30
@@ -224,6 +238,58 @@ def test_a_gate_that_is_not_passed_publishes_nothing_and_the_next_run_may(
     # It has been looked at, and is let pass: the same shards, and nothing is done again.
     second = night(changed(FIRST), "--gate.min-cosine", -1, "--gate.min-recall", 0).summary
     assert current(pools) == second["version"]
+
+
+def test_an_export_that_broke_off_is_refused_before_anything_is_embedded(
+    night, pools, actors_in_process
+):
+    first = night(FIRST).summary
+    few = {name: FIRST[name] for name in ("1", "2")}
+    actors_in_process.clear()
+    line = stopped(night(few))
+    assert f"28 of the 30 ids of {first['version']} are gone (93.3%" in line
+    assert "the same command with --gate.max-removed-share 1" in line
+    assert not [name for name in actors_in_process if name.startswith("part-")]
+    assert current(pools) == first["version"]
+    dry = night(few, "--dry-run")
+    assert "would be refused: the gate: 28 of the 30 ids" in dry.stdout
+    meant = night(few, "--gate.max-removed-share", 1).summary
+    assert current(pools) == meant["version"]
+    gate = Pool.open(meant["output"]).artifact.manifest["gate"]
+    assert (gate["removed_share"], gate["changed_share"]) == (0.9333, 0.0)
+
+
+def test_a_version_with_other_texts_under_the_same_ids_is_refused(night, pools):
+    first = night(FIRST).summary
+    line = stopped(night({name: f"error 500: {name}" for name in FIRST}))
+    assert "30 of the 30 ids of" in line and "have another text (100.0%" in line
+    assert current(pools) == first["version"]
+
+
+def test_an_export_that_broke_off_is_refused_beside_a_damaged_version_too(night, pools):
+    first = night(FIRST).summary
+    next(Path(first["output"]).glob("rows/*")).unlink()
+    assert "28 of the 30 ids" in stopped(night({"1": "text 1", "2": "text 2"}))
+
+
+def test_the_last_version_of_a_larger_pool_stays_and_that_is_said(night, pools):
+    first = night(FIRST).summary
+    night({"1": "text 1"}, "--gate.max-removed-share", 1)
+    finished = night({"1": "text 1", "2": "text 2"}, "--keep", 1)
+    assert f"kept {first['version']} beyond --keep 1: it has 30 candidates" in finished.stdout
+    assert versions(pools) == sorted([first["version"], finished.summary["version"]])
+
+
+def test_a_version_before_whose_vectors_are_damaged_is_not_copied(night):
+    """Only who copies them opens them."""
+    first = night(FIRST).summary
+    file = next(Path(first["output"]).glob("vectors/*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    finished = night(changed(FIRST))
+    assert "nothing is copied, as the version before cannot be opened" in finished.stdout
+    assert embedded(finished.summary) == 29
 
 
 def test_canaries_find_the_answers_of_the_night_before(night, pools):
@@ -346,6 +412,107 @@ def test_a_reader_finds_a_whole_version_whenever_it_looks(night, pools, tmp_path
     assert seen == [look for look in known if look in seen]
 
 
+def interrupted(finished) -> None:
+    """Ctrl-C says how to go on."""
+    assert finished.code == 130
+    lines = finished.stderr.splitlines()
+    assert "python -m jobs.embed_pool: interrupted; the same command resumes" in lines
+    assert "Traceback" not in finished.stderr
+
+
+def stop_after(shards: int, monkeypatch) -> None:
+    """Ends the job, as Ctrl-C does, when it has made so many shards."""
+    made, write = [], embedder.build.write_shard
+
+    def killed(*arguments):
+        made.append(arguments)
+        if len(made) > shards:
+            raise KeyboardInterrupt
+        return write(*arguments)
+
+    monkeypatch.setattr(embedder.build, "write_shard", killed)
+
+
+def test_what_a_killed_build_has_embedded_is_not_lost_when_the_input_changes(
+    night, pools, monkeypatch, tmp_path
+):
+    options = ("--embed.rows-per-shard", 5)
+    for rows in (
+        FIRST,
+        changed(FIRST),
+    ):  # two nights, each with an input of its own, and both killed
+        with monkeypatch.context() as patch:
+            stop_after(3, patch)
+            interrupted(night(rows, *options))
+    assert len([name for name in versions(pools) if name.endswith(".partial")]) == 2
+    third = changed(FIRST) | {"third": "third night"}
+    finished = night(third, *options)
+    # Each of the killed ones has made 3 shards of 5 rows. Of the first, "text 3" is gone, and "text 5"
+    # stands in no later one; the second has copied from the first what that had.
+    kept = {f"text {n}" for n in range(15)} | set(list(changed(FIRST).values())[:15])
+    expected = [text for text in third.values() if text not in kept]
+    assert (
+        f"{len(third) - len(expected)} texts were embedded by builds that were killed"
+        in finished.stdout
+    )
+    assert f"to embed {len(expected)} of {len(third)}" in finished.stdout
+    assert embedded(finished.summary) == len(expected) < 20
+    assert versions(pools) == [current(pools)]
+    monkeypatch.setattr(versions_module, "unfinished", lambda *_: [])
+    whole = night(third, *options, "--pools", tmp_path / "undisturbed").summary
+    assert embedded(whole) == len(third)
+    ours, theirs = contents(finished.summary["output"]), contents(whole["output"])
+    assert {name: text for name, (text, _) in ours.items()} == third
+    for name, (_, vector) in theirs.items():
+        np.testing.assert_allclose(ours[name][1], vector, atol=0.05)
+
+
+@pytest.mark.parametrize("change", ["model", "precision", "numerics", "removed"])
+def test_vectors_of_a_killed_build_that_would_differ_are_not_copied(
+    night, pools, monkeypatch, tiny_ranker, change
+):
+    before = ("--embed.precision", "fp32") if change == "precision" else ()
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        interrupted(night(FIRST, "--embed.rows-per-shard", 5, *before))
+    model, after = "", ()
+    if change == "model":
+        model = tiny_ranker("poly", seed=1).uri
+    elif change == "precision":
+        after = ("--embed.precision", "bf16")
+    elif change == "numerics":
+        monkeypatch.setattr(embed_pool, "NUMERICS", 2)
+    else:
+        made = embedder.UnfinishedVectors.at
+        monkeypatch.setattr(embedder.UnfinishedVectors, "at", lambda self, places: (
+            [path.unlink() for path in pools.glob("p/*.partial/vectors/part-00000.npy")],
+            made(self, places))[1])  # fmt: skip
+    summary = night(changed(FIRST), *after, model=model).summary
+    assert embedded(summary) == 29
+
+
+def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(night, pools, monkeypatch):
+    first = night(FIRST).summary
+    for module in (embed_pool, embed, versions_module):
+        monkeypatch.setattr(module, "NUMERICS", 2)
+    with monkeypatch.context() as patch:
+        stop_after(0, patch)
+        interrupted(night(FIRST))
+    second = night(FIRST).summary
+    assert (second["already_done"], embedded(second)) == (False, 30)
+    numerics = [Pool.open(run["output"]).artifact.manifest["numerics"] for run in (first, second)]
+    assert numerics == [1, 2]
+
+
+def test_a_build_is_not_resumed_with_other_numerics(night, monkeypatch, actors_in_process):
+    options = ("--embed.rows-per-shard", 5)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(FIRST, *options))
+    monkeypatch.setattr(embed, "NUMERICS", 2)
+    assert embedded(night(FIRST, *options).summary) == 30
+
+
 def test_a_full_disk_fails_the_night_and_the_next_run_goes_on(night, pools, monkeypatch):
     first = night(FIRST).summary
     write, calls = candidates.storage.write_bytes, []
@@ -362,7 +529,7 @@ def test_a_full_disk_fails_the_night_and_the_next_run_goes_on(night, pools, monk
         patch.setattr(storage, "write_bytes", full)
         failed = night(changed(FIRST), *options)
         assert failed.code == 1
-        assert "No space left on device; the same command resumes" in failed.stderr
+        assert "No space left on device" in failed.stderr
     assert current(pools) == first["version"]
     assert len(Pool.open(str(pools / "p"))) == 30
     second = night(changed(FIRST), *options).summary

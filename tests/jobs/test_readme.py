@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-import pipeline
 from serve import api, app
 from serve.engine import Engine
 from serve.service import Service
@@ -71,8 +70,7 @@ def test_own_data_in_six_lines(home: Path, run_job_here):
     results = answer.json()["results"]
     assert len(results) == 3 and all("of your bills" in result["text"] for result in results)
     assert answer.json()["certified"]
-    if hasattr(pipeline, "Ranker"):
-        python_of_the_first_screen(home)
+    python_of_the_first_screen(home)
 
 
 def python_of_the_first_screen(home: Path) -> None:

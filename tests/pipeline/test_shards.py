@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import cluster
+from jobs import cluster, program
 from pipeline import executors, shards
 from pipeline.actors import Actors
 from pipeline.artifact import Draft, draft
@@ -208,6 +209,30 @@ def test_a_process_that_dies_is_replaced_three_times_and_that_is_said(
 
 
 @pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("on_actors", [False, True])
+def test_a_full_disk_ends_a_job_with_one_line(out, monkeypatch, capfd, on_actors):
+    """Ray's own report of it has 65 lines, the cause in line 58."""
+
+    def work(draft, name, argument):
+        raise OSError(errno.ENOSPC, "No space left on device", draft.path(name))
+
+    def run(config):
+        if on_actors:
+            actors = Actors(actors=1, cpus_per_actor=1)
+            return run_tasks_on_actors(out, TASKS, lambda: work, "fill", TaskRecord, actors)
+        return run_tasks(out, TASKS, work, "fill", TaskRecord)
+
+    monkeypatch.setattr(sys, "argv", ["job"])
+    with pytest.raises(SystemExit) as ended:
+        program.main(Actors, run, "job")
+    assert ended.value.code == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if line and "task/s" not in line]
+    assert len(said) == 1, said
+    assert said[0].startswith("python -m jobs.job: fill: [Errno 28] No space left on device: ")
+    assert said[0].endswith("the same command resumes when it can write")
+
+
+@pytest.mark.usefixtures("local_ray")
 def test_workers_of_tasks_load_no_torch(out):
     """It takes 1.4 s and 200 MB of every worker, of which corpora need thousands."""
 
@@ -243,6 +268,24 @@ def test_each_actor_makes_its_work_once_for_all_its_tasks(out, make, tmp_path, a
     # Without a number one for each of the cluster's cores; a quick one may leave the other no work.
     assert len(processes) <= made <= (actors or 2)
     assert os.getpid() not in processes
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_actor_may_work_on_two_tasks_at_once(out):
+    def make():
+        import threading
+
+        both = threading.Barrier(2)
+
+        def work(draft, name, argument):
+            both.wait(timeout=120)
+            return TaskRecord(counts={"process": os.getpid()})
+
+        return work
+
+    resources = Actors(actors=1, cpus_per_actor=1)
+    records = run_tasks_on_actors(out, TASKS, make, "-", TaskRecord, resources, tasks_at_once=2)
+    assert len({record.counts["process"] for record in records}) == 1
 
 
 @pytest.mark.usefixtures("local_ray")

@@ -226,8 +226,9 @@ def _build_bucket(
     duplicates = _duplicates(unique, pairs.num_rows)
     duplicates.save(draft, task, privacy)
     order = np.random.default_rng(bucket).permutation(unique.num_rows)
-    rows = file_tasks.private(_examples(unique.take(pa.array(order)), options), privacy)
-    written, counts = list[FileEntry](), {"examples": rows.num_rows}
+    examples = _examples(unique.take(pa.array(order)), options)
+    rows, redacted = file_tasks.private(examples, privacy)
+    written, counts = list[FileEntry](), {"examples": rows.num_rows, **redacted}
     for split in ("train", "test"):
         some = rows.filter(pc.equal(rows["split"], split))
         counts[f"examples.{split}"] = some.num_rows

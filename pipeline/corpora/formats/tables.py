@@ -11,8 +11,9 @@ import csv
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +36,7 @@ _ENDINGS = {
     ".csv": "csv",
 }
 _JSON_HEAD = 1000  # objects that are looked through for the names of columns
+_CHECKED_FILES = 32
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20  # for each column of Parquet
 _NO_ID = ", or '': a hash of the text is the id"
@@ -75,16 +77,18 @@ def read(
     account: file_tasks.Account,
     also: Callable[[str], object] = lambda name: False,
     form: TableFormat = _PLAIN,
+    groups: RowGroups | None = None,
 ) -> Rows:
     """The rows of a file, with at least the columns `wanted` (by option) and those that `also` takes.
 
-    What is no row is set aside in `account`. Raises BadInput for a file in another encoding, and, with the
-    names of the file's columns, where a wanted one is not among them.
+    What is no row is set aside in `account`. `groups`: only these row groups of Parquet.
+    Raises BadInput for a file in another encoding, and, with the names of the file's columns, where a
+    wanted one is not among them.
     """
     with storage.open_input(uri) as stream:
         is_parquet = stream.read(4) == b"PAR1"
     if is_parquet:
-        return _parquet_rows(uri, wanted, also, account)
+        return _parquet_rows(uri, wanted, also, account, groups)
     lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, account.notes)
     first = next(((at, line) for at, line in lines if line.strip()), None)
     if first is None:
@@ -99,18 +103,53 @@ def read(
     return _csv_rows(uri, records, wanted, account, form)
 
 
+class RowGroups(NamedTuple):
+    """Some neighbouring row groups of a Parquet file."""
+
+    first: int
+    end: int
+    rows_before: int
+    """In the groups before."""
+
+
+def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
+    """A Parquet file in pieces of at least so many rows, but for the last; empty for other files and for
+    broken ones, of which `read` says more."""
+    with storage.open_input(uri) as stream:
+        if stream.read(4) != b"PAR1":
+            return []
+        try:
+            metadata = pq.read_metadata(stream)
+        except (pa.ArrowException, OSError):
+            return []
+    found, first, start, rows = list[RowGroups](), 0, 0, 0
+    for group in range(metadata.num_row_groups):
+        rows += metadata.row_group(group).num_rows
+        if rows - start >= least_rows:
+            found.append(RowGroups(first, group + 1, start))
+            first, start = group + 1, rows
+    if rows > start:
+        found.append(RowGroups(first, metadata.num_row_groups, start))
+    return found
+
+
 def require_columns(
     uris: Sequence[str],
     wanted: Mapping[str, str],
     reading: raw.Reading,
     form: TableFormat = _PLAIN,
 ) -> None:
-    """Raises BadInput as `read`, for the first file; of JSON lines it reads 1,000, of others one.
+    """Raises BadInput as `read`, for one of the first 32 files; of JSON lines it reads 1,000, of others one.
 
     A job can call it before it starts Ray. Its tasks check the other files.
     """
-    for uri in uris[:1]:
+
+    def check(uri: str) -> None:
         next(read(uri, wanted, reading, file_tasks.Account(), form=form), None)
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(check, uris[:_CHECKED_FILES]):
+            pass
 
 
 def text_lines(
@@ -224,15 +263,17 @@ def _parquet_rows(
     wanted: Mapping[str, str],
     also: Callable[[str], object],
     account: file_tasks.Account,
+    groups: RowGroups | None,
 ) -> Rows:
-    at = 0
+    at = groups.rows_before if groups else 0
     with storage.open_input(uri) as stream:
         try:
             file = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             columns = file.schema_arrow.names
             _require(uri, wanted, columns)
             columns = [name for name in columns if name in wanted.values() or also(name)]
-            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+            some = range(groups.first, groups.end) if groups else None
+            for batch in file.iter_batches(_BATCH_ROWS, some, columns):
                 for row in batch.to_pylist():
                     at += 1
                     account.records += 1

@@ -2,9 +2,10 @@
 
 Two phases over storage, so that memory is bounded by one bucket of threads, whatever the input's
 size. `read_dumps`: each dump file streams through in blocks of lines; a block is parsed and its
-comments are filed by bucket, a hash of the thread. `build_bucket`: one task per bucket reads it from all
-blocks, joins comments to their parents and writes examples. Blocks, files and buckets are marked
-when done, so a job that was killed at any point goes on there.
+comments are filed by bucket, a hash of the thread. Many blocks are merged (`shuffle`).
+`build_bucket`: one task per bucket reads it from all blocks, joins comments to their parents and
+writes examples. Blocks, files and buckets are marked when done, so a job that was killed at any
+point goes on there.
 
 The rules (github.com/PolyAI-LDN/conversational-datasets, reddit/create_data.py, 50f626a): a
 comment whose parent is in its thread is a response, the parent its context, up to 9 earlier
@@ -24,6 +25,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import languages
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import read_dumps
+from pipeline.corpora.reddit.shuffle import merge_blocks
 from pipeline.corpora.reddit.threads import build_bucket
 from pipeline.cost import Estimate
 from pipeline.records import TaskRecord
@@ -31,8 +33,8 @@ from pipeline.records import TaskRecord
 __all__ = ["Options", "estimate", "prepare"]
 
 # A block of JSON lines is 16 MiB, some 25,000 comments and 0.2 s of work, as long as that makes no
-# more than some 4,000 blocks; beyond, blocks grow to 256 MiB, and buckets to four times their size:
-# each bucket is read from each block, so all 500 GB of Reddit to 2019 take 16,000 × 4,000 short reads.
+# more than some 4,000 blocks; beyond, blocks grow to 256 MiB, and buckets to four times their size. Each
+# bucket is read from each block, or from the files that many blocks are merged to (`shuffle`).
 _MIB = 1 << 20
 _BLOCK_MIB = (16, 256)
 _MANY = 4096
@@ -86,6 +88,7 @@ def prepare(
     blocks = read_dumps(draft, files, buckets, block_bytes, options, reading, privacy)
     raw.check_share(draft, blocks.values(), reading)
     parts = [name for name in blocks if name.startswith("block")]
+    parts = merge_blocks(draft, parts, buckets)
     build = functools.partial(build_bucket, parts=parts, options=options)
     tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(buckets)}
     memory = size // buckets * _MEMORY_RATIO

@@ -48,8 +48,9 @@ _BOTS = pa.array(["automoderator", "autotldr", "gifreversingbot", "image_linker_
 _BOT_NAME = r"(?:[a-z0-9]Bot|BOT|[_-][Bb]ot)[0-9]*$"
 
 
-def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[pa.Table, int]:
-    """`lines.COMMENT` and `score` to `COLUMNS`, and the number of rows of subreddits not asked for.
+def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[pa.Table, int, int]:
+    """(`lines.COMMENT` and `score` as `COLUMNS`, the number of rows of subreddits not asked for, the number
+    of texts redacted)
 
     The rules look at the text as it was written; redaction comes after them.
     """
@@ -59,16 +60,18 @@ def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[p
     author = comments["author"].combine_chunks()
     # Submissions keep their prefix, t3_: their ids and those of comments are numbered apart.
     prefix = r"^t[0-9]_" if options.submissions == "off" else r"^t1_"
+    redacted, changed = privacy.redacted_and_counted(body)
     columns = {
         "thread": pc.replace_substring_regex(comments["link_id"], r"^t[0-9]_", ""),
         "id": comments["id"],
         "parent": pc.replace_substring_regex(comments["parent_id"], prefix, ""),
-        "body": _cut(privacy.redacted(body), pc.utf8_length(body), options.max_characters),
+        "body": _cut(redacted, pc.utf8_length(body), options.max_characters),
         "ruled_out": pa.array(_ruled_out(comments, options), pa.int8()),
         "author": privacy.hashed(author),
         "subreddit": privacy.profiles_hashed(comments["subreddit"].combine_chunks()),
     }
-    return pa.table(columns, schema=COLUMNS).combine_chunks(), every - comments.num_rows
+    table = pa.table(columns, schema=COLUMNS).combine_chunks()
+    return table, every - comments.num_rows, changed
 
 
 def trim(text: str, max_characters: int) -> str:

@@ -17,6 +17,7 @@ from pipeline import executors, progress, resources
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import buckets, raw
+from pipeline.corpora.file_tasks import redacted_count
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
@@ -206,7 +207,7 @@ def _parse_block(
         parse = parse_submissions if row["kind"] == "submissions" else parse_comments
         comments = parse(row["lines"], row["uri"], row["first_line"], malformed)
         lines = comments.num_rows + malformed.counts.total()
-        comments, elsewhere = normalise(comments, options, privacy)
+        comments, elsewhere, redacted = normalise(comments, options, privacy)
         hashes = thread_hashes(comments["thread"].combine_chunks())
         buckets.write(draft, row["task"], comments, (hashes >> 12) % bucket_count, bucket_count)
         malformed.save(draft, row["task"], privacy)
@@ -215,7 +216,9 @@ def _parse_block(
             **({"subreddit not asked for": elsewhere} if elsewhere else {}),
         }
         record = TaskRecord(
-            counts={"records": lines}, malformed=dict(malformed.counts), dropped=dropped
+            counts={"records": lines, **redacted_count(redacted)},
+            malformed=dict(malformed.counts),
+            dropped=dropped,
         )
         draft.mark(row["task"], record)
     return pa.table(

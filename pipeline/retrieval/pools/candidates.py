@@ -1,4 +1,5 @@
-"""Tables of (id, text) to candidates on their way into a pool; a task for each file.
+"""Tables of (id, text) to candidates on their way into a pool; a task for each file, or for each
+131,072 rows of a Parquet file.
 
     _candidates/file-00000-000.arrow   id, text, content_hash of up to 16,384 rows, in the file's order, and
                                        the columns kept to filter by, as text
@@ -16,8 +17,9 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,8 +28,9 @@ from pipeline import shards, storage
 from pipeline.arrays import Keys
 from pipeline.artifact import Draft
 from pipeline.corpora import raw
-from pipeline.corpora.file_tasks import Account
+from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.formats import tables
+from pipeline.corpora.privacy import Privacy
 from pipeline.records import TaskRecord
 
 ROWS = pa.schema(
@@ -40,10 +43,22 @@ ROWS = pa.schema(
 TEXT_KEY, ID_KEY, BYTES = range(3)
 _FOLDER = "_candidates"
 _PART_ROWS = 16_384
+# A core reads some 50,000 rows a second, and a task costs some 10 ms.
+_LEAST_TASK_ROWS = 131_072
 _PART_BYTES = 32 << 20  # of text; all that a task holds in memory
 
-Row = tuple[Any, ...]
-"""id, text, content hash, values of the columns kept"""
+Piece = tuple[str, tuple[int, int, int] | None]
+"""(a file's URI, which `tables.RowGroups` of it; None: all)"""
+
+
+class Row(NamedTuple):
+    """What can be a candidate."""
+
+    name: str
+    """"": the content's hash is the id."""
+    text: str
+    values: list[str | None]
+    """Of the columns kept to filter by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +75,30 @@ def stage(
     columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
+    privacy: Privacy,
     form: tables.TableFormat,
 ) -> list[PartsRecord]:
     """Reads every file's `columns` (the id's, the text's, those to filter by) and writes its candidates.
 
-    Without an id column, "", the text's content hash is the id.
+    Without an id column, "", the text's content hash is the id. A Parquet file of many row groups is
+    several tasks.
     """
     work = functools.partial(
-        _stage, columns=columns, max_text_bytes=max_text_bytes, reading=reading, form=form
+        _stage,
+        columns=columns,
+        max_text_bytes=max_text_bytes,
+        reading=reading,
+        privacy=privacy,
+        form=form,
     )
-    tasks = {f"file-{number:05d}": uri for number, uri in enumerate(files)}
+    with ThreadPoolExecutor(16) as pool:
+        pieces = pool.map(lambda uri: tables.row_groups(uri, _LEAST_TASK_ROWS), files)
+        tasks: dict[str, Piece] = {}
+        for number, (uri, groups) in enumerate(zip(files, pieces, strict=True)):
+            if len(groups) < 2:
+                tasks[f"file-{number:05d}"] = (uri, None)
+            for at, some in enumerate(groups if len(groups) > 1 else ()):
+                tasks[f"file-{number:05d}-{at:04d}"] = (uri, tuple(some))
     return shards.run_tasks(draft, tasks, work, "read candidates", PartsRecord)
 
 
@@ -82,6 +111,18 @@ def read_keys(draft: Draft, part: str) -> Keys:
     """[rows, 3]"""
     keys: Keys = np.load(io.BytesIO(storage.read_bytes(draft.path(_FOLDER, f"{part}.npy"))))
     return keys
+
+
+def read_published_keys(uri: str) -> tuple[Keys, Keys]:
+    """(text keys, id keys) of a file of a pool's rows. No texts are read."""
+    options = pa.ipc.IpcReadOptions(
+        included_fields=[ROWS.get_field_index("id"), ROWS.get_field_index("content_hash")]
+    )
+    with storage.open_input(uri) as stream:
+        rows = pa.ipc.open_file(stream, options=options).read_all()
+    hashes = bytes.fromhex("".join(rows["content_hash"].to_pylist()))
+    texts = np.frombuffer(hashes, ">u8")[::2].astype(np.uint64)
+    return texts, np.array([id_key(value) for value in rows["id"].to_pylist()], np.uint64)
 
 
 def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
@@ -101,37 +142,60 @@ def id_key(name: str) -> int:
 def _stage(
     draft: Draft,
     task: str,
-    uri: str,
+    piece: Piece,
     columns: tuple[str, ...],
     max_text_bytes: int,
     reading: raw.Reading,
+    privacy: Privacy,
     form: tables.TableFormat,
 ) -> PartsRecord:
+    uri, groups = piece
     account = Account()
     schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in columns[2:])])
     parts = list[tuple[str, int]]()
-    found = _rows(uri, columns, max_text_bytes, reading, account, form)
-    for number, rows in enumerate(_parts(found)):
+    redacted = 0
+    some = tables.RowGroups(*groups) if groups else None
+    for number, rows in enumerate(
+        _parts(_rows(uri, columns, max_text_bytes, reading, account, form, some))
+    ):
         part = f"{task}-{number:03d}"
-        table = pa.table([pa.array(c, pa.string()) for c in zip(*rows, strict=True)], schema=schema)
-        keys = [(text_key(row[2]), id_key(row[0]), len(row[1].encode())) for row in rows]
+        table, changed = _table(rows, schema, privacy)
+        redacted += changed
+        keys = [
+            (text_key(hash_), id_key(name), len(text.encode()))
+            for name, text, hash_ in zip(*(table[at].to_pylist() for at in range(3)), strict=True)
+        ]
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))
         draft.write_file(f"{_FOLDER}/{part}.npy", npy_file(np.array(keys, np.uint64)))
         parts.append((part, len(rows)))
     rejects = raw.Rejects.joined(account.malformed, account.dropped)
-    rejects.save(draft, task)
+    rejects.save(draft, task, privacy)
     return PartsRecord(
         parts=parts,
-        counts={"records": account.records},
+        counts={"records": account.records, **redacted_count(redacted)},
         dropped=dict(rejects.counts),
         malformed=dict(account.malformed.counts),
     )
 
 
+def _table(rows: list[Row], schema: pa.Schema, privacy: Privacy) -> tuple[pa.Table, int]:
+    """(the candidates, how many of their texts were redacted); hashes are those of redacted texts."""
+    texts, redacted = privacy.redacted_and_counted(
+        pa.array([row.text for row in rows], pa.string())
+    )
+    hashes = [
+        content_hash(text, row.values) for text, row in zip(texts.to_pylist(), rows, strict=True)
+    ]
+    names = [row.name or hash_ for row, hash_ in zip(rows, hashes, strict=True)]
+    values = [[row.values[at] for row in rows] for at in range(len(schema) - len(ROWS))]
+    columns = [pa.array(column, pa.string()) for column in (names, texts, hashes, *values)]
+    return pa.table(columns, schema=schema), redacted
+
+
 def require_columns(
     files: list[str], columns: tuple[str, ...], reading: raw.Reading, form: tables.TableFormat
 ) -> None:
-    """Raises BadInput where the first file lacks one of the `columns` (see `stage`)."""
+    """Raises BadInput where one of the first files lacks one of the `columns` (see `stage`)."""
     tables.require_columns(files, _by_option(columns), reading, form)
 
 
@@ -150,11 +214,12 @@ def _rows(
     reading: raw.Reading,
     account: Account,
     form: tables.TableFormat,
+    groups: tables.RowGroups | None,
 ) -> Iterator[Row]:
     """What can be a candidate; everything else is in `account`."""
     id_column, text_column, *kept = columns
     wanted = _by_option(columns)
-    for at, row in tables.read(uri, wanted, reading, account, form=form):
+    for at, row in tables.read(uri, wanted, reading, account, form=form, groups=groups):
         text, name = row.get(text_column), row.get(id_column)
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
         values = [row.get(column) for column in kept]
@@ -177,8 +242,7 @@ def _rows(
             reason = "a column to filter by has neither text nor a number"
         else:
             known = [value if value is None else str(value) for value in values]
-            hash_ = content_hash(text, known)
-            yield (str(name) if id_column else hash_), text, hash_, *known
+            yield Row(str(name) if id_column else "", text, known)
             continue
         account.dropped.add(reason, uri, at, f"id {name!r}: {text!r}")
 
@@ -188,7 +252,7 @@ def _parts(rows: Iterator[Row]) -> Iterator[list[Row]]:
     size = 0
     for row in rows:
         part.append(row)
-        size += len(row[1])
+        size += len(row.text)
         if len(part) == _PART_ROWS or size >= _PART_BYTES:
             yield part
             part, size = [], 0

@@ -10,27 +10,32 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from pipeline import storage
 from pipeline.actors import Actors
 from pipeline.artifact import MANIFEST, Draft
-from pipeline.config import BadInput, require
+from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.formats import tables
-from pipeline.models.precision import Precision, Resolved
+from pipeline.corpora.privacy import Privacy
+from pipeline.models.precision import NUMERICS, Precision, Resolved
 from pipeline.models.sources import Source
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
 from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read_canaries
 from pipeline.retrieval.pools.plan import Plan, make
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
+from pipeline.retrieval.pools.versions import Version
 from pipeline.shards import Work, run_tasks_on_actors
 
-_PLAN = "plan"
+_PLAN = PLAN
+# Of an actor: while one is in the model, the one before is checked and written, and the next one read.
+_SHARDS_AT_ONCE = 2
 _CANARY_CHARACTERS = 300
 
 
@@ -43,6 +48,8 @@ class EmbedConfig(tables.TableFormat):
     """Column with the candidate's text."""
     id_column: str = "id"
     """Column with its id, text or integer; empty: the text's content hash is the id."""
+    repeated_ids: Literal["stop", "first"] = field(default="stop", metadata=NOT_IDENTITY)
+    """An id that rows with different texts have: stop, or keep its first row and count the others."""
     filter_columns: tuple[str, ...] = ()
     """Columns that searches can filter by; a text with other values there is another candidate."""
     rows_per_shard: int = 16_384
@@ -94,6 +101,10 @@ class PlanRecord(TaskRecord):
     canaries_before: Canaries | None
     """Those of the version before."""
     seconds: float
+    numerics: int = 1
+    """See `pipeline.models.precision`."""
+    unfinished: list[UnfinishedShard] = field(default_factory=list)
+    """What killed builds have embedded, to copy from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +114,7 @@ class EmbedRecord(TaskRecord):
     check: ShardCheck | None
     """None: all rows of the shard were dropped."""
     rows_embedded: int
-    """The other rows were copied."""
+    """The other rows were copied, from the version before or from unfinished builds."""
     actor_seconds: float
     """In the model."""
     started: float
@@ -117,23 +128,31 @@ def prepare(
     config: EmbedConfig,
     gate: GateConfig,
     reading: raw.Reading,
-    previous: Pool | None,
+    previous: Version | None,
     copies: bool,
     precision: Resolved,
+    privacy: Privacy,
+    unfinished: Sequence[UnfinishedShard] = (),
 ) -> PlanRecord:
     """Reads all candidates and plans the pool.
 
     `previous`: the version before. `copies`: whether its vectors are those that the model would make.
     `precision`: what it would compute them in; a job that is resumed elsewhere keeps to it.
-    Raises BadInput where nothing is left to embed, or too much is malformed.
+    `privacy`: what leaves the texts. `unfinished`: what killed builds have embedded by this model, these
+    settings and this precision.
+    Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
     done = draft.marks()
     if _PLAN in done:
         record = done.record(_PLAN, PlanRecord)
-        if not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
+        if record.numerics != NUMERICS:  # its shards would not go with those to come
+            draft.forget_tasks()
+        elif not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
             return record
     began = time.perf_counter()
-    staged = candidates.stage(draft, files, config.columns, config.max_text_bytes, reading, config)
+    staged = candidates.stage(
+        draft, files, config.columns, config.max_text_bytes, reading, privacy, config
+    )
     dropped = sum_counts(record.dropped for record in staged)
     parts = [part for record in staged for part in record.parts]
     if not parts:
@@ -143,7 +162,15 @@ def prepare(
     contexts = _canaries(gate, before)
     known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
     texts = gate.canary_texts if contexts is None else 0
-    plan = make(draft, parts, previous, config.rows_per_shard, texts, known)
+    rows_before = previous.artifact.files("rows/") if previous else []
+    plan = make(
+        draft, parts, rows_before, config.rows_per_shard, texts, known,
+        [shard.rows_file for shard in unfinished], copies,
+    )  # fmt: skip
+    if plan.repeated_id and config.repeated_ids == "stop":
+        raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
+                       "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "
+                       "keeps the first row of each id")  # fmt: skip
     if contexts is None:
         contexts = [[text[:_CANARY_CHARACTERS]] for text in plan.first]
     record = PlanRecord(
@@ -158,6 +185,8 @@ def prepare(
         malformed=sum_counts(record.malformed for record in staged),
         dropped=sum_counts([dropped, plan.dropped]),
         seconds=round(time.perf_counter() - began, 3),
+        numerics=NUMERICS,
+        unfinished=list(unfinished) if plan.salvaged else [],
     )
     draft.mark(_PLAN, record)
     return record
@@ -186,11 +215,14 @@ def embed(
         sample=gate.sample,
         dtype=config.dtype,
         precision=prepared.precision,
+        unfinished=prepared.unfinished,
     )
     tasks = prepared.plan.shards
     rows = {name: sum(end - start for _, start, end in tasks[name]) for name in tasks}
     label = "embed candidates"
-    records = run_tasks_on_actors(draft, tasks, make_work, label, EmbedRecord, actors, rows)
+    records = run_tasks_on_actors(
+        draft, tasks, make_work, label, EmbedRecord, actors, rows, _SHARDS_AT_ONCE
+    )
     raw.check_share(draft, [prepared, *records], reading)
     if not sum_counts(record.counts for record in records).get("candidates"):
         dropped = sum_counts(record.dropped for record in records)

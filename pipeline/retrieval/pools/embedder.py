@@ -1,7 +1,8 @@
 """What an actor does with a shard of a pool: it copies the vectors that are known, and embeds the rest.
 
 Texts are taken in windows, sorted by length in each, and go through the model in batches bounded by
-tokens, while the next window is tokenised. In bf16 the weights are bf16 too.
+tokens, while the next window is tokenised. An actor works on several shards at once, each in a thread: one
+is in the model while others are read, checked and written. In bf16 the weights are bf16 too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from zlib import crc32
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Draft
+from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.models import inference
 from pipeline.models.precision import Precision
@@ -27,6 +30,7 @@ from pipeline.retrieval.pools import build, candidates, plan
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers, ShardCheck
 from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.unfinished import UnfinishedShard, UnfinishedVectors
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
@@ -46,31 +50,41 @@ class Embedder:
         sample: int,
         dtype: Dtype = "float32",
         precision: Precision = "auto",
+        unfinished: Sequence[UnfinishedShard] = (),
     ) -> None:
         """`previous`: the version whose vectors are those that the model would make, or "".
 
         `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard
         that are embedded once more. `dtype`: what the pool keeps of a vector; `precision`: what it is
-        computed in.
+        computed in. `unfinished`: what killed builds have embedded the same way.
         """
+        # Several shards are worked on at once, each by a thread. A tokenizer takes one at a time.
+        self._model_is_free, self._tokenizer_is_free = Lock(), Lock()
+        self._unfinished = UnfinishedVectors(unfinished) if unfinished else None
         # Ray gives torch as many threads as the actor has cores; the tokenizer would take all there are.
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
         self._ranker = inference.prepare(load_ranker(model), best_device(), precision)
-        self._previous = Pool.open(previous) if previous else None
+        self._previous: Pool | None = None
+        self._notes: list[str] = []
+        try:
+            self._previous = Pool.open(previous) if previous else None
+        except BadInput as error:
+            self._notes.append(
+                f"nothing is copied, as the version before cannot be opened: {error}"
+            )
         self._contexts = inference.context_vectors(self._ranker, canaries) if canaries else None
 
     def __call__(self, draft: Draft, name: str, slices: plan.Slices) -> EmbedRecord:
         """Writes a shard's rows and vectors."""
         started = time.time()
-        rows, places_N = _read(draft, slices)
+        rows, places_N, salvaged_N = _read(draft, slices)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
         copied_N = self._copy(rows, places_N, vectors_ND)
+        copied_N |= self._salvage(rows, np.where(copied_N, plan.NEW, salvaged_N), vectors_ND)
         todo = np.flatnonzero(~copied_N)
-        began = time.perf_counter()
-        vectors_ND[todo], tokens_N = self._embed(rows["text"].take(todo).to_pylist())
-        actor_seconds = round(time.perf_counter() - began, 3)
+        vectors_ND[todo], tokens_N, actor_seconds = self._embed(rows["text"].take(todo).to_pylist())
         poisoned = {"text has no tokens": todo[tokens_N == 0]}
         infinite = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
         if len(infinite) and not np.isfinite(self._embed([_ORDINARY])[0]).all():
@@ -88,9 +102,10 @@ class Embedder:
             malformed=rejects,
             check=self._check(name, rows, vectors_ND, known_N) if len(rows) else None,
             rows_embedded=len(todo),
-            actor_seconds=actor_seconds,
+            actor_seconds=round(actor_seconds, 3),
             started=started,
             ended=time.time(),
+            notes=self._notes,
         )
 
     def _copy(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:
@@ -106,19 +121,43 @@ class Embedder:
         copied_N[there] = True
         return copied_N
 
-    def _embed(self, texts: Sequence[str]) -> tuple[Floats, Ints]:
-        """(vectors [N, D], how many tokens of its own each text has [N])"""
-        ranker, batch_tokens = self._ranker, self._batch_tokens
-        vectors: list[Floats] = [np.empty((0, ranker.dual.dimensions), np.float32)]
+    def _salvage(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:
+        """As `_copy`, from builds that were never finished; `places_N`: their places there, or NEW."""
+        copied_N = np.zeros(len(rows), bool)
+        there = np.flatnonzero(places_N >= 0)
+        if self._unfinished is None or not len(there):
+            return copied_N
+        there = there[np.argsort(places_N[there])]
+        try:
+            hashes, found_ND = self._unfinished.at(places_N[there])
+        except (OSError, ValueError, BadInput):  # somebody has removed it
+            return copied_N
+        same = np.array(hashes) == rows["content_hash"].take(there).to_numpy()
+        vectors_ND[there[same]] = found_ND[same]
+        copied_N[there[same]] = True
+        return copied_N
+
+    def _embed(self, texts: Sequence[str]) -> tuple[Floats, Ints, float]:
+        """(vectors [N, D], how many tokens of its own each text has [N], seconds in the model)"""
+        vectors: list[Floats] = [np.empty((0, self._ranker.dual.dimensions), np.float32)]
         tokens: list[int] = []
-        for rows, part in inference.in_windows(
-            texts,
-            ranker.candidate_rows,
-            lambda rows: inference.row_vectors(ranker, rows, batch_tokens),
-        ):
+        seconds = 0.0
+        for rows, (part, took) in inference.in_windows(texts, self._tokenize, self._vectors):
             vectors.append(part.numpy())
             tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
-        return np.concatenate(vectors), np.array(tokens, np.int64)
+            seconds += took
+        return np.concatenate(vectors), np.array(tokens, np.int64), seconds
+
+    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        with self._tokenizer_is_free:
+            return self._ranker.candidate_rows(texts)
+
+    def _vectors(self, rows: list[list[int]]) -> tuple[torch.Tensor, float]:
+        """(vectors [N, D], seconds in the model)"""
+        with self._model_is_free:
+            began = time.perf_counter()
+            vectors = inference.row_vectors(self._ranker, rows, self._batch_tokens)
+            return vectors, time.perf_counter() - began
 
     def _check(self, name: str, rows: pa.Table, vectors_ND: Floats, known_N: Bools) -> ShardCheck:
         norms_N = np.linalg.norm(vectors_ND, axis=1)
@@ -156,15 +195,20 @@ class Embedder:
         ]
 
 
-def _read(draft: Draft, slices: plan.Slices) -> tuple[pa.Table, Ints]:
-    """A shard's candidates, and the place of each one's text in the version before, or NEW."""
-    tables, verdicts = [], []
+def _read(draft: Draft, slices: plan.Slices) -> tuple[pa.Table, Ints, Ints]:
+    """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
+
+    A place is NEW where the text is not there.
+    """
+    tables, verdicts, salvaged = [], [], []
     for part, start, end in slices:
         verdict = plan.read_verdicts(draft, part)[start:end]
         keep = verdict >= plan.NEW
         tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
         verdicts.append(verdict[keep])
-    return pa.concat_tables(tables).combine_chunks(), np.concatenate(verdicts)
+        salvaged.append(plan.read_salvaged(draft, part)[start:end][keep])
+    rows = pa.concat_tables(tables).combine_chunks()
+    return rows, np.concatenate(verdicts), np.concatenate(salvaged)
 
 
 def _hashes_at(pool: Pool, places: Ints) -> list[str]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NotRequired, TypedDict
 
+from pipeline import storage
 from pipeline.config import Stopped, require
 from pipeline.corpora import raw
+from pipeline.retrieval.pools.changes import Changes
 
 KEY_DIGITS = 16
 # Norms so many times the mean, or the mean so many times a norm, are no norms of texts.
@@ -53,6 +55,9 @@ class Canaries(TypedDict):
 class Passed(TypedDict):
     """What a version's manifest says of the gate."""
 
+    removed_share: float
+    changed_share: float
+
     norms: list[float]
     min_cosine: float | None
     recall: float | str
@@ -76,13 +81,20 @@ class GateConfig:
     """Answers that are compared with those of the version before."""
     min_recall: float = 0.5
     """Share of those, where their texts are still there, that have to be found again."""
+    max_removed_share: float = 0.2
+    """Share of the ids of the version before that may be gone: an export that broke off stops here, before
+    anything is embedded. 1: all of them."""
+    max_changed_share: float = 0.5
+    """Share of those ids that may have another text. 1: all of them."""
 
     def __post_init__(self) -> None:
         for name in ("sample", "canary_texts"):
             require(getattr(self, name) >= 0, f"gate.{name}", getattr(self, name), ">= 0")
         require(self.top_k >= 1, "gate.top_k", self.top_k, ">= 1")
         require(-1 <= self.min_cosine <= 1, "gate.min_cosine", self.min_cosine, "-1 to 1")
-        require(0 <= self.min_recall <= 1, "gate.min_recall", self.min_recall, "0 to 1")
+        for name in ("min_recall", "max_removed_share", "max_changed_share"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"gate.{name}", value, "0 to 1")
 
 
 def read_canaries(uri: str) -> list[list[str]]:
@@ -90,9 +102,46 @@ def read_canaries(uri: str) -> list[list[str]]:
 
     Raises BadInput where there are none.
     """
+    require(storage.exists(uri), "gate.canaries", uri, "a file with a query in each line")
     lines = [line for _, line in raw.read_lines(uri, raw.Reading()) if line.strip()]
     require(bool(lines), "gate.canaries", uri, "a file with a query in each line")
     return [line.split("\t") for line in lines]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of the version before is gone, and how much has another text; 0 where there is none."""
+
+    removed: float
+    changed: float
+
+
+def shares_of(changes: Changes, rows: int, rows_before: int) -> Shares:
+    """`rows_before`: of the version before, which may be one that nobody can open any more."""
+    rows_before = max(1, rows_before)
+    removed = max(changes.gone, rows_before - rows, 0)
+    return Shares(removed / rows_before, changes.changed / rows_before)
+
+
+def refusal(config: GateConfig, shares: Shares, version_before: str, rows_before: int) -> str:
+    """Why a version may not take the place of the one before, and how it may; "": it may."""
+    limits = (
+        ("max_removed_share", shares.removed, "are gone"),
+        ("max_changed_share", shares.changed, "have another text"),
+    )
+    faults = [
+        (name, f"{round(share * rows_before):,} of the {rows_before:,} ids of {version_before} {what} "
+         f"({share:.1%}; allowed: gate.{name} {getattr(config, name):g})")
+        for name, share, what in limits
+        if share > getattr(config, name)
+    ]  # fmt: skip
+    if not faults:
+        return ""
+    options = " ".join(f"--gate.{name.replace('_', '-')} 1" for name, _ in faults)
+    return (
+        f"the gate: {'; '.join(text for _, text in faults)}. Nothing is published. If this is meant, "
+        f"allow it once: the same command with {options}"
+    )
 
 
 def check(
@@ -102,11 +151,13 @@ def check(
     contexts: Sequence[Sequence[str]],
     before: Canaries | None,
     present: Collection[str],
+    shares: Shares = Shares(0.0, 0.0),
 ) -> tuple[Passed, Canaries]:
     """(what was found, the canaries for the next version) of a pool's shards.
 
     `kind` of model: answers of others are not compared. `contexts`: the canaries. `before`: those of
-    the version before. `present`: which of its answers are still in the pool.
+    the version before. `present`: which of its answers are still in the pool. `shares`: those that
+    `refusal` let pass.
 
     Raises Stopped, naming all that does not pass.
     """
@@ -133,6 +184,8 @@ def check(
     if faults:
         raise Stopped(f"the gate: {'; '.join(faults)}. Nothing is published")
     passed: Passed = {
+        "removed_share": round(shares.removed, 4),
+        "changed_share": round(shares.changed, 4),
         "norms": [least, mean, most],
         "min_cosine": min(cosines, default=None),
         "recall": share if share is not None else f"skipped: {why_not}",

@@ -3,19 +3,24 @@
 Every candidate gets a verdict, an int64: its text's place in the version before, `NEW` where it has none
 there, `SAME_TEXT` or `SAME_ID` where a candidate before it has taken its text or its id.
 
-    _plan/file-00000-000.npy   the verdicts on that part of the candidates
+    _plan/file-00000-000.npy              the verdicts on that part of the candidates
+    _plan/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for those
+                                          that are to be copied from there
 
-All keys and verdicts lie in unnamed files that are mapped, 32 bytes a row, and are gone through in buckets
-of a million rows or so: memory does not grow with the pool, and no text is held here.
+All keys, verdicts and places by bucket lie in unnamed files that are mapped, 64 bytes a row at most, and are
+gone through in buckets of a million rows or so: memory does not grow with the pool, and no text is held here.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,7 +29,7 @@ from pipeline.arrays import Ints, Keys
 from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.retrieval.pools import candidates
-from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.changes import Changes as Changes
 
 NEW, SAME_TEXT, SAME_ID = -1, -2, -3
 _REASONS = {SAME_TEXT: "the same text again", SAME_ID: "the same id again"}
@@ -34,23 +39,12 @@ _SHARD_BYTES = 64 << 20  # of text in a shard; an actor holds all of it in memor
 # A small pool is cut finer, so that all actors have work and a kill loses little.
 _LEAST_SHARDS, _LEAST_ROWS = 16, 512
 
+_READS_AT_ONCE = 16
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 Slices = list[tuple[str, int, int]]
 """(part, first row, behind the last row) each"""
-
-
-@dataclass(frozen=True)
-class Changes:
-    """The ids of a pool beside those of the version before."""
-
-    new: int
-    changed: int
-    """They have another text now."""
-    same: int
-    gone: int
-
-    @property
-    def none(self) -> bool:
-        return not (self.new or self.changed or self.gone)
 
 
 @dataclass(frozen=True)
@@ -67,6 +61,10 @@ class Plan:
     """Some texts, those with the lowest hashes."""
     present: tuple[str, ...]
     """Which of the `hashes` that were asked about are in the pool."""
+    repeated_id: str = ""
+    """An id that rows with different texts have; "": there is none."""
+    salvaged: int = 0
+    """Candidates whose vectors come from builds that were never finished."""
 
     @property
     def rows(self) -> int:
@@ -84,27 +82,39 @@ class _Columns:
 def make(
     draft: Draft,
     parts: Sequence[tuple[str, int]],
-    previous: Pool | None,
+    before: Sequence[str],
     rows_per_shard: int,
     texts: int,
     hashes: Sequence[str],
+    unfinished: Sequence[str] = (),
+    copies: bool = True,
 ) -> Plan:
     """Writes the verdicts on all candidates, and samples of those that are dropped.
 
-    `parts`: (name, rows) of the candidates, a row at least. `texts`: how many first ones to tell.
-    `hashes`: texts to look for, the first 16 digits of their content hashes.
+    `parts`: (name, rows) of the candidates, a row at least. `before`: the files with the rows of the
+    version before. `texts`: how many first ones to tell. `hashes`: texts to look for, the first 16 digits
+    of their content hashes. `unfinished`: the files of rows of builds that were never finished, for texts
+    that are not copied from the version before; `copies`: whether any are.
     """
     total = sum(rows for _, rows in parts)
     columns = _Columns(_mapped(total, np.uint64), _mapped(total, np.uint64))
     sizes = _mapped(total, np.int64)
-    for part, place in _places(parts):
-        keys = candidates.read_keys(draft, part)
+    read_keys = functools.partial(candidates.read_keys, draft)
+    names = [name for name, _ in parts]
+    for (_, place), keys in zip(_places(parts), _ahead(read_keys, names), strict=True):
         columns.texts[place] = keys[:, candidates.TEXT_KEY]
         columns.ids[place] = keys[:, candidates.ID_KEY]
         sizes[place] = keys[:, candidates.BYTES]
-    verdicts, changes = _verdicts(columns, _columns_of(previous))
-    for part, place in _places(parts):
-        draft.write_file(f"{_FOLDER}/{part}.npy", candidates.npy_file(verdicts[place]))
+    verdicts, changes = _verdicts(columns, _columns_of(before))
+
+    def write(at: tuple[str, slice]) -> None:
+        draft.write_file(f"{_FOLDER}/{at[0]}.npy", candidates.npy_file(verdicts[at[1]]))
+
+    for _ in _ahead(write, list(_places(parts))):
+        pass
+    salvaged = (
+        _salvage(draft, parts, columns.texts, verdicts, unfinished, copies) if unfinished else 0
+    )
     kept = changes.new + changes.changed + changes.same
     size = min(rows_per_shard, max(_LEAST_ROWS, -(-kept // _LEAST_SHARDS)))
     shards = _cut(parts, verdicts, sizes, size)
@@ -115,8 +125,15 @@ def make(
         known=sum(int(np.count_nonzero(verdicts[at] >= 0)) for at in _chunks(total)),
         dropped=_drop(draft, parts, verdicts),
         first=tuple(_row(draft, parts, place)[1] for place in first),
+        repeated_id=_repeated_id(draft, parts, verdicts),
         present=tuple(present),
+        salvaged=salvaged,
     )
+
+
+def compare(rows: Sequence[str], before: Sequence[str]) -> Changes:
+    """The ids of a published version beside those of another one; each is given by its files of rows."""
+    return _verdicts(_columns_of(rows), _columns_of(before))[1]
 
 
 def read_verdicts(draft: Draft, part: str) -> Ints:
@@ -132,25 +149,27 @@ def _verdicts(columns: _Columns, before: _Columns) -> tuple[Ints, Changes]:
     and ids are looked at again until no id is lost.
     """
     buckets = len(columns.texts) // _BUCKET_ROWS + 1
+    texts, texts_before = _Buckets(columns.texts, buckets), _Buckets(before.texts, buckets)
+    ids, ids_before = _Buckets(columns.ids, buckets), _Buckets(before.ids, buckets)
     verdicts = _mapped(len(columns.texts), np.int64)
     verdicts[:] = NEW
     lost = 1
     while lost:
         for bucket in range(buckets):
-            at = _in_bucket(columns.texts, bucket, buckets)
+            at = texts.places(bucket)
             at = at[verdicts[at] != SAME_ID]
             verdicts[at] = SAME_TEXT
             at = at[_first(columns.texts[at])]
-            verdicts[at] = _find(columns.texts[at], before.texts, bucket, buckets)
+            verdicts[at] = texts_before.find(columns.texts[at], bucket)
         lost = changed = same = new = 0
         for bucket in range(buckets):
-            at = _in_bucket(columns.ids, bucket, buckets)
+            at = ids.places(bucket)
             at = at[verdicts[at] >= NEW]
             first = _first(columns.ids[at])
             verdicts[np.delete(at, first)] = SAME_ID
             lost += len(at) - len(first)
             at = at[first]
-            was = _find(columns.ids[at], before.ids, bucket, buckets)
+            was = ids_before.find(columns.ids[at], bucket)
             known = was >= 0
             alike = int((columns.texts[at[known]] == before.texts[was[known]]).sum())
             same += alike
@@ -159,26 +178,79 @@ def _verdicts(columns: _Columns, before: _Columns) -> tuple[Ints, Changes]:
     return verdicts, Changes(new, changed, same, len(before.ids) - same - changed)
 
 
-def _find(wanted: Keys, keys: Keys, bucket: int, buckets: int) -> Ints:
-    """The place of each wanted key, all of them of this bucket, or NEW."""
-    there = _in_bucket(keys, bucket, buckets)
-    if not len(there):
-        return np.full(len(wanted), NEW, np.int64)
-    there = there[np.argsort(keys[there], kind="stable")]
-    at = np.searchsorted(keys[there], wanted)
-    found = there[np.minimum(at, len(there) - 1)]
-    return np.where(keys[found] == wanted, found, NEW)
+def read_salvaged(draft: Draft, part: str) -> Ints:
+    """Places in unfinished builds; all NEW where there are none."""
+    uri = draft.path(_FOLDER, f"{part}-unfinished.npy")
+    if not storage.exists(uri):
+        return np.full(len(read_verdicts(draft, part)), NEW, np.int64)
+    places: Ints = np.load(io.BytesIO(storage.read_bytes(uri)), allow_pickle=False)
+    return places
+
+
+def _salvage(
+    draft: Draft,
+    parts: Sequence[tuple[str, int]],
+    texts: Keys,
+    verdicts: Ints,
+    unfinished: Sequence[str],
+    copies: bool,
+) -> int:
+    """Writes where unfinished builds have the texts; returns how many they have."""
+    buckets = len(texts) // _BUCKET_ROWS + 1
+    ours, theirs = _Buckets(texts, buckets), _Buckets(_columns_of(unfinished).texts, buckets)
+    found = _mapped(len(texts), np.int64)
+    found[:] = NEW
+    count = 0
+    for bucket in range(buckets):
+        at = ours.places(bucket)
+        at = at[(verdicts[at] == NEW) | ((verdicts[at] >= 0) & (not copies))]
+        found[at] = theirs.find(texts[at], bucket)
+        count += int(np.count_nonzero(found[at] >= 0))
+    for part, place in _places(parts):
+        draft.write_file(f"{_FOLDER}/{part}-unfinished.npy", candidates.npy_file(found[place]))
+    return count
+
+
+class _Buckets:
+    """The places of keys, ascending in each bucket; a key is in the bucket that it leaves as remainder."""
+
+    def __init__(self, keys: Keys, buckets: int) -> None:
+        self._keys = keys
+        self._places = _mapped(len(keys), np.int64) if len(keys) else np.empty(0, np.int64)
+        counts = np.zeros(buckets, np.int64)
+        for chunk in _chunks(len(keys)):
+            counts += np.bincount((keys[chunk] % buckets).astype(np.int64), minlength=buckets)
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        filled = self._starts[:-1].copy()
+        for chunk in _chunks(len(keys)):
+            bucket = (keys[chunk] % buckets).astype(np.uint16)
+            order = np.argsort(bucket, kind="stable")
+            ends = np.searchsorted(bucket[order], np.arange(buckets), side="right")
+            start = 0
+            for number, end in enumerate(ends.tolist()):
+                at = filled[number]
+                self._places[at : at + end - start] = order[start:end] + chunk.start
+                filled[number] += end - start
+                start = end
+
+    def places(self, bucket: int) -> Ints:
+        found: Ints = np.array(self._places[self._starts[bucket] : self._starts[bucket + 1]])
+        return found
+
+    def find(self, wanted: Keys, bucket: int) -> Ints:
+        """The place of each wanted key, all of them of this bucket, or NEW."""
+        there = self.places(bucket)
+        if not len(there):
+            return np.full(len(wanted), NEW, np.int64)
+        there = there[np.argsort(self._keys[there], kind="stable")]
+        at = np.searchsorted(self._keys[there], wanted)
+        found = there[np.minimum(at, len(there) - 1)]
+        return np.where(self._keys[found] == wanted, found, NEW)
 
 
 def _first(keys: Keys) -> Ints:
     """Where each key is for the first time."""
     return np.unique(keys, return_index=True)[1]
-
-
-def _in_bucket(keys: Keys, bucket: int, buckets: int) -> Ints:
-    """Places, ascending."""
-    found = [np.flatnonzero(keys[at] % buckets == bucket) + at.start for at in _chunks(len(keys))]
-    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def _cut(
@@ -240,6 +312,14 @@ def _drop(draft: Draft, parts: Sequence[tuple[str, int]], verdicts: Ints) -> dic
     return dict(rejects.counts)
 
 
+def _repeated_id(draft: Draft, parts: Sequence[tuple[str, int]], verdicts: Ints) -> str:
+    for chunk in _chunks(len(verdicts)):
+        places = np.flatnonzero(verdicts[chunk] == SAME_ID)
+        if len(places):
+            return _row(draft, parts, int(places[0]) + chunk.start)[0]
+    return ""
+
+
 def _row(draft: Draft, parts: Sequence[tuple[str, int]], place: int) -> tuple[str, str]:
     """(id, text)"""
     part, rows = next((part, rows) for part, rows in _places(parts) if place < rows.stop)
@@ -247,19 +327,31 @@ def _row(draft: Draft, parts: Sequence[tuple[str, int]], place: int) -> tuple[st
     return row["id"][0].as_py(), row["text"][0].as_py()
 
 
-def _columns_of(previous: Pool | None) -> _Columns:
-    if previous is None:
-        return _Columns(np.empty(0, np.uint64), np.empty(0, np.uint64))
-    columns = _Columns(_mapped(len(previous), np.uint64), _mapped(len(previous), np.uint64))
-    start = 0
-    for rows in previous.rows:
-        at = slice(start, start + rows.num_rows)
-        columns.texts[at] = [
-            candidates.text_key(value) for value in rows["content_hash"].to_pylist()
-        ]
-        columns.ids[at] = [candidates.id_key(value) for value in rows["id"].to_pylist()]
-        start = at.stop
-    return columns
+def _columns_of(files: Sequence[str]) -> _Columns:
+    """The keys of a published version's rows. Of its files only ids and hashes are read."""
+    with tempfile.TemporaryFile() as texts, tempfile.TemporaryFile() as ids:
+        for text_keys, id_keys in _ahead(candidates.read_published_keys, files):
+            texts.write(text_keys.tobytes())
+            ids.write(id_keys.tobytes())
+        rows = texts.tell() // 8
+        if not rows:
+            return _Columns(np.empty(0, np.uint64), np.empty(0, np.uint64))
+        texts.flush()
+        ids.flush()
+        return _Columns(*(np.memmap(file, np.uint64, "r", shape=(rows,)) for file in (texts, ids)))
+
+
+def _ahead(read: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -> Iterator[ResultT]:
+    """`read(item)` of each item, in order, while the next ones are read: from an object store each takes
+    20 ms or more, and a large pool has thousands."""
+    with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+        waiting: deque[Future[ResultT]] = deque()
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) > 2 * _READS_AT_ONCE:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _places(parts: Sequence[tuple[str, int]]) -> Iterator[tuple[str, slice]]:

@@ -118,14 +118,14 @@ class Pool:
     """Where each shard ends in the pool."""
 
     @classmethod
-    def open(cls, uri: str, check: Check = "once", share: Share | None = None) -> Pool:
+    def open(cls, uri: str | Path, check: Check = "once", share: Share | None = None) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
 
         `check`: the files' checksums and the ids; sizes and shapes are checked always. `share`: opens this
         part of the rows alone, and needs only the files that hold it; places then begin at its first row.
         Raises BadInput where there is none, or where a file is not what the manifest says.
         """
-        uri = storage.absolute(uri.rstrip("/"))
+        uri = storage.absolute(str(uri).rstrip("/"))
         if storage.exists(storage.join(uri, CURRENT)):
             version = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
             uri = storage.join(uri, version)
@@ -197,8 +197,7 @@ class Pool:
 
     @property
     def precision(self) -> str:
-        """What the vectors were computed in; pools of earlier versions do not say."""
-        return str(self.artifact.manifest.get("precision", "unknown"))
+        return precision_of(self.artifact)
 
     def search(
         self,
@@ -326,6 +325,11 @@ def _load(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.ndarray[A
         raise BadInput(f"{path}: {matrix.dtype} {matrix.shape}; the manifest and the rows' file say "
                        f"{np.dtype(dtype)} {wanted}")  # fmt: skip
     return matrix
+
+
+def precision_of(artifact: Artifact) -> str:
+    """What a pool's vectors were computed in; pools of earlier versions do not say."""
+    return str(artifact.manifest.get("precision", "unknown"))
 
 
 def current_uri(pools: str, name: str) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from pipeline import storage
-from pipeline.artifact import MANIFEST, Artifact, read_artifact
+from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
-from pipeline.models.precision import Resolved
+from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.pool import KIND, Pool, current_uri
+from pipeline.retrieval.pools.pool import KIND, current_uri, precision_of
 
 _DAY_S = 86_400
 _PREFIX = "v-"
@@ -25,6 +26,7 @@ _NOT_OF_VECTORS = {
         "delimiter",
         "quotes",
         "id_column",
+        "repeated_ids",
         "rows_per_shard",
         "batch_tokens",
         "max_text_bytes",
@@ -47,30 +49,82 @@ def previous_name(pools: str, name: str) -> str:
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
 
-def open_current(pools: str, name: str) -> Pool | None:
-    """The version before the one to be made; None where there is none, or, which is said, none to open."""
-    if not current_name(pools, name):
+@dataclass(frozen=True)
+class Version:
+    """A published version, of which nothing but the manifest has been read."""
+
+    artifact: Artifact
+
+    @property
+    def name(self) -> str:
+        return storage.name_of(self.artifact.uri)
+
+    @property
+    def model_fingerprint(self) -> str:
+        return str(self.artifact.manifest["inputs"]["model"]["fingerprint"])
+
+    @property
+    def precision(self) -> str:
+        return precision_of(self.artifact)
+
+    @property
+    def numerics(self) -> int:
+        """See `pipeline.models.precision`."""
+        return int(self.artifact.manifest.get("numerics", 1))
+
+
+def open_current(pools: str, name: str) -> Version | None:
+    """The version before the one to be made; None where there is none, or, which is said, none to open.
+
+    Its files are not fetched: whoever copies vectors opens them.
+    """
+    if not (version := current_name(pools, name)):
         return None
     try:
-        return Pool.open(storage.join(pools, name))
+        return Version(open_artifact(storage.join(pools, name, version), KIND))
     except BadInput as error:
         print(f"pool {name}: nothing is copied, as its CURRENT version cannot be opened: {error}")
         return None
 
 
-def has_vectors_of(pool: Pool, model: Artifact, config: Any, precision: Resolved) -> bool:
+def rows_of(pools: str, name: str, version: str) -> int:
+    """How many candidates a version has; 0 where there is none, or none whose manifest can be read."""
+    try:
+        artifact = read_artifact(storage.join(pools, name, version), KIND)
+    except BadInput:
+        return 0
+    return artifact.counts.get("candidates", 0)
+
+
+def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Resolved) -> bool:
     """Whether a job's model and settings would make the same vectors of the same texts.
 
     Pools of earlier versions do not say their precision; they are taken to have another.
     """
-    if pool.model_fingerprint != model.fingerprint or pool.precision != precision:
+    if before.model_fingerprint != model.fingerprint or before.precision != precision:
         return False
-    settings = (flatten(pool.artifact.manifest["config"]), flatten(to_dict(config)))
-    mine, other = (
-        {k: v for k, v in s.items() if k.startswith("embed.") and k not in _NOT_OF_VECTORS}
-        for s in settings
-    )
-    return mine == other
+    mine = vector_settings(before.artifact.manifest["config"])
+    return before.numerics == NUMERICS and mine == vector_settings(to_dict(config))
+
+
+def vector_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a job that decide a vector, by their dotted names."""
+    return {
+        name: value
+        for name, value in flatten(config).items()
+        if name.startswith("embed.") and name not in _NOT_OF_VECTORS
+    }
+
+
+def unfinished(pools: str, name: str, but: str) -> list[str]:
+    """The drafts that killed jobs have left, `but` for one: their URIs."""
+    return [
+        uri
+        for uri in storage.list_folders(storage.join(pools, name))
+        if storage.name_of(uri).startswith(_PREFIX)
+        and not is_version(uri)
+        and storage.name_of(uri) != storage.name_of(but)
+    ]
 
 
 def is_version(uri: str) -> bool:
@@ -80,32 +134,60 @@ def is_version(uri: str) -> bool:
     return whole and storage.exists(storage.join(uri, MANIFEST))
 
 
-def remove_old(pools: str, name: str, keep: int, keep_days: float) -> list[str]:
-    """Removes versions, and what abandoned jobs have left; returns their names.
+@dataclass(frozen=True)
+class Removal:
+    """What `remove_old` did."""
+
+    removed: list[str]
+    kept_larger: list[tuple[str, int]]
+    """(version, candidates) of those that would have gone, but that no newer version comes near to in
+    size."""
+
+
+def remove_old(
+    pools: str, name: str, keep: int, keep_days: float, max_removed_share: float = 1.0
+) -> Removal:
+    """Removes versions, and what abandoned jobs have left.
 
     What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
     (PREVIOUS; not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
+    The newest of the others stays, too, where it has so many candidates that all that stay lack more than
+    `max_removed_share` of them: it may be the last one before an export broke off.
     Only who holds the pool's lock may call it.
     """
     versions: dict[str, float] = {}
+    rows: dict[str, int] = {}
     removed = []
     for uri in storage.list_folders(storage.join(pools, name)):
         folder = storage.name_of(uri)
         if not folder.startswith(_PREFIX):
             continue
         if is_version(uri):
-            created = read_artifact(uri, KIND).manifest["created_at"]
+            artifact = read_artifact(uri, KIND)
+            created = artifact.manifest["created_at"]
             versions[folder] = datetime.fromisoformat(created).timestamp()
+            rows[folder] = artifact.counts.get("candidates", 0)
         else:
             removed.append(folder)
     newest = sorted(versions, key=lambda version: versions[version], reverse=True)
-    for version in newest[keep:] if keep else ():
-        young = time.time() - versions[version] < keep_days * _DAY_S
-        named = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
-        if not (young or version in named or is_leased(pools, name, version)):
+    named = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
+    old = [
+        version
+        for version in (newest[keep:] if keep else ())
+        if version not in named
+        and time.time() - versions[version] >= keep_days * _DAY_S
+        and not is_leased(pools, name, version)
+    ]
+    largest = max((rows[version] for version in newest if version not in old), default=0)
+    kept_larger = []
+    for version in old:  # the newest first
+        if largest < rows[version] * (1 - max_removed_share):
+            kept_larger.append((version, rows[version]))
+            largest = rows[version]
+        else:
             removed.append(version)
     for folder in removed:
         uri = storage.join(pools, name, folder)
         storage.delete(storage.join(uri, MANIFEST))  # first: no manifest, no version
         storage.delete(uri)
-    return removed
+    return Removal(removed, kept_larger)

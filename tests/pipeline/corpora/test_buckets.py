@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import struct
+import tempfile
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline import storage
 from pipeline.artifact import Draft
 from pipeline.corpora import buckets
 
@@ -35,6 +37,29 @@ def test_a_bucket_of_many_files_holds_its_rows_in_the_order_of_files_and_rows(ou
         found = buckets.read(out, names, bucket, SCHEMA)
         assert found == table(wanted)
         assert found["number"].num_chunks == 1
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size=7), st.integers(1, 2000)
+)
+def test_merged_files_read_as_the_files_do(files, merge_bytes):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "MERGE_BYTES", merge_bytes)
+        out = Draft(folder, folder, "corpus", {}, {}, "")
+        names = [f"part-{number}" for number in range(len(files))]
+        for number, (name, places) in enumerate(zip(names, files, strict=True)):
+            rows = table([100 * number + at for at in range(len(places))])
+            buckets.write(out, name, rows, np.array(places, np.int64), 5)
+        wanted = [buckets.read(out, names, bucket, SCHEMA) for bucket in range(5)]
+        buckets.merge(out, names, "merged", 5)
+        buckets.remove(out, [*names, "never there"])
+        assert storage.names_in(out.path("_buckets")) == ["merged"]
+        assert [buckets.read(out, ["merged"], bucket, SCHEMA) for bucket in range(5)] == wanted
+        buckets.merge(out, ["merged", "merged"], "twice", 5)  # merged files may be merged
+        for bucket in range(5):
+            twice = pa.concat_tables([wanted[bucket]] * 2)
+            assert buckets.read(out, ["twice"], bucket, SCHEMA) == twice
 
 
 def test_without_buckets_all_rows_are_in_the_first(out):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.corpora.file_tasks import private
 from pipeline.corpora.privacy import Privacy, hash_names, redact
 
 
@@ -30,6 +31,14 @@ def hashed(names: list[str], salt: str = "salt") -> list[str]:
         ("call +1 555-123-4567", "call <phone>"),
         ("call (555) 123-4567 or 555.123.4567", "call <phone> or <phone>"),
         ("+44 20 7946 0958!", "<phone>!"),
+        ("call 1-555-123-4567.", "call <phone>."),
+        ("1 555 123 4567 or 1.555.123.4567", "<phone> or <phone>"),
+        ("1 (555) 123-4567, 1-(555)-123-4567, 1(555)123-4567", "<phone>, <phone>, <phone>"),
+        ("001-555-123-4567", "<phone>"),
+        ("555-123-4567 x89 or 555-123-4567, Ext. 12!", "<phone> or <phone>!"),
+        ("555-123-4567-8901", "<phone>"),
+        ("+33 6 12 34 56 78; +49 171 12 34 56 78; +49(0)30/1234567", "<phone>; <phone>; <phone>"),
+        ("(+1) 555-123-4567", "(<phone>"),
         ("jo@example.org from 10.0.0.1", "<email> from <ip>"),
     ],
 )
@@ -113,3 +122,18 @@ def test_a_profile_has_the_hash_of_its_author():
     found = HASH.profiles_hashed(subreddits).to_pylist()
     assert found == [f"u_{hashed(['Jo_9'])[0]}", "umbrellas", f"u_{hashed(['other'])[0]}"]
     assert PLAIN.profiles_hashed(subreddits) == subreddits
+
+
+def test_redacted_texts_are_counted():
+    rows = pa.table(
+        {
+            "context": [["a@b.io", "x"], ["y"], None],
+            "response": ["call 1-555-123-4567", "z", None],
+            "candidates": pa.nulls(3, pa.list_(pa.string())),
+        }
+    )
+    found, counts = private(rows, HASH)
+    assert found["response"].to_pylist() == ["call <phone>", "z", None]
+    assert counts == {"texts.redacted": 2}
+    assert private(rows, PLAIN) == (rows, {})
+    assert private(found, HASH) == (found, {})

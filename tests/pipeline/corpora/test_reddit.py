@@ -307,7 +307,7 @@ def test_only_subreddits_that_are_asked_for_are_used_whatever_their_case():
         (Options(exclude_subreddits=("ask",)), {"news", "pics"}),
         (Options(subreddits=("ask", "news"), exclude_subreddits=("News",)), {"Ask"}),
     ):
-        table, elsewhere = normalise(parsed(comments), rules, PLAIN)
+        table, elsewhere, _ = normalise(parsed(comments), rules, PLAIN)
         rows, _ = build_examples(table, rules)
         assert {row["subreddit"] for row in rows.to_pylist()} == wanted
         assert elsewhere == 6 - 2 * len(wanted)
@@ -395,7 +395,7 @@ def test_a_submission_is_the_first_turn_of_its_thread(selftext, turn):
 
 
 def test_rejected_comments_are_kept_to_look_at():
-    table, _ = normalise(parsed([comment("a"), comment("b", "a", "short")]), Options(), PLAIN)
+    table, *_ = normalise(parsed([comment("a"), comment("b", "a", "short")]), Options(), PLAIN)
     _, rejects = build_examples(table, Options())
     assert [(s["reason"], s["file"], s["text"]) for s in rejects.samples] == [
         ("answers no comment that is there", "th/a", "a text that is long enough"),
@@ -511,7 +511,7 @@ def test_whatever_happens_to_a_dump_every_line_is_counted_once(data):
     comments = parse_comments(data, "dump", 1, rejects)
     lines = [line for line in data.split(b"\n") if line.strip()]
     assert comments.num_rows + rejects.counts.total() == len(lines)
-    table, elsewhere = normalise(
+    table, elsewhere, _ = normalise(
         comments, Options(), Privacy(redact=True, authors="hash", salt="s")
     )
     rows, dropped = build_examples(table, Options())

@@ -17,13 +17,14 @@ import torch
 from pipeline.actors import Actors
 from pipeline.artifact import Artifact, draft
 from pipeline.config import BadInput, Stopped
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import External
 from pipeline.records import sum_counts
-from pipeline.retrieval.pools import build, embed
+from pipeline.retrieval.pools import build, candidates, embed
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.pool import Pool
@@ -49,14 +50,18 @@ def make(actors_in_process, model, tmp_path):
         copies: bool = True,
         gate: GateConfig = GateConfig(),  # noqa: B008
         reading: Reading = Reading(),  # noqa: B008
+        redact: bool = True,
         **config,
     ) -> Pool:
         settings = EmbedConfig(**config)
+        privacy = Privacy(redact=redact, authors="hash", salt="")
         out = draft(str(tmp_path / "pools" / "p" / name), "pool", settings, {})
         if isinstance(out, Artifact):
             return Pool.open(out.uri)
         names = [str(file) for file in files]
-        prepared = embed.prepare(out, names, settings, gate, reading, previous, copies, PRECISION)
+        prepared = embed.prepare(
+            out, names, settings, gate, reading, previous, copies, PRECISION, privacy
+        )
         source = External(str(model), "")
         records = embed.embed(out, prepared, source, settings, gate, reading, Actors())
         records = [prepared, *records]
@@ -163,15 +168,65 @@ BAD_RECORDS = [
 
 def test_what_cannot_be_a_candidate_is_counted_once_by_reason(make, tmp_path):
     rows = [*RECORDS, *(row for row, _ in BAD_RECORDS), {"id": "x", "text": "good"}]
-    pool = make(json_lines(tmp_path / "a.jsonl", rows))
+    pool = make(json_lines(tmp_path / "a.jsonl", rows), repeated_ids="first")
     assert rows_of(pool) == [*((str(row["id"]), row["text"]) for row in RECORDS), ("x", "good")]
     reasons = [reason for _, reason in BAD_RECORDS]
     assert pool.artifact.manifest["dropped"] == {name: reasons.count(name) for name in reasons}
     assert pool.artifact.counts["records"] == len(rows)
 
 
+def test_an_id_of_several_texts_is_refused(make, tmp_path):
+    rows = [*RECORDS, {"id": 3, "text": "text 3"}, {"id": "3", "text": "other"}]
+    with pytest.raises(BadInput) as refused:
+        make(json_lines(tmp_path / "a.jsonl", rows))
+    assert "embed.id_column id: '3' is the id of several rows with different texts" in str(
+        refused.value
+    )
+    assert "--embed.repeated-ids first" in str(refused.value)
+    # The same row again is no fault.
+    assert len(make(json_lines(tmp_path / "a.jsonl", rows[:-1]), name="w")) == 7
+
+
+def test_texts_are_redacted_before_they_are_compared_and_hashed(make, tmp_path):
+    rows = [
+        {"id": 1, "text": "call 1-555-123-4567", "place": "a@b.io"},
+        {"id": 2, "text": "call 555-765-4321", "place": "a@b.io"},
+        {"id": 3, "text": "mail a@b.io", "place": "x"},
+        {"id": 4, "text": "", "place": "mail c@d.io"},
+        {"id": 5, "text": "plain", "place": "x"},
+    ]
+    file = json_lines(tmp_path / "a.jsonl", rows)
+    pool = make(file, filter_columns=("place",))
+    assert rows_of(pool) == [("1", "call <phone>"), ("3", "mail <email>"), ("5", "plain")]
+    assert pool.columns_at(0, ["place"]) == {
+        "place": "a@b.io"
+    }  # filters need what they compare with
+    assert pool.rows[0]["content_hash"][1].as_py() == candidates.content_hash("mail <email>", ["x"])
+    assert pool.artifact.counts["texts.redacted"] == 3
+    rejected = "".join(path.read_text() for path in Path(pool.artifact.uri, "rejected").iterdir())
+    assert "555" not in rejected and "<phone>" in rejected
+    plain = make(file, name="plain", redact=False)
+    assert [text for _, text in rows_of(plain)][:2] == ["call 1-555-123-4567", "call 555-765-4321"]
+    assert "texts.redacted" not in plain.artifact.counts
+
+
+def test_a_parquet_file_of_many_row_groups_is_read_by_several_tasks(make, tmp_path, monkeypatch):
+    rows = [{"id": n, "text": f"text {n}"} for n in range(20)]
+    rows[13]["text"] = None
+    file = parquet(tmp_path / "a.parquet", rows)  # 3 rows in a group
+    monkeypatch.setattr(candidates, "_LEAST_TASK_ROWS", 5)
+    pool = make(file)
+    assert rows_of(pool) == [(str(r["id"]), r["text"]) for r in rows if r["text"]]
+    assert pool.artifact.counts["records"] == 20
+    (rejected,) = Path(pool.artifact.uri, "rejected").iterdir()
+    assert rejected.name == "file-00000-0002.jsonl"
+    assert json.loads(rejected.read_text())["line"] == 14
+    monkeypatch.setattr(candidates, "_LEAST_TASK_ROWS", 1000)
+    assert make(file, name="whole").artifact.manifest["files"] == pool.artifact.manifest["files"]
+
+
 def test_a_text_that_was_dropped_does_not_take_its_id(make, tmp_path):
-    rows = [{"id": 1, "text": "a"}, {"id": 2, "text": "a"}, {"id": 2, "text": "b"}]
+    rows = [{"id": 1, "text": "a"}, {"id": 2, "text": "a"}, {"id": 2, "text": "b"}]  # no fault
     assert rows_of(make(json_lines(tmp_path / "a.jsonl", rows))) == [("1", "a"), ("2", "b")]
 
 
@@ -222,7 +277,7 @@ def test_too_many_lines_that_are_no_records_stop_the_job(make, tmp_path):
         (
             "a.jsonl",
             b'{"text": "a"}\n',
-            "embed.id_column: 'id' is not allowed; allowed: the columns",
+            "a.jsonl: text, or '': a hash of the text is the id",
         ),
         ("a.parquet", b"PAR1 but broken", "broken Parquet"),
         ("a.jsonl.gz", gzip.compress(b'{"id": 1, "text": "a"}\n', mtime=0)[:-9], "cut off"),
@@ -270,7 +325,15 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
     assert actors_in_process == [f"part-0000{n}" for n in range(4)]
     out = draft(str(tmp_path / "pools" / "p" / "v"), "pool", EmbedConfig(rows_per_shard=2), {})
     settings = (EmbedConfig(rows_per_shard=2), GateConfig(), Reading())
-    prepared = embed.prepare(out, [str(file)], *settings, None, False, PRECISION)
+    prepared = embed.prepare(
+        out,
+        [str(file)],
+        *settings,
+        None,
+        False,
+        PRECISION,
+        Privacy(redact=True, authors="hash", salt=""),
+    )
     actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, previous="", top_k=10, sample=8,
                             canaries=prepared.canaries)  # fmt: skip
     for task in ("part-00000", "part-00002"):  # as a killed run leaves them

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from pipeline import storage
 from pipeline.artifact import Draft, draft
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.precision import use_bf16
@@ -20,6 +25,7 @@ from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedConfig, EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
 
+PRIVACY = Privacy(redact=False, authors="hash", salt="")
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
 
 
@@ -71,9 +77,22 @@ class Shard:
         assert isinstance(out, Draft)
         file = folder / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": f"id {t}", "text": t}) + "\n" for t in texts))
-        record = candidates._stage(out, "file-00000", str(file), ("id", "text"), 1000, Reading())
+        record = candidates._stage(
+            out,
+            "file-00000",
+            (str(file), None),
+            ("id", "text"),
+            1000,
+            Reading(),
+            PRIVACY,
+            EmbedConfig(),
+        )
         parts = [tuple(part) for part in record.parts]
-        (self.slices,) = plan.make(out, parts, before, 1000, 0, []).shards.values()
+        files = []
+        for number, rows in enumerate(before.rows if before else ()):
+            files.append(str(folder / f"before-{number}.arrow"))
+            storage.write_bytes(files[-1], candidates.arrow_file(rows))
+        (self.slices,) = plan.make(out, parts, files, 1000, 0, []).shards.values()
         self.out = out
 
     def make(self, model: Path, **settings) -> EmbedRecord:
@@ -147,6 +166,40 @@ def test_windows_and_batches_do_not_change_what_comes_out(shard, model, written,
     work.make(model, batch_tokens=40)
     for text in TEXTS:
         np.testing.assert_allclose(written[text], whole[text], atol=0.03)
+
+
+def test_a_shard_is_written_and_the_next_is_read_while_another_is_in_the_model(
+    shard, model, monkeypatch
+):
+    """Two threads, as an actor has: the first shard's writing waits for the model to begin the second."""
+    work = shard(TEXTS)
+    known = {"batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0}
+    actor = Embedder(model, **known)
+    vectors, write = inference.row_vectors, embedder.build.write_shard
+    in_model, second_in_model, at_once = threading.Lock(), threading.Event(), []
+    calls = itertools.count(1)
+
+    def compute(*arguments):
+        at_once.append(in_model.acquire(blocking=False))
+        if next(calls) == 2:
+            second_in_model.set()
+        found = vectors(*arguments)
+        in_model.release()
+        return found
+
+    def write_late(*arguments):
+        assert second_in_model.wait(timeout=60)
+        return write(*arguments)
+
+    monkeypatch.setattr(inference, "row_vectors", compute)
+    monkeypatch.setattr(embedder.build, "write_shard", write_late)
+    with ThreadPoolExecutor(2) as threads:
+        names = ("part-00000", "part-00001")
+        done = [threads.submit(actor, work.out, name, work.slices) for name in names]
+        records = [each.result() for each in done]
+    assert at_once == [True, True]  # the model itself takes one at a time
+    digests = [[entry["sha256"] for entry in record.files] for record in records]
+    assert digests[0] == digests[1]
 
 
 @pytest.fixture

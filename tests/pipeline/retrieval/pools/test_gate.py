@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import BadInput, Stopped
 from pipeline.retrieval.pools import gate
+from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.gate import GateConfig, ShardCheck
 
 KIND = "poly, 8 dimensions"
@@ -36,6 +37,7 @@ def test_a_good_pool_passes_and_says_what_was_found():
     second = record(answers=[[(2.0, "d")], [(5.0, "e"), (2.0, "aa")]], norms=[0.4, 2.0, 3.0])
     passed, canaries = check([first, second], top_k=2)
     assert passed == {
+        "removed_share": 0.0, "changed_share": 0.0,
         "norms": [0.4, 1.5, 3.0], "min_cosine": 0.9999,
         "recall": "skipped: there is no version before",
     }  # fmt: skip
@@ -138,9 +140,53 @@ def test_a_file_of_canaries_holds_a_query_in_each_line(tmp_path):
         gate.read_canaries(str(file))
 
 
+def refusal(changes, rows, rows_before, **config):
+    shares = gate.shares_of(Changes(*changes), rows, rows_before)
+    return gate.refusal(GateConfig(**config), shares, "v-1", rows_before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "rows_before"),
+    [((10, 0, 0, 0), 10, 0), ((0, 0, 80, 20), 80, 100), ((99, 50, 50, 0), 199, 100)],
+)
+def test_an_ordinary_night_may_take_the_place_of_the_version_before(changes, rows, rows_before):
+    assert refusal(changes, rows, rows_before) == ""
+
+
+def test_a_version_that_has_lost_too_much_is_refused_with_the_way_to_allow_it():
+    assert refusal((0, 0, 10, 1485), 10, 1495) == (
+        "the gate: 1,485 of the 1,495 ids of v-1 are gone (99.3%; allowed: gate.max_removed_share 0.2). "
+        "Nothing is published. If this is meant, allow it once: the same command with "
+        "--gate.max-removed-share 1"
+    )
+    assert refusal((0, 0, 10, 1485), 10, 1495, max_removed_share=1.0) == ""
+
+
+def test_a_version_that_is_too_different_is_refused():
+    found = refusal((0, 51, 9, 40), 60, 100)
+    assert "40 of the 100 ids of v-1 are gone (40.0%" in found
+    assert (
+        "51 of the 100 ids of v-1 have another text (51.0%; allowed: gate.max_changed_share 0.5)"
+        in found
+    )
+    assert found.endswith("--gate.max-removed-share 1 --gate.max-changed-share 1")
+
+
+def test_a_version_before_that_cannot_be_opened_counts_by_its_size():
+    assert "70 of the 100 ids of v-1 are gone" in refusal((30, 0, 0, 0), 30, 100)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("sample", -1), ("canary_texts", -1), ("top_k", 0), ("min_cosine", 1.1), ("min_recall", -0.1)],
+    [
+        ("max_removed_share", 1.1),
+        ("max_changed_share", -0.1),
+        ("sample", -1),
+        ("canary_texts", -1),
+        ("top_k", 0),
+        ("min_cosine", 1.1),
+        ("min_recall", -0.1),
+    ],
 )
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(BadInput, match=rf"^gate\.{field}: {value} is not allowed"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline import storage
 from pipeline.artifact import Draft, draft
 from pipeline.config import from_dict, to_dict
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.retrieval.pools import candidates, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.plan import NEW, Changes, Plan
 
+PRIVACY = Privacy(redact=False, authors="hash", salt="")
 Rows = list[tuple[str, str]]
 """(id, text)"""
 
@@ -28,23 +32,16 @@ few = st.tuples(st.sampled_from("123456"), st.sampled_from("abcdef"))
 rows_lists = st.lists(few, min_size=1, max_size=14)
 
 
-@dataclass(frozen=True)
-class Before:
-    """The version before, as far as a plan looks at it."""
-
-    rows: tuple[pa.Table, ...]
-
-    def __len__(self) -> int:
-        return sum(table.num_rows for table in self.rows)
-
-
-def before(rows: Rows) -> Before | None:
-    """Rows of a pool have distinct ids and texts; two shards."""
+def before(folder: Path, rows: Rows) -> list[str]:
+    """The files of a version's rows, which have distinct ids and texts; two shards."""
     kept = one_by_one(rows)[0]
     records = [{"id": i, "text": t, "content_hash": content_hash(t)} for i, t in kept]
-    shards = (records[:2], records[2:])
-    tables = tuple(pa.Table.from_pylist(shard, schema=ROWS) for shard in shards)
-    return Before(tables) if kept else None
+    files = []
+    for number, shard in enumerate((records[:2], records[2:])):
+        table = pa.Table.from_pylist(shard, schema=ROWS)
+        files.append(str(folder / f"part-{number}.arrow"))
+        storage.write_bytes(files[-1], candidates.arrow_file(table))
+    return files if kept else []
 
 
 def one_by_one(rows: Rows) -> tuple[Rows, dict[str, int]]:
@@ -74,7 +71,16 @@ class Maker:
         out = draft(str(folder / "out"), "pool", EmbedConfig(), {})
         file = folder / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in rows))
-        record = candidates._stage(out, "file-00000", str(file), ("id", "text"), 1000, Reading())
+        record = candidates._stage(
+            out,
+            "file-00000",
+            (str(file), None),
+            ("id", "text"),
+            1000,
+            Reading(),
+            PRIVACY,
+            EmbedConfig(),
+        )
         return out, [tuple(part) for part in record.parts]
 
     def __call__(
@@ -82,7 +88,8 @@ class Maker:
     ) -> tuple[Plan, Rows, list[int]]:
         """(the plan, the rows of all its shards, their verdicts)"""
         out, parts = self.stage(rows)
-        made = plan.make(out, parts, before(previous), rows_per_shard, texts, hashes)
+        rows_before = before(Path(out.uri).parent, previous)
+        made = plan.make(out, parts, rows_before, rows_per_shard, texts, hashes)
         made = from_dict(Plan, json.loads(json.dumps(to_dict(made))))  # as a record keeps it
         kept, verdicts = [], []
         for slices in made.shards.values():
@@ -202,3 +209,24 @@ def test_a_plan_of_nothing_but_changes_of_ids_embeds_nothing(make):
     assert made.changes == Changes(new=2, changed=0, same=0, gone=2)
     assert verdicts == [1, 0]
     assert replace(made.changes, new=0, gone=0).none
+
+
+def test_of_the_version_before_ids_and_hashes_are_read_and_no_texts(tmp_path, monkeypatch):
+    records = [
+        {"id": f"{n}", "text": "long " * 200, "content_hash": content_hash(f"{n}")}
+        for n in range(500)
+    ]
+    data = candidates.arrow_file(pa.Table.from_pylist(records, schema=ROWS)).to_pybytes()
+    read = []
+
+    class Counted(io.BytesIO):
+        def read(self, size=-1):
+            found = super().read(size)
+            read.append(len(found))
+            return found
+
+    monkeypatch.setattr(storage, "open_input", lambda uri: pa.PythonFile(Counted(data), "r"))
+    texts, ids = candidates.read_published_keys("somewhere.arrow")
+    assert texts.tolist() == [candidates.text_key(row["content_hash"]) for row in records]
+    assert ids.tolist() == [candidates.id_key(row["id"]) for row in records]
+    assert sum(read) < len(data) / 10

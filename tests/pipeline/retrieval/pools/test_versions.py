@@ -38,11 +38,11 @@ def begin(pools: str, version: str) -> Draft:
 def publish(pools, monkeypatch):
     """`publish("v-1", age_days)`: a version that was published so long ago, and is CURRENT now."""
 
-    def run(version: str, age_days: float) -> Artifact:
+    def run(version: str, age_days: float, rows: int = 0) -> Artifact:
         when = datetime.fromtimestamp(time.time() - age_days * DAY, UTC)
         with monkeypatch.context() as patch:
             patch.setattr(artifact, "datetime", type("Then", (), {"now": lambda _: when}))
-            found = begin(pools, version).publish([], {})
+            found = begin(pools, version).publish([], {"candidates": rows})
         make_current(pools, "p", version)
         return found
 
@@ -67,30 +67,30 @@ def four(publish):
      (1, 2.5, ["v-3", "v-4"]), (3, 2.5, ["v-4"]), (1, 100, [])],
 )  # fmt: skip
 def test_the_newest_stay_and_the_young(pools, keep, days, gone):
-    assert versions.remove_old(pools, "p", keep, days) == gone
+    assert versions.remove_old(pools, "p", keep, days).removed == gone
     assert there(pools) == [name for name in ("v-1", "v-2", "v-3", "v-4") if name not in gone]
 
 
 @pytest.mark.usefixtures("four")
 def test_current_stays_however_old_it_is(pools):
     make_current(pools, "p", "v-4")
-    assert versions.remove_old(pools, "p", 1, 0) == ["v-2", "v-3"]
+    assert versions.remove_old(pools, "p", 1, 0).removed == ["v-2", "v-3"]
     assert there(pools) == ["v-1", "v-4"]
 
 
 @pytest.mark.usefixtures("four")
 def test_what_is_served_stays_until_it_is_given_back(pools):
     served = lease(storage.join(pools, "p", "v-3"))
-    assert versions.remove_old(pools, "p", 1, 0) == ["v-2", "v-4"]
+    assert versions.remove_old(pools, "p", 1, 0).removed == ["v-2", "v-4"]
     served.stop()
-    assert versions.remove_old(pools, "p", 1, 0) == ["v-3"]
+    assert versions.remove_old(pools, "p", 1, 0).removed == ["v-3"]
 
 
 @pytest.mark.usefixtures("four")
 def test_what_abandoned_jobs_have_left_goes_and_what_is_not_ours_stays(pools):
     abandoned = storage.name_of(begin(pools, "v-5").staging)
     storage.write_bytes(storage.join(pools, "p", "notes", "a.txt"), b"mine")
-    assert versions.remove_old(pools, "p", 0, 0) == [abandoned]
+    assert versions.remove_old(pools, "p", 0, 0).removed == [abandoned]
     assert there(pools) == ["notes", "v-1", "v-2", "v-3", "v-4"]
 
 
@@ -109,7 +109,20 @@ def test_a_removal_that_was_killed_is_finished_by_the_next(pools, publish, monke
         with pytest.raises(KeyboardInterrupt):
             versions.remove_old(pools, "p", 1, 0)
     assert there(pools) == ["v-1", "v-2"]
-    assert versions.remove_old(pools, "p", 1, 0) == ["v-2"]
+    assert versions.remove_old(pools, "p", 1, 0).removed == ["v-2"]
+
+
+def test_the_last_version_of_a_larger_pool_stays(pools, publish):
+    sizes = (90, 100, 70, 10, 30, 10)
+    for night, rows in zip(range(6, 0, -1), sizes, strict=True):
+        publish(f"v-{night}", night, rows)
+    found = versions.remove_old(pools, "p", 2, 0, 0.2)
+    # v-4 has more than v-2, which stays; v-5 has more than v-4; v-6 has not.
+    assert found.kept_larger == [("v-4", 70), ("v-5", 100)]
+    assert found.removed == ["v-3", "v-6"]
+    publish("v-0", 0, 95)
+    assert versions.remove_old(pools, "p", 1, 0, 0.2).kept_larger == []
+    assert there(pools) == ["v-0"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""Vectors of builds that were killed and never finished, which a later build copies.
+
+A build that is killed resumes with the same input. With another input it is another version, with a draft
+of its own: without what stands here, that would embed again what took hours. A draft's finished shards are
+as good as a published version's, where the same model made them by the same settings and numerics.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline import node_cache, storage
+from pipeline.arrays import Floats, Ints
+from pipeline.artifact import read_request, task_marks
+from pipeline.config import digest
+from pipeline.retrieval.pools.vector_format import Layer, decode
+
+PLAN = "plan"
+"""The task whose record says in what a build computes."""
+
+
+@dataclass(frozen=True)
+class UnfinishedShard:
+    """A finished shard of a draft."""
+
+    folder: str
+    """The draft's URI."""
+    name: str
+    rows: int
+
+    @property
+    def rows_file(self) -> str:
+        return storage.join(self.folder, "rows", f"{self.name}.arrow")
+
+
+def find_shards(
+    folders: Sequence[str],
+    model_fingerprint: str,
+    vector_settings: Mapping[str, Any],
+    numerics: Mapping[str, Any],
+) -> list[UnfinishedShard]:
+    """The finished shards of those drafts in which the same model makes the same vectors.
+
+    `vector_settings`: the job's settings that decide a vector, by their dotted names. `numerics`: what the
+    record of the draft's plan has to say of its computation.
+    """
+    shards = []
+    for folder in folders:
+        request = read_request(folder)
+        if request.get("inputs", {}).get("model") != model_fingerprint:
+            continue
+        config = request.get("config", {})
+        if any(config.get(name, value) != value for name, value in vector_settings.items()):
+            continue
+        records = {name: json.loads(data) for name, data in task_marks(folder).items()}
+        planned = records.get(PLAN, {})
+        if any(planned.get(name) != value for name, value in numerics.items()):
+            continue
+        for name, record in sorted(records.items()):
+            rows = record.get("counts", {}).get("candidates", 0)
+            if name.startswith("part-") and rows:
+                shards.append(UnfinishedShard(folder, name, rows))
+    return shards
+
+
+class UnfinishedVectors:
+    """The rows of unfinished shards, by place among all of them; an actor holds none in memory."""
+
+    def __init__(self, shards: Sequence[UnfinishedShard]) -> None:
+        self._shards = shards
+        self._ends = np.cumsum([shard.rows for shard in shards], dtype=np.int64).tolist()
+        self._folders: dict[str, Path] = {}
+
+    def at(self, places: Ints) -> tuple[list[str], Floats]:
+        """(content hashes, vectors [N, D]) at N ascending places, one at least.
+
+        Raises OSError or ValueError where a file is gone or damaged.
+        """
+        hashes: list[str] = []
+        parts: list[Floats] = []
+        start = 0
+        while start < len(places):
+            number = bisect_right(self._ends, int(places[start]))
+            end = int(np.searchsorted(places, self._ends[number]))
+            begins = self._ends[number - 1] if number else 0
+            some_hashes, vectors = self._read(self._shards[number], places[start:end] - begins)
+            hashes += some_hashes
+            parts.append(vectors)
+            start = end
+        return hashes, np.concatenate(parts)
+
+    def _read(self, shard: UnfinishedShard, places: Ints) -> tuple[list[str], Floats]:
+        matrix, norms = (
+            np.load(self._local(shard.folder, what) / f"{shard.name}.npy", "r", allow_pickle=False)
+            for what in ("vectors", "norms")
+        )
+        path = self._local(shard.folder, "rows") / f"{shard.name}.arrow"
+        with pa.memory_map(str(path)) as stream:
+            rows = pa.ipc.open_file(stream).read_all()
+            hashes = rows["content_hash"].take(pa.array(places)).to_pylist()
+        if not len(matrix) == norms.shape[1] == len(rows) == shard.rows:
+            raise ValueError(f"{path}: not as many rows as the draft says")
+        return hashes, decode(Layer(matrix[places], norms[:, places]))
+
+    def _local(self, folder: str, what: str) -> Path:
+        """A local copy of a draft's folder, once per node."""
+        uri = storage.join(folder, what)
+        if uri not in self._folders:
+            names = [shard.name for shard in self._shards if shard.folder == folder]
+            self._folders[uri] = node_cache.local_folder(uri, digest(names))
+        return self._folders[uri]

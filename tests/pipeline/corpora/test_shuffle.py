@@ -1,0 +1,101 @@
+"""The files of blocks merged before the join: the same rows, fewer requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline import storage
+from pipeline.artifact import Draft
+from pipeline.corpora import buckets
+from pipeline.corpora.reddit import shuffle
+from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
+
+SCHEMA = pa.schema([("number", pa.int64())])
+BLOCKS, BUCKETS, ROWS = 50, 40, 200
+NAMES = [f"block-00000-{number:06d}" for number in range(BLOCKS)]
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch) -> Draft:
+    """A draft with blocks, whose tasks run here."""
+    folder = str(tmp_path / "out")
+    draft = Draft(folder, folder, "corpus", {}, {}, "")
+    rng = np.random.default_rng(0)
+    for number, name in enumerate(NAMES):
+        rows = pa.table([np.arange(ROWS) + number * ROWS], schema=SCHEMA)
+        buckets.write(draft, name, rows, rng.integers(BUCKETS, size=ROWS), BUCKETS)
+
+    def run(draft, tasks, work, label, kind, memory):
+        for name in [name for name in tasks if name not in draft.marks()]:
+            draft.mark(name, work(draft, name, tasks[name]))
+
+    monkeypatch.setattr(shuffle.shards, "run_tasks", run)
+    monkeypatch.setattr(shuffle, "_MERGED_FROM", 1000)
+    return draft
+
+
+def all_buckets(draft: Draft, names: list[str]) -> list[pa.Table]:
+    return [buckets.read(draft, names, bucket, SCHEMA) for bucket in range(BUCKETS)]
+
+
+@pytest.fixture
+def opened(monkeypatch) -> list[str]:
+    """The files that are opened to be read: an object store is asked as often, two or three times each."""
+    found: list[str] = []
+    read = storage.open_input
+    monkeypatch.setattr(storage, "open_input", lambda uri: found.append(uri) or read(uri))
+    return found
+
+
+def test_merged_blocks_hold_the_same_rows_and_are_read_in_a_fraction_of_the_requests(out, opened):
+    before = all_buckets(out, NAMES)
+    assert len(opened) == BLOCKS * BUCKETS
+    opened.clear()
+    merged = merge_blocks(out, NAMES, BUCKETS)
+    assert all_buckets(out, merged) == before
+    assert len(merged) == 7  # of 8 blocks each, the last of 2
+    assert len(opened) == BLOCKS * 2 + len(merged) * BUCKETS
+    assert sorted(storage.names_in(out.path("_buckets"))) == merged
+
+
+def test_few_blocks_are_read_as_they_are(out, monkeypatch):
+    monkeypatch.setattr(shuffle, "_MERGED_FROM", BLOCKS * BUCKETS)
+    assert merge_blocks(out, NAMES, BUCKETS) == NAMES
+
+
+def test_a_merge_that_was_killed_goes_on(out, monkeypatch):
+    before = all_buckets(out, NAMES)
+    remove, calls = buckets.remove, []
+
+    def power_cut(draft, names):
+        calls.append(names)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        remove(draft, names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buckets, "remove", power_cut)
+        with pytest.raises(KeyboardInterrupt):
+            merge_blocks(out, NAMES, BUCKETS)
+    merged = merge_blocks(out, NAMES, BUCKETS)
+    assert all_buckets(out, merged) == before
+    assert merge_blocks(out, NAMES, BUCKETS) == merged  # nothing is left to do
+
+
+def test_a_task_that_is_tried_again_after_its_mark_does_not_need_the_blocks(out):
+    shuffle._merge(out, "merged-00000", NAMES[:3], BUCKETS)
+    shuffle._merge(out, "merged-00000", NAMES[:3], BUCKETS)
+    assert Path(out.path("_buckets", "merged-00000")).exists()
+
+
+def test_all_of_reddit_takes_a_hundredth_of_the_requests():
+    """To 2019: 18,600 blocks of 256 MiB of lines, some 40 MB of comments each, and 3,725 buckets."""
+    reddit = Shuffle(18_600, 3_725)
+    assert 18_600 * 3_725 * 3 > 207e6  # without the merge
+    assert (reddit.is_merged, reddit.group_blocks, reddit.files) == (True, 137, 136)
+    assert 2.3e6 < reddit.requests(40 << 20) < 2.5e6
+    assert Shuffle(100, 30).requests(1 << 20) == 9_000
