@@ -25,7 +25,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import languages
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import read_dumps
-from pipeline.corpora.reddit.shuffle import merge_blocks
+from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
 from pipeline.corpora.reddit.threads import build_bucket
 from pipeline.cost import Estimate
 from pipeline.records import TaskRecord
@@ -39,9 +39,7 @@ _MIB = 1 << 20
 _BLOCK_MIB = (16, 256)
 _MANY = 4096
 _RATIO = 10  # of a dump to its .zst
-_SHUFFLED_SHARE = (
-    0.9  # of the dumps to what blocks write for buckets: 34.6 of 38.4 MB, made-up comments
-)
+_SHUFFLED_SHARE = 0.9  # of the dumps' size: what blocks write, 34.6 of 38.4 MB of made-up comments
 _MEMORY_RATIO = 22  # of the memory that a bucket takes to its share of the compressed dump
 
 
@@ -62,14 +60,16 @@ def estimate(
     block_bytes, buckets = _sizes(size, options)
     blocks = sum(max(1, round(one * ratio / block_bytes)) for one in sizes)
     comments = round(size * ratio / comment_bytes)
-    tasks = len(sizes) + blocks + buckets
+    shuffle = Shuffle(blocks, buckets)
+    shuffled = round(size * _SHUFFLED_SHARE)
+    tasks = len(sizes) + blocks + buckets + (shuffle.files if shuffle.is_merged else 0)
     return Estimate(
         input_files=len(sizes),
         input_bytes=size,
         rows=comments,
         tasks=tasks,
-        requests=cost.reads(sizes) + blocks * (buckets + 1) + 2 * tasks,
-        shuffle_bytes=round(size * _SHUFFLED_SHARE),
+        requests=cost.reads(sizes) + shuffle.requests(shuffled // blocks) + 2 * tasks,
+        shuffle_bytes=shuffled * (2 if shuffle.is_merged else 1),
         memory_bytes=size // buckets * _MEMORY_RATIO,
         cpu_hours=cost.core_hours(comments, "reddit comments"),
         basis=cost.MEASURED["reddit comments"].source,
