@@ -76,6 +76,8 @@ def run(config: Config) -> program.Summary:
     work.mkdir(parents=True, exist_ok=True)
     data = find(Path(config.data)) if config.data else _sample(work / "sample")
 
+    # Ray's core says on this terminal, of every pool of actors, that its arguments are in the object store.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     from ray import serve
 
     # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.

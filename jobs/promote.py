@@ -161,10 +161,11 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
         "p": pair["p"],
     }
     if low <= config.min_difference:
+        difference = f"{pair['difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}"
         raise Stopped(
-            f"model {config.registered_model}: not promoted: R@1 of the candidate minus the champion's is "
-            f"{pair['difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} on {found['examples']:,} "
-            f"questions; allowed: an interval above --min-difference {config.min_difference:g}"
+            f"model {config.registered_model}: not promoted: R@1 of the candidate less that of the "
+            f"champion is {difference} on {found['examples']:,} questions; allowed: an interval above "
+            f"--min-difference {config.min_difference:g}"
         )
     return comparison
 

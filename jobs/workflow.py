@@ -105,7 +105,12 @@ def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
     for name, command in found["steps"].items():
         require(isinstance(command, str) and bool(command.strip()), f"{file}: steps.{name}",
                 _short(command), "a command")  # fmt: skip
-        words = shlex.split(_replace(command, values, f"{file}: steps.{name}"), comments=True)
+        where = f"{file}: steps.{name}"
+        try:
+            words = shlex.split(_replace(command, values, where), comments=True)
+        except ValueError as error:
+            raise BadInput(f"{where}: {error} in {_short(command)!r}") from None
+        require(bool(words), where, _short(command), "a command")
         steps.append(Step(str(name), tuple(words)))
     require(bool(steps), f"{file}: steps", "none", "one step or more")
     return steps

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT")
 
+_ROOT = Path(__file__).parents[1]
+
 NOT_IDENTITY: Mapping[str, Any] = MappingProxyType({"identity": False})
 """The `metadata` of a field that does not change a job's output: two jobs that differ in such fields
 alone are the same job. On a field that is a dataclass it holds for the whole group."""
@@ -381,10 +383,18 @@ def _normalise(
         if typing.get_origin(hint) is tuple and not (len(values) == 1 and values[0][:1] == "["):
             values = [json.dumps(values)]
         if name == "--config" and values:
-            config.extend(part for file in values for part in (name, file))
+            config.extend(part for file in values for part in (name, _found_recipe(file)))
         else:
             normal.extend([name, *values])
     return config + normal
+
+
+def _found_recipe(file: str) -> str:
+    """The file; or, where the working directory has none of that name, the recipe of it that we bring along
+    (`jobs/configs/finetune/bi.yaml`), so that commands work outside of a checkout."""
+    ours = _ROOT / file
+    is_recipe = ours.is_relative_to(_ROOT / "jobs" / "configs") and ours.is_file()
+    return str(ours) if is_recipe and not Path(file).exists() else file
 
 
 def _passed_on(config_class: type, argv: Sequence[str]) -> list[str]:

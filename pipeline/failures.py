@@ -27,12 +27,13 @@ _STORAGE_ERRORS = {
 
 # What stores call it, and what a person should know. Another try mends none of them.
 _STORE_REFUSALS = {
-    "NO_SUCH_BUCKET|NoSuchBucket": "there is no such bucket",
-    "ACCESS_DENIED|AccessDenied|PERMISSION_DENIED|403 Forbidden": "the object store refuses access: no "
-    "credentials, or a role without this right",
+    "NO_SUCH_BUCKET|NoSuchBucket":
+        "there is no such bucket",
+    r"ACCESS_DENIED|AccessDenied|PERMISSION_DENIED|Generic \w+ error(?=.*403 Forbidden)":
+        "the object store refuses access: no credentials, or a role without this right",
     "INVALID_ACCESS_KEY_ID|InvalidAccessKeyId|UNRECOGNIZED_CLIENT|SIGNATURE_DOES_NOT_MATCH|"
     "SignatureDoesNotMatch|INVALID_CLIENT_TOKEN_ID|EXPIRED_TOKEN|ExpiredToken":
-    "the object store does not accept the credentials",
+        "the object store does not accept the credentials",
 }  # fmt: skip
 
 _WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")

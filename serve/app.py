@@ -65,7 +65,7 @@ _log = logging.getLogger("polyrank.serve")
 
 
 class Args(BaseModel):
-    """What is served, and how."""
+    """The arguments of `build`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -93,7 +93,7 @@ class Args(BaseModel):
         description="refuse: answer 503; answer: without that shard's rows, and say so.",
     )
     second_stage: str = Field(
-        default="", description="A cross-encoder that scores the best 50 of a pool anew."
+        default="", description="A cross-encoder that scores the best 50 rows of a pool again."
     )
     classifier: str = Field(
         default="", description="A classifier (of jobs.classify_intents), for /classify."
@@ -102,19 +102,22 @@ class Args(BaseModel):
         default="",
         description="Another model, such as models:/name@candidate, that answers a share of the requests.",
     )
-    candidate_share: float = Field(default=0.05, gt=0, le=1, description="That share.")
+    candidate_share: float = Field(
+        default=0.05, gt=0, le=1, description="The candidate's share of the requests."
+    )
     precision: Precision = Field(
         default="auto",
-        description="What the encoder computes in; auto: bf16 where the hardware multiplies it.",
+        description="Precision of the encoder; auto: bf16 if the hardware has it.",
     )
     name: str = Field(default="ranker", description="Name of the deployment.")
     poll_s: float = Field(
-        default=2.0, gt=0, description="How often new versions are looked for, and followed."
+        default=2.0, gt=0, description="Seconds between two looks for new versions."
     )
     origins: list[str] = Field(
-        default=[], description="Origins whose pages may ask (CORS); on the command line a,b."
+        default=[],
+        description="Origins whose pages may call the service (CORS); on the command line a,b.",
     )
-    limits: Limits = Field(default_factory=Limits, description="What a client may ask for.")
+    limits: Limits = Field(default_factory=Limits, description="Limits on requests.")
 
     @field_validator("pools", "sharded_pools", "origins", mode="before")
     @classmethod
@@ -123,9 +126,9 @@ class Args(BaseModel):
 
 
 @serve.deployment(
-    # Requests are admitted by the service itself, by the work that waits. Serve's router hands a standing
-    # queue on at 4 requests a second, so it gets none: its own is for requests on their way alone, of which
-    # 16 refused some of 32 clients who came at once.
+    # The service itself admits requests, by the work that waits. Serve's router passes a full queue on at
+    # only 4 requests a second, so it should never have one: max_queued_requests is for requests in transit.
+    # 16 was too few: some of 32 simultaneous clients were refused.
     max_ongoing_requests=512,
     max_queued_requests=256,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
@@ -133,7 +136,7 @@ class Args(BaseModel):
 )
 @serve.ingress()
 class Ranker:
-    """A replica."""
+    """A replica of the service."""
 
     def __init__(self, args: Args, shards: list[DeploymentHandle]) -> None:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
@@ -145,7 +148,7 @@ class Ranker:
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
-            self._candidate.start(wait=False)  # the champion answers until it is there
+            self._candidate.start(wait=False)  # the champion answers until the candidate is loaded
         limits = args.limits
         self._service = Service(
             self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows
@@ -164,7 +167,7 @@ class Ranker:
         return follower
 
     def _engine(self) -> Engine:
-        """Which model answers a request."""
+        """The engine for the next request."""
         candidate = self._candidate.loaded
         if candidate and random.random() < self._args.candidate_share:
             return candidate
@@ -262,22 +265,19 @@ class _Shard:
 
 
 def _ask(name: str, report: Report) -> Decision:
-    """The decider may have been started again since: it is looked up each time."""
+    """Asks a decider. It is looked up each time, because it may have restarted."""
     decider = serve.get_deployment_actor(name)
     answer: Decision = ray.get(decider.follow.remote(report), timeout=_ANSWER_S)
     return answer
 
 
 def build(args: Args) -> serve.Application:
-    """The application; refuses what cannot be served before any replica starts.
-
-    Raises BadInput.
-    """
+    """The application. Raises BadInput, before any replica starts, for what cannot be served."""
     return application(args)
 
 
 def application(args: Args, **options: Any) -> serve.Application:
-    """As `build`, with options of the deployment, such as `num_replicas`."""
+    """As `build`, with options for the deployment, such as `num_replicas`."""
     pools = tuple(storage.absolute(uri) for uri in [*args.pools, *args.sharded_pools])
     champion = Targets(_absolute(args.model), pools)
     versions, _ = resolve(champion)
@@ -327,5 +327,5 @@ def _shard(number: int, args: Args) -> serve.Application:
 
 
 def _absolute(model: str) -> str:
-    """A replica's directory is not this process'; an alias of the registry stays one."""
+    """An absolute URI, because a replica has another working directory. An alias stays an alias."""
     return storage.absolute(model) if model and not model.startswith(REGISTRY) else model

@@ -34,30 +34,30 @@ from serve.scheduling import Kind
 if TYPE_CHECKING:
     from serve.shards import ShardedPool
 
-# Tokens in a batch for each thread; `inference` cuts it further, by length. Larger ones gain nothing and
-# keep small requests waiting: of all-MiniLM 4,096 tokens take a core some 0.1 s.
+# Tokens in a batch for each thread; `inference` splits it further, by length. Larger batches are no faster,
+# and delay small requests: all-MiniLM takes some 0.1 s of a core for 4,096 tokens.
 _TOKENS_A_THREAD, _TOKENS_A_GPU = 4_096, 65_536
-_SEARCHES = 16  # contexts that one pass over a pool answers
+_SEARCHES = 16  # searches in one pass over a pool
 _PRODUCTS = 2.0e8  # multiplications in a batch of scores, some 10 ms of a core
-_CANARIES = 8
-_NEAR = 0.05  # how far a vector may be off its pool's, as a share of its length: bf16 and float32
-_FILTERS = 64  # masks that are kept
+_CANARIES = 8  # rows of a pool that are embedded again to check its vectors
+_NEAR = 0.05  # tolerated distance of such a vector, relative to its length: bf16 against float32
+_FILTERS = 64  # row masks in the cache
 
 Where = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-class Asked(NamedTuple):
-    """A question to a pool."""
+class PoolQuestion(NamedTuple):
+    """A search of a pool."""
 
     vectors_MD: Tensor
     mask_M: Tensor
     top_k: int
     among: Bools | None
-    """[rows of the pool] that count; None: all."""
+    """[rows of the pool] true for the rows to search; None: all."""
 
 
-class Answered(NamedTuple):
-    """The best rows of a pool for one question, best first."""
+class PoolAnswer(NamedTuple):
+    """The best rows of a pool, best first."""
 
     places_K: Ints
     scores_K: Floats
@@ -65,7 +65,7 @@ class Answered(NamedTuple):
 
 
 class SecondStage(NamedTuple):
-    """A cross-encoder that scores the best of a pool anew."""
+    """A cross-encoder that scores the best rows of a pool again."""
 
     model: Artifact
     ranker: Ranker
@@ -73,7 +73,7 @@ class SecondStage(NamedTuple):
 
 
 class ToExplain(NamedTuple):
-    """A ranking by vectors."""
+    """A ranking by vectors, to be explained."""
 
     row: Sequence[int]
     """The context, of `Ranker.context_rows`."""
@@ -84,7 +84,7 @@ class ToExplain(NamedTuple):
 
 
 class Engine:
-    """Calls may come from any thread; a `Kind` is computed by one at a time."""
+    """A model with its pools. Any thread may call its methods; a `Kind` runs on one thread at a time."""
 
     def __init__(
         self,
@@ -95,15 +95,28 @@ class Engine:
         classifier: str = "",
         sharded: Sequence[ShardedPool] = (),
     ) -> None:
-        """Loads and checks a model and versions of pools; a pool's own URI means its CURRENT one.
-        `second_stage`: a cross-encoder that scores the best of a pool anew. `classifier`: of intents.
-        `sharded`: versions of further pools, which are searched elsewhere.
+        """Loads and checks a model and versions of pools (a pool's own URI means its CURRENT version).
 
-        Raises BadInput for a model or a pool that cannot be served, or whose vectors are not the model's.
+        `second_stage`: a cross-encoder that scores the best rows of a pool again. `classifier`: of intents.
+        `sharded`: pools that other deployments search. Raises BadInput for a model or pool that cannot be
+        served, and for a pool whose vectors this model does not make.
         """
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
         self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]
+        try:
+            self._load(precision, second_stage, classifier, sharded)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(
+        self,
+        precision: Precision,
+        second_stage: str,
+        classifier: str,
+        sharded: Sequence[ShardedPool],
+    ) -> None:
         self.ranker = LoadedRanker.load(self.model.uri, precision).module
         gpu = self.ranker.device.type == "cuda"
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
@@ -145,7 +158,7 @@ class Engine:
         return self.ranker.config.has_vectors
 
     def close(self) -> None:
-        """Gives the pools' versions back, so that old ones may be removed."""
+        """Releases the pool versions, so that old ones may be removed."""
         for held in self._leases:
             if held is not None:
                 held.stop()
@@ -180,8 +193,8 @@ class Engine:
         vectors_KD[order_K] = self.pools[pool].vectors_at(places_K[order_K])
         return torch.from_numpy(vectors_KD)
 
-    def among(self, pool: str, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
-        """The rows of a pool that a filter leaves; None: all.
+    def allowed_rows(self, pool: str, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
+        """The mask of a pool's rows that pass a filter; None: all rows.
 
         Raises BadInput for a column that the pool does not keep.
         """
@@ -191,7 +204,7 @@ class Engine:
         return filters.select(self.pools[pool], allow, where=dict(where))
 
     def info(self) -> dict[str, Any]:
-        """What is served, for people and for checks; no paths."""
+        """The description for /info. It contains no paths."""
         config = self.ranker.config
         return {
             "model": {
@@ -221,7 +234,7 @@ class Engine:
     # Before it answers
 
     def _warm_up(self) -> None:
-        """The first pass allocates and compiles."""
+        """Runs the model once: the first pass allocates and compiles."""
         contexts = self.ranker.context_rows([["warm up"], ["a longer text to warm up"]])
         candidates = self.ranker.candidate_rows(["one", "two"])
         if self.has_vectors:
@@ -231,9 +244,9 @@ class Engine:
             self.pairs.run(list(zip(contexts, candidates, strict=True)))
 
     def _check(self, pool: Pool) -> None:
-        """Asks with some of the pool's texts: their vectors must be the pool's, and searches have answers.
+        """Embeds some of the pool's texts and searches for them.
 
-        Raises BadInput.
+        Raises BadInput if the vectors are not the pool's, or a score is not a number.
         """
         if not len(pool):
             return
@@ -243,7 +256,7 @@ class Engine:
         canaries = [(*row, vector_D) for row, vector_D in zip(rows, vectors_ND, strict=True)]
         self._check_vectors(pool.artifact.uri, canaries)
         contexts = self.ranker.context_rows([[row.text] for row in rows])
-        asked = [Asked(*one, 10, None) for one in self._encode_contexts(contexts)]
+        asked = [PoolQuestion(*one, 10, None) for one in self._encode_contexts(contexts)]
         for answer in self.searches[pool.name].run(asked):
             if not np.isfinite(answer.scores_K).all():
                 raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
@@ -271,9 +284,11 @@ def search_kind(pool: Pool, attention: Attention) -> Kind:
     return Kind("search", functools.partial(_search_together, pool, attention), _SEARCHES)
 
 
-def _search_together(pool: Pool, attention: Attention, asked: Sequence[Asked]) -> list[Answered]:
+def _search_together(
+    pool: Pool, attention: Attention, asked: Sequence[PoolQuestion]
+) -> list[PoolAnswer]:
     """Questions with the same filter share their passes over the pool."""
-    found: dict[int, Answered] = {}
+    found: dict[int, PoolAnswer] = {}
     by_filter: dict[int, list[int]] = {}
     for place, one in enumerate(asked):
         by_filter.setdefault(id(one.among), []).append(place)
@@ -288,7 +303,7 @@ def _search_together(pool: Pool, attention: Attention, asked: Sequence[Asked]) -
             among=some[0].among,
         )
         for at, (place, one) in enumerate(zip(places, some, strict=True)):
-            found[place] = Answered(
+            found[place] = PoolAnswer(
                 answer.places[at, : one.top_k],
                 answer.scores[at, : one.top_k],
                 bool(answer.certified[at]),

@@ -1,4 +1,4 @@
-"""A classifier of intents at work: token rows in, what it says of each text out, in batches."""
+"""A loaded classifier of intents, which classifies texts in batches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from serve.scheduling import Kind
 
 
 class Intents:
-    """A loaded head and its encoder, which may be the ranker that is served anyway."""
+    """A head and its encoder, which may be the served ranker."""
 
     def __init__(
         self, uri: str, model: Artifact, ranker: Ranker, precision: Precision, batch_tokens: float
     ) -> None:
-        """`ranker`: of the artifact `model`, loaded; used where the head was trained on it.
+        """`ranker`: the loaded `model`. It is the encoder if the head was trained on it.
 
-        Raises BadInput for what is no classifier, and for an encoder that is gone or another one.
+        Raises BadInput if `uri` is no classifier, or if its encoder has gone or was replaced.
         """
         self.artifact, self.classifier = open_classifier(uri)
         if self.classifier.encoder_fingerprint == model.fingerprint:
@@ -37,7 +37,7 @@ class Intents:
         self.kind.run(self.rows(["warm up"]))
 
     def rows(self, texts: Sequence[str]) -> list[list[int]]:
-        """What `kind` computes: token ids."""
+        """The token ids of each text, which are the rows of `kind`."""
         return self.encoder.rows(texts)
 
     def _classify(self, rows: Sequence[Sequence[int]]) -> list[Classified]:

@@ -1,6 +1,6 @@
-"""From questions to answers: tokenise, hand the rows to the work queue, put results in order.
+"""Answers questions: tokenises, hands rows to the work queue, and sorts the results.
 
-Everything that a question needs comes from one engine, taken when it begins: no answer mixes two versions.
+A question takes one engine at its beginning and uses no other, so no answer mixes two versions.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
 from pipeline.ranking.results import Result, best_results
 from pipeline.ranking.search import results_at
-from serve.engine import Asked, Engine, SecondStage, ToExplain, Where
+from serve.engine import Engine, PoolQuestion, SecondStage, ToExplain, Where
 from serve.errors import CODES, Refusal
 from serve.intents import Intents
 from serve.scheduling import Batch, WorkQueue
 
 ResultT = TypeVar("ResultT")
-# Candidates of a pool that a second stage scores: a choice, not measured.
+# Candidates of a pool that the second stage scores. Not tuned.
 _SECOND_STAGE = 50
 
 
 class Text(NamedTuple):
-    """A candidate that came with the question."""
+    """A candidate in the question."""
 
     id: str
     text: str
@@ -39,7 +39,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """Candidates come with it, or from a pool."""
+    """The candidates are in the question, or in a pool."""
 
     context: Sequence[str]
     candidates: Sequence[Text] | None
@@ -59,18 +59,18 @@ class Answer:
     """Whether this is provably the exact top k; with a second stage: whether it scored the exact best."""
     engine: Engine
     pool: str = ""
-    """"": the candidates came with the question."""
+    """"": the candidates were in the question."""
     pool_version: str = ""
     explained: Explained | None = None
-    """Where the question asks for it and there are results."""
+    """Only if the question asks for it and there are results."""
     missing_shards: Sequence[int] = ()
     """Shards of the pool whose rows are not among the results."""
     candidates: int = 0
-    """How many were ranked: given with the question, or rows of the pool."""
+    """How many were ranked: those in the question, or the pool's rows."""
 
 
-class _InPool(NamedTuple):
-    """What a search of a pool has found."""
+class _PoolResults(NamedTuple):
+    """The results of a search of a pool."""
 
     results: list[Result]
     certified: bool
@@ -84,12 +84,12 @@ class _InPool(NamedTuple):
 
 
 def _depth(engine: Engine, question: Question) -> int:
-    """How many of a pool's rows are wanted: those that a second stage scores."""
+    """How many rows to search for: more than `top_k` if a second stage scores them again."""
     return max(question.top_k, _SECOND_STAGE) if engine.second_stage else question.top_k
 
 
 class Service:
-    """Answers for a replica. Deadlines are of `time.monotonic`."""
+    """The ranking service of a replica. Deadlines are times of `time.monotonic`."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Service:
         answered: Callable[[Answer], None] = lambda answer: None,
         batch_rows: int = 1024,
     ) -> None:
-        """`engine` says which one the next request takes."""
+        """`engine` returns the engine for the next request; `watch` and `answered` are for metrics."""
         self._engine, self._answered = engine, answered
         self.queue = WorkQueue(most_waiting_s, watch, batch_rows)
         self._watch = watch
@@ -233,11 +233,11 @@ class Service:
             there = ", ".join(sorted([*engine.pools, *engine.sharded])) or "none"
             raise Refusal("unknown_pool", f"pool: not served here; there are: {there}", "pool")
         (row,) = await self._tokenize(engine.ranker.context_rows, [question.context])
-        search = self._search_shards if name in engine.sharded else self._search_here
+        search = self._search_shards if name in engine.sharded else self._search_local
         found = await search(engine, question, name, row, deadline)
         results = found.results
         if engine.second_stage and results:
-            results = await self._score_anew(engine.second_stage, question, results, deadline)
+            results = await self._rerank(engine.second_stage, question, results, deadline)
         explained = None
         if question.explain and results:
             places = [one.index for one in results]
@@ -255,28 +255,28 @@ class Service:
             engine.pool_rows[name],
         )
 
-    async def _search_here(
+    async def _search_local(
         self, engine: Engine, question: Question, name: str, row: Sequence[int], deadline: float
-    ) -> _InPool:
-        """In a pool that this replica holds."""
+    ) -> _PoolResults:
+        """Searches a pool that this replica has mapped."""
         pool = engine.pools[name]
-        among = engine.among(name, question.where, question.allow)
+        among = engine.allowed_rows(name, question.where, question.allow)
         if among is not None and not among.any():
-            return _InPool([], True, pool.version)
+            return _PoolResults([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        asked = Asked(vectors_MD, mask_M, _depth(engine, question), among)
+        asked = PoolQuestion(vectors_MD, mask_M, _depth(engine, question), among)
         (found,) = await self.queue.run(engine.searches[name], [asked], [1.0], deadline)
         results = results_at(pool, found.places_K, found.scores_K)
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return engine.vectors_of_pool(name, np.array(places, np.int64))
 
-        return _InPool(results, found.certified, pool.version, vectors_MD, mask_M, vectors_at)
+        return _PoolResults(results, found.certified, pool.version, vectors_MD, mask_M, vectors_at)
 
     async def _search_shards(
         self, engine: Engine, question: Question, name: str, row: Sequence[int], deadline: float
-    ) -> _InPool:
-        """In a pool that other deployments hold."""
+    ) -> _PoolResults:
+        """Searches a pool in other deployments."""
         pool = engine.sharded[name]
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
         found = await pool.search(
@@ -295,11 +295,11 @@ class Service:
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return torch.from_numpy(np.stack([vectors[place] for place in places]))
 
-        return _InPool(
+        return _PoolResults(
             results, found.certified, pool.version, vectors_MD, mask_M, vectors_at, found.missing
         )
 
-    async def _score_anew(
+    async def _rerank(
         self, stage: SecondStage, question: Question, found: list[Result], deadline: float
     ) -> list[Result]:
         (context,) = await self._tokenize(stage.ranker.context_rows, [question.context])

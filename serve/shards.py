@@ -28,7 +28,7 @@ from pipeline.models.polyencoder import Attention
 from pipeline.retrieval.pools.lock import Beat, lease
 from pipeline.retrieval.pools.pool import Pool, Share, describe
 from pipeline.retrieval.search import filters
-from serve.engine import Asked, Where, canary_places, search_kind
+from serve.engine import PoolQuestion, Where, canary_places, search_kind
 from serve.errors import Refusal
 from serve.scheduling import Batch, Kind, WorkQueue
 
@@ -166,10 +166,10 @@ class PoolShard:
     ) -> ShardAnswer:
         if not len(shard.pool):
             return ShardAnswer([], True)
-        among = shard.among(question.where, question.allow)
+        among = shard.allowed_rows(question.where, question.allow)
         if among is not None and not among.any():
             return ShardAnswer([], True)
-        asked = Asked(
+        asked = PoolQuestion(
             torch.from_numpy(question.vectors_MD),
             torch.from_numpy(question.mask_M),
             question.top_k,
@@ -208,7 +208,7 @@ class _OpenShard:
     def _kind(self, attention: Attention) -> Kind:
         return search_kind(self.pool, attention)
 
-    def among(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
+    def allowed_rows(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
         """The rows that a filter leaves; None: all. Raises BadInput for a column that is not kept."""
         return self._masks(where, allow) if where or allow is not None else None
 

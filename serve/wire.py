@@ -1,19 +1,19 @@
-"""Formats that clients of other services speak: TEI, Jina and infinity, Cohere, OpenAI, Hugging Face.
+"""The request formats of other services: TEI, Jina and infinity, Cohere, OpenAI, Hugging Face.
 
-What they have in common here:
+Rules for all of them:
 
-- A query is a context of one turn. Texts are candidates, and are embedded as such unless a request says
-  otherwise.
-- Results are in the order of the model's scores. Formats that promise scores in [0, 1] get their sigmoid. It
-  keeps the order and is no probability: a bi- or poly-encoder's scores are products of vectors, and one
-  above 37 is 1.0. `raw_scores` gives the score itself.
-- One model is served, whatever `model` a request names; the answer says which it was.
-- Texts are always cut to the tokens that the model reads; /info says how many those are.
-- Fields that are not named here are ignored, because these clients send some that mean nothing here:
+- A query is a context of one turn. Texts are candidates, and are embedded as candidates unless the request
+  says otherwise.
+- Results are sorted by the model's scores. Formats that promise scores in [0, 1] get the score's sigmoid. It
+  keeps the order but is no probability: the scores of a bi- or poly-encoder are products of vectors, and a
+  score above 37 becomes 1.0. `raw_scores` returns the score itself.
+- There is one model, whatever `model` the request names. The answer names its fingerprint.
+- Texts are always truncated to the model's maximum, which /info names.
+- Unknown fields are ignored, because the clients send some that have no meaning here:
   `model` (all of them), `truncate` (TEI), `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`,
-  `priority` (Cohere), `user` (OpenAI), `parameters` (Hugging Face). What asks to read other parts of the
-  texts (`rank_fields`, `truncation_direction`) is refused instead.
-- Errors have the one shape of `errors.py`.
+  `priority` (Cohere), `user` (OpenAI), `parameters` (Hugging Face). Fields that would change which parts of
+  the texts are read (`rank_fields`, `truncation_direction`) are refused.
+- Errors have the format of `errors.py`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _SomeTexts = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CAND
 Texts = Annotated[
     _SomeTexts, BeforeValidator(_as_list, json_schema_input_type=FilledText | _SomeTexts)
 ]
-"""A text is a list of one."""
+"""A single text means a list of one."""
 
 
 class Document(BaseModel):
-    """A text to rank; its other fields are not read."""
+    """A text to rank. Other fields are ignored."""
 
     text: FilledText
 
@@ -67,12 +67,12 @@ GivenDocument = Annotated[
 # Requests
 
 _DIMENSIONS = (
-    "So many, the first ones; good ones only of a model that was trained for it (matryoshka)."
+    "Keep the first dimensions only; sensible only for a model trained for it (matryoshka)."
 )
 
 
 class TextsRerank(BaseModel):
-    """TEI's."""
+    """A rerank request in TEI's format."""
 
     query: FilledText
     texts: _SomeTexts
@@ -82,15 +82,15 @@ class TextsRerank(BaseModel):
 
 
 class DocumentsRerank(BaseModel):
-    """Jina's, infinity's and Cohere's."""
+    """A rerank request in the format of Jina, infinity and Cohere."""
 
     query: FilledText
     documents: list[GivenDocument] = Field(min_length=1, max_length=MAX_CANDIDATES)
-    top_n: Count | None = Field(default=None, description="Results at most; else all.")
+    top_n: Count | None = Field(default=None, description="Most results; by default all.")
     return_documents: StrictBool | None = None
     raw_scores: StrictBool = False
     rank_fields: list[Literal["text"]] | None = Field(
-        default=None, description="What of a document is read."
+        default=None, description="Fields of a document to read."
     )
 
     @property
@@ -99,14 +99,14 @@ class DocumentsRerank(BaseModel):
 
 
 class EmbedRequest(BaseModel):
-    """TEI's."""
+    """An embedding request in TEI's format."""
 
     inputs: Texts
-    normalize: StrictBool = Field(default=True, description="To the length 1.")
+    normalize: StrictBool = Field(default=True, description="Scale the vectors to length 1.")
     prompt_name: Literal["context"] | None = Field(
         default=None,
-        description="context: texts are embedded as contexts, where those have one vector each; "
-        "else as candidates.",
+        description="context: embed the texts as contexts, if the model makes one vector of a context. "
+        "Default: as candidates.",
     )
     dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
     truncation_direction: Literal["right", "Right"] = "right"
@@ -114,7 +114,7 @@ class EmbedRequest(BaseModel):
 
 
 class EmbeddingsRequest(BaseModel):
-    """OpenAI's."""
+    """An embedding request in OpenAI's format."""
 
     input: Texts
     encoding_format: Literal["float", "base64"] = "float"
@@ -122,14 +122,14 @@ class EmbeddingsRequest(BaseModel):
 
 
 class Sentences(BaseModel):
-    """Which sentences go with one."""
+    """A sentence, and those to compare with it."""
 
     source_sentence: FilledText
     sentences: _SomeTexts
 
 
 class SimilarityRequest(BaseModel):
-    """Hugging Face's `sentence_similarity`."""
+    """A request of Hugging Face's `sentence_similarity`."""
 
     inputs: Sentences
 
@@ -172,33 +172,33 @@ class DocumentScore(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens that the model read, its special ones included; equal texts are read once."""
+    """Tokens that the model read, with special tokens. Equal texts are read once."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class ApiVersion(BaseModel):
-    """Of the format."""
+    """The version of the format."""
 
     version: str
 
 
 class BilledUnits(BaseModel):
-    """Cohere's count; nothing is billed here."""
+    """A field of Cohere's format. Nothing is billed here."""
 
     search_units: int = 1
 
 
 class Meta(BaseModel):
-    """Cohere's."""
+    """Metadata in Cohere's format."""
 
     api_version: ApiVersion
     billed_units: BilledUnits = BilledUnits()
 
 
 class RerankResponse(BaseModel):
-    """Best first; `id` is the request's, as in the logs."""
+    """The results, best first. `id` is the request id, as in the logs."""
 
     id: str
     model: str
@@ -208,7 +208,7 @@ class RerankResponse(BaseModel):
 
 
 class Embedding(BaseModel):
-    """Of length 1; in base64 float32, little end first."""
+    """A vector of length 1; in base64: little-endian float32."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -216,7 +216,7 @@ class Embedding(BaseModel):
 
 
 class EmbeddingsResponse(BaseModel):
-    """In the order of the texts."""
+    """The embeddings, in the order of the texts."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
@@ -234,7 +234,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """What is served."""
+    """The models that are served."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -244,7 +244,7 @@ class ModelList(BaseModel):
 
 
 def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
-    """Adds the routes of all these formats; `loaded` gives the service, or refuses."""
+    """Adds the routes of all these formats. `loaded` returns the service, or raises Refusal."""
 
     @app.post("/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
     async def rerank(asked: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
@@ -263,22 +263,22 @@ def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
 
     @app.post("/v1/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
     async def rerank_v1(asked: DocumentsRerank, request: Request) -> RerankResponse:
-        """The format of Jina, and the first of Cohere."""
+        """Jina's format, and version 1 of Cohere's."""
         return await _rerank(loaded(), asked, request, "1")
 
     @app.post("/v2/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
     async def rerank_v2(asked: DocumentsRerank, request: Request) -> RerankResponse:
-        """Cohere's second format."""
+        """Version 2 of Cohere's format."""
         return await _rerank(loaded(), asked, request, "2")
 
     @app.post("/embed", responses=documented(*REFUSALS))
     async def embed(asked: EmbedRequest, request: Request) -> list[list[float]]:
-        """TEI's format; texts that are too long are always cut."""
+        """TEI's format. Texts that are too long are always truncated."""
         return await _embed(loaded(), asked, request)
 
     @app.post("/v1/embeddings", responses=documented(*REFUSALS))
     async def embeddings(asked: EmbeddingsRequest, request: Request) -> EmbeddingsResponse:
-        """OpenAI's format: the texts as candidates, vectors of length 1."""
+        """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
         embedded = await _embedded(loaded(), asked.input, request, asked.dimensions)
         vectors_ND = F.normalize(embedded.vectors_ND, dim=1)
         found = _base64(vectors_ND) if asked.encoding_format == "base64" else vectors_ND.tolist()
@@ -299,8 +299,8 @@ def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
     async def hugging_face(
         asked: HuggingFaceRequest, request: Request
     ) -> list[float] | list[list[float]]:
-        """Hugging Face's clients: `feature_extraction` as /embed; `sentence_similarity`, which is the
-        model's score of each sentence as a candidate for the source, not its sigmoid."""
+        """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
+        score of each sentence as a candidate for the source sentence, not its sigmoid."""
         if isinstance(asked, EmbedRequest):
             return await _embed(loaded(), asked, request)
         sentences = asked.inputs
@@ -309,7 +309,7 @@ def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
 
 
 def sigmoid(score: float) -> float:
-    """In [0, 1], rising with the score, for any finite one."""
+    """The sigmoid of any finite score, without overflow."""
     small = math.exp(-abs(score))
     return (1.0 if score >= 0 else small) / (1.0 + small)
 

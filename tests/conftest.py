@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import CodeType, FunctionType
 
 # Ray, torch and the tokenizers read these once, when they are imported.
 os.environ.pop("RAY_ADDRESS", None)  # never a cluster that others use
@@ -66,18 +68,41 @@ settings.register_profile(
 settings.load_profile("polyrank")
 
 
-# Fixtures that start a Ray, and those that start a job in a process, which starts one too.
-_RAY = {"local_ray", "from_zero", "address", "submit_job", "start_job"}
+# Fixtures that start a Ray, or a job in a process, which starts one.
+_RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make test-fast` leaves out: tests with Ray (`ray`), or with processes (`slow`)."""
+    """Marks what `make test-fast` leaves out: tests with a Ray (`ray`), and those that start other
+    processes, themselves or by a fixture (`slow`)."""
     for item in items:
         if _RAY & set(getattr(item, "fixturenames", ())):
             item.add_marker("ray")
-        function = getattr(item, "function", None)
-        if "subprocess" in getattr(getattr(function, "__code__", None), "co_names", ()):
+        definitions = item._fixtureinfo.name2fixturedefs.values()
+        functions = [item.function, *(each.func for all in definitions for each in all)]
+        if any(map(starts_processes, functions)):
             item.add_marker("slow")
+
+
+@functools.cache
+def starts_processes(function: Callable[..., object]) -> bool:
+    """Whether a function names `subprocess`; or a function inside of it does, or one of its module that it
+    calls."""
+    module = getattr(function, "__globals__", {})
+    waiting, seen = [getattr(inspect.unwrap(function), "__code__", None)], set[CodeType]()
+    while waiting:
+        code = waiting.pop()
+        if code is None or code in seen:
+            continue
+        if "subprocess" in code.co_names:
+            return True
+        seen.add(code)
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        called = [module.get(name) for name in code.co_names]
+        waiting += [
+            f.__code__ for f in called if isinstance(f, FunctionType) and f.__globals__ is module
+        ]
+    return False
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ def test_a_query_names_what_is_counted(query):
 
 def test_every_number_but_the_sizes_of_batches_is_on_the_dashboard():
     shown = set().union(*map(asked, QUERIES))
-    assert COUNTED - shown == {"polyrank_batch_rows", "polyrank_units_total"}
+    sizes = {"polyrank_batch_rows", "polyrank_units_total", "polyrank_candidates_total"}
+    assert COUNTED - shown == sizes
 
 
 def test_every_number_is_explained_on_a_page():

@@ -174,8 +174,8 @@ def test_every_option_in_the_text_is_one_of_a_job():
     assert missing == []
 
 
-# Options of other programs: ray, mlflow.
-_OTHERS = {"generate", "backend-store-uri"}
+# Options of other programs: ray, mlflow, pip-compile.
+_OTHERS = {"generate", "backend-store-uri", "generate-hashes"}
 
 
 def options(config_class: type, verb: str) -> set[str]:

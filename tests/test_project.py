@@ -197,6 +197,20 @@ def test_lanes_are_shared_evenly_also_by_8_workers(name):
     assert config.pretrain.longest_pair <= config.shape.positions
 
 
+def test_recipes_are_found_outside_of_a_checkout_unless_there_is_another_file(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    name = "jobs/configs/finetune/convert_pairs.yaml"
+    argv = ["--config", name, "--corpus", "c", "--encoder", "e", "--output", "o"]
+    assert parse(config_of("finetune"), argv, "test").ranker.architecture == "convert"
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("ranker: {architecture: bi}\n")
+    assert parse(config_of("finetune"), argv, "test").ranker.architecture == "bi"
+    with pytest.raises(BadInput, match="does not exist"):
+        parse(config_of("finetune"), ["--config", "jobs/configs/nope.yaml", *argv[2:]], "test")
+
+
 # The cluster
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -48,11 +49,13 @@ def measure(
     texts = known_texts(corpus, _TEXTS[size])
     ours, megabytes = _papers_model(corpus, _LEARNT_FROM[size], work / "convert")
     rows = [*_rates(ours, texts, _ROUNDS[size], _ALONE[size]), megabytes]
+    rows += _rates_in_8_bits(ours, work / "convert", texts, _ROUNDS[size])
     if model is not None:
         split = "test" if corpus.rows("test/") else "valid"
         rule = PROTOCOLS["polyai"]
         draw = (rule.source, rule.candidates, _QUESTIONS[size], 0, True)
-        rows.append(_over_words(corpus, model, questions(corpus, split, *draw)))
+        asked = questions(corpus, split, *draw)
+        rows += [_over_words(corpus, model, asked), _lost_in_8_bits(model, asked)]
     return rows
 
 
@@ -121,6 +124,66 @@ def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Ro
         Row(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
             ratio=ms["minilm"] / ms["ours"], detail={"texts": alone}),
     ]  # fmt: skip
+
+
+def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) -> list[Row]:
+    """Blocks of 8 bits beside those of bf16, and through ONNX Runtime where that is installed."""
+    ranker = load_ranker(work / "model")
+    ranker.quantise()
+    ways = {"bf16": lambda: inference.candidate_vectors(ours, texts),
+            "int8": lambda: inference.candidate_vectors(ranker, texts)}  # fmt: skip
+    if find_spec("onnx") and find_spec("onnxruntime"):
+        ways["onnx"] = _onnx(ranker, work / "onnx", texts)
+    inference.place(ranker, torch.device("cpu"), "fp32")
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(1 + rounds):
+        for name, encode in ways.items():
+            began = time.perf_counter()
+            encode()
+            seconds[name].append(time.perf_counter() - began)
+    best = {name: len(texts) / min(values[1:]) for name, values in seconds.items()}
+    detail = {"texts": len(texts), "seconds, by round": {k: [round(s, 3) for s in v] for k, v
+              in seconds.items()}, "load": os.getloadavg()[0]}  # fmt: skip
+    return [
+        Row(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best["bf16"],
+            ratio=rate / best["bf16"], detail=detail)
+        for name, rate in best.items() if name != "bf16"
+    ]  # fmt: skip
+
+
+def _onnx(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[], None]:
+    """What encodes the texts as `inference` does: by length, some 2,048 tokens at a time."""
+    import onnxruntime
+
+    from pipeline.models.exchange import to_onnx
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    to_onnx.export(ranker, folder)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(folder / to_onnx.MODEL), options)
+
+    def encode() -> None:
+        rows = sorted(ranker.candidate_rows(texts), key=len, reverse=True)
+        while rows:
+            count = max(1, 2_048 * torch.get_num_threads() // len(rows[0]))
+            ids = ranker.tokenizer.batch(rows[:count]).ids_BT.numpy()
+            session.run(["candidate"], {"ids": ids})
+            rows = rows[count:]
+
+    return encode
+
+
+def _lost_in_8_bits(model: Artifact, asked: Questions) -> Row:
+    """R@1 of the model in float32 less that of its blocks in 8 bits, in points."""
+    scorer = load_scorer(model, precision="fp32")
+    exact = 100 * recall_at(rank(scorer.prepare(asked), asked).ranks_N, 1)
+    scorer.ranker.quantise()
+    rounded = 100 * recall_at(rank(scorer.prepare(asked), asked).ranks_N, 1)
+    detail = {"R@1/100": {"float32": round(exact, 2), "int8": round(rounded, 2)},
+              "examples": len(asked)}  # fmt: skip
+    return Row("convert.int8.points_lost", exact - rounded, "points of R@1", detail=detail)
 
 
 def _over_words(corpus: Artifact, model: Artifact, asked: Questions) -> Row:

@@ -115,7 +115,7 @@ def commands(
 ) -> dict[str, list[str]]:
     """Each job without its output."""
     folder = tmp_path_factory.mktemp("chaos-input")
-    dump = [sys.executable, "-m", "jobs.generate_dump", "--comments", "60000", "--months", "3",
+    dump = [sys.executable, "-m", "jobs.generate_dump", "--comments", "60000", "--files", "3",
             "--output", str(folder / "dump")]  # fmt: skip
     subprocess.run(dump, cwd=ROOT, check=True, capture_output=True)
     rows = ({"id": str(number), "text": f"text {number} " * 5} for number in range(6000))

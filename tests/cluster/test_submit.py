@@ -21,17 +21,17 @@ Submit = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def job_server() -> Iterator[str]:
     port = free_port()
     with head(jobs_port=port):
         yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
-def send(address, tmp_path) -> Submit:
+def send(job_server, tmp_path) -> Submit:
     """`send("--wait", "--", "inspect", …)` in an empty folder; its process when it has ended."""
 
-    def run(*arguments: str, address: str = address, **environment: str):
+    def run(*arguments: str, address: str = job_server, **environment: str):
         command = [sys.executable, "-m", "jobs.submit", "--address", address, *arguments]
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
         return subprocess.run(
@@ -82,7 +82,7 @@ def test_the_exit_code_is_the_job_s_and_a_failed_one_is_resumed(send, tmp_path):
     assert "broken-2 resumes broken" in again.stderr
 
 
-def test_a_wrong_address_a_wrong_token_and_another_ray_are_one_line_each(send, address):
+def test_a_wrong_address_a_wrong_token_and_another_ray_are_one_line_each(send, job_server):
     job = ("--", "inspect", "--corpus", "s3://lake/x")
     nobody = f"http://127.0.0.1:{free_port()}"
     assert refusal(send(*job, address=nobody)).startswith(f"--address {nobody}: no cluster answers")
@@ -90,7 +90,7 @@ def test_a_wrong_address_a_wrong_token_and_another_ray_are_one_line_each(send, a
     other = "import sys; import ray; ray.__version__ = '9.9.9'; from jobs import submit; "
     code = other + "submit.program.main(submit.Config, submit.run, 'submit')"
     done = subprocess.run(
-        [sys.executable, "-c", code, "--address", address, "--command",
+        [sys.executable, "-c", code, "--address", job_server, "--command",
          '["inspect", "--corpus", "s3://lake/x"]'], cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert "this machine 9.9.9; allowed: the same version" in refusal(done)

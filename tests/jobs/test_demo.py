@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import matplotlib.pyplot as plt
 import mlflow
 import numpy as np
 import pytest
+import yaml
 
 from jobs import demo, demo_picture
 from pipeline.config import BadInput
@@ -168,3 +170,40 @@ def test_the_picture_has_the_curves_and_the_answers(tmp_path):
     pixels = plt.imread(io.BytesIO(png))
     assert pixels.shape[1] > pixels.shape[0] > 300
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 10
+
+
+@pytest.fixture
+def short_recipes(tmp_path, monkeypatch) -> None:
+    """The demo's recipes with two steps each."""
+    for name in ("pretrain/tiny-cpu", "demo-bi", "demo-cross", "demo-poly", "demo-articles"):
+        recipe = yaml.safe_load((demo._CONFIGS / f"{name}.yaml").read_text())
+        if "pretrain" in recipe:
+            recipe["pretrain"]["steps"] = 2
+            recipe["resources"]["workers"] = 1
+            recipe["loop"]["warmup_steps"] = 0
+        else:
+            recipe["finetune"] |= {"max_steps": 2, "batch_examples": 8}
+        file = tmp_path / "configs" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(recipe))
+    monkeypatch.setattr(demo, "_CONFIGS", tmp_path / "configs")
+
+
+@pytest.mark.long
+def test_the_demo_goes_from_dumps_to_answers(run_job, sample_files, short_recipes, tmp_path):
+    """`make demo` is the same with more steps, on more dialogues."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "sample").symlink_to(sample_files)
+    (sample_files / "DONE").touch()
+    finished = run_job("demo", "--work", work, "--port", free_port())
+    summary = finished.summary
+    assert len(finished.stdout.splitlines()[-1]) < 500
+    assert set(summary["r_at_1"]) == {"chance", "tf-idf", "bm25", "bi", "poly", "cross"}
+    details = json.loads(Path(summary["details"]).read_text())
+    assert {"A ranker, bi", "A pool of articles", "The service"} <= set(details["seconds"])
+    for ranked in details["answers"].values():
+        assert len(ranked) == 3
+    assert (work / "demo.png").stat().st_size > 10_000
+    assert str(work / "demo.png") in finished.stdout
+    assert "Traceback" not in finished.stderr

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-import pipeline
 from serve import api, app
 from serve.engine import Engine
 from serve.service import Service
@@ -57,7 +56,7 @@ def test_own_data_in_six_lines(home: Path, run_job_here):
     assert serving[:3] == ["serve", "run", "serve.app:build"]
     args = app.Args.model_validate(dict(word.split("=", 1) for word in serving[3:]))
     engine = Engine(args.model, args.pools, "fp32")
-    client = TestClient(api.create_app(Service(lambda: engine)))
+    client = TestClient(api.create_app(Service(lambda: engine, most_waiting_s=60.0)))
     try:
         url = next(word for word in asking if word.startswith("localhost:8000"))
         answer = client.post(
@@ -71,8 +70,7 @@ def test_own_data_in_six_lines(home: Path, run_job_here):
     results = answer.json()["results"]
     assert len(results) == 3 and all("of your bills" in result["text"] for result in results)
     assert answer.json()["certified"]
-    if hasattr(pipeline, "Ranker"):
-        python_of_the_first_screen(home)
+    python_of_the_first_screen(home)
 
 
 def python_of_the_first_screen(home: Path) -> None:

@@ -71,6 +71,8 @@ def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
      ("variables: {x: }\nsteps: {a: 'ls ${x}'}", {}, "^--set x=…: missing"),
      ("variables: {x: 1}\nsteps: {a: ls}", {"set": ("y=1",)},
       "^set: 'y=1' is not allowed; allowed: NAME=VALUE with one of: x"),
+     ("steps: {a: \"echo 'x\"}", {}, r"steps\.a: No closing quotation in"),
+     ("steps: {a: '# nothing'}", {}, r"steps\.a: '# nothing' is not allowed"),
      ("steps: {a: no-such-program}", {}, r"^steps\.a: 'no-such-program' is not allowed"),
      ("steps: {a: python -m jobs.nope}", {}, r"^steps\.a: 'nope' is not allowed; allowed: a job"),
      ("steps: {a: polyrank nope}", {}, r"^steps\.a: 'nope' is not allowed"),

@@ -70,6 +70,15 @@ def test_top_k_is_the_best_of_the_whole_ranking(tiny_ranker, asking, architectur
     assert engine.rank(CONTEXT, TEXTS, top_k=2) == whole[:2]
 
 
+def test_a_version_that_is_refused_may_be_removed(tiny_ranker, tiny_pool, monkeypatch):
+    model = tiny_ranker("poly", 2)
+    uri = Path(tiny_pool(model))
+    monkeypatch.setattr("serve.engine._NEAR", -1.0)  # no vector is near enough
+    with pytest.raises(BadInput, match="not what the model makes of its text"):
+        Engine(model.uri, [str(uri)])
+    assert not is_leased(str(uri.parent), uri.name, "v-1")
+
+
 def test_a_version_that_is_served_is_not_removed(tiny_ranker, tiny_pool):
     pool = Path(tiny_pool(tiny_ranker("poly")))
     engine = Engine(tiny_ranker("poly").uri, [str(pool)])

@@ -247,6 +247,26 @@ def test_slow_senders_take_nobody_elses_place(port):
 
 
 @pytest.mark.long
+def test_a_service_without_replicas_starts_one_for_a_request(port, model, pools):
+    args = app.Args(model=model.uri, pools=[str(pools / "replies")], name="asleep")
+    scaling = {"min_replicas": 0, "max_replicas": 1, "target_ongoing_requests": 6}
+    application = app.application(
+        args,
+        num_replicas="auto",
+        autoscaling_config={**scaling, "upscale_delay_s": 0, "metrics_interval_s": 1},
+        ray_actor_options={"num_cpus": 0},
+    )
+    serve.run(application, name="asleep", route_prefix="/asleep", logging_config=QUIET)
+    try:
+        assert pids("ServeReplica:asleep") == []
+        headers = {"x-timeout-ms": "60000"}
+        status, answer = ask(port, "POST", "/asleep/rank", ASKED, headers=headers)
+        assert (status, answer["certified"]) == (200, True)
+    finally:
+        serve.delete("asleep")
+
+
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_fifty_swaps_of_model_and_pool_without_a_failure(port, tiny_ranker, tmp_path):
     """Each from a real jobs.embed_pool and a new alias in MLflow's registry, under steady requests."""

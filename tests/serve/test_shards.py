@@ -104,8 +104,8 @@ def test_a_share_needs_the_files_of_its_rows_alone(version, tmp_path):
 def test_shards_answer_as_the_whole_pool(model, version, sharded, asking, top_k, allow):
     whole = asking(model, version).rank_pool(CONTEXT, "replies", top_k, allow=allow)
     found = sharded().rank_pool(CONTEXT, "replies", top_k, allow=allow)
-    assert [(one.place, one.id, one.text) for one in found] == [
-        (one.place, one.id, one.text) for one in whole
+    assert [(one.index, one.id, one.text) for one in found] == [
+        (one.index, one.id, one.text) for one in whole
     ]
     assert [one.score for one in found] == pytest.approx([one.score for one in whole], rel=1e-6)
 

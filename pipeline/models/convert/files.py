@@ -29,13 +29,14 @@ from pipeline.models.settings import ConvertConfig
 WEIGHTS = "weights.safetensors"
 COUNTS = "counts.json"
 _LEVELS, _RANGE, _SCALE = "levels", "range", "scale"
-_BLOCKS = "blocks."
+_BLOCKS, _NEWEST, _EARLIER = "blocks.", "context.", "earlier."
 _SUBWORDS = "tokens.subwords."
 
 
 def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenizer, ConvertNetwork]:
     """A model to train, on the vocabulary of a folder. Where the folder is a ConveRT model's, its weights
-    are the first ones; parts that it lacks, such as those for earlier turns, start new.
+    are the first ones. Parts that it lacks start new; the network of the earlier turns starts as that of the
+    newest turn.
 
     Raises BadInput for a folder without a vocabulary, and for weights of another size.
     """
@@ -47,6 +48,8 @@ def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenize
     if (folder / WEIGHTS).exists():
         weights = _trainable(_read(folder), _tables(network))
         own = network.state_dict()
+        for name in [name for name in weights if name.startswith(_NEWEST)]:
+            weights.setdefault(_EARLIER + name.removeprefix(_NEWEST), weights[name])
         known = {name: value for name, value in weights.items() if name in own}
         _require_shapes(folder, known, {name: own[name] for name in known})
         network.load_state_dict(known, strict=False)

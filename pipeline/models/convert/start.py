@@ -67,9 +67,16 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
     for block in network.blocks.layers:
         block.attention.out.weight *= _BRANCHES
         block.feed_forward.narrow.weight *= _BRANCHES
-    for side in (network.context, network.candidate, network.earlier, network.combined):
+    for side in (network.context, network.candidate, network.earlier):
         if side is not None:
             side.out.weight *= _BRANCHES
+    # Vectors of length √H are added to means of encodings, of length 1/2 to 1, and to encodings.
+    if network.combined is not None and network.combined_skip is not None:
+        torch.nn.init.eye_(network.combined_skip.weight)
+        hidden = network.combined.out.weight.shape[0]
+        network.combined.out.weight *= _BRANCHES / (2 * math.sqrt(hidden))
+    if network.code_projection is not None:
+        network.code_projection.weight *= _BRANCHES / math.sqrt(width)
 
     # A block's norms shorten all of x by √(1 + constant²), as v makes it longer.
     longer = 1 + _CONSTANT**2

@@ -118,14 +118,14 @@ class Pool:
     """Where each shard ends in the pool."""
 
     @classmethod
-    def open(cls, uri: str, check: Check = "once", share: Share | None = None) -> Pool:
+    def open(cls, uri: str | Path, check: Check = "once", share: Share | None = None) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
 
         `check`: the files' checksums and the ids; sizes and shapes are checked always. `share`: opens this
         part of the rows alone, and needs only the files that hold it; places then begin at its first row.
         Raises BadInput where there is none, or where a file is not what the manifest says.
         """
-        uri = storage.absolute(uri.rstrip("/"))
+        uri = storage.absolute(str(uri).rstrip("/"))
         if storage.exists(storage.join(uri, CURRENT)):
             version = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
             uri = storage.join(uri, version)

@@ -145,7 +145,7 @@ def test_an_explanation_is_what_the_score_is_made_of(home: Path, architecture: s
 
 
 def test_a_search_finds_the_best_of_all(home: Path):
-    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+    ranker, pool = Ranker.load("rankers/poly"), Pool.open(home / "pools" / "replies")
     wanted = ranker.rank(CONTEXT, {key: text for key, (text, _) in REPLIES.items()}, top_k=3)
     found = pool.search(ranker, CONTEXT, top_k=3)
     assert [(r.index, r.id, r.text) for r in found] == [(r.index, r.id, r.text) for r in wanted]

@@ -213,6 +213,10 @@ def test_training_goes_on_from_a_model_and_a_multi_context_one_from_a_single_one
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     multi = new_ranker(ConvertConfig(**{**SMALL, "earlier_turns": 10}), tmp_path, seed=5).eval()
     torch.testing.assert_close(encoded(multi)[1], encoded(saved)[1], rtol=0, atol=1e-5)
+    tokens = multi.tokenizer.batch(multi.context_rows([["a dog", "the cat"], ["x", "a dog"]]))
+    with torch.no_grad():
+        _, newest, earlier = multi.network.context_views(tokens)
+    torch.testing.assert_close(newest.vectors_BMD[1], earlier.vectors_BMD[0], rtol=0, atol=1e-5)
 
 
 def refusal(call, *arguments):

@@ -71,6 +71,7 @@ def test_a_multi_context_model_and_one_with_codes_start_so_too(folders, tmp_path
         assert all(value.isfinite().all() for value in ranker.parameters())
         ranker.save(tmp_path / next(iter(more)))
         assert load_ranker(tmp_path / next(iter(more))).config == config
+        assert right(ranker) > 0.6
 
 
 def test_rarer_subwords_have_more_weight_and_all_have_one():
