@@ -19,7 +19,7 @@ CORES = 16
 NODE_HOUR = 0.8064
 THOUSAND_READS = 0.0004
 READS_PER_S = 5500
-# jobs.benchmark embed, the passages of pipeline/retrieval/README.md: all-MiniLM-L6-v2, 2 cores with AMX.
+# jobs.benchmark embed, the passages of BENCHMARKS.md: all-MiniLM-L6-v2, 2 cores with AMX.
 TEXTS_PER_CORE_S = 164_271 / 755 / 2
 # All dumps from 2005-12 to 2018-12, a file for each month.
 _DUMPS = 157
