@@ -238,8 +238,9 @@ def _mapped(
     settings = EncodeConfig(precision=config.precision)
     encoder = text_encoder.load(source.local(), settings, best_device())
     contexts, responses = mapped.train_pairs(corpus, config.seed)
-    vectors = [mapped.unit_vectors(encoder, texts) for texts in (contexts, responses)]
-    map_DD = mapped.fit_map(*vectors, seed=config.seed)
+    context_vectors_ND = mapped.unit_vectors(encoder, contexts)
+    response_vectors_ND = mapped.unit_vectors(encoder, responses)
+    map_DD = mapped.fit_map(context_vectors_ND, response_vectors_ND, seed=config.seed)
     name = storage.name_of(config.mapped)
     return [
         measure.of(f"sim {name}", lambda: mapped.Mapped(encoder)),

@@ -130,7 +130,7 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
     """Blocks of 8 bits beside those of bf16, and through ONNX Runtime where that is installed."""
     ranker = load_ranker(work / "model")
     ranker.quantise()
-    ways = {"bf16": lambda: inference.candidate_vectors(ours, texts),
+    ways: dict[str, Callable[[], object]] = {"bf16": lambda: inference.candidate_vectors(ours, texts),
             "int8": lambda: inference.candidate_vectors(ranker, texts)}  # fmt: skip
     if find_spec("onnx") and find_spec("onnxruntime"):
         ways["onnx"] = _onnx(ranker, work / "onnx", texts)

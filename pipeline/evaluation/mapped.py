@@ -109,13 +109,13 @@ def _fit(
         )
         best, weights, since = -1.0, torch.empty(0), 0
         for _ in range(_MOST_EPOCHS):
-            for places_B in torch.randperm(len(contexts_ND)).split(_BATCH):
+            for places_B in torch.split(torch.randperm(len(contexts_ND)), _BATCH):
                 scores_BB = network(contexts_ND[places_B], responses_ND[places_B])
                 right_B = torch.arange(len(places_B))
                 loss = F.cross_entropy(scores_BB, right_B, label_smoothing=_SMOOTHING)
                 loss = loss + decay * network.weight.square().sum() / 2
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             with torch.no_grad():
                 right = _right(network, dev_contexts_ND, dev_responses_ND)
@@ -132,7 +132,7 @@ def _fit(
 def _right(network: _Map, contexts_ND: Tensor, responses_ND: Tensor) -> float:
     right = 0
     for contexts_BD, responses_BD in zip(
-        contexts_ND.split(_BATCH), responses_ND.split(_BATCH), strict=True
+        torch.split(contexts_ND, _BATCH), torch.split(responses_ND, _BATCH), strict=True
     ):
         best_B = network(contexts_BD, responses_BD).argmax(dim=1)
         right += int((best_B == torch.arange(len(best_B))).sum())

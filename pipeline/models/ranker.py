@@ -110,8 +110,11 @@ class Ranker(nn.Module):
         Raises BadInput for other models, and for one that keeps float32.
         """
         config, network = self.config, self.network
-        convertible = isinstance(config, ConvertConfig) and isinstance(network, ConvertNetwork)
-        if not (convertible and config.quantised):
+        if not (
+            isinstance(config, ConvertConfig)
+            and isinstance(network, ConvertNetwork)
+            and config.quantised
+        ):
             raise BadInput("int8: true is not allowed; allowed: false, but for architecture 'convert' with "
                            "ranker.quantised true")  # fmt: skip
         self.config = network.config = replace(config, block_weights="int8")

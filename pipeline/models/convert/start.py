@@ -18,6 +18,7 @@ D dimensions, E of an encoding, V subwords.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,25 +59,27 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
     deviation = _EMBEDDINGS / math.sqrt(3)
     _leave_out(table, u_D, v_D)
     along_V1 = share_V1 / (1 - share_V1**2).sqrt()  # so that of the normed vector it is the share
-    table += deviation * math.sqrt(width) * along_V1 * u_D
+    table.add_(deviation * math.sqrt(width) * along_V1 * u_D)
+    part: Any  # a ModuleList does not tell its members' type
     for part in network.tokens.positions:
         part.weight.normal_(std=_POSITIONS * deviation * math.sqrt(width))
         _leave_out(part.weight, u_D, v_D)
     network.tokens.norm.beta.copy_(_CONSTANT * math.sqrt(width) * v_D)
 
+    block: Any
     for block in network.blocks.layers:
         block.attention.out.weight *= _BRANCHES
         block.feed_forward.narrow.weight *= _BRANCHES
     for side in (network.context, network.candidate, network.earlier):
         if side is not None:
-            side.out.weight *= _BRANCHES
+            side.out.weight.mul_(_BRANCHES)
     # Vectors of length √H are added to means of encodings, of length 1/2 to 1, and to encodings.
     if network.combined is not None and network.combined_skip is not None:
         torch.nn.init.eye_(network.combined_skip.weight)
         hidden = network.combined.out.weight.shape[0]
-        network.combined.out.weight *= _BRANCHES / (2 * math.sqrt(hidden))
+        network.combined.out.weight.mul_(_BRANCHES / (2 * math.sqrt(hidden)))
     if network.code_projection is not None:
-        network.code_projection.weight *= _BRANCHES / math.sqrt(width)
+        network.code_projection.weight.mul_(_BRANCHES / math.sqrt(width))
 
     # A block's norms shorten all of x by √(1 + constant²), as v makes it longer.
     longer = 1 + _CONSTANT**2
