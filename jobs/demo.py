@@ -76,8 +76,6 @@ def run(config: Config) -> program.Summary:
     work.mkdir(parents=True, exist_ok=True)
     data = find(Path(config.data)) if config.data else _sample(work / "sample")
 
-    # Ray's core says on this terminal, of every pool of actors, that its arguments are in the object store.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     from ray import serve
 
     # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.
@@ -291,18 +289,11 @@ def _serve(work: Path, port: int) -> None:
 
     print("\n== The service: dialogues at /rank, articles at /articles/rank", flush=True)
     quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    applications = [
-        serve.RunTarget(
-            build(Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"])),
-            name=pool,
-            route_prefix=route,
-            logging_config=quiet,
-        )
-        for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles"))
-    ]
     with _timed("The service"):
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
-        serve.run_many(applications)  # at the same time
+        for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles")):
+            served = Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"])
+            serve.run(build(served), name=pool, route_prefix=route, logging_config=quiet)
     print(f"   {_seconds['The service']:.1f} s")
 
 

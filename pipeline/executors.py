@@ -22,7 +22,10 @@ class InThisProcess:
     """What was done meanwhile."""
 
     tasks: list[str] = field(default_factory=list)
-    """The names of the tasks that ran, in order; those that an earlier run had done are not among them."""
+    """The names of the tasks that ran, in order; those that an earlier run had done are not among them, nor
+    those of actors."""
+    actor_tasks: list[str] = field(default_factory=list)
+    """The same of those that actors do."""
 
 
 _current: InThisProcess | None = None

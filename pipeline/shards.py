@@ -113,7 +113,7 @@ def run_tasks_on_actors(
             num_gpus=1 if actors.gpu else None,
         )
 
-    return _run(draft, tasks, label, kind, make, run, rows)
+    return _run(draft, tasks, label, kind, make, run, rows, on_actors=True)
 
 
 def _do(
@@ -233,6 +233,7 @@ def _run(
     make: Callable[[], Work[RecordT]],
     run: Callable[[Any, _Starts], Any],
     rows: Mapping[str, int] | None = None,
+    on_actors: bool = False,
 ) -> list[RecordT]:
     """`run(dataset, starts)` adds the work to the dataset of tasks; `make()` is the work in this process."""
     done = draft.marks()
@@ -245,7 +246,8 @@ def _run(
     with progress.bar(label, total, started, unit) as bar:
         if missing:
             if here := executors.current():
-                outcomes = _in_this_process(here, draft, missing, make)
+                ended = here.actor_tasks if on_actors else here.tasks
+                outcomes = _in_this_process(ended, draft, missing, make)
             else:
                 outcomes = _on_cluster(missing, run, died_on)
             failed = _failures(outcomes, label, lambda task: bar.update(size[task]))
@@ -259,16 +261,16 @@ def _run(
 
 
 def _in_this_process(
-    here: executors.InThisProcess,
+    ended: list[str],
     draft: Draft,
     missing: Sequence[dict[str, Any]],
     make: Callable[[], Work[RecordT]],
 ) -> Generator[dict[str, Any], None, None]:
-    """The outcome of each task, as it ends."""
+    """The outcome of each task, as it ends; its name joins `ended`."""
     work = make()
     for row in missing:
         yield _do(draft, work, DELAYS_S, None, row)
-        here.tasks.append(row["task"])
+        ended.append(row["task"])
 
 
 def _on_cluster(

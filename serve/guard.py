@@ -308,4 +308,5 @@ def token_hashes(environment: str | None = None) -> list[str]:
 
 def in_proxy() -> list[Middleware]:
     """The middleware for Serve's proxies, which import it by the name of this function."""
-    return [Middleware(Guard, is_proxy=True)]
+    # A proxy does not know the limits of the applications behind it. So it waits as long as any may allow.
+    return [Middleware(Guard, limits=Limits(timeout_ms=MAX_TIMEOUT_MS), is_proxy=True)]

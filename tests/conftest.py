@@ -255,10 +255,10 @@ def tokenize_in_process() -> Callable[..., TokenizedCorpus]:
 def actors_in_process() -> Iterator[list[str]]:
     """Tasks and actors run in this process, without Ray, whose processes take seconds to start.
 
-    Returns the names of the tasks that ran so far.
+    Returns the names of the tasks of actors that ran so far.
     """
     with executors.in_this_process() as here:
-        yield here.tasks
+        yield here.actor_tasks
 
 
 @pytest.fixture

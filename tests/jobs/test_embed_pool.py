@@ -20,7 +20,6 @@ from pipeline.retrieval.pools.pool import Pool
 from tests.helpers import wait_until
 
 ALL_MAY_CHANGE = ("--gate.max-removed-share", 1, "--gate.max-changed-share", 1)
-inline = pytest.mark.usefixtures("actors_in_process")
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -166,7 +165,6 @@ def test_texts_that_cannot_be_embedded_are_refused(embed, texts, tmp_path, conte
     assert not [name for name in versions(tmp_path / "pools") if not name.endswith(".partial")]
 
 
-@inline
 def test_redaction_is_part_of_what_a_version_is(embed, texts, tmp_path):
     write(texts, ["call 1-555-123-4567", "two"])
     plain = embed(texts, "--redact", "false").summary

@@ -47,16 +47,16 @@ LOOP = {
     )
 }
 EXCLUDED = {
-    "clean_corpus": {"output"},
+    "clean_corpus": {"output", "dry_run"},
     "convert_model": {"output"},
-    "embed_pool": {"pools", "dry_run", "keep", "keep_days", "lock_expires_s", "redact",
+    "embed_pool": {"pools", "dry_run", "publish_only", "keep", "keep_days", "lock_expires_s", "redact",
                    "embed.repeated_ids"}
     | GATE | READING | ACTORS,
     "evaluate": ACTORS,
-    "finetune": {"output", "register_as"} | LOOP | WORKERS,
-    "prepare_corpus": {"output", "expect"} | READING,
+    "finetune": {"output", "register_as", "dry_run"} | LOOP | WORKERS,
+    "prepare_corpus": {"output", "expect", "dry_run"} | READING,
     "pretrain": {"output", "dry_run", "keep_training_state", "pretrain.steps"} | LOOP | WORKERS,
-    "score_candidates": {"output"} | ACTORS,
+    "score_candidates": {"output", "dry_run"} | ACTORS,
     "train_tokenizer": {"output"},
 }  # fmt: skip
 

@@ -98,7 +98,10 @@ def stage(
             if len(groups) < 2:
                 tasks[f"file-{number:05d}"] = (uri, None)
             for at, some in enumerate(groups if len(groups) > 1 else ()):
-                tasks[f"file-{number:05d}-{at:04d}"] = (uri, tuple(some))
+                tasks[f"file-{number:05d}-{at:04d}"] = (
+                    uri,
+                    (some.first, some.end, some.rows_before),
+                )
     return shards.run_tasks(draft, tasks, work, "read candidates", PartsRecord)
 
 

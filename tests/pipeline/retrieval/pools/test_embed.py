@@ -16,7 +16,7 @@ import torch
 
 from pipeline.actors import Actors
 from pipeline.artifact import Artifact, draft
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.models import inference
@@ -96,6 +96,10 @@ def json_lines(path: Path, rows: list[dict]) -> Path:
 
 
 WRITERS = {"rows.parquet": parquet, "rows.jsonl": json_lines, "rows.jsonl.gz": json_lines}
+
+
+def shards_made(tasks: list[str]) -> list[str]:
+    return [task for task in tasks if task.startswith("part-")]
 
 
 def rows_of(pool: Pool) -> list[tuple[str, str]]:
@@ -322,7 +326,7 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
 ):
     file = json_lines(tmp_path / "a.jsonl", RECORDS)
     whole = make(file, name="whole", rows_per_shard=2)
-    assert actors_in_process == [f"part-0000{n}" for n in range(4)]
+    assert shards_made(actors_in_process) == [f"part-0000{n}" for n in range(4)]
     out = draft(str(tmp_path / "pools" / "p" / "v"), "pool", EmbedConfig(rows_per_shard=2), {})
     settings = (EmbedConfig(rows_per_shard=2), GateConfig(), Reading())
     prepared = embed.prepare(
@@ -342,7 +346,7 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
 
     actors_in_process.clear()
     resumed = make(file, rows_per_shard=2)
-    assert actors_in_process == ["part-00001", "part-00003"]
+    assert shards_made(actors_in_process) == ["part-00001", "part-00003"]
     assert resumed.artifact.manifest["files"] == whole.artifact.manifest["files"]
     assert resumed.artifact.counts == whole.artifact.counts
 
@@ -353,7 +357,7 @@ def test_weights_that_are_not_numbers_embed_nothing(make, model, tmp_path):
         next(ranker.dual.candidate_encoder.parameters()).fill_(torch.nan)
     ranker.save(tmp_path / "broken")
     file = json_lines(tmp_path / "a.jsonl", RECORDS)
-    with pytest.raises(FloatingPointError, match=r"part-00000: .* not finite"):
+    with pytest.raises(Stopped, match=r"FloatingPointError: part-00000: .* not finite"):
         make(file, model=tmp_path / "broken")
     assert not list((tmp_path / "pools").rglob("vectors"))
     assert not list((tmp_path / "pools").rglob("part-00000.json"))

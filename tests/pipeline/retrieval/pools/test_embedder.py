@@ -26,6 +26,7 @@ from pipeline.retrieval.pools.embed import EmbedConfig, EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
 
 PRIVACY = Privacy(redact=False, authors="hash", salt="")
+ORIGINAL = content_hash
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
 
 
@@ -152,7 +153,12 @@ def test_where_the_vectors_would_be_others_nothing_is_copied(shard, model, token
 def test_a_text_whose_hash_is_the_same_by_half_only_is_embedded(
     shard, model, tokenised, written, monkeypatch
 ):
-    monkeypatch.setattr(candidates, "text_key", lambda value: 7)
+
+    def alike(text: str, values: object = ()) -> str:
+        return 16 * "7" + ORIGINAL(text)[16:]
+
+    monkeypatch.setattr(candidates, "content_hash", alike)
+    monkeypatch.setitem(globals(), "content_hash", alike)
     record = shard(TEXTS[:1], Before(["another"])).make(model, previous="there")
     assert record.rows_embedded == 1
     assert tokenised == TEXTS[:1]

@@ -24,6 +24,7 @@ from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.plan import NEW, Changes, Plan
 
+ORIGINAL = content_hash
 PRIVACY = Privacy(redact=False, authors="hash", salt="")
 Rows = list[tuple[str, str]]
 """(id, text)"""
@@ -199,7 +200,12 @@ def test_a_few_of_what_is_dropped_are_named(make):
 
 def test_texts_that_share_half_of_their_hash_are_told_apart_by_who_copies(make, monkeypatch):
     """64 bits decide on places; `embedder` compares all 128."""
-    monkeypatch.setattr(candidates, "text_key", lambda value: 7)
+
+    def alike(text: str, values: object = ()) -> str:
+        return 16 * "7" + ORIGINAL(text)[16:]
+
+    monkeypatch.setattr(candidates, "content_hash", alike)
+    monkeypatch.setitem(globals(), "content_hash", alike)
     _, _, verdicts = make([("1", "a")], [("1", "b")])
     assert verdicts == [0]
 

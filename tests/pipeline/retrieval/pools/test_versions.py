@@ -143,7 +143,7 @@ def test_vectors_are_the_same_for_the_same_model_whatever_rows_and_shards(
     tmp_path, model, settings, same
 ):
     found = Artifact("", {"config": {"embed": vars(EmbedConfig())}})
-    pool = SimpleNamespace(model_fingerprint="m", precision="bf16", artifact=found)
+    pool = SimpleNamespace(model_fingerprint="m", precision="bf16", numerics=1, artifact=found)
     now = Artifact("", {"fingerprint": model})
     wanted = Settings(EmbedConfig(**settings))
     assert versions.has_vectors_of(pool, now, wanted, "bf16") is same
