@@ -163,8 +163,8 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
     if low <= config.min_difference:
         difference = f"{pair['difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}"
         raise Stopped(
-            f"model {config.registered_model}: not promoted: R@1 of the candidate less that of the "
-            f"champion is {difference} on {found['examples']:,} questions; allowed: an interval above "
+            f"model {config.registered_model}: not promoted: R@1 of the candidate minus the "
+            f"champion's is {difference} on {found['examples']:,} questions; allowed: an interval above "
             f"--min-difference {config.min_difference:g}"
         )
     return comparison
