@@ -241,6 +241,7 @@ def test_what_is_written(paper, trained, tmp_path):
     assert "\npoly-360: 2 failed: out of memory\n" in text
     assert "\n* poly-64 - bi: " in text
     assert (tmp_path / "work" / "table-4.png").read_bytes().startswith(b"\x89PNG")
+    assert all(row.pop("source")["size"] == "small" for row in rows.values())
     assert json.loads((tmp_path / "work" / "table-4.json").read_text()) == list(rows.values())
     (run,) = mlflow.search_runs(
         filter_string="tags.job = 'benchmark'", output_format="list", max_results=1,
@@ -314,7 +315,7 @@ def test_starspaces_articles_are_the_papers_wikipedia(paper, monkeypatch):
             "only: 'poly-17' is not allowed; allowed: bi, poly-16",
         ),
         (("--seeds", 0), "seeds: 0 is not allowed"),
-        (("--table", 4, "--finetune.batch-size", 3), "finetune.batch_size"),
+        (("--table", 4, "--finetune.batch-size", 3), "--finetune.batch-size"),
         (("--table", 4, "--loop.learning-rate", -1), "loop.learning_rate: -1.0 is not allowed"),
         (("--table", 4, "--split", "test"), "the corpus has no examples in test/"),
         (("--table", 9), "table"),
