@@ -21,6 +21,10 @@ from pipeline.artifact import Artifact
 Row = dict[str, Any]
 
 
+INTERRUPTED = 130
+"""The exit code of a job that Ctrl-C ended."""
+
+
 @dataclass(frozen=True)
 class Finished:
     """What a user sees of a job."""

@@ -295,7 +295,10 @@ def test_a_bucket_that_is_not_there_is_one_line(s3, refused_by_the_store):
     written = refused_by_the_store("--uri", "s3://not-there/a/b", "--write")
     assert written == "not-there/a/b: there is no such bucket (NO_SUCH_BUCKET)"
     read = refused_by_the_store("--uri", "s3://not-there/a/b")
-    assert read == "s3://not-there/a/b: not a corpus (manifest.json is missing)"
+    assert (
+        read
+        == "s3://not-there/a/b: not a corpus (manifest.json is missing); jobs.prepare_corpus makes one"
+    )
 
 
 def test_no_credentials_are_one_line(s3, bucket, refused_by_the_store):

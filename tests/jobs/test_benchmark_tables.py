@@ -264,6 +264,7 @@ def test_a_sweep_without_any_success_fails(paper, trained):
     assert "no trial ended well; convai2 poly-360 seed 0: out of memory" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_trials_are_tasks_and_one_that_fails_ends_alone(paper, tmp_path):
     """For real: Ray, training, evaluation; more tokens than the encoder has positions are refused."""

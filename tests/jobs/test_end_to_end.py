@@ -182,7 +182,11 @@ def test_the_service_ranks_a_pool(made, port):
     context = ["how is work going ?"]
     status, body = ask(port, "POST", "/rank", {"context": context, "pool": "replies", "top_k": 5})
     assert status == 200
-    assert body["pool"] == {"name": "replies", "version": made.said["embed_pool"]["version"]}
+    assert body["pool"] == {
+        "name": "replies",
+        "version": made.said["embed_pool"]["version"],
+        "missing_shards": [],
+    }
     results = body["results"]
     files = open_artifact(f"{made.work}/corpus", "corpus").files("train/", ".parquet")
     columns = ["example_id", "response"]

@@ -17,6 +17,7 @@ from pipeline.retrieval.pools import candidates, embed, embedder
 from pipeline.retrieval.pools import versions as versions_module
 from pipeline.retrieval.pools.lock import lease, locked
 from pipeline.retrieval.pools.pool import Pool
+from tests.helpers import INTERRUPTED
 
 pytestmark = pytest.mark.usefixtures("actors_in_process")
 
@@ -377,6 +378,7 @@ READER = """
 import json, sys, time
 from pathlib import Path
 from pipeline.retrieval.pools.pool import Pool
+from tests.helpers import INTERRUPTED
 
 uri, done = sys.argv[1], Path(sys.argv[2])
 seen, last = None, False
@@ -414,7 +416,7 @@ def test_a_reader_finds_a_whole_version_whenever_it_looks(night, pools, tmp_path
 
 def interrupted(finished) -> None:
     """Ctrl-C says how to go on."""
-    assert finished.code == 130
+    assert finished.code == INTERRUPTED
     lines = finished.stderr.splitlines()
     assert "python -m jobs.embed_pool: interrupted; the same command resumes" in lines
     assert "Traceback" not in finished.stderr

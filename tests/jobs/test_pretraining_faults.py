@@ -365,6 +365,7 @@ def test_an_output_that_cannot_be_written_is_one_line(run_job_here, command, tmp
 # More steps
 
 
+@pytest.mark.long
 def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_here, tmp_path):
     """To the weights of one long run."""
     assert run_job_here("pretrain", *command(tmp_path / "short", steps=12)).code == 0

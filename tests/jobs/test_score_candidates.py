@@ -12,7 +12,7 @@ from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching
 from pipeline.training.teaching import TeachingConfig
-from tests.helpers import rows_of
+from tests.helpers import INTERRUPTED, rows_of
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +96,7 @@ def test_a_killed_job_scores_only_what_is_missing(
         return score(draft, shard, rankers, config)
 
     monkeypatch.setattr(teaching, "_score_shard", dies)
-    with pytest.raises(KeyboardInterrupt):
-        run_job_here("score_candidates", *argv)
+    assert run_job_here("score_candidates", *argv).code == INTERRUPTED
     monkeypatch.setattr(teaching, "_score_shard", score)
     first = list(actors_in_process)
     resumed = run_job_here("score_candidates", *argv).summary
@@ -161,12 +160,14 @@ def test_teachers_are_fetched_by_the_node_that_asks_them(
     assert summary.summary["counts"]["scored"] > 0
 
 
-def test_a_student_learns_from_what_was_scored(run_job, convai2_corpus, tiny_ranker, tmp_path):
-    """With actors and workers as a user has them; it leaves out a file, as one that will teach does."""
+def test_a_student_learns_from_what_was_scored(
+    run_job, run_job_here, convai2_corpus, tiny_ranker, tmp_path
+):
+    """Scored by actors as a user has them; it leaves out a file, as one that will teach does."""
     corpus = two_files(convai2_corpus, tmp_path / "corpus")
     argv = arguments(corpus.uri, [tiny_ranker("cross").uri], tmp_path / "scored")
     run_job("score_candidates", *argv, "--resources.cpus-per-actor", 1)
-    done = run_job(
+    done = run_job_here(
         "finetune", "--corpus", tmp_path / "scored", "--output", tmp_path / "student",
         "--encoder", tiny_ranker("bi").local() / "context_encoder",
         "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,

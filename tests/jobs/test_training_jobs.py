@@ -311,7 +311,10 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
         (["--loop.learning-rate", 0], ["loop.learning_rate: 0", "above 0"]),
         (["--loop.seed", -1], ["loop.seed: -1", ">= 0"]),
         (["--loop.precision", "fp8"], ["loop.precision: 'fp8'", "fp32"]),
-        (["--finetune.batch-size", 8], ["--finetune.batch_size", "finetune.batch_examples"]),
+        (
+            ["--finetune.batch-size", 8],
+            ["--finetune.batch-size: unknown option", "--finetune.batch-examples"],
+        ),
         (["--config", "none.yaml"], ["none.yaml"]),
     ],
 )

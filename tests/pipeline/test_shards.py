@@ -308,9 +308,9 @@ def test_actors_may_grow_in_number_and_their_progress_is_in_rows(out, make, tmp_
     assert [record.counts["argument"] for record in records] == [3, -1, 2, 4]
     assert 1 <= len(list(tmp_path.glob("made-*"))) <= 2
     shown = capsys.readouterr().err
-    assert "100/1000" in shown
-    assert "1000/1000" in shown
-    assert "row/s" in shown
+    assert "100/1.00k" in shown
+    assert "1.00k/1.00k" in shown
+    assert "rows/s" in shown
 
 
 def test_in_this_process_actors_are_made_once_and_ray_is_not_started(out, make, tmp_path):

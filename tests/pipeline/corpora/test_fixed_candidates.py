@@ -110,6 +110,9 @@ def test_where_there_are_too_few_the_counts_say_so(out):
     rows, record = choose(out, [file], 10_000)
     assert len(rows) == 7
     assert record.counts == {"others": 7, "others.missing": 9993}
+
+
+def test_of_no_article_all_are_missing(out):
     rows, record = choose(out, [], 10)
     assert (rows, record.files, record.counts) == (
         [],

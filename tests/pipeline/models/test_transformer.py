@@ -50,9 +50,9 @@ def test_a_token_far_away_is_seen_by_every_nth_layer_only(every, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"intermediate": -1}, "encoder.intermediate: -1"),
+        ({"intermediate": -1}, "shape.intermediate: -1"),
         ({"architecture": "modernbert", "global_attention_every": 0}, "every: 0"),
-        ({"global_attention_every": 3}, "every: 3 is not allowed; allowed: 1, as encoder.arch"),
+        ({"global_attention_every": 3}, "every: 3 is not allowed; allowed: 1, as shape.arch"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(options, message):

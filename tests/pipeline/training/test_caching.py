@@ -139,6 +139,7 @@ print(kib("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 def test_memory_grows_less_than_linearly_with_the_negatives():
     """Peak of the process above what it held before, in KiB, for 31 and 511 negatives."""
 

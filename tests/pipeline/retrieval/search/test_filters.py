@@ -10,6 +10,8 @@ import pytest
 
 from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput
+from pipeline.corpora.formats.tables import TableFormat
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS
@@ -88,7 +90,9 @@ def test_columns_come_along_from_the_candidates_as_text(tmp_path):
     out = draft(str(tmp_path / "out"), "pool", EmbedConfig(), {})
     assert isinstance(out, Draft)
     columns = ("id", "text", "kind", "size")
-    record = candidates._stage(out, "file-00000", str(file), columns, 1000, Reading())
+    record = candidates._stage(
+        out, "file-00000", (str(file), None), columns, 1000, Reading(), Privacy(), TableFormat()
+    )
     table = candidates.read_rows(out, record.parts[0][0])
     assert table.select(["id", "kind", "size"]).to_pylist() == [
         {"id": "1", "kind": "hat", "size": "3"},
