@@ -316,6 +316,8 @@ def _ask(work: Path, port: int) -> dict[str, Any]:
     articles = _post(port, "/articles/rank", request)
     # The pool keeps an article without one of its sentences: not always without this one.
     _show(articles["results"], id=article["group_id"])
+    if article["group_id"] not in [result["id"] for result in articles["results"]]:
+        print("            (the true article is none of these)")
     return {"replies": given["results"], "pool": pooled["results"], "articles": articles["results"]}
 
 
