@@ -2,7 +2,8 @@
 # make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
 # make test-fast                    those without Ray and processes, before a commit
 # make test                         the tests of CI
-# make test-long                    those that train several times: a quarter of an hour
+# make test-long                    those that train several times, kill nodes, or run a whole benchmark
+# make cluster-test                 nodes that die, on a cluster of four in this machine
 # make benchmark                    all benchmarks in their small form, and BENCHMARKS.md: half an hour
 PYTHON ?= python3.11
 BIN := .venv/bin
@@ -11,7 +12,7 @@ DEMO ?= .demo
 RESULTS := jobs/benchmarks/results
 BENCHMARKS ?= corpora pretrain finetune embed search serve convert intents paper
 
-.PHONY: demo test test-fast test-long benchmark lint openapi kuberay clean
+.PHONY: demo test test-fast test-long cluster-test benchmark lint openapi kuberay clean
 
 demo: .venv/installed
 	$(BIN)/python -m jobs.demo $(if $(DATA),--data $(DATA) --work .demo-data) \
@@ -25,6 +26,9 @@ test-fast: .venv/installed
 
 test-long: .venv/installed
 	$(BIN)/python -m pytest -m long
+
+cluster-test: .venv/installed
+	POLYRANK_KILLS=10 $(BIN)/python -m pytest -m long -s tests/cluster/test_chaos.py
 
 # It takes the rankers and corpora of `make demo`; DEMO=.demo-data takes those of real dumps. The peers need the
 # extra `bench`. A part that cannot run here says why, and the others go on.
