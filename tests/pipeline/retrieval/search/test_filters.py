@@ -23,6 +23,8 @@ from pipeline.retrieval.search.filters import select
 KINDS = ["shoe", "shoe", "hat", None, "hat", "coat"]
 SCHEMA = pa.schema([*ROWS, pa.field("kind", pa.string()), pa.field("size", pa.string())])
 
+PLAIN = Privacy(redact=False, authors="plain", salt="")
+
 
 @pytest.fixture
 def pool(tmp_path, publish_pool) -> Pool:
@@ -91,7 +93,7 @@ def test_columns_come_along_from_the_candidates_as_text(tmp_path):
     assert isinstance(out, Draft)
     columns = ("id", "text", "kind", "size")
     record = candidates._stage(
-        out, "file-00000", (str(file), None), columns, 1000, Reading(), Privacy(), TableFormat()
+        out, "file-00000", (str(file), None), columns, 1000, Reading(), PLAIN, TableFormat()
     )
     table = candidates.read_rows(out, record.parts[0][0])
     assert table.select(["id", "kind", "size"]).to_pylist() == [
