@@ -2,8 +2,9 @@
 
     python -m pytest -m long tests/cluster/test_chaos.py       POLYRANK_KILLS=10: so many runs of each job
 
-Four nodes of one core on this machine, each a raylet of its own. A run kills one of them at a random moment
-and starts another. Where the driver was connected to the node that died, the same command is given again.
+Four nodes of one core on this machine, each a raylet of its own. A run kills one of them at a random
+moment, and the others go on without it. Where the driver was connected to the node that died, the same
+command is given again.
 """
 
 from __future__ import annotations
@@ -198,13 +199,13 @@ def test_four_nodes_make_what_one_makes(nodes, commands, alone, name, tmp_path):
 def test_a_node_that_dies_changes_nothing(nodes, commands, alone, name, run, tmp_path):
     undisturbed = alone(name)
     chance = random.Random(f"{name} {run}")
-    moment = chance.uniform(0.2, 1.0) * undisturbed.seconds  # before, the job looks at its input
+    # Before, the job looks at its input; four nodes take 0.6 of the time of one.
+    moment = chance.uniform(0.2, 0.6) * undisturbed.seconds
 
     def later(process: subprocess.Popen[str]) -> None:
         def kill() -> None:
             if process.poll() is None:
                 nodes.kill(chance.randrange(NODES))
-                nodes.add()
 
         timer = threading.Timer(moment, kill)
         timer.daemon = True
@@ -216,6 +217,8 @@ def test_a_node_that_dies_changes_nothing(nodes, commands, alone, name, run, tmp
     for timer in timers:
         timer.cancel()
         timer.join()
+    while len(nodes.workers) < NODES:  # not by the timer: only the main thread may start a node
+        nodes.add()
     print(f"{name} {run}: a node died after {moment:.1f} s; {ended.seconds:.1f} s in all, "
           f"{undisturbed.seconds:.1f} s on one node undisturbed; {ended.attempts} attempts")  # fmt: skip
     assert is_same(name, undisturbed, ended)
