@@ -142,8 +142,8 @@ part. Then `python -m jobs.benchmarks.report` reads all files of `jobs/benchmark
 
 The two sides of a row ran in turn in one run, because only such ratios mean anything on a shared machine. A
 ratio above 1 means that polyrank is faster. The floor is what the machine itself allows. "One run, earlier"
-marks numbers that were copied from pages and notes; its commit is the one that wrote the number down. No
-number is a mean over runs.
+marks numbers that were copied by hand from a run's output, a page or a note; its commit is the one that
+wrote the number down, or the one before. A number with ± is a mean over seeds, all others come from one run.
 
 Of {all} targets {met} are met, {missed} are missed, and {rest} are not measured.
 
