@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from jobs.benchmarks.embed import minilm_folder
-from jobs.benchmarks.measure import Row
+from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
@@ -44,7 +44,7 @@ _QUESTIONS = {"small": 1_000, "full": 10_000}
 
 def measure(
     size: Literal["small", "full"], corpus: Artifact, model: Artifact | None, work: Path
-) -> list[Row]:
+) -> list[BenchmarkRow]:
     """`model`: a ConveRT ranker that was trained on the corpus' train split; None: nothing is ranked."""
     texts = known_texts(corpus, _TEXTS[size])
     ours, megabytes = _papers_model(corpus, _LEARNT_FROM[size], work / "convert")
@@ -59,7 +59,7 @@ def measure(
     return rows
 
 
-def _papers_model(corpus: Artifact, examples: int, folder: Path) -> tuple[Ranker, Row]:
+def _papers_model(corpus: Artifact, examples: int, folder: Path) -> tuple[Ranker, BenchmarkRow]:
     """A single-context model of the paper's size, loaded from its files, and how large those are."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "vocabulary").mkdir(parents=True)
@@ -78,10 +78,10 @@ def _papers_model(corpus: Artifact, examples: int, folder: Path) -> tuple[Ranker
     )
     detail = {"load, seconds": round(min(seconds), 3), "parameters": parameters,
               "subwords": len(subwords)}  # fmt: skip
-    return ranker, Row("convert.saved_megabytes", size, "MB", detail=detail)
+    return ranker, BenchmarkRow("convert.saved_megabytes", size, "MB", detail=detail)
 
 
-def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Row]:
+def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[BenchmarkRow]:
     """In turn, so that both have the same machine; a ratio is the median of the rounds'."""
     try:
         from sentence_transformers import SentenceTransformer
@@ -119,14 +119,14 @@ def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Ro
     name = "convert.encode_vs_minilm_sentence_transformers"
     ms = {name: 1e3 * median(values) for name, values in each.items()}
     return [
-        Row(name, len(texts) / min(seconds["ours"]), "texts/s",
+        BenchmarkRow(name, len(texts) / min(seconds["ours"]), "texts/s",
             peer=len(texts) / min(seconds["minilm"]), ratio=median(ratios), detail=detail),
-        Row(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
+        BenchmarkRow(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
             ratio=ms["minilm"] / ms["ours"], detail={"texts": alone}),
     ]  # fmt: skip
 
 
-def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) -> list[Row]:
+def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) -> list[BenchmarkRow]:
     """Blocks of 8 bits beside those of bf16, and through ONNX Runtime where that is installed."""
     ranker = load_ranker(work / "model")
     ranker.quantise()
@@ -145,7 +145,7 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
     detail = {"texts": len(texts), "seconds, by round": {k: [round(s, 3) for s in v] for k, v
               in seconds.items()}, "load": os.getloadavg()[0]}  # fmt: skip
     return [
-        Row(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best["bf16"],
+        BenchmarkRow(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best["bf16"],
             ratio=rate / best["bf16"], detail=detail)
         for name, rate in best.items() if name != "bf16"
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def _onnx(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[], None]:
     return encode
 
 
-def _lost_in_8_bits(model: Artifact, asked: Questions) -> Row:
+def _lost_in_8_bits(model: Artifact, asked: Questions) -> BenchmarkRow:
     """R@1 of the model in float32 less that of its blocks in 8 bits, in points."""
     scorer = load_scorer(model, precision="fp32")
     exact = 100 * recall_at(rank(scorer.prepare(asked), asked).ranks_N, 1)
@@ -183,10 +183,10 @@ def _lost_in_8_bits(model: Artifact, asked: Questions) -> Row:
     rounded = 100 * recall_at(rank(scorer.prepare(asked), asked).ranks_N, 1)
     detail = {"R@1/100": {"float32": round(exact, 2), "int8": round(rounded, 2)},
               "examples": len(asked)}  # fmt: skip
-    return Row("convert.int8.points_lost", exact - rounded, "points of R@1", detail=detail)
+    return BenchmarkRow("convert.int8.points_lost", exact - rounded, "points of R@1", detail=detail)
 
 
-def _over_words(corpus: Artifact, model: Artifact, asked: Questions) -> Row:
+def _over_words(corpus: Artifact, model: Artifact, asked: Questions) -> BenchmarkRow:
     """R@1 in points above the better of BM25 and TF-IDF."""
     known = known_texts(corpus)
     scorers: dict[str, Scorer] = {
@@ -199,4 +199,6 @@ def _over_words(corpus: Artifact, model: Artifact, asked: Questions) -> Row:
     points = found["convert"] - max(found["bm25"], found["tf-idf"])
     detail = {"R@1/100": {name: round(value, 2) for name, value in found.items()},
               "examples": len(asked), "candidates": asked.candidates}  # fmt: skip
-    return Row("convert.reddit_1_of_100.points_over_bm25", points, "points of R@1", detail=detail)
+    return BenchmarkRow(
+        "convert.reddit_1_of_100.points_over_bm25", points, "points of R@1", detail=detail
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.dataset as arrow_dataset
 import pyarrow.parquet as pq
 
-from jobs.benchmarks.measure import Row, Run, kill_often, run_job
+from jobs.benchmarks.measure import BenchmarkRow, Run, kill_often, run_job
 from pipeline.artifact import open_artifact
 from pipeline.corpora import raw
 from pipeline.corpora.reddit.lines import parse_comments
@@ -24,7 +24,7 @@ _COMMENTS = {"small": (100_000, 300_000, 1_000_000), "full": (1_000_000, 3_000_0
 _POLYAI_PER_WORKER = 3_680_746_776 / (98 * 60) / 409
 
 
-def measure(size: str, work: Path, kills: int) -> list[Row]:
+def measure(size: str, work: Path, kills: int) -> list[BenchmarkRow]:
     dumps = {n: _dump(n, work) for n in _COMMENTS[size]}
     runs = {n: _prepare(dumps[n], work / f"corpus-{n}") for n in dumps}
     most = max(dumps)
@@ -44,11 +44,11 @@ def _prepare(dump: Path, output: Path) -> Run:
     return run_job("prepare_corpus", "--corpus", "reddit", "--input", dump, "--output", output)
 
 
-def _rate(dump: Path, comments: int, run: Run) -> Row:
+def _rate(dump: Path, comments: int, run: Run) -> BenchmarkRow:
     files = sorted(map(str, dump.glob("RC_*")))
     decompress, parse = _seconds_of(_decompress, files), _seconds_of(_parse, files)
     rate = comments / run.seconds
-    return Row(
+    return BenchmarkRow(
         "corpora.reddit.comments_per_s", rate, "comments/s on this machine",
         peer=_POLYAI_PER_WORKER, ratio=rate / _POLYAI_PER_WORKER,
         floor=comments / parse, share_of_floor=parse / run.seconds,
@@ -64,7 +64,7 @@ def _rate(dump: Path, comments: int, run: Run) -> Row:
     )  # fmt: skip
 
 
-def _growth(runs: dict[int, Run]) -> list[Row]:
+def _growth(runs: dict[int, Run]) -> list[BenchmarkRow]:
     _, middle, most = runs
     seconds = {n: round(run.seconds, 1) for n, run in runs.items()}
     mib = {n: round(run.peak_mib) for n, run in runs.items()}
@@ -75,9 +75,9 @@ def _growth(runs: dict[int, Run]) -> list[Row]:
     ]
     memory = runs[most].peak_mib / runs[middle].peak_mib
     return [
-        Row("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio",
+        BenchmarkRow("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio",
             detail={"MiB": mib, "curve": _curve(mib, "MiB")}),
-        Row("corpora.reddit.time_growth", slopes[1] / slopes[0],
+        BenchmarkRow("corpora.reddit.time_growth", slopes[1] / slopes[0],
             "seconds per further comment, ratio",
             detail={"seconds": seconds, "curve": _curve(seconds, "seconds")}),
     ]  # fmt: skip
@@ -87,7 +87,7 @@ def _curve(values: Mapping[int, float], unit: str) -> dict[str, object]:
     return {"x": "comments", "y": unit, "points": [list(point) for point in sorted(values.items())]}
 
 
-def _reader(corpus: Path) -> Row:
+def _reader(corpus: Path) -> BenchmarkRow:
     """Rows/s of what training reads from, beside a scan of the same columns by pyarrow.dataset."""
     columns = ("context", "response")
     rows = Rows.of(open_artifact(str(corpus), "corpus"), "train", columns, 0, 1, seed=0)
@@ -110,12 +110,12 @@ def _reader(corpus: Path) -> Row:
             read()
             seconds.append(time.perf_counter() - started)
     mine, other = (len(rows) / min(seconds) for seconds in times.values())
-    return Row(
+    return BenchmarkRow(
         "corpora.reader.vs_pyarrow_dataset", mine, "examples/s", peer=other, ratio=mine / other
     )
 
 
-def _kills(dump: Path, work: Path, kills: int) -> Row:
+def _kills(dump: Path, work: Path, kills: int) -> BenchmarkRow:
     """Kills the job at random moments, goes on with the same command, and compares the rows."""
     whole, output = work / "undisturbed", work / "killed"
     seconds = _prepare(dump, whole).seconds
@@ -129,7 +129,9 @@ def _kills(dump: Path, work: Path, kills: int) -> Row:
         ended=lambda: _same(whole, output),
         start_over=lambda: shutil.rmtree(output),
     )
-    return Row("corpora.reddit.kills", kills, "kills; the rows are those of one run", detail=detail)
+    return BenchmarkRow(
+        "corpora.reddit.kills", kills, "kills; the rows are those of one run", detail=detail
+    )
 
 
 def _same(whole: Path, other: Path) -> None:

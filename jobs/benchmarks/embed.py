@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from jobs import finetune
-from jobs.benchmarks.measure import Row, kill_often, run_job
+from jobs.benchmarks.measure import BenchmarkRow, kill_often, run_job
 from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
@@ -43,7 +43,7 @@ Table = dict[str, str]
 """Texts by id."""
 
 
-def measure(size: str, data: Path, work: Path, kills: int) -> list[Row]:
+def measure(size: str, data: Path, work: Path, kills: int) -> list[BenchmarkRow]:
     model = _model(work)
     articles = _articles(data)
     passages = {
@@ -63,7 +63,7 @@ def measure(size: str, data: Path, work: Path, kills: int) -> list[Row]:
 # Rate
 
 
-def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[Row]:
+def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[BenchmarkRow]:
     """In turn, so that all have the same machine; a ratio is the median of the rounds'."""
     from sentence_transformers import SentenceTransformer
 
@@ -94,7 +94,7 @@ def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[Row]:
     for name in theirs:
         ratios = [b / a for a, b in zip(seconds["ours"], seconds[name], strict=True)]
         rows.append(
-            Row(
+            BenchmarkRow(
                 f"embed.vs_sentence_transformers_{name}", rate, "articles/s",
                 peer=len(texts) / min(seconds[name]), ratio=median(ratios),
                 floor=peak / needed * len(texts), share_of_floor=rate * needed / len(texts) / peak,
@@ -162,7 +162,7 @@ def _operations(texts: Iterable[str], model: str) -> float:
 # A night
 
 
-def _night(passages: Table, model: str, work: Path) -> Row:
+def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     """A whole run; the same again; then with 1 % changed: half other texts, a quarter new, a quarter gone."""
     pools = work / "pools"
     shutil.rmtree(pools, ignore_errors=True)
@@ -186,7 +186,7 @@ def _night(passages: Table, model: str, work: Path) -> Row:
         seconds[what] = run.seconds
         plans[what] = run.summary["plan"]
     share = seconds["1 % changed"] / seconds["whole"]
-    return Row(
+    return BenchmarkRow(
         "pool.reembed_1_percent.time_share", share, "share of a whole run's time",
         detail={"rows": len(passages), "seconds": {k: round(s, 1) for k, s in seconds.items()},
                 "plan": plans["1 % changed"], "load": os.getloadavg()[0]},
@@ -197,7 +197,7 @@ def _night(passages: Table, model: str, work: Path) -> Row:
 # Kills
 
 
-def _kills(passages: Table, model: str, work: Path, kills: int) -> Row:
+def _kills(passages: Table, model: str, work: Path, kills: int) -> BenchmarkRow:
     """Kills the job at random moments, goes on with the same command, and compares the pools."""
     pools, whole = work / "pools", work / "undisturbed"
     for folder in (pools, whole):
@@ -232,7 +232,7 @@ def _kills(passages: Table, model: str, work: Path, kills: int) -> Row:
         start_over=start_over,
         killed=complete,
     )
-    return Row("pool.kills", kills, "kills; the pool is that of one run", detail=detail)
+    return BenchmarkRow("pool.kills", kills, "kills; the pool is that of one run", detail=detail)
 
 
 def _same(whole: Artifact, other: Artifact) -> None:

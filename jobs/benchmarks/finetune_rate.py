@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs import convert_model, evaluate, finetune
-from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.paper import trials
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
@@ -50,7 +50,7 @@ def measure(
     only: Sequence[str],
     overrides: Sequence[str],
     work: Path,
-) -> list[Row]:
+) -> list[BenchmarkRow]:
     """Samples a second as a ratio for each precision, and R@1 of ours to the better of theirs.
 
     `only`: precisions; none: both. `overrides`: options of jobs.finetune; theirs follows where it has
@@ -71,7 +71,7 @@ def measure(
         pair = make(precision)
         ours, theirs = pair.ours(), pair.theirs("cosine")
         rows.append(
-            Row(
+            BenchmarkRow(
                 f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}",
                 ours, "samples/s", peer=theirs, ratio=ours / theirs,
                 detail={"precision": precision, "load": os.getloadavg()[0]},
@@ -84,12 +84,12 @@ def measure(
     return rows
 
 
-def _quality(ours: Result, *theirs: Result) -> Row:
+def _quality(ours: Result, *theirs: Result) -> BenchmarkRow:
     """R@1 beside the better of theirs, and whether the two differ."""
     r1 = {result.name: next(iter(result.metrics.values())) for result in (ours, *theirs)}
     best = max(theirs, key=lambda result: r1[result.name])
     [difference] = compare_all((ours, best), seed=0)
-    return Row(
+    return BenchmarkRow(
         "finetune.quality_vs_sentence_transformers", r1[ours.name], "R@1", peer=r1[best.name],
         ratio=r1[ours.name] / r1[best.name],
         detail={

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 
 from jobs.benchmarks import pretrain
-from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.paper import trials
 from jobs.benchmarks.pretraining_peers import bare_step
 from pipeline import storage
@@ -75,7 +75,7 @@ _SCALES: dict[Device, _Scale] = {
 }  # fmt: skip
 
 
-def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> list[Row]:
+def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> list[BenchmarkRow]:
     """Rows of one GPU; none, and a line that says so, where there is none.
 
     `corpus`: what is pre-trained and fine-tuned on; none: the sample corpora. `encoder` is fine-tuned; "":
@@ -99,7 +99,7 @@ def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> 
     return rows
 
 
-def _tests() -> Row:
+def _tests() -> BenchmarkRow:
     """The tests that are marked `gpu`; they stand in the checkout only."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
@@ -108,14 +108,14 @@ def _tests() -> Row:
         name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last[0])
     }
     passed = counts.get("passed", 0) if done.returncode == 0 else None
-    return Row("gpu.tests", passed, "passed", detail={"pytest": last[0]})
+    return BenchmarkRow("gpu.tests", passed, "passed", detail={"pytest": last[0]})
 
 
 # -------------------------------------------------------------------------------------------------
 # Pre-training
 
 
-def _utilisation(length: int, device: torch.device, scale: _Scale) -> Row:
+def _utilisation(length: int, device: torch.device, scale: _Scale) -> BenchmarkRow:
     """MFU of joint pre-training on made-up texts of exactly `length` tokens, without Ray.
 
     The micro-batches double until one does not fit; the fastest is measured with torch.compile, too.
@@ -131,7 +131,7 @@ def _utilisation(length: int, device: torch.device, scale: _Scale) -> Row:
     at = int(best["micro_batch_tokens"])
     found[f"compiled, {at:,} tokens"] = _rate(at, length, device, scale, True)
     peak = peak_flops(device, "bf16")
-    return Row(
+    return BenchmarkRow(
         f"gpu.pretrain.mfu_bert_base_{length}", max(values["mfu"] for values in found.values()),
         "MFU", floor=1.0,
         detail={**found, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
@@ -194,7 +194,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _pretraining_job(corpus: str, device: Device, scale: _Scale, work: Path) -> tuple[str, Row]:
+def _pretraining_job(
+    corpus: str, device: Device, scale: _Scale, work: Path
+) -> tuple[str, BenchmarkRow]:
     """(the encoder of jobs.pretrain, its row)"""
     output, shape = work / "encoder", scale.shape
     shutil.rmtree(output, ignore_errors=True)
@@ -211,7 +213,7 @@ def _pretraining_job(corpus: str, device: Device, scale: _Scale, work: Path) -> 
     metrics = done.summary["metrics"]
     names = ("tokens_per_s", "data_wait_share", "peak_memory_mib")
     detail: dict[str, Any] = {name: metrics[name] for name in names}
-    return str(output), Row("gpu.pretrain.job_mfu", metrics["mfu"], "MFU", detail=detail)
+    return str(output), BenchmarkRow("gpu.pretrain.job_mfu", metrics["mfu"], "MFU", detail=detail)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ def _pretraining_job(corpus: str, device: Device, scale: _Scale, work: Path) -> 
 
 def _finetuning(
     encoder: str, corpus: str, device: Device, scale: _Scale, work: Path
-) -> tuple[str, list[Row]]:
+) -> tuple[str, list[BenchmarkRow]]:
     """(a bi-encoder, its rows)"""
     output = work / "ranker"
     shutil.rmtree(output, ignore_errors=True)
@@ -235,12 +237,12 @@ def _finetuning(
     rate = float(metrics["mean_steps_per_s"]) * batch
     detail = {"steps": metrics["step"], "batch": batch}
     return str(output), [
-        Row("gpu.finetune.samples_per_s", rate, "samples/s", detail=detail),
-        Row("gpu.finetune.valid_r1", metrics["best_valid_r1"], "R@1"),
+        BenchmarkRow("gpu.finetune.samples_per_s", rate, "samples/s", detail=detail),
+        BenchmarkRow("gpu.finetune.valid_r1", metrics["best_valid_r1"], "R@1"),
     ]
 
 
-def _embedding(ranker_uri: str, corpus: str, device: torch.device, scale: _Scale) -> Row:
+def _embedding(ranker_uri: str, corpus: str, device: torch.device, scale: _Scale) -> BenchmarkRow:
     """Responses of the train split, tokenizing included."""
     ranker = inference.place(load_ranker(open_artifact(ranker_uri, "ranker").local()), device)
     texts = list[str]()
@@ -252,7 +254,7 @@ def _embedding(ranker_uri: str, corpus: str, device: torch.device, scale: _Scale
     began = time.perf_counter()
     inference.candidate_vectors(ranker, texts)
     seconds = time.perf_counter() - began
-    return Row(
+    return BenchmarkRow(
         "gpu.embed.texts_per_s", len(texts) / seconds, "texts/s", detail={"texts": len(texts)}
     )
 

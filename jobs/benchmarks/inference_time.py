@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from jobs.benchmarks.measure import Row
+from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
 from pipeline.evaluation.questions import Question, Questions, questions
 from pipeline.evaluation.ranking import Cross, Dual, Latency, latency
@@ -32,14 +32,14 @@ _PAPER = {
 _QUERIES = {"small": 10, "full": 100}
 
 
-def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> list[Row]:
+def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> list[BenchmarkRow]:
     """A row per model and number of candidates: ours, beside the paper's on its machine.
 
     Contexts and candidates are those of the corpus' valid split.
     """
     device = best_device()
     found = questions(corpus, "valid", "sampled", 2, max_examples=1000, seed=0)
-    rows, cross_ms = list[Row](), 0.0
+    rows, cross_ms = list[BenchmarkRow](), 0.0
     for name, published in _PAPER[device.type].items():
         architecture, _, m = name.partition("-")
         settings = ranker_config({"architecture": architecture, "m": int(m or 1)})
@@ -48,12 +48,12 @@ def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> 
         for candidates, peer in zip((1_000, 100_000), published, strict=True):
             if not settings.has_vectors and candidates > 1_000:
                 inferred = {"inferred": "100 times the row before"}
-                rows.append(Row(f"paper.5.{name}.{candidates}", 100 * cross_ms, "ms", peer,
+                rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", 100 * cross_ms, "ms", peer,
                                 detail=inferred))  # fmt: skip
                 continue
             time = _time(ranker, _among(found, candidates), _QUERIES[size])
             cross_ms = time.median
-            rows.append(Row(f"paper.5.{name}.{candidates}", time.median, "ms", peer,
+            rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", time.median, "ms", peer,
                             detail={"p95": time.p95, "device": time.device}))  # fmt: skip
     return rows
 

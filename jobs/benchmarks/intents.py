@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jobs import classify_intents
 from jobs.benchmarks.embed import minilm_folder
-from jobs.benchmarks.measure import Row
+from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.classification.settings import HeadConfig
 from pipeline.classification.texts import ReadConfig
@@ -17,7 +17,7 @@ from pipeline.config import require
 _EPOCHS = {"small": 100, "full": 500}
 
 
-def measure(size: str, data: Path, work: Path) -> list[Row]:
+def measure(size: str, data: Path, work: Path) -> list[BenchmarkRow]:
     """Asks the test part where the folder `data`/intent/banking77 has one, else a tenth of train."""
     folder = data / "intent" / "banking77"
     require(folder.is_dir(), "data", str(data), "a folder with intent/banking77")
@@ -39,4 +39,4 @@ def measure(size: str, data: Path, work: Path) -> list[Row]:
         "seconds": summary["seconds"],
     }
     row = "convert.banking77_minilm.accuracy"
-    return [Row(row, summary["accuracy"], "share of the texts", detail=detail)]
+    return [BenchmarkRow(row, summary["accuracy"], "share of the texts", detail=detail)]

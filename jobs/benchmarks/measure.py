@@ -24,7 +24,7 @@ from pipeline.config import BadInput
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchmarkRow:
     """One line of a report."""
 
     row: str
@@ -56,7 +56,7 @@ def source(size: str) -> dict[str, str]:
     }
 
 
-def report(rows: list[Row], file: str, source: Mapping[str, str] | None = None) -> None:
+def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None = None) -> None:
     """Prints the rows as a table. Writes them to a JSON file if one is named, each with its source."""
     print(f"{'':44} {'ours':>12} {'peer':>12} {'ratio':>7} {'floor':>12}  unit")
     for row in rows:

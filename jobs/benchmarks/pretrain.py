@@ -20,7 +20,7 @@ import torch
 
 from jobs import cluster, prepare_corpus, tokenize_corpus, train_tokenizer
 from jobs import pretrain as pretrain_job
-from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.pretraining_peers import Arm, Rates, bare_loops, hf_trainer
 from pipeline import tracking
 from pipeline.artifact import open_artifact
@@ -51,7 +51,9 @@ _STEP_TOKENS = 8_192
 _MICRO_BATCHES = 4  # of a step: two workers have two each
 
 
-def measure(size: Size, corpus: Sequence[str], overrides: Sequence[str], work: Path) -> list[Row]:
+def measure(
+    size: Size, corpus: Sequence[str], overrides: Sequence[str], work: Path
+) -> list[BenchmarkRow]:
     """`corpus`: one corpus, tokenized or not; none: the sample corpora. `overrides`: options of
     jobs.pretrain, for all sides."""
     work = work / "pretrain"
@@ -86,7 +88,7 @@ def measure(size: Size, corpus: Sequence[str], overrides: Sequence[str], work: P
     rows = [
         _row("pretrain.vs_bare_loop", joint.rates, bare, detail),
         _row("pretrain.scaling_two_workers", two.rates, two_bare),
-        Row("pretrain.data_wait_share", fmean(joint.waits), "share of the time",
+        BenchmarkRow("pretrain.data_wait_share", fmean(joint.waits), "share of the time",
             detail={"largest of an interval": round(max(joint.waits), 4)}),
     ]  # fmt: skip
     if has_trainer:
@@ -102,13 +104,15 @@ def steady(rates: Rates) -> Rates:
     return rates[int(len(rates) * _LEFT_OUT) :]
 
 
-def _row(name: str, ours: Rates, peer: Rates, detail: dict[str, object] | None = None) -> Row:
+def _row(
+    name: str, ours: Rates, peer: Rates, detail: dict[str, object] | None = None
+) -> BenchmarkRow:
     mine, other = median(ours), median(peer)
     spread = {
         "spread of ours": _spread(ours),
         "spread of the peer": _spread(peer),
     }
-    return Row(name, mine, "tokens/s", peer=other, ratio=mine / other,
+    return BenchmarkRow(name, mine, "tokens/s", peer=other, ratio=mine / other,
                detail={**(detail or {}), **spread})  # fmt: skip
 
 

@@ -50,7 +50,8 @@ PICTURES = {
 _FIELDS = {"row", "ours", "unit"}
 _SOURCE = {"kind", "command", "date", "commit", "machine"}
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
+"""A `BenchmarkRow` as its file has it, with its `source`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Measured:
     """A target and the row that is compared with it."""
 
     target: Target
-    row: Row | None
+    row: ResultRow | None
     """None: not measured."""
 
     @property
@@ -81,9 +82,9 @@ class Measured:
         return self.value / bound if bound is not None else (self.target.most or 0) / self.value
 
 
-def read(folder: Path) -> dict[str, list[Row]]:
+def read(folder: Path) -> dict[str, list[ResultRow]]:
     """Rows by section, in the order of the files' names. Raises BadInput for what is no row."""
-    found: dict[str, list[Row]] = {name: [] for name in SECTIONS}
+    found: dict[str, list[ResultRow]] = {name: [] for name in SECTIONS}
     for file in sorted(folder.glob("*.json")):
         section = file.stem.partition("-")[0]
         require(section in SECTIONS, "results", file.name, ", ".join(SECTIONS))
@@ -95,9 +96,9 @@ def read(folder: Path) -> dict[str, list[Row]]:
     return found
 
 
-def compare(rows: Iterable[Row]) -> list[Measured]:
+def compare(rows: Iterable[ResultRow]) -> list[Measured]:
     """Every target with the row that counts: of a full run if there is one, and the newest."""
-    best: dict[str, Row] = {}
+    best: dict[str, ResultRow] = {}
     for row in rows:
         if row["row"] in BY_ROW and row["ours"] is not None:
             other = best.get(row["row"])
@@ -106,7 +107,7 @@ def compare(rows: Iterable[Row]) -> list[Measured]:
     return [Measured(target, best.get(target.row)) for target in TARGETS]
 
 
-def _rank(row: Row) -> tuple[bool, str]:
+def _rank(row: ResultRow) -> tuple[bool, str]:
     return row["source"].get("size") != "small", row["source"]["date"]
 
 
@@ -114,7 +115,7 @@ def _rank(row: Row) -> tuple[bool, str]:
 # Markdown
 
 
-def page(found: Mapping[str, Sequence[Row]]) -> str:
+def page(found: Mapping[str, Sequence[ResultRow]]) -> str:
     """BENCHMARKS.md."""
     compared = compare(row for rows in found.values() for row in rows)
     counts = [sum(one.status == status for one in compared) for status in ("met", "**missed**")]
@@ -175,11 +176,11 @@ def _limits(compared: Sequence[Measured]) -> str:
     return "\n".join(["## What limits the missed ones", "", *lines])
 
 
-def _section(name: str, rows: Sequence[Row]) -> str:
+def _section(name: str, rows: Sequence[ResultRow]) -> str:
     if not rows:
         return f"## {SECTIONS[name]}\n\nNot measured yet."
     parts = [f"## {SECTIONS[name]}"]
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(json.dumps(row["source"], sort_keys=True), []).append(row)
     for some in groups.values():
@@ -204,7 +205,7 @@ def _short(source: Mapping[str, str]) -> str:
     return f"{source['date']}, {kind}"
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[ResultRow]) -> str:
     """Columns in which no row has a value are left out."""
     columns: dict[str, list[str]] = {
         "row": [f"`{row['row']}`" for row in rows],
@@ -225,12 +226,12 @@ def _table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _peer(row: Row) -> str:
+def _peer(row: ResultRow) -> str:
     value, who = number(row["peer"]), row["detail"].get("peer")
     return f"{value} ({who})" if value and who else value
 
 
-def _notes(rows: Sequence[Row]) -> str:
+def _notes(rows: Sequence[ResultRow]) -> str:
     noted = [(row["row"], row["detail"]["note"]) for row in rows if "note" in row["detail"]]
     return "\n".join(f"- `{name}`: {note}" for name, note in noted)
 

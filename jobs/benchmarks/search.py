@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 
 from jobs import cluster, embed_pool
-from jobs.benchmarks.measure import Row
+from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact, Draft, draft
@@ -48,7 +48,9 @@ _SHARD_ROWS = 16_384
 _MIXED = 0.35
 
 
-def measure(size: str, model: Artifact, corpora: Sequence[Artifact], work: Path) -> list[Row]:
+def measure(
+    size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
+) -> list[BenchmarkRow]:
     """All on the cores that this process may use."""
     ranker = load_ranker(model.local())
     if ranker.config.vectors_per_context < 2:
@@ -79,7 +81,7 @@ def measure(size: str, model: Artifact, corpora: Sequence[Artifact], work: Path)
 
 def _times(
     pool: Pool, whole: Pool, questions: Floats, rounds: int, checks: dict[str, Any]
-) -> list[Row]:
+) -> list[BenchmarkRow]:
     """In turn, so that all have the same machine; each question's best of all rounds, then their mean.
 
     `whole`: the same candidates in float32, as jobs.embed_pool keeps them by itself.
@@ -118,18 +120,18 @@ def _times(
     }  # fmt: skip
     name = "search.exact_1m_m64"
     rows = [
-        Row(f"{name}.vs_plain_torch", ms["exact"], "ms", peer=ms["plain"], floor=ms["read"],
+        BenchmarkRow(f"{name}.vs_plain_torch", ms["exact"], "ms", peer=ms["plain"], floor=ms["read"],
             ratio=ms["plain"] / ms["exact"], share_of_floor=ms["read"] / ms["exact"], detail=detail),
-        Row(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], "passes over the bf16 matrix"),
+        BenchmarkRow(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], "passes over the bf16 matrix"),
     ]  # fmt: skip
     for method in ("pruned", "approximate"):
         shares = {of: ms[f"{method}{of}"] / ms[f"exact{of}"] for of in (", float32", "")}
         found = {"dtype": whole.dtype, f"of {pool.dtype}": round(shares[""], 3), **checks[method]}
         name_of = f"search.{method}_1m.time_share_of_exact"
-        rows.append(Row(name_of, shares[", float32"], "share", detail=found))
+        rows.append(BenchmarkRow(name_of, shares[", float32"], "share", detail=found))
     if "alone" in ms:
         gain = ms["alone"] / ms["together"]
-        rows.append(Row(f"{name}.16_together_vs_alone", ms["together"] / _TOGETHER, "ms a question",
+        rows.append(BenchmarkRow(f"{name}.16_together_vs_alone", ms["together"] / _TOGETHER, "ms a question",
                         peer=ms["alone"] / _TOGETHER, ratio=gain))  # fmt: skip
     return rows
 
@@ -154,7 +156,7 @@ def _plain(candidates_CD: torch.Tensor, vectors_MD: Floats) -> torch.return_type
     return (torch.softmax(logits_CM, 1) * logits_CM).sum(1).topk(_TOP_K)
 
 
-def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> Row:
+def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
     """The same pool, by all of a context's vectors and by one of them, as a bi-encoder has it."""
     ways: dict[str, Callable[[int], object]] = {
         "poly": lambda at: top_rows(pool, questions[at : at + 1], _TOP_K, method="exact"),
@@ -164,7 +166,7 @@ def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> Row:
     detail = {"milliseconds": {name: round(1e3 * value, 2) for name, value in seconds.items()},
               "candidates": len(pool), "paper": "692 ms over 160 ms on 80 cores"}  # fmt: skip
     ratio = seconds["poly"] / seconds["bi"]
-    return Row("search.exact_100k.poly64_time_over_bi", ratio, "times", detail=detail)
+    return BenchmarkRow("search.exact_100k.poly64_time_over_bi", ratio, "times", detail=detail)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.benchmarks import growth, measure, report
-from jobs.benchmarks.measure import Row
+from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.targets import BY_ROW, TARGETS
 from pipeline.config import BadInput
 
@@ -17,7 +17,7 @@ _SOURCE = {"kind": "run", "command": "python -m jobs.benchmark search", "size": 
            "date": "2026-01-02", "commit": "abc", "machine": "2 cores"}  # fmt: skip
 
 
-def written(folder: Path, name: str, *rows: Row, **source: str) -> None:
+def written(folder: Path, name: str, *rows: BenchmarkRow, **source: str) -> None:
     measure.report(list(rows), str(folder / f"{name}.json"), {**_SOURCE, **source})
 
 
@@ -60,9 +60,9 @@ def test_each_target_is_on_the_page_with_its_status():
 def test_a_bound_is_compared_with_the_number_that_it_is_for(tmp_path):
     written(
         tmp_path, "search-a",
-        Row("search.exact_1m_m64.vs_plain_torch", 900.0, "ms", peer=4500.0, ratio=5.0),
-        Row("search.exact_1m_m64.time_over_read_floor", 3.0, "passes"),
-        Row("search.pruned_1m.time_share_of_exact", 0.41, "share"),
+        BenchmarkRow("search.exact_1m_m64.vs_plain_torch", 900.0, "ms", peer=4500.0, ratio=5.0),
+        BenchmarkRow("search.exact_1m_m64.time_over_read_floor", 3.0, "passes"),
+        BenchmarkRow("search.pruned_1m.time_share_of_exact", 0.41, "share"),
     )  # fmt: skip
     found = statuses(tmp_path)
     assert found["search.exact_1m_m64.vs_plain_torch"] == "**missed**", "of the ratio, not of ms"
@@ -75,7 +75,7 @@ def test_a_full_run_counts_before_a_small_one_and_a_new_one_before_an_old_one(tm
     name = "serve.saturation_vs_in_process"
 
     def run(file: str, ratio: float, **source: str) -> str:
-        written(tmp_path, file, Row(name, 1.0, "rankings/s", ratio=ratio), **source)
+        written(tmp_path, file, BenchmarkRow(name, 1.0, "rankings/s", ratio=ratio), **source)
         return statuses(tmp_path)[name]
 
     assert run("serve-z", 0.9, size="small", date="2026-03-03") == "met"
@@ -84,7 +84,7 @@ def test_a_full_run_counts_before_a_small_one_and_a_new_one_before_an_old_one(tm
 
 
 def test_a_row_that_failed_is_no_measurement(tmp_path):
-    written(tmp_path, "serve-a", Row("serve.rank_100k.overhead_ms", None, "ms"))
+    written(tmp_path, "serve-a", BenchmarkRow("serve.rank_100k.overhead_ms", None, "ms"))
     assert statuses(tmp_path)["serve.rank_100k.overhead_ms"] == "not measured"
     assert "| failed |" in report.page(report.read(tmp_path))
 
@@ -110,7 +110,12 @@ def test_a_source_shows_no_folder_of_the_machine(monkeypatch):
 def test_the_slope_of_a_power_is_its_exponent(tmp_path):
     points = [[n, 3.0 * n**1.5] for n in (10, 40, 1000, 5000)]
     detail = {"curve": {"x": "rows", "y": "seconds", "points": points[::-1]}}
-    written(tmp_path, "corpora-a", Row("a", 1.0, "s", detail=detail), Row("b", 1.0, "s"))
+    written(
+        tmp_path,
+        "corpora-a",
+        BenchmarkRow("a", 1.0, "s", detail=detail),
+        BenchmarkRow("b", 1.0, "s"),
+    )
     [curve] = growth.curves(row for rows in report.read(tmp_path).values() for row in rows)
     assert curve.slope == pytest.approx(1.5)
     made = ET.fromstring(growth.picture([curve, curve, curve, curve]))

@@ -119,7 +119,9 @@ def test_percentiles_are_of_the_seconds():
 def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
     size = parts.Size(300, 20, 1.0, 1, 2.0, 2.0, quiet_s=3.0, burst_s=1.0, burst_clients=20)
     monkeypatch.setattr(parts, "_SIZES", {"small": size})
-    monkeypatch.setattr(parts, "_with_haproxy", lambda *arguments: parts.Row("haproxy", 1.0, "ms"))
+    monkeypatch.setattr(
+        parts, "_with_haproxy", lambda *arguments: parts.BenchmarkRow("haproxy", 1.0, "ms")
+    )
     summary = run_job(
         "benchmark", "serve", "--model", tiny_ranker("poly").uri, "--corpus", convai2_corpus.uri,
         "--work", tmp_path, "--json", tmp_path / "rows.json",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from jobs.benchmarks.measure import Row
+from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.paper.tables import Number, Published, Table, Trial
 from jobs.benchmarks.paper.trials import Job, Outcome, paper_task
 from pipeline.arrays import Floats
@@ -100,7 +100,9 @@ def comparisons(table: Table, made: Iterable[Line]) -> dict[str, list[Comparison
     return compared
 
 
-def rows(number: Number, made: Sequence[Line], compared: dict[str, list[Comparison]]) -> list[Row]:
+def rows(
+    number: Number, made: Sequence[Line], compared: dict[str, list[Comparison]]
+) -> list[BenchmarkRow]:
     """One for each line, and one for each comparison."""
     found = []
     for line in made:
@@ -117,12 +119,12 @@ def rows(number: Number, made: Sequence[Line], compared: dict[str, list[Comparis
         }  # fmt: skip
         peer = line.published.value if line.published else None
         name = f"paper.{number}.{line.task}.{line.trial.name}"
-        found.append(Row(name, line.value, line.metric, peer, detail=detail))
+        found.append(BenchmarkRow(name, line.value, line.metric, peer, detail=detail))
     for task, pairs in compared.items():
         for pair in pairs:
             detail = {"interval": pair.interval, "p": pair.p}
             name = f"paper.{number}.{task}.{pair.first}_less_{pair.second}"
-            found.append(Row(name, pair.difference, "R@1", detail=detail))
+            found.append(BenchmarkRow(name, pair.difference, "R@1", detail=detail))
     return found
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from jobs.benchmarks.measure import Row
+from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.paper import report, trials
 from jobs.benchmarks.paper.tables import TABLES, Number, Table, Trial
 from jobs.benchmarks.paper.trials import Job, Setting
@@ -17,7 +17,7 @@ from pipeline.config import BadInput, Stopped, flatten, require, to_dict
 
 def measure(
     number: Number, corpora: Sequence[str], only: Sequence[str], seeds: int, setting: Setting
-) -> list[Row]:
+) -> list[BenchmarkRow]:
     """Does what is missing, writes `table-<number>` as .md, .json and .png, and returns its rows.
 
     Raises BadInput for trials and options that there are not, and Stopped where no trial ends well.

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from jobs.benchmarks.measure import Row, run_job
+from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.serving import pictures, services
 from jobs.benchmarks.serving.load import Heard, Step, clients, poisson
 from pipeline import storage
@@ -74,7 +74,7 @@ def measure(
     encoder: str,
     only: Sequence[str],
     work: Path,
-) -> list[Row]:
+) -> list[BenchmarkRow]:
     """`model`: a poly-encoder. `encoder`: one of sentence-transformers, for others' services; "": they are
     left out. `only`: parts; none: all. Pictures are written to `work`."""
     sizes, work = _SIZES[size], work / "serve"
@@ -88,7 +88,7 @@ def measure(
         json.dumps({"context": context, "pool": _POOL, "top_k": _TOP_K}).encode()
         for context in contexts
     ]
-    found = list[Row]()
+    found = list[BenchmarkRow]()
     with services.session() as port:
         service = _Service(port, args, bodies, contexts, sizes, work)
         for part in PARTS:
@@ -101,7 +101,9 @@ def measure(
                 else:
                     found += getattr(service, part)()
             except BadInput as problem:  # the other parts count nevertheless
-                found.append(Row(f"serve.{part}", None, "", detail={"failed": str(problem)}))
+                found.append(
+                    BenchmarkRow(f"serve.{part}", None, "", detail={"failed": str(problem)})
+                )
     if "overhead" in wanted and not os.environ.get(_IN_PROXIES):
         found.append(_with_haproxy(size, model, corpora, work))
     return found
@@ -165,7 +167,7 @@ class _Service:
         _require_answers(heard, (200, 429))
         return heard.per_s(self.size.seconds / 4, self.size.seconds)
 
-    def overhead(self) -> list[Row]:
+    def overhead(self) -> list[BenchmarkRow]:
         """One request at a time: the service, the same work in a process, and a deployment that does none."""
         served, worked, empty = list[float](), list[float](), list[float]()
         with (
@@ -188,9 +190,11 @@ class _Service:
             "requests": len(served), "candidates": self.size.candidates,
         }  # fmt: skip
         name = "overhead_haproxy_ms" if os.environ.get(_IN_PROXIES) else "overhead_ms"
-        return [Row(f"serve.rank_100k.{name}", p50 - ours, "ms", peer=nothing, detail=detail)]
+        return [
+            BenchmarkRow(f"serve.rank_100k.{name}", p50 - ours, "ms", peer=nothing, detail=detail)
+        ]
 
-    def throughput(self) -> list[Row]:
+    def throughput(self) -> list[BenchmarkRow]:
         """Clients who always ask: the service, a process without HTTP, and a service without batches."""
         apart = self.args.model_copy(update={"name": "apart", "limits": Limits(batch_rows=1)})
         rates: dict[str, list[float]] = {side: [] for side in ("batched", "apart", "process")}
@@ -211,14 +215,14 @@ class _Service:
         batched, alone, bare = (float(np.median(values)) for values in rates.values())
         rounds = {side: [round(rate, 1) for rate in found] for side, found in rates.items()}
         return [
-            Row("serve.saturation_vs_in_process", batched, "rankings/s", peer=bare,
+            BenchmarkRow("serve.saturation_vs_in_process", batched, "rankings/s", peer=bare,
                 ratio=batched / bare, detail=rounds),
-            Row("serve.batching_gain_32_clients", batched, "rankings/s", peer=alone,
+            BenchmarkRow("serve.batching_gain_32_clients", batched, "rankings/s", peer=alone,
                 ratio=batched / alone,
                 detail={"in process, 16 together over one by one": round(bare * float(np.mean(alone_s)), 2)}),
         ]  # fmt: skip
 
-    def load(self) -> list[Row]:
+    def load(self) -> list[BenchmarkRow]:
         """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
         full = self.saturation
         curve = list[dict[str, float]]()
@@ -238,19 +242,20 @@ class _Service:
         answered = over.answered()
         goodput = over.per_s(self.size.overload_s / 5, self.size.overload_s)
         return [
-            Row("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times", detail={
+            BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
+                         detail={
                 "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
                 "statuses": steady.statuses(), "requests/s": round(0.7 * full, 1),
                 "seconds": self.size.steady_s}),
-            Row("serve.load.300_percent.goodput", goodput, "rankings/s", peer=full, ratio=goodput / full,
-                detail={
+            BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=full,
+                ratio=goodput / full, detail={
                     "statuses": over.statuses(),
                     "refused within, ms (p50, p99)": [round(refused.ms(q), 1) for q in (50, 99)],
                     "answered within, ms (p50, p99)": [round(answered.ms(q), 1) for q in (50, 99)],
                     "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
                     "health's statuses": health.statuses(),
                     "MiB before": before, "MiB after": after}),
-            Row("serve.load.curve", curve[0]["p50"], "ms", detail={
+            BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
                 "requests/s: p50, p99, ms": [
                     [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
                 "at once": [round(point["at_once"], 1) for point in curve],
@@ -258,7 +263,7 @@ class _Service:
                           "points": [[point["per_s"], round(point["p50"], 2)] for point in curve]}}),
         ]  # fmt: skip
 
-    def burst(self) -> list[Row]:
+    def burst(self) -> list[BenchmarkRow]:
         """A fifth of capacity; 200 more clients who always ask, for 8 s; and what is heard afterwards."""
         size, rate = self.size, 0.2 * self.saturation
         whole = 2 * size.quiet_s + size.burst_s
@@ -276,14 +281,14 @@ class _Service:
         late = [at + 1.0 - over_s for at, ms in zip(seconds, p50, strict=True) if ms > 2 * normal]
         pictures.burst(heard, crowd, size.quiet_s, over_s, self.work / "burst.png")
         after = heard.between(over_s, whole)
-        return [Row("serve.burst.seconds_to_normal", max([0.0, *late]), "s", detail={
+        return [BenchmarkRow("serve.burst.seconds_to_normal", max([0.0, *late]), "s", detail={
             "p50 before, ms": round(normal, 1), "requests/s": round(rate, 1),
             "statuses before": heard.between(0, size.quiet_s).statuses(),
             "statuses during": heard.between(size.quiet_s, over_s).statuses(),
             "statuses after": after.statuses(), "the crowd's": crowd.statuses(),
             "p50 of each second after, ms": [round(ms, 1) for ms in p50]})]  # fmt: skip
 
-    def scaling(self) -> list[Row]:
+    def scaling(self) -> list[BenchmarkRow]:
         """Replicas follow a stepped load, there and back."""
         size, full = self.size, self.saturation
         most = max(2, (os.cpu_count() or 2) - 1)
@@ -309,11 +314,13 @@ class _Service:
         counts = [int(count) for _, count in watch.seen]
         changes = [counts[0]] + [b for a, b in itertools.pairwise(counts) if a != b]
         lost = int(np.count_nonzero(~np.isin(heard.status, (200, 429))))
-        return [Row("serve.scaling.requests_lost", lost, "requests", detail={
+        return [BenchmarkRow("serve.scaling.requests_lost", lost, "requests", detail={
             "replicas": changes, "statuses": heard.statuses(),
             "requests/s": [round(step.per_s, 1) for step in steps]})]  # fmt: skip
 
-    def beside_plain_fastapi(self, task: str, encoder: str, texts: Sequence[str]) -> list[Row]:
+    def beside_plain_fastapi(
+        self, task: str, encoder: str, texts: Sequence[str]
+    ) -> list[BenchmarkRow]:
         """32 clients; both sides may use both cores."""
         cores = os.cpu_count() or 1
         theirs, ours = _peers(task, encoder, self.work)
@@ -337,7 +344,7 @@ class _Service:
                     _require_answers(heard)
                     rates[side].append(heard.per_s(self.size.seconds / 4, self.size.seconds))
         mine_s, theirs_s = (float(np.median(rates[side])) for side in ("ours", "theirs"))
-        return [Row(f"serve.{task}.vs_plain_fastapi", mine_s, "requests/s", peer=theirs_s,
+        return [BenchmarkRow(f"serve.{task}.vs_plain_fastapi", mine_s, "requests/s", peer=theirs_s,
                     ratio=mine_s / theirs_s, detail={
                         "texts a request": len(asked[0]) - (task == "rerank"),
                         "clients": _CLIENTS, "threads of each side": cores})]  # fmt: skip
@@ -415,7 +422,9 @@ def _peers(task: str, encoder: str, work: Path) -> tuple[str, str]:
     return str(theirs), open_artifact(str(ours), "ranker").uri
 
 
-def _with_haproxy(size: str, model: Artifact, corpora: Sequence[Artifact], work: Path) -> Row:
+def _with_haproxy(
+    size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
+) -> BenchmarkRow:
     """The overhead again, where Serve's proxies are HAProxy: it is chosen when Ray is imported."""
     file = work / "haproxy.json"
     command = [sys.executable, "-m", "jobs.benchmark", "serve", "--size", size, "--model", model.uri,
@@ -423,9 +432,9 @@ def _with_haproxy(size: str, model: Artifact, corpora: Sequence[Artifact], work:
                *(word for corpus in corpora for word in ("--corpus", corpus.uri))]  # fmt: skip
     subprocess.run(command, env={**os.environ, _IN_PROXIES: "1"}, check=False, capture_output=True)
     if not file.exists():
-        return Row(
+        return BenchmarkRow(
             "serve.rank_100k.overhead_haproxy_ms", None, "ms", detail={"failed": " ".join(command)}
         )
     (row,) = json.loads(file.read_text())
     file.unlink()
-    return Row(**row)
+    return BenchmarkRow(**row)
