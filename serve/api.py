@@ -33,7 +33,7 @@ from serve.errors import REFUSALS, Refusal, documented
 from serve.fields import FilledText, Integer, Turn
 from serve.guard import Guard
 from serve.limits import MAX_CANDIDATES, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
-from serve.service import Answer, Question, Service, Text
+from serve.service import CandidateText, RankAnswer, RankQuery, Service
 
 
 class Strict(BaseModel):
@@ -102,16 +102,18 @@ class RankRequest(Strict):
     def turns(self) -> list[str]:
         return [self.context] if isinstance(self.context, str) else self.context
 
-    def question(self) -> Question:
+    def query(self) -> RankQuery:
         candidates = None
         if self.candidates is not None:
             candidates = [
-                Text(str(place), given) if isinstance(given, str) else Text(given.id, given.text)
+                CandidateText(str(place), given)
+                if isinstance(given, str)
+                else CandidateText(given.id, given.text)
                 for place, given in enumerate(self.candidates)
             ]
         where = tuple((name, tuple(values)) for name, values in (self.where or {}).items())
         allow = None if self.allow is None else tuple(self.allow)
-        return Question(self.turns, candidates, self.pool, self.top_k, where, allow, self.explain)
+        return RankQuery(self.turns, candidates, self.pool, self.top_k, where, allow, self.explain)
 
 
 class Result(BaseModel):
@@ -248,7 +250,7 @@ def create_app(
         several = asked if isinstance(asked, list) else [asked]
         deadline: float = request.state.deadline
         answers = await asyncio.gather(
-            *(ranker.rank(one.question(), deadline, engine) for one in several)
+            *(ranker.rank(one.query(), deadline, engine) for one in several)
         )
         took = 1000 * (time.monotonic() - began)
         responses = [_response(answer, took) for answer in answers]
@@ -296,7 +298,7 @@ def create_app(
     return app
 
 
-def _response(answer: Answer, milliseconds: float) -> RankResponse:
+def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
     engine: Engine = answer.engine
     explained, explanation = answer.explained, None
     weights: Sequence[list[float] | None] = [None] * len(answer.results)
@@ -319,7 +321,7 @@ def _response(answer: Answer, milliseconds: float) -> RankResponse:
     )
 
 
-def _pool_version(answer: Answer) -> PoolVersion:
+def _pool_version(answer: RankAnswer) -> PoolVersion:
     missing = list(answer.missing_shards)
     return PoolVersion(name=answer.pool, version=answer.pool_version, missing_shards=missing)
 

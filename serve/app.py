@@ -43,7 +43,7 @@ from serve.shards import (
     ShardAnswer,
     ShardedPool,
     ShardFacts,
-    ShardQuestion,
+    ShardQuery,
     ShardRefusal,
     ShardUnavailable,
 )
@@ -232,8 +232,8 @@ class RankerShard:
     async def open(self, version: str) -> ShardFacts | ShardRefusal:
         return await self._shard.open(version)
 
-    async def search(self, question: ShardQuestion) -> ShardAnswer | ShardRefusal:
-        return await self._shard.search(question)
+    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
+        return await self._shard.search(query)
 
 
 class _Shard:
@@ -252,12 +252,12 @@ class _Shard:
             raise ShardUnavailable(str(error).splitlines()[0]) from None
         return facts
 
-    async def search(self, question: ShardQuestion) -> ShardAnswer | ShardRefusal:
+    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
         try:
             try:
-                return await self._handle.search.remote(question)  # type: ignore[no-any-return]
+                return await self._handle.search.remote(query)  # type: ignore[no-any-return]
             except RayActorError:  # its replica has died under it: another one may live
-                return await self._handle.search.remote(question)  # type: ignore[no-any-return]
+                return await self._handle.search.remote(query)  # type: ignore[no-any-return]
         except BackPressureError:
             return ShardRefusal("overloaded", "a shard of the pool has too much to do", 1.0)
         except (RayError, RayServeException) as error:

@@ -46,7 +46,7 @@ _FILTERS = 64  # row masks in the cache
 Where = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-class PoolQuestion(NamedTuple):
+class PoolQuery(NamedTuple):
     """A search of a pool."""
 
     vectors_MD: Tensor
@@ -174,14 +174,14 @@ class Engine:
         """Rows of `Ranker.candidate_rows` → [D] each."""
         return list(inference.row_vectors(self.ranker, rows))
 
-    def _score(self, asked: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
+    def _score(self, rankings: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
         """([M, D], [M], candidates [C, D]) → C scores each."""
-        return [inference.vector_scores(self.ranker, *one).tolist() for one in asked]
+        return [inference.vector_scores(self.ranker, *one).tolist() for one in rankings]
 
-    def _explain(self, asked: Sequence[ToExplain]) -> list[Explained]:
+    def _explain(self, rankings: Sequence[ToExplain]) -> list[Explained]:
         return [
             explanation.explain(self.ranker, one.row, one.vectors_MD, one.mask_M, one.candidates())
-            for one in asked
+            for one in rankings
         ]
 
     # Pools
@@ -256,8 +256,8 @@ class Engine:
         canaries = [(*row, vector_D) for row, vector_D in zip(rows, vectors_ND, strict=True)]
         self._check_vectors(pool.artifact.uri, canaries)
         contexts = self.ranker.context_rows([[row.text] for row in rows])
-        asked = [PoolQuestion(*one, 10, None) for one in self._encode_contexts(contexts)]
-        for answer in self.searches[pool.name].run(asked):
+        queries = [PoolQuery(*one, 10, None) for one in self._encode_contexts(contexts)]
+        for answer in self.searches[pool.name].run(queries):
             if not np.isfinite(answer.scores_K).all():
                 raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
 
@@ -285,30 +285,30 @@ def search_kind(pool: Pool, attention: Attention) -> Kind:
 
 
 def _search_together(
-    pool: Pool, attention: Attention, asked: Sequence[PoolQuestion]
+    pool: Pool, attention: Attention, queries: Sequence[PoolQuery]
 ) -> list[PoolAnswer]:
-    """Questions with the same filter share their passes over the pool."""
-    found: dict[int, PoolAnswer] = {}
+    """Queries with the same filter share their passes over the pool."""
+    answers: dict[int, PoolAnswer] = {}
     by_filter: dict[int, list[int]] = {}
-    for place, one in enumerate(asked):
-        by_filter.setdefault(id(one.among), []).append(place)
+    for place, query in enumerate(queries):
+        by_filter.setdefault(id(query.among), []).append(place)
     for places in by_filter.values():
-        some = [asked[place] for place in places]
+        group = [queries[place] for place in places]
         answer = top_rows(
             pool,
-            torch.stack([one.vectors_MD for one in some]).numpy(),
-            max(one.top_k for one in some),
-            torch.stack([one.mask_M for one in some]).numpy(),
+            torch.stack([query.vectors_MD for query in group]).numpy(),
+            max(query.top_k for query in group),
+            torch.stack([query.mask_M for query in group]).numpy(),
             attention,
-            among=some[0].among,
+            among=group[0].among,
         )
-        for at, (place, one) in enumerate(zip(places, some, strict=True)):
-            found[place] = PoolAnswer(
-                answer.places[at, : one.top_k],
-                answer.scores[at, : one.top_k],
+        for at, (place, query) in enumerate(zip(places, group, strict=True)):
+            answers[place] = PoolAnswer(
+                answer.places[at, : query.top_k],
+                answer.scores[at, : query.top_k],
                 bool(answer.certified[at]),
             )
-    return [found[place] for place in range(len(asked))]
+    return [answers[place] for place in range(len(queries))]
 
 
 def _score_pairs(

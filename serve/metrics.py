@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve import metrics
 
 from serve.scheduling import Batch
-from serve.service import Answer
+from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
@@ -77,7 +77,7 @@ class Metrics:
         self._rows.observe(batch.rows, tags)
         self._units.inc(batch.units, tags)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: RankAnswer) -> None:
         """Records an answer."""
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,

@@ -1,6 +1,6 @@
-"""Answers questions: tokenises, hands rows to the work queue, and sorts the results.
+"""Answers queries: tokenises, hands rows to the work queue, and sorts the results.
 
-A question takes one engine at its beginning and uses no other, so no answer mixes two versions.
+A query takes one engine at its beginning and uses no other, so no answer mixes two versions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
 from pipeline.ranking.results import Result, best_results
 from pipeline.ranking.search import results_at
-from serve.engine import Engine, PoolQuestion, SecondStage, ToExplain, Where
+from serve.engine import Engine, PoolQuery, SecondStage, ToExplain, Where
 from serve.errors import CODES, Refusal
 from serve.intents import Intents
 from serve.scheduling import Batch, WorkQueue
@@ -30,19 +30,19 @@ ResultT = TypeVar("ResultT")
 _SECOND_STAGE = 50
 
 
-class Text(NamedTuple):
-    """A candidate in the question."""
+class CandidateText(NamedTuple):
+    """A candidate in the query."""
 
     id: str
     text: str
 
 
 @dataclass(frozen=True)
-class Question:
-    """The candidates are in the question, or in a pool."""
+class RankQuery:
+    """The candidates are in the query, or in a pool."""
 
     context: Sequence[str]
-    candidates: Sequence[Text] | None
+    candidates: Sequence[CandidateText] | None
     pool: str | None
     top_k: int
     where: Where = ()
@@ -51,7 +51,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """Best first; ties in the order given, in a pool by id."""
 
     results: list[Result]
@@ -59,14 +59,14 @@ class Answer:
     """Whether this is provably the exact top k; with a second stage: whether it scored the exact best."""
     engine: Engine
     pool: str = ""
-    """"": the candidates were in the question."""
+    """"": the candidates were in the query."""
     pool_version: str = ""
     explained: Explained | None = None
-    """Only if the question asks for it and there are results."""
+    """Only if the query asks for it and there are results."""
     missing_shards: Sequence[int] = ()
     """Shards of the pool whose rows are not among the results."""
     candidates: int = 0
-    """How many were ranked: those in the question, or the pool's rows."""
+    """How many were ranked: those in the query, or the pool's rows."""
 
 
 class _PoolResults(NamedTuple):
@@ -83,9 +83,9 @@ class _PoolResults(NamedTuple):
     missing_shards: Sequence[int] = ()
 
 
-def _depth(engine: Engine, question: Question) -> int:
+def _depth(engine: Engine, query: RankQuery) -> int:
     """How many rows to search for: more than `top_k` if a second stage scores them again."""
-    return max(question.top_k, _SECOND_STAGE) if engine.second_stage else question.top_k
+    return max(query.top_k, _SECOND_STAGE) if engine.second_stage else query.top_k
 
 
 class Service:
@@ -96,7 +96,7 @@ class Service:
         engine: Callable[[], Engine],
         most_waiting_s: float,
         watch: Callable[[Batch], None] = lambda batch: None,
-        answered: Callable[[Answer], None] = lambda answer: None,
+        answered: Callable[[RankAnswer], None] = lambda answer: None,
         batch_rows: int = 1024,
     ) -> None:
         """`engine` returns the engine for the next request; `watch` and `answered` are for metrics."""
@@ -116,37 +116,37 @@ class Service:
         return self._engine()
 
     async def rank(
-        self, question: Question, deadline: float, engine: Engine | None = None
-    ) -> Answer:
+        self, query: RankQuery, deadline: float, engine: Engine | None = None
+    ) -> RankAnswer:
         """Raises Refusal where too much is waiting, the deadline is over, there is no such pool, or the
         model cannot explain."""
         engine = engine or self.engine
-        if question.explain and not engine.has_vectors:
+        if query.explain and not engine.has_vectors:
             raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
                           "allowed: false", "explain")  # fmt: skip
-        name, units = f"search {question.pool}", 1
-        if question.pool is None:
-            name, units = "rank", 1 + len(question.candidates or [])
+        name, units = f"search {query.pool}", 1
+        if query.pool is None:
+            name, units = "rank", 1 + len(query.candidates or [])
         with self.queue.admit(name, units, deadline):
-            if question.pool is not None:
-                answer = await self._search(engine, question, question.pool, deadline)
+            if query.pool is not None:
+                answer = await self._search(engine, query, query.pool, deadline)
             else:
-                answer = await self._rank_given(engine, question, deadline)
+                answer = await self._rank_given(engine, query, deadline)
         self._answered(answer)
         return answer
 
-    async def _rank_given(self, engine: Engine, question: Question, deadline: float) -> Answer:
-        candidates = question.candidates or []
+    async def _rank_given(self, engine: Engine, query: RankQuery, deadline: float) -> RankAnswer:
+        candidates = query.candidates or []
         texts = [candidate.text for candidate in candidates]
-        scores, _, explainable = await self._scored(engine, question.context, texts, deadline)
+        scores, _, explainable = await self._scored(engine, query.context, texts, deadline)
         ids = [candidate.id for candidate in candidates]
-        results = best_results(ids, texts, scores, question.top_k)
+        results = best_results(ids, texts, scores, query.top_k)
         explained = None
-        if question.explain and explainable is not None:
+        if query.explain and explainable is not None:
             order = [one.index for one in results]
             of_results = explainable._replace(candidates=lambda: explainable.candidates()[order])
             explained = await self._explain(engine, of_results, deadline)
-        return Answer(results, True, engine, explained=explained, candidates=len(texts))
+        return RankAnswer(results, True, engine, explained=explained, candidates=len(texts))
 
     async def scores(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
@@ -175,9 +175,9 @@ class Service:
             vectors_MD, mask_M = context_vectors[0]
             products = len(rows) * vectors_MD.numel()
             vectors_CD = torch.stack(vectors)
-            asked = (vectors_MD, mask_M, vectors_CD)
+            ranking = (vectors_MD, mask_M, vectors_CD)
             explainable = ToExplain(context_row, vectors_MD, mask_M, lambda: vectors_CD[places])
-            (found,) = await self.queue.run(engine.scores, [asked], [products], deadline)
+            (found,) = await self.queue.run(engine.scores, [ranking], [products], deadline)
             tokens = len(context_row) + sum(map(len, rows))
         else:
             pairs = [(context_row, row) for row in rows]
@@ -186,9 +186,9 @@ class Service:
             tokens = sum(sizes)
         return [found[place] for place in places], tokens, explainable
 
-    async def _explain(self, engine: Engine, asked: ToExplain, deadline: float) -> Explained:
+    async def _explain(self, engine: Engine, ranking: ToExplain, deadline: float) -> Explained:
         found: list[Explained] = await self.queue.run(
-            engine.explanations, [asked], [len(asked.row)], deadline
+            engine.explanations, [ranking], [len(ranking.row)], deadline
         )
         return found[0]
 
@@ -227,24 +227,24 @@ class Service:
         return intents, [said[text] for text in texts]
 
     async def _search(
-        self, engine: Engine, question: Question, name: str, deadline: float
-    ) -> Answer:
+        self, engine: Engine, query: RankQuery, name: str, deadline: float
+    ) -> RankAnswer:
         if name not in engine.pools and name not in engine.sharded:
             there = ", ".join(sorted([*engine.pools, *engine.sharded])) or "none"
             raise Refusal("unknown_pool", f"pool: not served here; there are: {there}", "pool")
-        (row,) = await self._tokenize(engine.ranker.context_rows, [question.context])
+        (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
         search = self._search_shards if name in engine.sharded else self._search_local
-        found = await search(engine, question, name, row, deadline)
+        found = await search(engine, query, name, row, deadline)
         results = found.results
         if engine.second_stage and results:
-            results = await self._rerank(engine.second_stage, question, results, deadline)
+            results = await self._rerank(engine.second_stage, query, results, deadline)
         explained = None
-        if question.explain and results:
+        if query.explain and results:
             places = [one.index for one in results]
             candidates = functools.partial(found.vectors_at, places)
             explainable = ToExplain(row, found.vectors_MD, found.mask_M, candidates)
             explained = await self._explain(engine, explainable, deadline)
-        return Answer(
+        return RankAnswer(
             results,
             found.certified,
             engine,
@@ -256,16 +256,16 @@ class Service:
         )
 
     async def _search_local(
-        self, engine: Engine, question: Question, name: str, row: Sequence[int], deadline: float
+        self, engine: Engine, query: RankQuery, name: str, row: Sequence[int], deadline: float
     ) -> _PoolResults:
         """Searches a pool that this replica has mapped."""
         pool = engine.pools[name]
-        among = engine.allowed_rows(name, question.where, question.allow)
+        among = engine.allowed_rows(name, query.where, query.allow)
         if among is not None and not among.any():
             return _PoolResults([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        asked = PoolQuestion(vectors_MD, mask_M, _depth(engine, question), among)
-        (found,) = await self.queue.run(engine.searches[name], [asked], [1.0], deadline)
+        pool_query = PoolQuery(vectors_MD, mask_M, _depth(engine, query), among)
+        (found,) = await self.queue.run(engine.searches[name], [pool_query], [1.0], deadline)
         results = results_at(pool, found.places_K, found.scores_K)
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
@@ -274,7 +274,7 @@ class Service:
         return _PoolResults(results, found.certified, pool.version, vectors_MD, mask_M, vectors_at)
 
     async def _search_shards(
-        self, engine: Engine, question: Question, name: str, row: Sequence[int], deadline: float
+        self, engine: Engine, query: RankQuery, name: str, row: Sequence[int], deadline: float
     ) -> _PoolResults:
         """Searches a pool in other deployments."""
         pool = engine.sharded[name]
@@ -283,10 +283,10 @@ class Service:
             vectors_MD.numpy(),
             mask_M.numpy(),
             engine.ranker.config.search_attention,
-            _depth(engine, question),
-            question.where,
-            question.allow,
-            question.explain,
+            _depth(engine, query),
+            query.where,
+            query.allow,
+            query.explain,
             deadline,
         )
         results = [Result(r.place, r.id, r.text, r.score, r.columns) for r in found.rows]
@@ -300,16 +300,16 @@ class Service:
         )
 
     async def _rerank(
-        self, stage: SecondStage, question: Question, found: list[Result], deadline: float
+        self, stage: SecondStage, query: RankQuery, found: list[Result], deadline: float
     ) -> list[Result]:
-        (context,) = await self._tokenize(stage.ranker.context_rows, [question.context])
+        (context,) = await self._tokenize(stage.ranker.context_rows, [query.context])
         texts = [one.text for one in found]
         rows = await self._tokenize(stage.ranker.candidate_rows, texts)
         sizes = [len(context) + len(row) for row in rows]
         pairs = [(context, row) for row in rows]
         scores = await self.queue.run(stage.pairs, pairs, sizes, deadline)
         scored = [replace(one, score=score) for one, score in zip(found, scores, strict=True)]
-        return sorted(scored, key=lambda one: -one.score)[: question.top_k]
+        return sorted(scored, key=lambda one: -one.score)[: query.top_k]
 
     async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
         began = time.monotonic()

@@ -1,6 +1,6 @@
 """Pools that no replica holds whole: each shard of their rows is served by a deployment of its own.
 
-A ranker's replica encodes the context, asks all shards at once, and merges their best rows. Every question
+A ranker's replica encodes the context, asks all shards at once, and merges their best rows. Every query
 names the pool's version by its URI, so no answer mixes two. A `PoolShard` is the work of one shard's replica,
 a `ShardedPool` one version of a pool as a ranker sees it. No HTTP, no Ray.
 """
@@ -28,7 +28,7 @@ from pipeline.models.polyencoder import Attention
 from pipeline.retrieval.pools.lock import Beat, lease
 from pipeline.retrieval.pools.pool import Pool, Share, describe
 from pipeline.retrieval.search import filters
-from serve.engine import PoolQuestion, Where, canary_places, search_kind
+from serve.engine import PoolQuery, Where, canary_places, search_kind
 from serve.errors import Refusal
 from serve.scheduling import Batch, Kind, WorkQueue
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("polyrank.serve")
 
 
 @dataclass(frozen=True)
-class ShardQuestion:
+class ShardQuery:
     """What a shard is asked."""
 
     version: str
@@ -147,42 +147,40 @@ class PoolShard:
                 self._opened.move_to_end(version)
             return self._opened.get(version)
 
-    async def search(self, question: ShardQuestion) -> ShardAnswer | ShardRefusal:
+    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
         """The best rows of the shard; a version that is not open yet (the replica is new) is opened."""
-        deadline = time.monotonic() + question.timeout_s
-        shard = self._at(question.version)
+        deadline = time.monotonic() + query.timeout_s
+        shard = self._at(query.version)
         try:
             if shard is None:
                 loop = asyncio.get_running_loop()
-                shard = await loop.run_in_executor(self._opening, self._open, question.version)
-            return await self._search(shard, question, deadline)
+                shard = await loop.run_in_executor(self._opening, self._open, query.version)
+            return await self._search(shard, query, deadline)
         except Refusal as refusal:
             return ShardRefusal(refusal.code, refusal.message, refusal.retry_after_s)
         except BadInput as error:
             return ShardRefusal("invalid_request", str(error))
 
-    async def _search(
-        self, shard: _OpenShard, question: ShardQuestion, deadline: float
-    ) -> ShardAnswer:
+    async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> ShardAnswer:
         if not len(shard.pool):
             return ShardAnswer([], True)
-        among = shard.allowed_rows(question.where, question.allow)
+        among = shard.allowed_rows(query.where, query.allow)
         if among is not None and not among.any():
             return ShardAnswer([], True)
-        asked = PoolQuestion(
-            torch.from_numpy(question.vectors_MD),
-            torch.from_numpy(question.mask_M),
-            question.top_k,
+        pool_query = PoolQuery(
+            torch.from_numpy(query.vectors_MD),
+            torch.from_numpy(query.mask_M),
+            query.top_k,
             among,
         )
         with self._queue.admit("search", 1, deadline):
-            kind = shard.searches(question.attention)
-            (found,) = await self._queue.run(kind, [asked], [1.0], deadline)
+            kind = shard.searches(query.attention)
+            (found,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
         rows = []
         for place, score in zip(found.places_K.tolist(), found.scores_K.tolist(), strict=True):
             candidate = shard.pool.row(place)
             columns = shard.pool.columns_at(place, shard.columns) if shard.columns else {}
-            vector = shard.pool.vectors_at(np.array([place]))[0] if question.with_vectors else None
+            vector = shard.pool.vectors_at(np.array([place]))[0] if query.with_vectors else None
             at = shard.first + place
             rows.append(ShardRow(at, candidate.id, candidate.text, score, columns, vector))
         return ShardAnswer(rows, found.certified)
@@ -233,7 +231,7 @@ class Shard(Protocol):
     def open(self, version: str) -> ShardFacts | ShardRefusal:
         """Lets every replica open a version; waits for one. Raises ShardUnavailable."""
 
-    async def search(self, question: ShardQuestion) -> ShardAnswer | ShardRefusal:
+    async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
         """Asks one replica, and another one where it dies."""
 
 
@@ -254,7 +252,7 @@ class ShardedPool:
         self, version: str, shards: Sequence[Shard], wait_s: float, on_missing: OnMissingShard
     ) -> None:
         """Lets all shards open the version. `wait_s`: after so long a shard is missing; `on_missing`: then
-        refuse the question, or answer it without that shard's rows.
+        refuse the query, or answer it without that shard's rows.
 
         Raises BadInput where one cannot open it, and ShardUnavailable.
         """
@@ -294,11 +292,11 @@ class ShardedPool:
         Raises Refusal where a shard refuses, or is missing and may not be.
         """
         timeout_s = min(self._wait_s, deadline - time.monotonic())
-        question = ShardQuestion(
+        query = ShardQuery(
             self.uri, vectors_MD, mask_M, attention, top_k, where, allow, with_vectors, timeout_s
         )
         answers = await asyncio.gather(
-            *(self._ask(number, question) for number in range(len(self._shards)))
+            *(self._ask(number, query) for number in range(len(self._shards)))
         )
         found: list[ShardAnswer] = []
         missing: list[int] = []
@@ -319,11 +317,11 @@ class ShardedPool:
         certified = not missing and all(answer.certified for answer in found)
         return Merged(best, certified, missing)
 
-    async def _ask(self, number: int, question: ShardQuestion) -> ShardAnswer | ShardRefusal | None:
+    async def _ask(self, number: int, query: ShardQuery) -> ShardAnswer | ShardRefusal | None:
         """None: it did not answer in time."""
         try:
-            async with asyncio.timeout(question.timeout_s):
-                return await self._shards[number].search(question)
+            async with asyncio.timeout(query.timeout_s):
+                return await self._shards[number].search(query)
         except (ShardUnavailable, TimeoutError) as error:
             _log.warning("pool %s: shard %d is missing: %r", self.name, number, error)
             return None

@@ -25,7 +25,7 @@ from pipeline.ranking.results import Result
 from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
-from serve.service import Answer, Question, Service, Text
+from serve.service import CandidateText, RankAnswer, RankQuery, Service
 
 from . import live
 
@@ -114,14 +114,14 @@ class Asking:
         self.service = Service(lambda: engine, most_waiting_s=60.0)
 
     def rank(self, context: Sequence[str], texts: Sequence[str], top_k: int) -> list[Result]:
-        candidates = [Text(str(place), text) for place, text in enumerate(texts)]
-        return self.answer(Question(context, candidates, None, top_k)).results
+        candidates = [CandidateText(str(place), text) for place, text in enumerate(texts)]
+        return self.answer(RankQuery(context, candidates, None, top_k)).results
 
     def rank_pool(self, context: Sequence[str], pool: str, top_k: int, **more: Any) -> list[Result]:
-        return self.answer(Question(context, None, pool, top_k, **more)).results
+        return self.answer(RankQuery(context, None, pool, top_k, **more)).results
 
-    def answer(self, question: Question) -> Answer:
-        return run(self.service.rank(question, time.monotonic() + 60))
+    def answer(self, query: RankQuery) -> RankAnswer:
+        return run(self.service.rank(query, time.monotonic() + 60))
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -27,7 +27,7 @@ from pipeline.retrieval.pools.lock import is_leased
 from serve import app
 from serve.engine import Engine
 from serve.errors import Refusal
-from serve.service import Question, Text
+from serve.service import CandidateText, RankQuery
 
 from .conftest import REPLIES, run
 
@@ -180,19 +180,19 @@ def test_questions_at_once_get_what_each_gets_alone(tiny_ranker, tiny_pool, aski
     model = tiny_ranker(architecture)
     pools = [] if architecture == "cross" else [tiny_pool(model)]
     one = asking(model, *pools)
-    candidates = [Text(str(place), text) for place, text in enumerate(TEXTS)]
-    questions = [
-        Question([f"turn {n}", "and so on" * n], candidates if n % 2 or not pools else None,
+    candidates = [CandidateText(str(place), text) for place, text in enumerate(TEXTS)]
+    queries = [
+        RankQuery([f"turn {n}", "and so on" * n], candidates if n % 2 or not pools else None,
                  None if n % 2 or not pools else "replies", n)
         for n in range(1, 13)
     ]  # fmt: skip
 
     async def together():
         deadline = time.monotonic() + 60
-        return await asyncio.gather(*(one.service.rank(q, deadline) for q in questions))
+        return await asyncio.gather(*(one.service.rank(query, deadline) for query in queries))
 
-    for question, answer in zip(questions, run(together()), strict=True):
-        alone = one.answer(question).results
+    for query, answer in zip(queries, run(together()), strict=True):
+        alone = one.answer(query).results
         assert [found.id for found in answer.results] == [found.id for found in alone]
         expected = [found.score for found in alone]
         assert [found.score for found in answer.results] == pytest.approx(

@@ -33,11 +33,11 @@ class InProcess:
             raise ShardUnavailable("gone")
         return asyncio.run(self.shard.open(version))
 
-    async def search(self, question):
+    async def search(self, query):
         self.asked += 1
         if self.is_gone:
             raise ShardUnavailable("gone")
-        return await self.shard.search(question)
+        return await self.shard.search(query)
 
 
 @pytest.fixture(scope="module")

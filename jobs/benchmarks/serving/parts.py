@@ -31,7 +31,7 @@ from pipeline.config import BadInput, require
 from pipeline.corpora.schema import example_files
 from pipeline.models.sources import open_encoder
 from serve.app import Args
-from serve.engine import Engine, PoolQuestion
+from serve.engine import Engine, PoolQuery
 from serve.limits import Limits
 
 PARTS = ("overhead", "throughput", "load", "burst", "scaling", "rerank", "embed")
@@ -138,7 +138,7 @@ class InProcess:
     def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
         engine, pool = self._engine, self._engine.pools[_POOL]
         vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
-        asked = [PoolQuestion(vectors_MD, mask_M, _TOP_K, None) for vectors_MD, mask_M in vectors]
+        asked = [PoolQuery(vectors_MD, mask_M, _TOP_K, None) for vectors_MD, mask_M in vectors]
         for answer in engine.searches[_POOL].run(asked):
             for place in answer.places_K.tolist():
                 pool.row(place)
