@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,42 @@ def rejected(folder: Path) -> list[Row]:
     return [json.loads(line) for line in lines]
 
 
+@contextmanager
+def computing_in_fp32() -> Iterator[None]:
+    """Where the hardware has bf16, numbers computed in two ways differ in the third digit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+        yield
+
+
 # Processes
+
+
+def run_ranks(script: str, folder: Path, world: int, timeout_s: float) -> None:
+    """Runs `script FOLDER RANK` for every rank at once, and waits for them; each has one thread."""
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(folder), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        output = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * world, "\n".join(output)
 
 
 def free_port() -> int:

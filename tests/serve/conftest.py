@@ -26,6 +26,7 @@ from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
+from tests.helpers import computing_in_fp32
 
 from . import live
 
@@ -47,8 +48,7 @@ INTENTS = {
 @pytest.fixture(scope="module", autouse=True)
 def fp32() -> Iterator[None]:
     """Where the hardware has bf16, a batch and one row differ in the third digit."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    with computing_in_fp32():
         yield
 
 

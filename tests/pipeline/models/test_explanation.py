@@ -17,6 +17,7 @@ from pipeline.models import inference
 from pipeline.models.explanation import attention_to_tokens, candidate_weights
 from pipeline.models.ranker import Ranker, load_ranker, new_network
 from pipeline.models.settings import BiConfig, PolyConfig
+from tests.helpers import computing_in_fp32
 
 CONTEXT = ["do you sail ?", "a nurse, é 漢"]
 TEXTS = ["i paint", "rain again today", "no"]
@@ -43,8 +44,7 @@ VARIANTS = {
 @pytest.fixture(scope="module", autouse=True)
 def fp32():
     """Where the hardware has bf16, the oracle's outputs would differ in the third digit."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    with computing_in_fp32():
         yield
 
 

@@ -19,6 +19,7 @@ from pipeline.ranking.ranker import Ranker
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.pool import make_current
+from tests.helpers import computing_in_fp32
 
 REPLIES = {
     "r1": ("it rains again", "weather"),
@@ -32,8 +33,7 @@ REPLIES = {
 @pytest.fixture(scope="module", autouse=True)
 def fp32() -> Iterator[None]:
     """Where the hardware has bf16, a batch and one row differ in the third digit."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    with computing_in_fp32():
         yield
 
 

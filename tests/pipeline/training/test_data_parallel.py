@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import islice
@@ -26,8 +24,8 @@ from pipeline.training.loop import Listener, train
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.settings import LoopConfig
+from tests.helpers import run_ranks
 
-ROOT = Path(__file__).parents[3]
 CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 8, 4
 OBJECTIVES = ("joint", "alternate")
 
@@ -130,22 +128,7 @@ def folder(recipes, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each of the two processes found."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": str(ROOT)}  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(number)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for number in range(WORLD)
-    ]  # fmt: skip
-    try:
-        output = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
+    run_ranks(__file__, folder, WORLD, timeout_s=200)
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(WORLD)]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +23,7 @@ from pipeline.training.examples import DualCollator
 from pipeline.training.finetune_settings import Distillation, Mining
 from pipeline.training.mining import COLUMNS, Miner
 from pipeline.training.objectives import DualModule
+from tests.helpers import run_ranks
 
 KINDS = {
     "bi": {"architecture": "bi"},
@@ -164,21 +163,7 @@ def folder(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each of the two processes found."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(number)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for number in range(WORLD)
-    ]  # fmt: skip
-    try:
-        output = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
+    run_ranks(__file__, folder, WORLD, timeout_s=120)
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(WORLD)]
 
 
