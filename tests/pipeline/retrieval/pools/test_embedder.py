@@ -13,19 +13,16 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline import storage
-from pipeline.artifact import Draft, draft
-from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.raw import Reading
 from pipeline.models import inference
 from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.retrieval.pools import candidates, embedder, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
-from pipeline.retrieval.pools.embed import EmbedConfig, EmbedRecord
+from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
 
-PRIVACY = Privacy(redact=False, authors="hash", salt="")
+from .conftest import stage_rows, write_version_before
+
 ORIGINAL = content_hash
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
 
@@ -74,27 +71,9 @@ class Shard:
     """Texts as the candidates of one shard, and what an actor makes of them."""
 
     def __init__(self, folder: Path, texts: list[str], before: Before | None) -> None:
-        out = draft(str(folder / "out"), "pool", EmbedConfig(), {})
-        assert isinstance(out, Draft)
-        file = folder / "rows.jsonl"
-        file.write_text("".join(json.dumps({"id": f"id {t}", "text": t}) + "\n" for t in texts))
-        record = candidates._stage(
-            out,
-            "file-00000",
-            (str(file), None),
-            ("id", "text"),
-            1000,
-            Reading(),
-            PRIVACY,
-            EmbedConfig(),
-        )
-        parts = [tuple(part) for part in record.parts]
-        files = []
-        for number, rows in enumerate(before.rows if before else ()):
-            files.append(str(folder / f"before-{number}.arrow"))
-            storage.write_bytes(files[-1], candidates.arrow_file(rows))
-        (self.slices,) = plan.make(out, parts, files, 1000, 0, []).shards.values()
-        self.out = out
+        self.out, parts = stage_rows(folder, [(f"id {t}", t) for t in texts])
+        files = write_version_before(folder, before.rows if before else ())
+        (self.slices,) = plan.make(self.out, parts, files, 1000, 0, []).shards.values()
 
     def make(self, model: Path, **settings) -> EmbedRecord:
         known = {"batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0}

@@ -15,17 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import storage
-from pipeline.artifact import Draft, draft
+from pipeline.artifact import Draft
 from pipeline.config import from_dict, to_dict
-from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.raw import Reading
 from pipeline.retrieval.pools import candidates, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
-from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.plan import NEW, Changes, Plan
 
+from .conftest import stage_rows, write_version_before
+
 ORIGINAL = content_hash
-PRIVACY = Privacy(redact=False, authors="hash", salt="")
 Rows = list[tuple[str, str]]
 """(id, text)"""
 
@@ -36,13 +34,11 @@ rows_lists = st.lists(few, min_size=1, max_size=14)
 def before(folder: Path, rows: Rows) -> list[str]:
     """The files of a version's rows, which have distinct ids and texts; two shards."""
     kept = one_by_one(rows)[0]
+    if not kept:
+        return []
     records = [{"id": i, "text": t, "content_hash": content_hash(t)} for i, t in kept]
-    files = []
-    for number, shard in enumerate((records[:2], records[2:])):
-        table = pa.Table.from_pylist(shard, schema=ROWS)
-        files.append(str(folder / f"part-{number}.arrow"))
-        storage.write_bytes(files[-1], candidates.arrow_file(table))
-    return files if kept else []
+    shards = [pa.Table.from_pylist(part, schema=ROWS) for part in (records[:2], records[2:])]
+    return write_version_before(folder, shards)
 
 
 def one_by_one(rows: Rows) -> tuple[Rows, dict[str, int]]:
@@ -68,21 +64,7 @@ class Maker:
         self._folders = (folder / str(number) for number in itertools.count())
 
     def stage(self, rows: Rows) -> tuple[Draft, list[tuple[str, int]]]:
-        folder = next(self._folders)
-        out = draft(str(folder / "out"), "pool", EmbedConfig(), {})
-        file = folder / "rows.jsonl"
-        file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in rows))
-        record = candidates._stage(
-            out,
-            "file-00000",
-            (str(file), None),
-            ("id", "text"),
-            1000,
-            Reading(),
-            PRIVACY,
-            EmbedConfig(),
-        )
-        return out, [tuple(part) for part in record.parts]
+        return stage_rows(next(self._folders), rows)
 
     def __call__(
         self, rows: Rows, previous: Rows = (), rows_per_shard=1000, texts=0, hashes=()

@@ -1,0 +1,42 @@
+"""Candidates on their way into a pool, and the files of the version before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+
+from pipeline import storage
+from pipeline.artifact import Draft, draft
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.raw import Reading
+from pipeline.retrieval.pools import candidates
+from pipeline.retrieval.pools.embed import EmbedConfig
+
+PRIVACY = Privacy(redact=False, authors="hash", salt="")
+
+
+def stage_rows(
+    folder: Path, rows: Iterable[tuple[str, str]]
+) -> tuple[Draft, list[tuple[str, int]]]:
+    """(the draft of a pool, its staged parts of candidates) from rows of (id, text)."""
+    out = draft(str(folder / "out"), "pool", EmbedConfig(), {})
+    assert isinstance(out, Draft)
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in rows))
+    columns = ("id", "text")
+    record = candidates._stage(
+        out, "file-00000", (str(file), None), columns, 1000, Reading(), PRIVACY, EmbedConfig()
+    )
+    return out, [(name, count) for name, count in record.parts]
+
+
+def write_version_before(folder: Path, shards: Iterable[pa.Table]) -> list[str]:
+    """The files of its rows, one for each shard."""
+    files = []
+    for number, rows in enumerate(shards):
+        files.append(str(folder / f"before-{number}.arrow"))
+        storage.write_bytes(files[-1], candidates.arrow_file(rows))
+    return files
