@@ -175,7 +175,7 @@ def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
 
     assignment = replace(assignment, start=_last_whole(kept) or assignment.start)
     with torch.random.fork_rng(devices=[]):
-        _train_rank(assignment, 0, 1, best_device(), show, keep, lambda: None)
+        _train_rank(_Rank(assignment, 0, 1, best_device(), show, keep, lambda: None))
     return Trained({"step": 0.0, **last}, kept[-1] if kept else "")
 
 
@@ -254,34 +254,45 @@ def _work(assignment: _Assignment, messages: Queue) -> None:
         messages.put((step, metrics))
 
     rank, world = context.get_world_rank(), context.get_world_size()
-    _train_rank(assignment, rank, world, device, send, keep, _saved_by_ray)
+    _train_rank(_Rank(assignment, rank, world, device, send, keep, _saved_by_ray))
 
 
-def _train_rank(
-    assignment: _Assignment,
-    rank: int,
-    world: int,
-    device: torch.device,
-    send: Show,
-    keep: Keep,
-    saved: Callable[[], Saved | None],
-) -> None:
+@dataclass(frozen=True)
+class _Rank:
+    """One of the processes that train together, and its ways to the driver."""
+
+    assignment: _Assignment
+    number: int
+    world: int
+    device: torch.device
+    send: Show
+    """Called on the first rank alone."""
+    keep: Keep
+    saved: Callable[[], Saved | None]
+    """Reads this run's last checkpoint; None: there is none yet."""
+
+    def build_task(self) -> Task:
+        return self.assignment.recipe.build(self.number, self.world)
+
+
+def _train_rank(rank: _Rank) -> None:
     """Builds the rank's task, restores the last checkpoint, trains, saves."""
+    assignment, device = rank.assignment, rank.device
     if device.type == "cpu":
         cpu.keep_memory()
-    task = assignment.recipe.build(rank, world)
+    task = rank.build_task()
     prepare_for_training(task.module, device, assignment.loop.precision)
     model = distribute(task.module, device, assignment.workers.shard_weights)
     if assignment.loop.compile:
         model = torch.compile(model)  # type: ignore[assignment]
-    reports = _Reports(assignment, rank, world, device, send, keep, saved)
+    reports = _Reports(rank)
     listener = Listener(reports.progress, reports.checkpoint, reports.bad_batch)
-    train(task, model, assignment.loop, device, rank, listener, reports.resume)
+    train(task, model, assignment.loop, device, rank.number, listener, reports.resume)
     sharded = is_sharded(task.module)
     weights = weights_of(task.module) if sharded else {}  # a collective call
-    if rank == 0:
+    if rank.number == 0:
         if sharded:
-            task = assignment.recipe.build(rank, world)
+            task = rank.build_task()
             task.module.load_state_dict(weights)
         with tempfile.TemporaryDirectory() as folder:
             task.save(Path(folder))
@@ -292,60 +303,53 @@ def _train_rank(
 class _Reports:
     """What a rank tells the driver, and keeps."""
 
-    def __init__(
-        self,
-        assignment: _Assignment,
-        rank: int,
-        world: int,
-        device: torch.device,
-        send: Show,
-        keep: Keep,
-        saved: Callable[[], Saved | None],
-    ) -> None:
-        self._assignment, self._rank, self._world, self._device = assignment, rank, world, device
-        self._send, self._keep, self._saved = send, keep, saved
+    def __init__(self, rank: _Rank) -> None:
+        self._rank = rank
         self._metrics: dict[str, float] = {}
-        self._pace = Pace(device, 0)
+        self._pace = Pace(rank.device, 0)
         self._tidied = 0
 
     def resume(self) -> Saved | None:
         """The last checkpoint of this run, or the state that it starts from."""
-        saved = self._saved()
-        if saved is None and self._assignment.start:
-            saved = _read_saved_at(self._assignment.start)
+        saved = self._rank.saved()
+        if saved is None and self._rank.assignment.start:
+            saved = _read_saved_at(self._rank.assignment.start)
         first = saved.state["step"] if saved else 0
         self._metrics["step"] = self._tidied = first
-        self._pace = Pace(self._device, first)
+        self._pace = Pace(self._rank.device, first)
         return saved
 
     def progress(self, progress: Progress) -> None:
-        if self._device.type == "cpu" and progress.step >= self._tidied + _STEPS_TO_TIDY:
+        if self._rank.device.type == "cpu" and progress.step >= self._tidied + _STEPS_TO_TIDY:
             cpu.return_memory()
             self._tidied = progress.step
         metrics = {**progress.metrics, **self._pace.of(progress)}
         if "flops_per_s" in metrics:
-            metrics["mfu"] = metrics.pop("flops_per_s") / (self._world * self._peak)
-        if self._rank == 0:
-            self._send(progress.step, metrics)
+            metrics["mfu"] = metrics.pop("flops_per_s") / (self._rank.world * self._peak)
+        if self._rank.number == 0:
+            self._rank.send(progress.step, metrics)
         self._metrics.update(metrics, step=progress.step)
 
     @functools.cached_property
     def _peak(self) -> float:
         """Operations a second of this rank's device; measuring them takes a second."""
         return peak_flops(
-            self._device, resolve_precision(self._assignment.loop.precision, self._device)
+            self._rank.device,
+            resolve_precision(self._rank.assignment.loop.precision, self._rank.device),
         ).flops
 
     def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
         """Every rank saves its cursor; rank 0 what is the same on all."""
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        (folder / f"cursor-{self._rank:05d}.json").write_text(json.dumps(cursor))
-        if self._rank == 0:
-            write_state({**state, "ranks": self._world}, folder)
-        self._keep(folder, dict(self._metrics))
+        (folder / f"cursor-{self._rank.number:05d}.json").write_text(json.dumps(cursor))
+        if self._rank.number == 0:
+            write_state({**state, "ranks": self._rank.world}, folder)
+        self._rank.keep(folder, dict(self._metrics))
 
     def bad_batch(self, step: int, batch: Any) -> str:
-        where = self._assignment.draft.path("_bad_batch", f"step-{step}-rank-{self._rank}")
+        where = self._rank.assignment.draft.path(
+            "_bad_batch", f"step-{step}-rank-{self._rank.number}"
+        )
         with tempfile.TemporaryDirectory() as folder:
             write_state(tensors_in(batch), Path(folder))
             storage.upload(Path(folder), where)
