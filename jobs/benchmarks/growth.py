@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 PICTURE = "growth.svg"
-_WIDTH, _HEIGHT, _MARGIN, _COLUMNS = 260, 150, 34, 3
+_WIDTH, _HEIGHT, _COLUMNS = 280, 180, 3
+# Margins of a panel: half a number, half a number, the name, two lines of text.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 34, 34, 42, 54
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,12 @@ def picture(some: Sequence[Curve]) -> str:
 
 def _panel(curve: Curve) -> list[str]:
     xs, ys = zip(*curve.points, strict=True)
-    across = _scale(min(xs), max(xs), _MARGIN, _WIDTH - 14)
-    up = _scale(min(ys), max(ys), _HEIGHT - _MARGIN, 24)
+    across = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    up = _scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP)
     places = [(_at(x, across), _at(y, up)) for x, y in curve.points]
+    rises = places[1][1] < places[0][1]
+    # Above a point; below the first one where the line goes up from it.
+    labels = [(x, y + 13 if rises and place == 0 else y - 5) for place, (x, y) in enumerate(places)]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     name = html.escape(f"{curve.row}, slope {curve.slope:.2f}")
     axes = html.escape(f"{curve.y} by {curve.x}")
@@ -73,10 +78,22 @@ def _panel(curve: Curve) -> list[str]:
         f'<polyline points="{line}" fill="none" stroke="#2a6f97" stroke-width="1.5"/>',
         *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="#2a6f97"/>' for x, y in places),
         *(
-            f'<text x="{x:.1f}" y="{y - 5:.1f}" text-anchor="middle">{value:,.4g}</text>'
-            for (x, y), value in zip(places, ys, strict=True)
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{value:,.4g}</text>'
+            for (x, y), value in zip(labels, ys, strict=True)
+        ),
+        *(
+            f'<text x="{x:.1f}" y="{_HEIGHT - 24}" text-anchor="middle" fill="#666">{_short(value)}</text>'
+            for (x, _), value in zip(places, xs, strict=True)
         ),
     ]
+
+
+def _short(value: float) -> str:
+    """3,000,000 → "3M"."""
+    for letter, unit in (("M", 1e6), ("k", 1e3)):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
 
 
 def _scale(

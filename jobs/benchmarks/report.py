@@ -270,17 +270,23 @@ def number(value: float | None) -> str:
 _ROW, _LEFT, _WIDTH = 18, 330, 300
 _MOST = 4.0  # times the bound; what is above ends there
 _COLOURS = {"met": "#2a7f62", "**missed**": "#c1552f"}
+_SCALE = {0.25: "¼", 0.5: "½", 1.0: "the target", 2.0: "2 ×", 4.0: "4 ×"}
 
 
 def picture(compared: Sequence[Measured]) -> str:
-    """SVG: a bar per measured target; its length is the share of the bound that is reached."""
+    """SVG: a bar per measured target; its length is the share of the bound that is reached.
+
+    The values stand in a column of their own: at the ends of bars the target's line would cross them.
+    """
     some = [one for one in compared if one.share is not None]
-    height = _ROW * (len(some) + 2)
+    right = _LEFT + _WIDTH
+    width, height = right + 96, _ROW * (len(some) + 2)
     one_x = _LEFT + _x(1.0)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 60}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="11">',
-        f'<rect width="{_LEFT + _WIDTH + 60}" height="{height}" fill="white"/>',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{width - 8}" y="{_ROW - 5}" text-anchor="end">measured</text>',
     ]
     for at, one in enumerate(some):
         y, share = _ROW * (at + 1), min(one.share or 0.0, _MOST)
@@ -289,11 +295,19 @@ def picture(compared: Sequence[Measured]) -> str:
             f'<text x="{_LEFT - 6}" y="{y + 12}" text-anchor="end">{name}</text>',
             f'<rect x="{_LEFT}" y="{y + 2}" width="{_x(share):.1f}" height="{_ROW - 5}" '
             f'fill="{_COLOURS[one.status]}"/>',
-            f'<text x="{_LEFT + _x(share) + 4:.1f}" y="{y + 12}">{number(one.value)}</text>',
+            f'<text x="{width - 8}" y="{y + 12}" text-anchor="end">{number(one.value)}</text>',
         ]
     lines += [
+        f'<text x="{_LEFT + _x(share):.1f}" y="{_ROW - 5}" text-anchor="middle">{label}</text>'
+        for share, label in _SCALE.items()
+    ]
+    legend = "".join(
+        f'<tspan fill="{colour}">■</tspan> {status.strip("*")}  '
+        for status, colour in _COLOURS.items()
+    )
+    lines += [
         f'<line x1="{one_x:.1f}" y1="{_ROW}" x2="{one_x:.1f}" y2="{height - _ROW}" stroke="black"/>',
-        f'<text x="{one_x:.1f}" y="{_ROW - 5}" text-anchor="middle">the target</text>',
+        f'<text x="{_LEFT}" y="{height - 5}">{legend.strip()}</text>',
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
