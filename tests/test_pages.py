@@ -281,3 +281,7 @@ def test_the_readme_s_numbers_are_those_of_the_results():
     for row in ("paper.4.convai2.bi", "paper.4.convai2.poly-64", "paper.4.convai2.bi.2_layers"):
         assert f"{rows[row]['ours']:.3f}" in table
     assert f"{rows['search.exact_1m_m64.vs_plain_torch']['ours']:.0f} ms" in table
+    speed = rows["convert.encode_vs_minilm_sentence_transformers"]
+    assert f"encodes {speed['ours']:.0f} texts/s" in table
+    assert f"all-MiniLM {speed['peer']:.0f}" in table
+    assert f"({rows['convert.saved_megabytes']['ours']:.1f} MB)" in table
