@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +17,6 @@ import ray.train
 import ray.train.torch
 import torch
 from ray.train import CheckpointUploadMode
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.util.queue import Queue
 
 from pipeline import executors, node_cache, progress, storage
@@ -34,7 +32,6 @@ from pipeline.resources import best_device, cpus_each
 from pipeline.task_messages import listening
 from pipeline.training.checkpoints import (
     is_sharded,
-    read_state,
     tensors_in,
     weights_of,
     write_state,
@@ -43,6 +40,13 @@ from pipeline.training.data_parallel import distribute
 from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, train
 from pipeline.training.pace import Pace
 from pipeline.training.restarts import RetryMachinesOnly
+from pipeline.training.resuming import (
+    last_whole,
+    read_saved,
+    read_saved_at,
+    unlisted_checkpoint,
+    write_saved,
+)
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 
 if TYPE_CHECKING:
@@ -121,7 +125,7 @@ def fit(
                 _Assignment(recipe, loop, workers, threads, draft, start), show
             )
         threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
-        start = _unlisted_checkpoint(draft) or start
+        start = unlisted_checkpoint(draft.path(_CHECKPOINTS, _RUN)) or start
         with listening(show) as messages:
             return _fit_on_cluster(
                 _Assignment(recipe, loop, workers, threads, draft, start), messages
@@ -173,7 +177,7 @@ def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
             storage.delete(kept.pop(0))
         last.update(metrics)
 
-    assignment = replace(assignment, start=_last_whole(kept) or assignment.start)
+    assignment = replace(assignment, start=last_whole(kept) or assignment.start)
     with torch.random.fork_rng(devices=[]):
         _train_rank(_Rank(assignment, 0, 1, best_device(), show, keep, lambda: None))
     return Trained({"step": 0.0, **last}, kept[-1] if kept else "")
@@ -313,7 +317,7 @@ class _Reports:
         """The last checkpoint of this run, or the state that it starts from."""
         saved = self._rank.saved()
         if saved is None and self._rank.assignment.start:
-            saved = _read_saved_at(self._rank.assignment.start)
+            saved = read_saved_at(self._rank.assignment.start)
         first = saved.state["step"] if saved else 0
         self._metrics["step"] = self._tidied = first
         self._pace = Pace(self._rank.device, first)
@@ -341,9 +345,7 @@ class _Reports:
     def checkpoint(self, state: dict[str, Any], cursor: Cursor) -> None:
         """Every rank saves its cursor; rank 0 what is the same on all."""
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        (folder / f"cursor-{self._rank.number:05d}.json").write_text(json.dumps(cursor))
-        if self._rank.number == 0:
-            write_state({**state, "ranks": self._rank.world}, folder)
+        write_saved(folder, state, cursor, self._rank.number, self._rank.world)
         self._rank.keep(folder, dict(self._metrics))
 
     def bad_batch(self, step: int, batch: Any) -> str:
@@ -362,46 +364,3 @@ def _saved_by_ray() -> Saved | None:
         return None
     with checkpoint.as_directory() as folder:
         return read_saved(Path(folder))
-
-
-def _unlisted_checkpoint(draft: Draft) -> str:
-    """The newest whole checkpoint, where Ray Train's list of them was cut off while it was written; then the
-    list is removed, as Ray Train would end at it. "": the list is whole, or there is none."""
-    folder = draft.path(_CHECKPOINTS, _RUN)
-    listed = storage.join(folder, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME)
-    if not storage.exists(listed):
-        return ""
-    with suppress(ValueError):
-        json.loads(storage.read_bytes(listed))
-        return ""
-    storage.delete(listed)
-    return _last_whole(storage.list_folders(folder))
-
-
-def _last_whole(checkpoints: list[str]) -> str:
-    """The newest that can be read, of folders that are named by the time; "": none."""
-    for checkpoint in reversed(checkpoints):
-        with suppress(BadInput):
-            _read_saved_at(checkpoint)
-            return checkpoint
-    return ""
-
-
-def _read_saved_at(uri: str) -> Saved:
-    with tempfile.TemporaryDirectory() as local:
-        node_cache.download(uri, Path(local))
-        return read_saved(Path(local))
-
-
-def read_saved(folder: Path) -> Saved:
-    """A checkpoint's folder. Raises BadInput for one that is not whole."""
-    try:
-        cursors = [json.loads(path.read_text()) for path in sorted(folder.glob("cursor-*.json"))]
-    except ValueError as error:
-        raise BadInput(f"{folder}: a cursor is truncated ({error})") from None
-    state = read_state(folder)
-    ranks = state.pop("ranks", len(cursors) or 1)
-    if len(cursors) != ranks:
-        raise BadInput(f"{folder}: {len(cursors)} cursors of {ranks} ranks, so the place in the training "
-                       "data is unknown")  # fmt: skip
-    return Saved(state, cursors)

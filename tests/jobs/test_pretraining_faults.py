@@ -31,10 +31,9 @@ from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import BadInput, parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.sources import External
-from pipeline.training import launch
 from pipeline.training.checkpoints import read_state
-from pipeline.training.launch import read_saved
 from pipeline.training.pretraining import Pretraining
+from pipeline.training.resuming import last_whole, read_saved
 from tests.helpers import wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
@@ -144,7 +143,7 @@ def last_checkpoint(output: Path) -> Path:
     if listed := checkpoints(output):
         return listed[-1]
     root = Path(f"{output}.partial") / "_checkpoints" / "training"
-    return Path(launch._last_whole([str(path) for path in sorted(root.glob("checkpoint_*"))]))
+    return Path(last_whole([str(path) for path in sorted(root.glob("checkpoint_*"))]))
 
 
 def processes(title: bytes) -> Iterator[int]:

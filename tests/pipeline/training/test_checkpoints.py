@@ -10,7 +10,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pipeline.artifact import Draft
 from pipeline.config import BadInput
 from pipeline.training.checkpoints import (
     load_training_state,
@@ -19,7 +18,7 @@ from pipeline.training.checkpoints import (
     training_state,
     write_state,
 )
-from pipeline.training.launch import _unlisted_checkpoint, read_saved
+from pipeline.training.resuming import read_saved, unlisted_checkpoint
 
 
 @pytest.fixture
@@ -86,8 +85,7 @@ def test_a_list_of_checkpoints_that_was_cut_off_loses_none(
     checkpoint, tmp_path_factory, listed, newest_is_whole, expected
 ):
     """Ray Train writes its list in place, so a kill at that moment truncates it."""
-    root = tmp_path_factory.mktemp("draft")
-    folder = root / "_checkpoints" / "training"
+    folder = tmp_path_factory.mktemp("checkpoints")
     for name in ("checkpoint_1", "checkpoint_2"):
         shutil.copytree(checkpoint[-1], folder / name)
     if not newest_is_whole:
@@ -95,8 +93,7 @@ def test_a_list_of_checkpoints_that_was_cut_off_loses_none(
     path = folder / "checkpoint_manager_snapshot.json"
     if listed is not None:
         path.write_text(listed)
-    draft = Draft(str(root), str(root), "encoder", {}, {}, "")
-    found = _unlisted_checkpoint(draft)
+    found = unlisted_checkpoint(str(folder))
     assert Path(found).name == expected
     assert path.exists() is (listed == "{}")
 

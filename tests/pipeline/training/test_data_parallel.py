@@ -19,10 +19,10 @@ from transformers import AutoModelForMaskedLM
 from pipeline.models.shape import Shape
 from pipeline.training.checkpoints import is_sharded, read_state, weights_of, write_state
 from pipeline.training.data_parallel import distribute
-from pipeline.training.launch import read_saved
 from pipeline.training.loop import Listener, train
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.resuming import read_saved
 from pipeline.training.settings import LoopConfig
 from tests.helpers import run_ranks
 

@@ -24,11 +24,11 @@ from pipeline.training.caching import backward
 from pipeline.training.checkpoints import read_state, write_state
 from pipeline.training.finetune_settings import FinetuneConfig, Mining
 from pipeline.training.finetuning import Finetuning
-from pipeline.training.launch import read_saved
 from pipeline.training.loop import Listener, Task, train
 from pipeline.training.optimization import optimization, rate_share
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.pretraining_settings import PretrainConfig
+from pipeline.training.resuming import read_saved
 from pipeline.training.selection import Measured
 from pipeline.training.settings import LoopConfig
 

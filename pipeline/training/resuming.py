@@ -1,0 +1,73 @@
+"""A checkpoint's folder, and which one a run goes on from.
+
+state.safetensors, state.json    the state, the same on all ranks; rank 0 writes it
+cursor-00000.json …              each rank's place in the training data
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+
+from pipeline import node_cache, storage
+from pipeline.config import BadInput
+from pipeline.training.checkpoints import read_state, write_state
+from pipeline.training.loop import Cursor, Saved
+
+
+def write_saved(
+    folder: Path, state: Mapping[str, Any], cursor: Cursor, rank: int, world: int
+) -> None:
+    """Writes a rank's cursor; of rank 0 the state, too."""
+    (folder / f"cursor-{rank:05d}.json").write_text(json.dumps(cursor))
+    if rank == 0:
+        write_state({**state, "ranks": world}, folder)
+
+
+def read_saved(folder: Path) -> Saved:
+    """Raises BadInput for a checkpoint that is not whole."""
+    try:
+        cursors = [json.loads(path.read_text()) for path in sorted(folder.glob("cursor-*.json"))]
+    except ValueError as error:
+        raise BadInput(f"{folder}: a cursor is truncated ({error})") from None
+    state = read_state(folder)
+    ranks = state.pop("ranks", len(cursors) or 1)
+    if len(cursors) != ranks:
+        raise BadInput(f"{folder}: {len(cursors)} cursors of {ranks} ranks, so the place in the training "
+                       "data is unknown")  # fmt: skip
+    return Saved(state, cursors)
+
+
+def read_saved_at(uri: str) -> Saved:
+    """Raises BadInput for a checkpoint that is not whole."""
+    with tempfile.TemporaryDirectory() as local:
+        node_cache.download(uri, Path(local))
+        return read_saved(Path(local))
+
+
+def last_whole(checkpoints: list[str]) -> str:
+    """The newest that can be read, of folders that are named by the time; "": none."""
+    for checkpoint in reversed(checkpoints):
+        with suppress(BadInput):
+            read_saved_at(checkpoint)
+            return checkpoint
+    return ""
+
+
+def unlisted_checkpoint(folder: str) -> str:
+    """The newest whole checkpoint in Ray Train's folder, where its list of them was truncated by a kill; then
+    the list is removed, as Ray Train would end at it. "": the list is whole, or there is none."""
+    listed = storage.join(folder, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME)
+    if not storage.exists(listed):
+        return ""
+    with suppress(ValueError):
+        json.loads(storage.read_bytes(listed))
+        return ""
+    storage.delete(listed)
+    return last_whole(storage.list_folders(folder))
