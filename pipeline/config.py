@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
-from pipeline import option_errors, progress
+from pipeline import arguments, option_errors, progress
 
 if TYPE_CHECKING:
     import jsonargparse
 
 ConfigT = TypeVar("ConfigT")
-
-_ROOT = Path(__file__).parents[1]
 
 NOT_IDENTITY: Mapping[str, Any] = MappingProxyType({"identity": False})
 """The `metadata` of a field that does not change a job's output: two jobs that differ in such fields
@@ -122,8 +120,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     )
     fields = _option_types(config_class)
     try:
-        aliases = getattr(config_class, "ALIASES", {})
-        normal = _passed_on(config_class, _normalise(argv, fields, aliases))
+        normal = arguments.normalise(argv, fields, getattr(config_class, "ALIASES", {}))
+        normal = arguments.gather_passed_on(normal, *getattr(config_class, "PASSED_ON", ("", ())))
         unions = _unions(config_class)
         files = _files(normal)
         _require_known(normal, files, fields)
@@ -151,11 +149,11 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
 def from_dict(config_class: type[ConfigT], values: dict[str, Any]) -> ConfigT:
     """Builds the dataclass, and the dataclasses inside it, from plain values."""
     hints = typing.get_type_hints(config_class)
-    arguments = {
+    plain = {
         name: _from_plain(config_class, name, hints.get(name), value)
         for name, value in values.items()
     }
-    return config_class(**arguments)
+    return config_class(**plain)
 
 
 def _from_plain(config_class: type, name: str, hint: Any, value: Any) -> Any:
@@ -346,65 +344,3 @@ def _mapping(value: str) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _normalise(
-    argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str, str]
-) -> list[str]:
-    """Aliases to names, dashes to underscores, `--list a b` to one JSON value, `--flag` to `--flag true`.
-
-    `--config a b` becomes `--config a --config b`, and comes first, wherever it stands: jsonargparse lets
-    the later one win.
-    """
-    normal: list[str] = []
-    config: list[str] = []
-    position = 0
-    while position < len(argv):
-        argument = argv[position]
-        position += 1
-        if not argument.startswith("--"):
-            normal.append(argument)
-            continue
-        name, equals, value = argument.partition("=")
-        name = name[2:].replace("-", "_")
-        group, dot, rest = name.partition(".")
-        name = f"--{aliases.get(group, group)}{dot}{rest}"
-        hint = fields.get(name[2:])
-        values = [value] if equals else []
-        if not equals:
-            is_list = typing.get_origin(hint) is tuple or name == "--config"
-            while position < len(argv) and not argv[position].startswith("--"):
-                if values and not is_list:
-                    break
-                values.append(argv[position])
-                position += 1
-        if hint is bool and not values:
-            values = ["true"]
-        if typing.get_origin(hint) is tuple and not (len(values) == 1 and values[0][:1] == "["):
-            values = [json.dumps(values)]
-        if name == "--config" and values:
-            config.extend(part for file in values for part in (name, _found_recipe(file)))
-        else:
-            normal.extend([name, *values])
-    return config + normal
-
-
-def _found_recipe(file: str) -> str:
-    """The file; or, where the working directory has none of that name, the recipe of it that we bring along
-    (`jobs/configs/finetune/bi.yaml`), so that commands work outside of a checkout."""
-    ours = _ROOT / file
-    is_recipe = ours.is_relative_to(_ROOT / "jobs" / "configs") and ours.is_file()
-    return str(ours) if is_recipe and not Path(file).exists() else file
-
-
-def _passed_on(config_class: type, argv: Sequence[str]) -> list[str]:
-    """Gathers options of the groups that `PASSED_ON` names in its field; `argv` is normalised."""
-    field, groups = getattr(config_class, "PASSED_ON", ("", ()))
-    own, others = list[str](), list[str]()
-    target = own
-    for argument in argv:
-        if argument.startswith("--"):
-            group, dot, _ = argument[2:].partition(".")
-            target = others if dot and group in groups else own
-        target.append(argument)
-    return [*own, f"--{field}", json.dumps(others)] if others else own

@@ -1,0 +1,70 @@
+"""The words of a command line in the one form that the parser of options reads."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[1]
+
+
+def normalise(argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str, str]) -> list[str]:
+    """Aliases to names, dashes to underscores, `--list a b` to one JSON value, `--flag` to `--flag true`.
+
+    `--config a b` becomes `--config a --config b`, and comes first, wherever it stands: jsonargparse lets
+    the later one win.
+    """
+    normal: list[str] = []
+    config: list[str] = []
+    position = 0
+    while position < len(argv):
+        argument = argv[position]
+        position += 1
+        if not argument.startswith("--"):
+            normal.append(argument)
+            continue
+        name, equals, value = argument.partition("=")
+        name = name[2:].replace("-", "_")
+        group, dot, rest = name.partition(".")
+        name = f"--{aliases.get(group, group)}{dot}{rest}"
+        hint = fields.get(name[2:])
+        values = [value] if equals else []
+        if not equals:
+            is_list = typing.get_origin(hint) is tuple or name == "--config"
+            while position < len(argv) and not argv[position].startswith("--"):
+                if values and not is_list:
+                    break
+                values.append(argv[position])
+                position += 1
+        if hint is bool and not values:
+            values = ["true"]
+        if typing.get_origin(hint) is tuple and not (len(values) == 1 and values[0][:1] == "["):
+            values = [json.dumps(values)]
+        if name == "--config" and values:
+            config.extend(part for file in values for part in (name, _found_recipe(file)))
+        else:
+            normal.extend([name, *values])
+    return config + normal
+
+
+def _found_recipe(file: str) -> str:
+    """The file; or, where the working directory has none of that name, the recipe of it that we bring along
+    (`jobs/configs/finetune/bi.yaml`), so that commands work outside of a checkout."""
+    ours = _ROOT / file
+    is_recipe = ours.is_relative_to(_ROOT / "jobs" / "configs") and ours.is_file()
+    return str(ours) if is_recipe and not Path(file).exists() else file
+
+
+def gather_passed_on(argv: Sequence[str], field: str, groups: Collection[str]) -> list[str]:
+    """Puts the options of another job's `groups` unread into the list `field`; `argv` is normalised."""
+    own, others = list[str](), list[str]()
+    target = own
+    for argument in argv:
+        if argument.startswith("--"):
+            group, dot, _ = argument[2:].partition(".")
+            target = others if dot and group in groups else own
+        target.append(argument)
+    return [*own, f"--{field}", json.dumps(others)] if others else own
