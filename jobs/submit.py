@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs import program
-from pipeline.artifact import git_revision
 from pipeline.config import BadInput, require
+from pipeline.provenance import git_revision
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("pipeline", "jobs", "serve")

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import locks, node_cache, storage
-from pipeline.config import BadInput, Stopped, digest, flatten, identity, to_dict
+from pipeline.config import BadInput, Stopped, digest, flatten, to_dict
+from pipeline.job_request import describe_request, difference
+from pipeline.provenance import git_revision, library_versions
 from pipeline.records import FileEntry, RecordT, TaskRecord, from_json, to_json
 
 FORMAT_VERSION = 1
@@ -310,7 +309,7 @@ def _tidy(uri: str) -> None:
 
 def request_of(kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]) -> str:
     """Names what a job would make: the same for the same kind, settings and contents of inputs."""
-    return digest(_describe(kind, config, inputs)[2])
+    return digest(describe_request(kind, config, _references(inputs)))
 
 
 def draft(
@@ -329,7 +328,8 @@ def draft(
 
     Raises BadInput where another job's output, finished or not, is in the way.
     """
-    references, settings, wanted = _describe(kind, config, inputs, unused)
+    references = _references(inputs)
+    wanted = describe_request(kind, config, references, unused)
     request = digest(wanted)
     uri = storage.absolute(uri.rstrip("/"))
     if storage.exists(storage.join(uri, MANIFEST)):
@@ -341,7 +341,7 @@ def draft(
             "inputs": {n: r["fingerprint"] for n, r in found.manifest["inputs"].items()},
             "config": {n: flatten(found.manifest["config"]).get(n) for n in wanted["config"]},
         }
-        raise BadInput(f"{uri}: holds the result of another job ({_difference(known, wanted)}); "
+        raise BadInput(f"{uri}: holds the result of another job ({difference(known, wanted)}); "
                        "choose another --output or remove it")  # fmt: skip
     local = storage.is_local(uri)
     staging = f"{uri}.partial" if local else uri
@@ -354,11 +354,19 @@ def draft(
         if digest(earlier) != request and set(storage.names_in(staging)) <= {_REQUEST, RUN, _LOCK}:
             resumed = False  # a refused job left no more than its request and its tracking run
         elif digest(earlier) != request:
-            raise BadInput(f"{staging}: holds an unfinished job ({_difference(earlier, wanted)}); "
+            raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier, wanted)}); "
                            "finish that one, choose another --output, or remove it")  # fmt: skip
     if not resumed:
         storage.write_bytes(request_uri, json.dumps(wanted).encode())
+    settings = {name: value for name, value in to_dict(config).items() if name not in unused}
     return Draft(uri, staging, kind, settings, references, request)
+
+
+def _references(inputs: Mapping[str, Artifact | dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: value.reference() if isinstance(value, Artifact) else value
+        for name, value in inputs.items()
+    }
 
 
 def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
@@ -370,73 +378,3 @@ def folder_entries(folder: Path) -> list[FileEntry]:
     """Manifest entries of all files in a local folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return [file_entry(file.relative_to(folder).as_posix(), file.read_bytes()) for file in files]
-
-
-def git_revision() -> str | None:
-    """The code's revision, with "+" where the tree has changes; None outside a checkout.
-
-    Code that was sent to a cluster is no checkout: jobs.submit says what it was.
-    """
-    if sent := os.environ.get("POLYRANK_GIT_REVISION"):
-        return sent
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        run = subprocess.run(
-            ("git", *arguments), cwd=here, capture_output=True, text=True, check=True
-        )
-        return run.stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + (
-            "+" if git("status", "--porcelain") else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def library_versions() -> dict[str, str]:
-    found = {}
-    for name in ("polyrank", "ray", "torch", "transformers", "tokenizers", "pyarrow", "mlflow"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def _describe(
-    kind: str,
-    config: Any,
-    inputs: Mapping[str, Artifact | dict[str, Any]],
-    unused: Collection[str] = (),
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any]]:
-    """(references to the inputs, all settings, what tells this job from another)"""
-    references = {
-        name: value.reference() if isinstance(value, Artifact) else value
-        for name, value in inputs.items()
-    }
-    settings = {name: value for name, value in to_dict(config).items() if name not in unused}
-    wanted = {
-        "kind": kind,
-        "inputs": {name: reference["fingerprint"] for name, reference in references.items()},
-        "config": {
-            name: value
-            for name, value in flatten(identity(config)).items()
-            if name not in references and name.partition(".")[0] not in unused
-        },
-    }
-    return references, settings, wanted
-
-
-def _difference(earlier: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Names the first settings that differ: "max_steps: 3 there, 4 here"."""
-    parts = ("inputs", "config")
-    old = flatten({part: earlier.get(part, {}) for part in parts})
-    new = flatten({part: wanted[part] for part in parts})
-    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    shown = [
-        f"{name.partition('.')[2]}: {old.get(name)!r} there, {new.get(name)!r} here"
-        for name in changed[:3]
-    ]
-    return "; ".join(shown) or "of another kind"

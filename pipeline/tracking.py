@@ -25,8 +25,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from pipeline import storage, task_costs
-from pipeline.artifact import RUN, Artifact, Draft, git_revision
+from pipeline.artifact import RUN, Artifact, Draft
 from pipeline.config import BadInput, flatten
+from pipeline.provenance import git_revision
 
 _SQLITE = "sqlite:///"
 local_store = ""

@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from pipeline.artifact import git_revision
 from pipeline.config import BadInput
+from pipeline.provenance import git_revision
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""Which code makes an artifact: the revision, and the versions of the libraries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def git_revision() -> str | None:
+    """The code's revision, with "+" where the tree has changes; None outside a checkout.
+
+    Code that was sent to a cluster is no checkout: jobs.submit says what it was.
+    """
+    if sent := os.environ.get("POLYRANK_GIT_REVISION"):
+        return sent
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(
+            ("git", *arguments), cwd=here, capture_output=True, text=True, check=True
+        )
+        return run.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def library_versions() -> dict[str, str]:
+    found = {}
+    for name in ("polyrank", "ray", "torch", "transformers", "tokenizers", "pyarrow", "mlflow"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
