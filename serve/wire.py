@@ -22,225 +22,34 @@ import base64
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBool, Tag
 from torch import Tensor
 from torch.nn import functional as F
 
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, documented
-from serve.fields import Count, FilledText
-from serve.limits import MAX_CANDIDATES
 from serve.service import Service
-
-
-def _as_list(value: Any) -> Any:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and any(isinstance(one, (int, list)) for one in value):
-        raise ValueError("token ids are not allowed; allowed: a text, or a list of texts")
-    return value
-
-
-_SomeTexts = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES)]
-Texts = Annotated[
-    _SomeTexts, BeforeValidator(_as_list, json_schema_input_type=FilledText | _SomeTexts)
-]
-"""A single text means a list of one."""
-
-
-class Document(BaseModel):
-    """A text to rank. Other fields are ignored."""
-
-    text: FilledText
-
-
-GivenDocument = Annotated[
-    Annotated[FilledText, Tag("<text>")] | Annotated[Document, Tag("<object>")],
-    Discriminator(lambda value: "<object>" if isinstance(value, dict) else "<text>"),
-]
-
-
-# Requests
-
-_DIMENSIONS = (
-    "Keep the first dimensions only; sensible only for a model trained for it (matryoshka)."
+from serve.wire_bodies import (
+    AnyRerank,
+    ApiVersion,
+    Document,
+    DocumentScore,
+    DocumentsRerank,
+    Embedding,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    EmbedRequest,
+    HuggingFaceRequest,
+    Meta,
+    ModelCard,
+    ModelList,
+    RerankResponse,
+    TextScore,
+    Usage,
 )
-
-
-class TextsRerank(BaseModel):
-    """A rerank request in TEI's format."""
-
-    query: FilledText
-    texts: _SomeTexts
-    raw_scores: StrictBool = False
-    return_text: StrictBool = False
-    truncation_direction: Literal["right", "Right"] = "right"
-
-
-class DocumentsRerank(BaseModel):
-    """A rerank request in the format of Jina, infinity and Cohere."""
-
-    query: FilledText
-    documents: list[GivenDocument] = Field(min_length=1, max_length=MAX_CANDIDATES)
-    top_n: Count | None = Field(default=None, description="Most results; by default all.")
-    return_documents: StrictBool | None = None
-    raw_scores: StrictBool = False
-    rank_fields: list[Literal["text"]] | None = Field(
-        default=None, description="Fields of a document to read."
-    )
-
-    @property
-    def texts(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
-
-
-class EmbedRequest(BaseModel):
-    """An embedding request in TEI's format."""
-
-    inputs: Texts
-    normalize: StrictBool = Field(default=True, description="Scale the vectors to length 1.")
-    prompt_name: Literal["context"] | None = Field(
-        default=None,
-        description="context: embed the texts as contexts, if the model makes one vector of a context. "
-        "Default: as candidates.",
-    )
-    dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
-    truncation_direction: Literal["right", "Right"] = "right"
-    encoding_format: Literal["float"] = "float"
-
-
-class EmbeddingsRequest(BaseModel):
-    """An embedding request in OpenAI's format."""
-
-    input: Texts
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Count | None = Field(default=None, description=_DIMENSIONS)
-
-
-class Sentences(BaseModel):
-    """A sentence, and those to compare with it."""
-
-    source_sentence: FilledText
-    sentences: _SomeTexts
-
-
-class SimilarityRequest(BaseModel):
-    """A request of Hugging Face's `sentence_similarity`."""
-
-    inputs: Sentences
-
-
-AnyRerank = Annotated[
-    Annotated[TextsRerank, Tag("<texts>")] | Annotated[DocumentsRerank, Tag("<documents>")],
-    Discriminator(
-        lambda body: "<texts>" if isinstance(body, dict) and "texts" in body else "<documents>"
-    ),
-]
-HuggingFaceRequest = Annotated[
-    Annotated[SimilarityRequest, Tag("<similarity>")] | Annotated[EmbedRequest, Tag("<embed>")],
-    Discriminator(
-        lambda body: (
-            "<similarity>"
-            if isinstance(body, dict) and isinstance(body.get("inputs"), dict)
-            else "<embed>"
-        )
-    ),
-]
-
-
-# Answers
-
-
-class TextScore(BaseModel):
-    """A text's place in the request, and its score."""
-
-    index: int
-    score: float
-    text: str | None = None
-
-
-class DocumentScore(BaseModel):
-    """A document's place in the request, and its score."""
-
-    index: int
-    relevance_score: float
-    document: Document | None = None
-
-
-class Usage(BaseModel):
-    """Tokens that the model read, with special tokens. Equal texts are read once."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class ApiVersion(BaseModel):
-    """The version of the format."""
-
-    version: str
-
-
-class BilledUnits(BaseModel):
-    """A field of Cohere's format. Nothing is billed here."""
-
-    search_units: int = 1
-
-
-class Meta(BaseModel):
-    """Metadata in Cohere's format."""
-
-    api_version: ApiVersion
-    billed_units: BilledUnits = BilledUnits()
-
-
-class RerankResponse(BaseModel):
-    """The results, best first. `id` is the request id, as in the logs."""
-
-    id: str
-    model: str
-    results: list[DocumentScore]
-    usage: Usage
-    meta: Meta
-
-
-class Embedding(BaseModel):
-    """A vector of length 1; in base64: little-endian float32."""
-
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingsResponse(BaseModel):
-    """The embeddings, in the order of the texts."""
-
-    object: Literal["list"] = "list"
-    data: list[Embedding]
-    model: str
-    usage: Usage
-
-
-class ModelCard(BaseModel):
-    """A model: `id` is its fingerprint, as in /info."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "polyrank"
-
-
-class ModelList(BaseModel):
-    """The models that are served."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-# Routes
 
 
 def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
