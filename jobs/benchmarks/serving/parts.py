@@ -15,23 +15,20 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from jobs.benchmarks.measure import BenchmarkRow, run_job
+from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.serving import pictures, services
+from jobs.benchmarks.serving.in_process import InProcess
+from jobs.benchmarks.serving.inputs import contexts_and_texts, embedded_pool, peer_models
 from jobs.benchmarks.serving.load import Heard, Step, clients, poisson
-from pipeline import storage
-from pipeline.artifact import Artifact, open_artifact
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput, require
-from pipeline.corpora.schema import example_files
-from pipeline.models.sources import open_encoder
 from serve.app import Args
-from serve.engine import Engine, PoolQuery
 from serve.limits import Limits
 
 PARTS = ("overhead", "throughput", "load", "burst", "scaling", "rerank", "embed")
@@ -82,8 +79,8 @@ def measure(
     wanted = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
     require(bool(encoder) or not {"rerank", "embed"} & set(wanted), "encoder", encoder,
             "one of sentence-transformers, for rerank and embed")  # fmt: skip
-    contexts, texts = _texts(corpora, sizes)
-    args = Args(model=model.uri, pools=[_pool(model, texts, work)], name="rank")
+    contexts, texts = contexts_and_texts(corpora, sizes.questions, sizes.candidates)
+    args = Args(model=model.uri, pools=[embedded_pool(model, texts, _POOL, work)], name="rank")
     bodies = [
         json.dumps({"context": context, "pool": _POOL, "top_k": _TOP_K}).encode()
         for context in contexts
@@ -107,41 +104,6 @@ def measure(
     if "overhead" in wanted and not os.environ.get(_IN_PROXIES):
         found.append(_with_haproxy(size, model, corpora, work))
     return found
-
-
-class InProcess:
-    """The work of a ranking without HTTP and without Serve, in a process with as many threads."""
-
-    def __init__(self, args: Args) -> None:
-        self._engine = Engine(args.model, args.pools, args.precision)
-
-    def one_by_one(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
-        """Seconds of each ranking."""
-        return [took for took, _ in self._for(seconds, contexts, 1)]
-
-    def in_batches(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
-        """Rankings a second, as many at once as one pass over the pool answers."""
-        taken = list(self._for(seconds, contexts, 16))
-        return sum(count for _, count in taken) / sum(took for took, _ in taken)
-
-    def _for(
-        self, seconds: float, contexts: Sequence[Sequence[str]], together: int
-    ) -> Iterator[tuple[float, int]]:
-        end, at = time.perf_counter() + seconds, 0
-        while time.perf_counter() < end:
-            asked = [contexts[(at + more) % len(contexts)] for more in range(together)]
-            began = time.perf_counter()
-            self._rank(asked)
-            yield time.perf_counter() - began, together
-            at += together
-
-    def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
-        engine, pool = self._engine, self._engine.pools[_POOL]
-        vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
-        asked = [PoolQuery(vectors_MD, mask_M, _TOP_K, None) for vectors_MD, mask_M in vectors]
-        for answer in engine.searches[_POOL].run(asked):
-            for place in answer.places_K.tolist():
-                pool.row(place)
 
 
 @dataclass(frozen=True)
@@ -173,7 +135,7 @@ class _Service:
         with (
             services.ranking(self.port, self.args) as url,
             services.deployed(self.port, "noop", services.Noop.bind()) as noop,  # type: ignore[attr-defined]
-            services.in_process(InProcess, self.args) as process,
+            services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
         ):
             for _ in range(self.size.rounds):
                 seconds = self.size.seconds
@@ -202,7 +164,7 @@ class _Service:
         with (
             services.ranking(self.port, self.args) as url,
             services.ranking(self.port, apart) as url_apart,
-            services.in_process(InProcess, self.args) as process,
+            services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
         ):
             for _ in range(self.size.rounds):
                 seconds = self.size.seconds
@@ -323,7 +285,7 @@ class _Service:
     ) -> list[BenchmarkRow]:
         """32 clients; both sides may use both cores."""
         cores = os.cpu_count() or 1
-        theirs, ours = _peers(task, encoder, self.work)
+        theirs, ours = peer_models(task, encoder, self.work)
         rng = random.Random(0)
         asked = [rng.sample(list(texts), 17 if task == "rerank" else 8) for _ in range(500)]
         if task == "rerank":
@@ -370,56 +332,6 @@ def _point(heard: Heard, per_s: float) -> dict[str, float]:
     # Little's law: requests that are there at once = their rate × the time that each stays.
     at_once = per_s * float(answered.seconds.mean())
     return {"per_s": per_s, "p50": answered.ms(50), "p99": answered.ms(99), "at_once": at_once}
-
-
-# -------------------------------------------------------------------------------------------------
-# What is served
-
-
-def _texts(corpora: Sequence[Artifact], size: Size) -> tuple[list[list[str]], list[str]]:
-    """(contexts of the first corpus' last split, as many different texts as the pool has candidates)"""
-    files = [
-        [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
-        for corpus in corpora
-    ]
-    from jobs.benchmarks.search import rows
-
-    contexts = [row["context"] for row, _ in zip(rows(files[0][::-1]), range(size.questions))]  # noqa: B905
-    found: dict[str, None] = {}
-    for row in rows([file for part in files for file in part]):
-        found |= dict.fromkeys(text for text in (row["response"], *row["context"]) if text.strip())
-        if len(found) >= size.candidates:
-            break
-    texts, rng = list(found), random.Random(0)
-    while len(found) < size.candidates:  # two turns make one more
-        found[f"{rng.choice(texts)} {rng.choice(texts)}"] = None
-    return contexts, list(found)[: size.candidates]
-
-
-def _pool(model: Artifact, texts: Sequence[str], work: Path) -> str:
-    file, pools = work / "candidates.jsonl", work / "pools" / model.fingerprint
-    lines = (json.dumps({"id": f"c{at:07d}", "text": text}) for at, text in enumerate(texts))
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    run_job(
-        "embed_pool", "--model", model.uri, "--candidates", file, "--pools", pools, "--name", _POOL
-    )
-    return str(pools / _POOL)
-
-
-def _peers(task: str, encoder: str, work: Path) -> tuple[str, str]:
-    """(a model of sentence-transformers, the same as a ranker of ours): equal vectors, equal scores"""
-    source, _ = open_encoder(encoder)
-    theirs = source.local()
-    if task == "rerank":
-        from sentence_transformers import CrossEncoder
-
-        torch.manual_seed(0)  # the scores of a head that has learnt nothing take as long
-        theirs = work / "cross-encoder"
-        if not theirs.exists():
-            CrossEncoder(str(source.local()), num_labels=1).save(str(theirs))
-    ours = work / f"ranker-{task}"
-    run_job("convert_model", "--model", theirs, "--output", ours)
-    return str(theirs), open_artifact(str(ours), "ranker").uri
 
 
 def _with_haproxy(

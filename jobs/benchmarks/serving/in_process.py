@@ -1,0 +1,48 @@
+"""What a service is measured beside: the same rankings without HTTP and without Serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from serve.app import Args
+from serve.engine import Engine, PoolQuery
+
+
+class InProcess:
+    """The work of a ranking without HTTP and without Serve, in a process with as many threads."""
+
+    def __init__(self, args: Args, pool: str, top_k: int) -> None:
+        """`pool`: the name of one of the pools of `args`."""
+        self._engine = Engine(args.model, args.pools, args.precision)
+        self._pool, self._top_k = pool, top_k
+
+    def one_by_one(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
+        """Seconds of each ranking."""
+        return [took for took, _ in self._for(seconds, contexts, 1)]
+
+    def in_batches(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
+        """Rankings a second, as many at once as one pass over the pool answers."""
+        taken = list(self._for(seconds, contexts, 16))
+        return sum(count for _, count in taken) / sum(took for took, _ in taken)
+
+    def _for(
+        self, seconds: float, contexts: Sequence[Sequence[str]], together: int
+    ) -> Iterator[tuple[float, int]]:
+        end, at = time.perf_counter() + seconds, 0
+        while time.perf_counter() < end:
+            asked = [contexts[(at + more) % len(contexts)] for more in range(together)]
+            began = time.perf_counter()
+            self._rank(asked)
+            yield time.perf_counter() - began, together
+            at += together
+
+    def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
+        engine, pool = self._engine, self._engine.pools[self._pool]
+        encoded = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
+        queries = [
+            PoolQuery(vectors_MD, mask_M, self._top_k, None) for vectors_MD, mask_M in encoded
+        ]
+        for answer in engine.searches[self._pool].run(queries):
+            for place in answer.places_K.tolist():
+                pool.row(place)

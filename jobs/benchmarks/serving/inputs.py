@@ -1,0 +1,65 @@
+"""What is served and asked: contexts, the pool that answers them, and the models of others' services."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from jobs.benchmarks.measure import run_job
+from jobs.benchmarks.search import rows
+from pipeline import storage
+from pipeline.artifact import Artifact, open_artifact
+from pipeline.corpora.schema import example_files
+from pipeline.models.sources import open_encoder
+
+
+def contexts_and_texts(
+    corpora: Sequence[Artifact], contexts: int, texts: int
+) -> tuple[list[list[str]], list[str]]:
+    """(so many contexts of the first corpus' last split, so many different texts)"""
+    files = [
+        [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
+        for corpus in corpora
+    ]
+    first = [row["context"] for row in itertools.islice(rows(files[0][::-1]), contexts)]
+    found: dict[str, None] = {}
+    for row in rows([file for part in files for file in part]):
+        found |= dict.fromkeys(text for text in (row["response"], *row["context"]) if text.strip())
+        if len(found) >= texts:
+            break
+    turns, rng = list(found), random.Random(0)
+    while len(found) < texts:  # two turns make one more
+        found[f"{rng.choice(turns)} {rng.choice(turns)}"] = None
+    return first, list(found)[:texts]
+
+
+def embedded_pool(model: Artifact, texts: Sequence[str], name: str, work: Path) -> str:
+    """The URI of a pool of these texts."""
+    file, pools = work / "candidates.jsonl", work / "pools" / model.fingerprint
+    lines = (json.dumps({"id": f"c{at:07d}", "text": text}) for at, text in enumerate(texts))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    run_job(
+        "embed_pool", "--model", model.uri, "--candidates", file, "--pools", pools, "--name", name
+    )
+    return str(pools / name)
+
+
+def peer_models(task: str, encoder: str, work: Path) -> tuple[str, str]:
+    """(a model of sentence-transformers, the same as a ranker of ours): equal vectors, equal scores"""
+    source, _ = open_encoder(encoder)
+    theirs = source.local()
+    if task == "rerank":
+        from sentence_transformers import CrossEncoder
+
+        torch.manual_seed(0)  # the scores of a head that has learnt nothing take as long
+        theirs = work / "cross-encoder"
+        if not theirs.exists():
+            CrossEncoder(str(source.local()), num_labels=1).save(str(theirs))
+    ours = work / f"ranker-{task}"
+    run_job("convert_model", "--model", theirs, "--output", ours)
+    return str(theirs), open_artifact(str(ours), "ranker").uri
