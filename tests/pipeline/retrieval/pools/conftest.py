@@ -33,10 +33,11 @@ def stage_rows(
     return out, [(name, count) for name, count in record.parts]
 
 
-def write_version_before(folder: Path, shards: Iterable[pa.Table]) -> list[str]:
-    """The files of its rows, one for each shard."""
+def write_version_before(folder: Path, shards: Iterable[pa.Table]) -> list[tuple[str, int]]:
+    """(file, number of rows) of each shard's rows."""
     files = []
     for number, rows in enumerate(shards):
-        files.append(str(folder / f"before-{number}.arrow"))
-        storage.write_bytes(files[-1], candidates.arrow_file(rows))
+        file = str(folder / f"before-{number}.arrow")
+        storage.write_bytes(file, candidates.arrow_file(rows))
+        files.append((file, len(rows)))
     return files

@@ -72,7 +72,8 @@ class Shard:
 
     def __init__(self, folder: Path, texts: list[str], before: Before | None) -> None:
         self.out, parts = stage_rows(folder, [(f"id {t}", t) for t in texts])
-        files = write_version_before(folder, before.rows if before else ())
+        shards = write_version_before(folder, before.rows if before else ())
+        files = [file for file, _ in shards]
         (self.slices,) = plan.make(self.out, parts, files, 1000, 0, []).shards.values()
 
     def make(self, model: Path, **settings) -> EmbedRecord:

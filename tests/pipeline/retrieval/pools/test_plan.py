@@ -38,7 +38,7 @@ def before(folder: Path, rows: Rows) -> list[str]:
         return []
     records = [{"id": i, "text": t, "content_hash": content_hash(t)} for i, t in kept]
     shards = [pa.Table.from_pylist(part, schema=ROWS) for part in (records[:2], records[2:])]
-    return write_version_before(folder, shards)
+    return [file for file, _ in write_version_before(folder, shards)]
 
 
 def one_by_one(rows: Rows) -> tuple[Rows, dict[str, int]]:
