@@ -125,7 +125,7 @@ def run(config: Config) -> program.Summary:
     from pipeline import tracking
     from pipeline.evaluation import errors, report
     from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
-    from pipeline.evaluation.ranking import Scorer, load_scorer, load_together
+    from pipeline.evaluation.ranking import Scorer, load_mean_scorer, load_scorer
 
     models = _load(artifacts)
     skipped = {} if config.slow else _too_slow(models, measure.asked.candidates)
@@ -161,7 +161,7 @@ def run(config: Config) -> program.Summary:
             runs.append(tracked)
         if config.together:
             name = " + ".join(asked_models)
-            make = functools.partial(load_together, list(asked_models.values()), precision)
+            make = functools.partial(load_mean_scorer, list(asked_models.values()), precision)
             ranked.append(measure.of(name, make, actors=config.resources))
     found += ranked
     comparisons = compare_all(ranked, config.seed)

@@ -16,7 +16,7 @@ import torch
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
 from pipeline.evaluation.questions import Question, Questions, questions
-from pipeline.evaluation.ranking import Cross, Dual, Latency, latency
+from pipeline.evaluation.ranking import Latency, PreparedCross, PreparedDual, latency
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import ranker_config
@@ -67,6 +67,6 @@ def _among(found: Questions, candidates: int) -> Questions:
 
 def _time(ranker: Ranker, asked: Questions, queries: int) -> Latency:
     if not ranker.config.has_vectors:
-        return latency(Cross(ranker, inference.BATCH_TOKENS), asked, queries)
+        return latency(PreparedCross(ranker, inference.BATCH_TOKENS), asked, queries)
     vectors_TD = torch.randn(len(asked.texts), ranker.dual.dimensions, device=ranker.device)
-    return latency(Dual(ranker, vectors_TD, inference.BATCH_TOKENS), asked, queries)
+    return latency(PreparedDual(ranker, vectors_TD, inference.BATCH_TOKENS), asked, queries)

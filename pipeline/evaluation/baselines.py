@@ -17,7 +17,7 @@ from pipeline import storage
 from pipeline.arrays import Floats
 from pipeline.artifact import Artifact
 from pipeline.evaluation.questions import Questions
-from pipeline.evaluation.ranking import Ready
+from pipeline.evaluation.ranking import PreparedScorer
 
 Sparse = Any
 """scipy's csr_matrix, which has no types."""
@@ -44,7 +44,7 @@ class Chance:
 
     seed: int = 0
 
-    def prepare(self, asked: Questions) -> Ready:
+    def prepare(self, questions: Questions) -> PreparedScorer:
         return _Random(np.random.default_rng(self.seed))
 
 
@@ -59,8 +59,8 @@ class TfIdf:
         """Takes N and df from the texts."""
         return cls(TfidfTransformer(sublinear_tf=True).fit(_HASH.transform(texts)))
 
-    def prepare(self, asked: Questions) -> Ready:
-        return _Words.of(asked, self._vectors, self._vectors)
+    def prepare(self, questions: Questions) -> PreparedScorer:
+        return _Words.of(questions, self._vectors, self._vectors)
 
     def _vectors(self, texts: Iterable[str]) -> Sparse:
         return self.weights.transform(_HASH.transform(texts))
@@ -92,8 +92,8 @@ class BM25:
         idf_V = np.log1p((known - found_V + 0.5) / (found_V + 0.5))
         return cls(idf_V, max(1.0, counts_NV.sum() / known))
 
-    def prepare(self, asked: Questions) -> Ready:
-        return _Words.of(asked, self._candidates, _different_words)
+    def prepare(self, questions: Questions) -> PreparedScorer:
+        return _Words.of(questions, self._candidates, _different_words)
 
     def _candidates(self, texts: Iterable[str]) -> Sparse:
         weights = _HASH.transform(texts)
@@ -114,8 +114,8 @@ class _Random:
 
     rng: np.random.Generator
 
-    def scores(self, asked: Questions) -> Floats:
-        return self.rng.random((len(asked), asked.candidates))
+    def scores(self, questions: Questions) -> Floats:
+        return self.rng.random((len(questions), questions.candidates))
 
 
 @dataclass(frozen=True)
@@ -129,19 +129,19 @@ class _Words:
     @classmethod
     def of(
         cls,
-        asked: Questions,
+        questions: Questions,
         of_candidates: Callable[[Iterable[str]], Sparse],
         of_contexts: Callable[[Iterable[str]], Sparse],
     ) -> _Words:
-        vectors_TV = of_candidates(asked.texts)
-        return cls(vectors_TV, vectors_TV[: asked.shared].T.tocsr(), of_contexts)
+        vectors_TV = of_candidates(questions.texts)
+        return cls(vectors_TV, vectors_TV[: questions.shared].T.tocsr(), of_contexts)
 
-    def scores(self, asked: Questions) -> Floats:
-        questions, own = asked.own_NK.shape
-        contexts_NV = self.of_contexts(_joined(asked.contexts))
-        repeated = contexts_NV[np.repeat(np.arange(questions), own)]
-        products = self.vectors_TV[asked.own_NK.ravel()].multiply(repeated).sum(axis=1)
-        own_NK = np.asarray(products).reshape(questions, own)
+    def scores(self, questions: Questions) -> Floats:
+        count, own = questions.own_NK.shape
+        contexts_NV = self.of_contexts(_joined(questions.contexts))
+        repeated = contexts_NV[np.repeat(np.arange(count), own)]
+        products = self.vectors_TV[questions.own_NK.ravel()].multiply(repeated).sum(axis=1)
+        own_NK = np.asarray(products).reshape(count, own)
         return np.hstack([own_NK, (contexts_NV @ self.shared_VS).toarray()])
 
 

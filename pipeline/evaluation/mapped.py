@@ -27,7 +27,7 @@ from pipeline.arrays import Floats
 from pipeline.artifact import Artifact
 from pipeline.evaluation.drawn_rows import draw_places, read_rows
 from pipeline.evaluation.questions import Questions
-from pipeline.evaluation.ranking import Ready
+from pipeline.evaluation.ranking import PreparedScorer
 
 PAIRS = 10_000
 """Pairs of the train split that a map is trained on."""
@@ -50,8 +50,8 @@ class Mapped:
     encoder: TextVectors
     map_DD: Tensor | None = None
 
-    def prepare(self, asked: Questions) -> Ready:
-        responses_TD = unit_vectors(self.encoder, asked.texts)
+    def prepare(self, questions: Questions) -> PreparedScorer:
+        responses_TD = unit_vectors(self.encoder, questions.texts)
         if self.map_DD is not None:
             responses_TD = responses_TD @ self.map_DD
         return _Vectors(self.encoder, responses_TD)
@@ -146,10 +146,10 @@ class _Vectors:
     encoder: TextVectors
     responses_TD: Tensor
 
-    def scores(self, asked: Questions) -> Floats:
-        contexts_ND = unit_vectors(self.encoder, [context[-1] for context in asked.contexts])
-        own_NKD = self.responses_TD[torch.from_numpy(asked.own_NK)]
+    def scores(self, questions: Questions) -> Floats:
+        contexts_ND = unit_vectors(self.encoder, [context[-1] for context in questions.contexts])
+        own_NKD = self.responses_TD[torch.from_numpy(questions.own_NK)]
         own_NK = torch.einsum("nd,nkd->nk", contexts_ND, own_NKD)
-        shared_NS = contexts_ND @ self.responses_TD[: asked.shared].T
+        shared_NS = contexts_ND @ self.responses_TD[: questions.shared].T
         found: Floats = torch.cat([own_NK, shared_NS], dim=1).double().numpy()
         return found

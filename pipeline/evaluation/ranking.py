@@ -32,10 +32,10 @@ _WARM_UP_S = 5.0
 _LATENCY_S = 20.0
 
 
-class Ready(Protocol):
+class PreparedScorer(Protocol):
     """A scorer that has done with the candidates what can be done before a context is known."""
 
-    def scores(self, asked: Questions) -> Floats:
+    def scores(self, questions: Questions) -> Floats:
         """[N, C], higher is better; a question's own candidates first, then the shared ones. What stands
         where a question has no candidate (`NO_TEXT`) does not matter."""
 
@@ -43,8 +43,8 @@ class Ready(Protocol):
 class Scorer(Protocol):
     """Anything that scores candidates."""
 
-    def prepare(self, asked: Questions) -> Ready:
-        """Takes in the texts of `asked`, whose questions, or some of them, are asked then."""
+    def prepare(self, questions: Questions) -> PreparedScorer:
+        """Takes in the texts of all questions; all or some of them are asked then."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ranking:
     losses_N: Floats
     """Their cross-entropies, in nats."""
     top_NT: Ints
-    """The best five candidates, best first: columns of `Ready.scores`."""
+    """The best five candidates, best first: columns of `PreparedScorer.scores`."""
     top_scores_NT: Floats
 
 
@@ -73,21 +73,23 @@ class Latency:
 
 
 def rank(
-    ready: Ready, asked: Questions, label: str = "", none_score: float | None = None
+    prepared: PreparedScorer, questions: Questions, label: str = "", none_score: float | None = None
 ) -> Ranking:
     """Ranks every question's candidates; memory is bounded by 256 questions' scores.
 
     `none_score`: that of the candidate NONE, instead of the scorer's own.
     """
-    none_place = asked.place_of(NONE)
+    none_place = questions.place_of(NONE)
     # Contexts of similar lengths waste little on padding.
-    lengths = [sum(map(len, context)) for context in asked.contexts]
+    lengths = [sum(map(len, context)) for context in questions.contexts]
     order = np.argsort(lengths, kind="stable")[::-1]
     parts = []
-    with tqdm(total=len(asked), desc=f"{label}: rank", unit="question", disable=not label) as bar:
-        for start in range(0, len(asked), _QUESTIONS_AT_ONCE):
-            some = asked.rows(order[start : start + _QUESTIONS_AT_ONCE])
-            scores_NC = ready.scores(some)
+    with tqdm(
+        total=len(questions), desc=f"{label}: rank", unit="question", disable=not label
+    ) as bar:
+        for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
+            some = questions.rows(order[start : start + _QUESTIONS_AT_ONCE])
+            scores_NC = prepared.scores(some)
             own_NK = scores_NC[:, : some.own_NK.shape[1]]
             own_NK[some.own_NK == NO_TEXT] = -np.inf
             if none_score is not None and none_place != NO_TEXT:
@@ -99,12 +101,12 @@ def rank(
     return Ranking(*(field[inverse] for field in vars(joined(parts)).values()))
 
 
-def _tie(scores_NC: Floats, asked: Questions) -> None:
+def _tie(scores_NC: Floats, questions: Questions) -> None:
     """Gives every copy of the right text its score: in a batch of another shape it is rounded otherwise."""
-    own_NK, right_N = scores_NC[:, : asked.own_NK.shape[1]], asked.right()
-    score_N1 = np.take_along_axis(own_NK, asked.label_N[:, None], axis=1)
-    own_NK[:] = np.where(asked.own_NK == right_N[:, None], score_N1, own_NK)
-    (shared,) = np.nonzero(right_N < asked.shared)
+    own_NK, right_N = scores_NC[:, : questions.own_NK.shape[1]], questions.right()
+    score_N1 = np.take_along_axis(own_NK, questions.label_N[:, None], axis=1)
+    own_NK[:] = np.where(questions.own_NK == right_N[:, None], score_N1, own_NK)
+    (shared,) = np.nonzero(right_N < questions.shared)
     scores_NC[shared, own_NK.shape[1] + right_N[shared]] = score_N1[shared, 0]
 
 
@@ -114,25 +116,27 @@ def joined(parts: Sequence[Ranking]) -> Ranking:
     return Ranking(*(np.concatenate(field) for field in fields))
 
 
-def latency(ready: Ready, asked: Questions, queries: int) -> Latency:
-    """Measures `queries` questions from all over `asked`, one at a time, after 5 to warm up.
+def latency(prepared: PreparedScorer, questions: Questions, queries: int) -> Latency:
+    """Measures `queries` of the questions, from all over them, one at a time, after 5 to warm up.
 
     Stops after 20 seconds with what it has, and the warm-up after 5.
     """
-    numbers = np.linspace(0, len(asked) - 1, num=_WARM_UP + queries).astype(np.int64)
-    _seconds(ready, asked, numbers[:_WARM_UP], _WARM_UP_S)
-    seconds = _seconds(ready, asked, numbers[_WARM_UP:], _LATENCY_S)
+    numbers = np.linspace(0, len(questions) - 1, num=_WARM_UP + queries).astype(np.int64)
+    _seconds(prepared, questions, numbers[:_WARM_UP], _WARM_UP_S)
+    seconds = _seconds(prepared, questions, numbers[_WARM_UP:], _LATENCY_S)
     median, p95 = (1000 * np.quantile(seconds, [0.5, 0.95])).tolist()
     return Latency(median, p95, len(seconds), device_name())
 
 
-def _seconds(ready: Ready, asked: Questions, numbers: Ints, at_most_s: float) -> list[float]:
+def _seconds(
+    prepared: PreparedScorer, questions: Questions, numbers: Ints, at_most_s: float
+) -> list[float]:
     """How long each of some questions takes, until they take too long together."""
     found: list[float] = []
     for number in numbers:
-        one = asked.rows(np.array([number]))
+        one = questions.rows(np.array([number]))
         began = time.perf_counter()
-        ready.scores(one)
+        prepared.scores(one)
         found.append(time.perf_counter() - began)
         if sum(found) > at_most_s:
             break
@@ -169,19 +173,19 @@ class RankerScorer:
     """Shown beside the progress; none is shown without."""
     batch_tokens: int = inference.BATCH_TOKENS
 
-    def prepare(self, asked: Questions) -> Ready:
+    def prepare(self, questions: Questions) -> PreparedScorer:
         if not self.ranker.config.has_vectors:
-            return Cross(self.ranker, self.batch_tokens)
+            return PreparedCross(self.ranker, self.batch_tokens)
         parts = []
         with tqdm(
-            total=len(asked.texts), desc=f"{self.label}: candidates", unit="text",
+            total=len(questions.texts), desc=f"{self.label}: candidates", unit="text",
             disable=not self.label,
         ) as bar:  # fmt: skip
-            for start in range(0, len(asked.texts), _TEXTS_AT_ONCE):
-                texts = asked.texts[start : start + _TEXTS_AT_ONCE]
+            for start in range(0, len(questions.texts), _TEXTS_AT_ONCE):
+                texts = questions.texts[start : start + _TEXTS_AT_ONCE]
                 parts.append(inference.candidate_vectors(self.ranker, texts, self.batch_tokens))
                 bar.update(len(texts))
-        return Dual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
+        return PreparedDual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
 
 
 def load_scorer(model: Artifact, label: str = "", precision: Precision = "auto") -> RankerScorer:
@@ -191,52 +195,52 @@ def load_scorer(model: Artifact, label: str = "", precision: Precision = "auto")
 
 
 @dataclass(frozen=True)
-class Together:
+class MeanScorer:
     """Several scorers as one: the mean of their scores, as jobs.score_candidates makes it."""
 
     scorers: Sequence[Scorer]
 
-    def prepare(self, asked: Questions) -> Ready:
-        return Mean([scorer.prepare(asked) for scorer in self.scorers])
+    def prepare(self, questions: Questions) -> PreparedScorer:
+        return PreparedMean([scorer.prepare(questions) for scorer in self.scorers])
 
 
-def load_together(models: Sequence[Artifact], precision: Precision = "auto") -> Together:
+def load_mean_scorer(models: Sequence[Artifact], precision: Precision = "auto") -> MeanScorer:
     """Several rankers' scorers as one, all in this process."""
-    return Together([load_scorer(model, precision=precision) for model in models])
+    return MeanScorer([load_scorer(model, precision=precision) for model in models])
 
 
 @dataclass(frozen=True)
-class Mean:
-    """What `Together` is once its scorers are ready."""
+class PreparedMean:
+    """What `MeanScorer` is once its scorers are prepared."""
 
-    each: Sequence[Ready]
+    each: Sequence[PreparedScorer]
 
-    def scores(self, asked: Questions) -> Floats:
-        found: Floats = np.mean([ready.scores(asked) for ready in self.each], axis=0)
+    def scores(self, questions: Questions) -> Floats:
+        found: Floats = np.mean([prepared.scores(questions) for prepared in self.each], axis=0)
         return found
 
 
 @dataclass(frozen=True)
-class Dual:
+class PreparedDual:
     """A bi- or poly-encoder with its candidates' vectors."""
 
     ranker: Ranker
     vectors_TD: Tensor
     batch_tokens: int
 
-    def scores(self, asked: Questions) -> Floats:
-        device, shared, own = self.ranker.device, asked.shared, asked.own_NK.shape[1]
+    def scores(self, questions: Questions) -> Floats:
+        device, shared, own = self.ranker.device, questions.shared, questions.own_NK.shape[1]
         vectors_NMD, mask_NM = inference.context_vectors(
-            self.ranker, asked.contexts, self.batch_tokens
+            self.ranker, questions.contexts, self.batch_tokens
         )
         m = vectors_NMD.shape[1]
         step = max(1, _LOGITS_AT_ONCE // (m * max(own, min(shared, _TEXTS_AT_ONCE))))
-        scores_NC = np.empty((len(asked), own + shared), np.float32)
+        scores_NC = np.empty((len(questions), own + shared), np.float32)
         with torch.inference_mode():
-            for start in range(0, len(asked), step):
+            for start in range(0, len(questions), step):
                 rows = slice(start, start + step)
                 context = vectors_NMD[rows].to(device), mask_NM[rows].to(device)
-                places = torch.from_numpy(asked.own_NK[rows]).to(device)
+                places = torch.from_numpy(questions.own_NK[rows]).to(device)
                 scores_NC[rows, :own] = self._score(context, self.vectors_TD[places])
                 for at in range(0, shared, _TEXTS_AT_ONCE):
                     end = min(shared, at + _TEXTS_AT_ONCE)
@@ -250,24 +254,24 @@ class Dual:
 
 
 @dataclass(frozen=True)
-class Cross:
+class PreparedCross:
     """A cross-encoder: nothing can be done in advance."""
 
     ranker: Ranker
     batch_tokens: int
 
-    def scores(self, asked: Questions) -> Floats:
+    def scores(self, questions: Questions) -> Floats:
         found = []
-        step = max(1, _PAIRS_AT_ONCE // asked.candidates)
-        for start in range(0, len(asked), step):
-            numbers = range(start, min(start + step, len(asked)))
-            texts = [[asked.texts[place] for place in asked.places(n)] for n in numbers]
-            contexts = asked.contexts[start : start + step]
+        step = max(1, _PAIRS_AT_ONCE // questions.candidates)
+        for start in range(0, len(questions), step):
+            numbers = range(start, min(start + step, len(questions)))
+            texts = [[questions.texts[place] for place in questions.places(n)] for n in numbers]
+            contexts = questions.contexts[start : start + step]
             rows = inference.pair_scores(self.ranker, contexts, texts, self.batch_tokens)
             found += [row.numpy() for row in rows]
-        shared_NS = np.ones((len(asked), asked.shared), bool)
-        scores_NC = np.full((len(asked), asked.candidates), -np.inf, np.float32)
-        scores_NC[np.hstack([asked.own_NK != NO_TEXT, shared_NS])] = np.concatenate(found)
+        shared_NS = np.ones((len(questions), questions.shared), bool)
+        scores_NC = np.full((len(questions), questions.candidates), -np.inf, np.float32)
+        scores_NC[np.hstack([questions.own_NK != NO_TEXT, shared_NS])] = np.concatenate(found)
         return scores_NC
 
 
@@ -279,11 +283,11 @@ def own_scores(
 ) -> list[Floats]:
     """For each context the scores of its own candidates, [C] each; any number of them, one at least."""
     each = zip(contexts, candidates, strict=True)
-    asked = Questions.of(Question("", list(context), list(texts), 0) for context, texts in each)
-    ready = RankerScorer(ranker, batch_tokens=batch_tokens).prepare(asked)
+    questions = Questions.of(Question("", list(context), list(texts), 0) for context, texts in each)
+    prepared = RankerScorer(ranker, batch_tokens=batch_tokens).prepare(questions)
     found = []
-    for start in range(0, len(asked), _QUESTIONS_AT_ONCE):
-        some = asked.rows(np.arange(start, min(len(asked), start + _QUESTIONS_AT_ONCE)))
-        scores = zip(ready.scores(some), some.own_NK != NO_TEXT, strict=True)
+    for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
+        some = questions.rows(np.arange(start, min(len(questions), start + _QUESTIONS_AT_ONCE)))
+        scores = zip(prepared.scores(some), some.own_NK != NO_TEXT, strict=True)
         found += [scores_K[there_K] for scores_K, there_K in scores]
     return found

@@ -113,9 +113,9 @@ def _ask(
 ) -> tuple[Ranking, Latency | None]:
     from pipeline.evaluation import ranking
 
-    ready = make().prepare(asked)
-    found = ranking.rank(ready, asked, name, none_score)
-    return found, ranking.latency(ready, asked, queries) if queries else None
+    prepared = make().prepare(asked)
+    found = ranking.rank(prepared, asked, name, none_score)
+    return found, ranking.latency(prepared, asked, queries) if queries else None
 
 
 def compare_all(results: Sequence[Result], seed: int) -> list[Comparison]:
