@@ -142,7 +142,7 @@ class Ranker:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         self._args = args
-        self._shards = [_Shard(handle) for handle in shards]
+        self._shards = [_DeployedShard(handle) for handle in shards]
         self._metrics = metrics = Metrics()
         self._follower = self._following(_DECIDER)
         self._follower.start()
@@ -236,7 +236,7 @@ class RankerShard:
         return await self._shard.search(query)
 
 
-class _Shard:
+class _DeployedShard:
     """A shard's deployment, as a ranker's replica sees it."""
 
     def __init__(self, handle: DeploymentHandle) -> None:

@@ -225,8 +225,8 @@ class ShardUnavailable(RuntimeError):
     """No replica of a shard has answered in time."""
 
 
-class Shard(Protocol):
-    """Where a shard is asked: all of its replicas hold the same rows."""
+class ShardHandle(Protocol):
+    """How a ranker asks a shard, all of whose replicas hold the same rows."""
 
     def open(self, version: str) -> ShardFacts | ShardRefusal:
         """Lets every replica open a version; waits for one. Raises ShardUnavailable."""
@@ -249,7 +249,7 @@ class ShardedPool:
     """One version of a pool, which shards hold."""
 
     def __init__(
-        self, version: str, shards: Sequence[Shard], wait_s: float, on_missing: OnMissingShard
+        self, version: str, shards: Sequence[ShardHandle], wait_s: float, on_missing: OnMissingShard
     ) -> None:
         """Lets all shards open the version. `wait_s`: after so long a shard is missing; `on_missing`: then
         refuse the query, or answer it without that shard's rows.

@@ -14,10 +14,10 @@ from torch import nn
 
 from pipeline.models.cpu import attention, packing
 from pipeline.models.cpu.dropout import Dropout
-from pipeline.models.cpu.linear import pack
+from pipeline.models.cpu.linear import pack_weights
 from pipeline.models.cpu.memory import keep_memory, return_memory
 
-__all__ = ["accelerate", "keep_memory", "pack", "return_memory"]
+__all__ = ["accelerate", "keep_memory", "pack_weights", "return_memory"]
 
 
 def accelerate(hf: Any) -> None:

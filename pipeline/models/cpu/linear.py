@@ -16,7 +16,7 @@ Activation = Literal["none", "gelu", "swish"]
 """swish: x · σ(x)."""
 
 
-def pack(model: Any) -> None:
+def pack_weights(model: Any) -> None:
     """Lays out the linear layers of a bf16 model on a CPU for inference; it can do nothing else then."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # it takes AVX-512
         return
@@ -24,7 +24,7 @@ def pack(model: Any) -> None:
         activation = getattr(part, "intermediate_act_fn", None)  # behind a layer of BERT's
         fused = isinstance(activation, GELUActivation)
         for name, child in part.named_children():
-            if isinstance(child, Packs):
+            if isinstance(child, HasPackedForm):
                 setattr(part, name, child.packed())
             elif type(child) is nn.Linear:
                 setattr(part, name, _packed(child, "gelu" if fused else "none"))
@@ -33,7 +33,7 @@ def pack(model: Any) -> None:
 
 
 @runtime_checkable
-class Packs(Protocol):
+class HasPackedForm(Protocol):
     """A module that knows a faster form of itself."""
 
     def packed(self) -> nn.Module:

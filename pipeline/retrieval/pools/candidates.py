@@ -51,7 +51,7 @@ Piece = tuple[str, tuple[int, int, int] | None]
 """(a file's URI, which `tables.RowGroups` of it; None: all)"""
 
 
-class Row(NamedTuple):
+class CandidateRow(NamedTuple):
     """What can be a candidate."""
 
     name: str
@@ -181,7 +181,7 @@ def _stage(
     )
 
 
-def _table(rows: list[Row], schema: pa.Schema, privacy: Privacy) -> tuple[pa.Table, int]:
+def _table(rows: list[CandidateRow], schema: pa.Schema, privacy: Privacy) -> tuple[pa.Table, int]:
     """(the candidates, how many of their texts were redacted); hashes are those of redacted texts."""
     texts, redacted = privacy.redacted_and_counted(
         pa.array([row.text for row in rows], pa.string())
@@ -218,7 +218,7 @@ def _rows(
     account: Account,
     form: tables.TableFormat,
     groups: tables.RowGroups | None,
-) -> Iterator[Row]:
+) -> Iterator[CandidateRow]:
     """What can be a candidate; everything else is in `account`."""
     id_column, text_column, *kept = columns
     wanted = _by_option(columns)
@@ -245,13 +245,13 @@ def _rows(
             reason = "a column to filter by has neither text nor a number"
         else:
             known = [value if value is None else str(value) for value in values]
-            yield Row(str(name) if id_column else "", text, known)
+            yield CandidateRow(str(name) if id_column else "", text, known)
             continue
         account.dropped.add(reason, uri, at, f"id {name!r}: {text!r}")
 
 
-def _parts(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    part: list[Row] = []
+def _parts(rows: Iterator[CandidateRow]) -> Iterator[list[CandidateRow]]:
+    part: list[CandidateRow] = []
     size = 0
     for row in rows:
         part.append(row)

@@ -52,7 +52,7 @@ class Model(Protocol):
     def fingerprint(self) -> str: ...
 
 
-class Row(NamedTuple):
+class PoolRow(NamedTuple):
     """A candidate."""
 
     id: str
@@ -240,10 +240,10 @@ class Pool:
             raise BadInput(f"{self.artifact.uri}: embedded by the model {self.model_fingerprint}, not by "
                            f"{model.uri} ({model.fingerprint}); embed the pool again")  # fmt: skip
 
-    def row(self, place: int) -> Row:
+    def row(self, place: int) -> PoolRow:
         """The candidate at a place from 0 to len - 1."""
         table, at = self._table_at(place)
-        return Row(table["id"][at].as_py(), table["text"][at].as_py())
+        return PoolRow(table["id"][at].as_py(), table["text"][at].as_py())
 
     def columns_at(self, place: int, names: Sequence[str]) -> dict[str, str]:
         """Further columns of the candidate at a place."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.arrays import Floats, Ints
-from pipeline.retrieval.pools.pool import Pool, Row
+from pipeline.retrieval.pools.pool import Pool, PoolRow
 from pipeline.retrieval.pools.vector_format import LENGTH
 
 _COMPARED_ROWS = 4096  # with each other: 0.3 GB for the moment
@@ -22,8 +22,8 @@ class Pair(NamedTuple):
     """Two candidates of different vectors."""
 
     cosine: float
-    one: Row
-    other: Row
+    one: PoolRow
+    other: PoolRow
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Survey:
     sampled: int
     equal: int
     """Rows of the sample whose vector another one of them has, too."""
-    most_equal: tuple[Row, int] | None
+    most_equal: tuple[PoolRow, int] | None
     """The first row of the vector that comes most often, and how often it does."""
     compared: int
     pairs: tuple[Pair, ...]
