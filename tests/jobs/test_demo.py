@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jobs import demo, demo_picture
+from jobs import demo, demo_data, demo_picture, demo_questions, demo_stages
 from pipeline.config import BadInput
 from tests.helpers import free_port
 
@@ -47,7 +47,7 @@ def layout(tmp_path: Path):
 
 def found(folder: Path) -> dict[str, list[str]]:
     """The files by format, relative to the folder."""
-    data = vars(demo.find(folder))
+    data = vars(demo_data.find(folder))
     return {name: [str(Path(p).relative_to(folder)) for p in paths] for name, paths in data.items()}
 
 
@@ -96,7 +96,7 @@ def test_the_real_data_is_found(real_data):
 def test_a_format_that_is_missing_is_named(layout, prefix, said):
     folder = layout(*(name for name in REAL if not name.startswith(prefix)))
     with pytest.raises(BadInput) as caught:
-        demo.find(folder)
+        demo_data.find(folder)
     assert str(folder) in str(caught.value) and said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -124,8 +124,8 @@ def test_the_true_article_is_marked_though_the_pool_keeps_it_without_another_sen
         {"id": "a", "text": "one", "score": 2.0},
         {"id": "b", "text": "two", "score": 1.0},
     ]
-    demo._show(results, id="b")
-    demo._show(results, text="one")
+    demo_questions.show(results, id="b")
+    demo_questions.show(results, text="one")
     marked = [line[2] for line in capsys.readouterr().out.splitlines()]
     assert marked == [" ", "*", "*", " "]
 
@@ -138,8 +138,8 @@ def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys):
                 watch(step, steps)
             return {"already_done": False, "counts": {"steps": steps}}
 
-    trainings = {f"r{n}": demo._Begun(f"A ranker, r{n}", Job, n) for n in (3, 5, 4)}
-    demo._side_by_side(trainings, at_once=2)
+    trainings = {f"r{n}": demo_stages.Stage(f"A ranker, r{n}", Job, n) for n in (3, 5, 4)}
+    demo_stages.side_by_side(trainings, at_once=2)
     shown = capsys.readouterr()
     assert "12/12" in shown.err
     assert "r3=3/3" in shown.err and "r5=5/5" in shown.err
@@ -155,7 +155,7 @@ def test_a_training_that_fails_fails_the_demo():
             raise BadInput("no")
 
     with pytest.raises(BadInput, match=r"^no$"):
-        demo._side_by_side({"bi": demo._Begun("A ranker", Job, None)}, at_once=2)
+        demo_stages.side_by_side({"bi": demo_stages.Stage("A ranker", Job, None)}, at_once=2)
 
 
 def test_the_picture_has_the_curves_and_the_answers(tmp_path):

@@ -1,0 +1,62 @@
+"""What the demo asks its service, over HTTP as anybody would, and how it shows the answers."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from pipeline import storage
+from pipeline.artifact import open_artifact
+
+
+def ask(work: str, port: int) -> dict[str, Any]:
+    """Real requests about examples that no training has seen."""
+    corpora = f"{work}/corpora"
+    dialogue = example(f"{corpora}/convai2")
+    print("\n== A dialogue, and its 20 candidates ranked\n")
+    for turn in dialogue["context"]:
+        print(f"   | {turn}")
+    request = {"context": dialogue["context"], "candidates": dialogue["candidates"], "top_k": 3}
+    given = post(port, "/rank", request)
+    show(given["results"], text=dialogue["response"])
+    print("\n   the same against the pool of replies of other people\n")
+    pooled = post(port, "/rank", {"context": dialogue["context"], "pool": "replies", "top_k": 3})
+    show(pooled["results"], text=dialogue["response"])
+    article = example(f"{corpora}/articles")
+    print(f"\n== A sentence, and the articles it may come from\n\n   | {article['context'][0]}")
+    request = {"context": article["context"], "pool": "articles", "top_k": 3}
+    articles = post(port, "/articles/rank", request)
+    # The pool keeps an article without one of its sentences: not always without this one.
+    show(articles["results"], id=article["group_id"])
+    if article["group_id"] not in [result["id"] for result in articles["results"]]:
+        print("            (the true article is none of these)")
+    return {"replies": given["results"], "pool": pooled["results"], "articles": articles["results"]}
+
+
+def example(corpus: str) -> dict[str, Any]:
+    """A held-out example with something to go by: a greeting has a hundred right replies."""
+    uri = open_artifact(corpus, "corpus").files("valid/", ".parquet")[0]
+    with storage.open_input(uri) as stream:
+        rows: list[dict[str, Any]] = pq.read_table(stream).to_pylist()
+    return max(rows[:20], key=lambda row: len(row["context"][-1]))
+
+
+def post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{route}",
+        data=json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def show(results: list[dict[str, Any]], **right: str) -> None:
+    """The right result, by its text or its id, gets a star."""
+    for result in results:
+        mark = "*" if right.items() <= result.items() else " "
+        print(f"  {mark}{result['score']:8.2f}  {result['text'][:110]}")

@@ -1,0 +1,94 @@
+"""Runs jobs one after the other or side by side, says what came out, and how long each took."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from tqdm import tqdm
+
+from jobs import program
+from pipeline.config import parse
+
+SECONDS: dict[str, float] = {}
+"""Of each stage of this run, by its title."""
+
+
+def stage(title: str, verb: str, *argv: str) -> program.Summary:
+    """Runs a job in this process, as its command would, and says what came out."""
+    return begin_stage(title, verb, *argv).run()
+
+
+class Stage:
+    """A job whose settings are read: only the rest may run in another thread, as reading a config changes
+    the working directory for a moment."""
+
+    def __init__(self, title: str, job: ModuleType, config: Any) -> None:
+        self._title, self._job, self._config = title, job, config
+        self._summary: program.Summary = {}
+
+    def run(self) -> program.Summary:
+        print(self.work(), flush=True)
+        return self._summary
+
+    def work(self, *watch: Callable[[int, int], None]) -> str:
+        """Runs the job; returns what to say about it."""
+        with timed(self._title):
+            summary = self._summary = self._job.run(self._config, *watch)
+        took = "already done" if summary.get("already_done") else f"{SECONDS[self._title]:.1f} s"
+        lines = [f"{self._title}: {took}"]
+        for name in ("counts", "dropped"):
+            if numbers := summary.get(name):
+                lines += [f"{name}: " + ", ".join(f"{n:,} {what}" for what, n in numbers.items())]
+        metrics = summary.get("metrics", {})
+        if losses := {k: n for k, n in metrics.items() if "loss" in k or k == "accuracy"}:
+            lines += [", ".join(f"{name} {value:.3f}" for name, value in losses.items())]
+        return "   " + "\n   ".join(lines)
+
+
+def begin_stage(title: str, verb: str, *argv: str) -> Stage:
+    """Prints the command and reads its settings. Raises BadInput."""
+    print(f"\n== {title}\n   $ python -m jobs.{verb} {shlex.join(argv)}", flush=True)
+    module = importlib.import_module(f"jobs.{verb}")
+    return Stage(title, module, parse(module.Config, argv, f"python -m jobs.{verb}"))
+
+
+@contextmanager
+def timed(title: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    SECONDS[title] = round(time.monotonic() - began, 1)
+
+
+def side_by_side(trainings: Mapping[str, Stage], at_once: int) -> None:
+    """One bar for all of them: bars of several threads would overwrite each other."""
+    lock = threading.Lock()
+    shown: dict[str, str] = {}
+    done = Counter[str]()
+    with tqdm(desc="trainings", unit="step", total=0) as bar:
+
+        def run(name: str) -> None:
+            def watch(step: int, steps: int) -> None:
+                with lock:
+                    if name not in shown:
+                        bar.total = (bar.total or 0) + steps
+                    shown[name] = f"{step}/{steps}"
+                    bar.set_postfix(shown, refresh=False)
+                    bar.update(step - done[name])
+                    done[name] = step
+
+            text = trainings[name].work(watch)
+            with lock:
+                bar.write(text)
+
+        with ThreadPoolExecutor(at_once) as threads:
+            for running in [threads.submit(run, name) for name in trainings]:
+                running.result()
