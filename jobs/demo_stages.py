@@ -68,7 +68,7 @@ def timed(title: str) -> Iterator[None]:
     SECONDS[title] = round(time.monotonic() - began, 1)
 
 
-def side_by_side(trainings: Mapping[str, Stage], at_once: int) -> None:
+def side_by_side(trainings: Mapping[str, Stage]) -> None:
     """One bar for all of them: bars of several threads would overwrite each other."""
     lock = threading.Lock()
     shown: dict[str, str] = {}
@@ -89,6 +89,6 @@ def side_by_side(trainings: Mapping[str, Stage], at_once: int) -> None:
             with lock:
                 bar.write(text)
 
-        with ThreadPoolExecutor(at_once) as threads:
+        with ThreadPoolExecutor(len(trainings)) as threads:
             for running in [threads.submit(run, name) for name in trainings]:
                 running.result()
