@@ -56,6 +56,9 @@ def run(config: Config) -> program.Summary:
 
     from ray import serve
 
+    # Two trainings side by side have eight processes, of which Ray warns on 2 cores, four times as many as it
+    # starts at once.
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "4")
     # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.
     with cluster.session(dashboard=config.keep_running) as dashboard:
         _corpora(work, data)
@@ -74,7 +77,8 @@ def run(config: Config) -> program.Summary:
         if config.keep_running:
             with suppress(KeyboardInterrupt):
                 signal.pause()
-        serve.shutdown()
+        for name in ("replies", "articles"):
+            serve.delete(name)
     right = {name: next(iter(row.values())) for name, row in tables["replies"]["table"].items()}
     return {
         "output": str(work),

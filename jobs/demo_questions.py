@@ -27,12 +27,10 @@ def ask(work: str, port: int) -> dict[str, Any]:
     show(pooled["results"], text=dialogue["response"])
     article = example(f"{corpora}/articles")
     print(f"\n== A sentence, and the articles it may come from\n\n   | {article['context'][0]}")
-    request = {"context": article["context"], "pool": "articles", "top_k": 3}
+    request = {"context": article["context"], "pool": "articles", "top_k": 100}
     articles = post(port, "/articles/rank", request)
     # The pool keeps an article without one of its sentences: not always without this one.
     show(articles["results"], id=article["group_id"])
-    if article["group_id"] not in [result["id"] for result in articles["results"]]:
-        print("            (the true article is none of these)")
     return {"replies": given["results"], "pool": pooled["results"], "articles": articles["results"]}
 
 
@@ -56,7 +54,9 @@ def post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(results: list[dict[str, Any]], **right: str) -> None:
-    """The right result, by its text or its id, gets a star."""
-    for result in results:
-        mark = "*" if right.items() <= result.items() else " "
-        print(f"  {mark}{result['score']:8.2f}  {result['text'][:110]}")
+    """The first three, and the right one (by its text or its id) with a star, wherever it is."""
+    for place, result in enumerate(results, 1):
+        is_right = right.items() <= result.items()
+        if place <= 3 or is_right:
+            mark, where = "*" if is_right else " ", f"({place}.) " if place > 3 else ""
+            print(f"  {mark}{result['score']:8.2f}  {where}{result['text'][:110]}")

@@ -123,11 +123,14 @@ def test_the_true_article_is_marked_though_the_pool_keeps_it_without_another_sen
     results = [
         {"id": "a", "text": "one", "score": 2.0},
         {"id": "b", "text": "two", "score": 1.0},
+        *({"id": f"c{place}", "text": "more", "score": 0.5} for place in range(3, 8)),
     ]
-    demo_questions.show(results, id="b")
-    demo_questions.show(results, text="one")
-    marked = [line[2] for line in capsys.readouterr().out.splitlines()]
-    assert marked == [" ", "*", "*", " "]
+    for right in ({"id": "b"}, {"text": "one"}, {"id": "c5"}, {"id": "gone"}):
+        demo_questions.show(results, **right)
+    lines = capsys.readouterr().out.splitlines()
+    marked = "".join(line[2] for line in lines)
+    assert marked == " * " + "*  " + "   *" + "   "
+    assert "(5.) more" in lines[9]
 
 
 def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys):
@@ -139,7 +142,7 @@ def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys):
             return {"already_done": False, "counts": {"steps": steps}}
 
     trainings = {f"r{n}": demo_stages.Stage(f"A ranker, r{n}", Job, n) for n in (3, 5, 4)}
-    demo_stages.side_by_side(trainings, at_once=2)
+    demo_stages.side_by_side(trainings)
     shown = capsys.readouterr()
     assert "12/12" in shown.err
     assert "r3=3/3" in shown.err and "r5=5/5" in shown.err
@@ -155,7 +158,7 @@ def test_a_training_that_fails_fails_the_demo():
             raise BadInput("no")
 
     with pytest.raises(BadInput, match=r"^no$"):
-        demo_stages.side_by_side({"bi": demo_stages.Stage("A ranker", Job, None)}, at_once=2)
+        demo_stages.side_by_side({"bi": demo_stages.Stage("A ranker", Job, None)})
 
 
 def test_the_picture_has_the_curves_and_the_answers(tmp_path):
@@ -203,7 +206,7 @@ def test_the_demo_goes_from_dumps_to_answers(run_job, sample_files, short_recipe
     details = json.loads(Path(summary["details"]).read_text())
     assert {"A ranker, bi", "A pool of articles", "The service"} <= set(details["seconds"])
     for ranked in details["answers"].values():
-        assert len(ranked) == 3
+        assert len(ranked) >= 3
     assert (work / "demo.png").stat().st_size > 10_000
     assert str(work / "demo.png") in finished.stdout
     assert "Traceback" not in finished.stderr
