@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,12 +27,19 @@ from pipeline.corpora.schema import example_files
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
-from pipeline.retrieval.pools import build, candidates, embed, gate, promotion, versions
+from pipeline.retrieval.pools import (
+    build,
+    candidates,
+    embed,
+    gate,
+    promotion,
+    verdicts,
+    versions,
+)
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
-from pipeline.retrieval.pools.plan import compare
 from pipeline.retrieval.pools.pool import KIND, current_uri
 from pipeline.retrieval.pools.unfinished import find_shards
 from pipeline.retrieval.pools.versions import Version
@@ -158,7 +167,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
         if current := versions.open_current(config.pools, config.name):
-            changes = compare(out.files("rows/"), current.artifact.files("rows/"))
+            changes = _compare(config, job, out, current.artifact)
             _, refused = _look_at_changes(config, changes, out.rows("rows/"))
             if refused:
                 raise Stopped(refused)
@@ -178,6 +187,29 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     lock.check()
     promotion.publish(config.pools, config.name, job.version, config.publish_only)
     return pool, False
+
+
+def _compare(config: Config, job: _Job, pool: Artifact, current: Artifact) -> Changes:
+    """The ids of a version that is there already beside those of CURRENT."""
+    rows, before = versions.files_of_rows(pool), versions.files_of_rows(current)
+    small = verdicts.is_small(rows, before)
+    with (
+        nullcontext() if small else cluster.session(for_tasks=True),
+        _scratch(config, job) as scratch,
+    ):
+        return verdicts.compare(scratch, rows, before)
+
+
+@contextmanager
+def _scratch(config: Config, job: _Job) -> Iterator[Draft]:
+    """A draft that is removed at the end."""
+    uri = storage.join(config.pools, "_plans", f"{job.version}-{uuid.uuid4().hex[:8]}")
+    out = draft(uri, KIND, config, job.inputs)
+    assert isinstance(out, Draft)
+    try:
+        yield out
+    finally:
+        storage.delete(out.staging)
 
 
 def _look_at_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Shares, str]:
@@ -313,14 +345,8 @@ def _embed(
 
 def _dry_run(config: Config, job: _Job) -> program.Summary:
     """The plan alone; what it writes on the way is removed."""
-    uri = storage.join(config.pools, "_plans", f"{job.version}-{uuid.uuid4().hex[:8]}")
-    out = draft(uri, KIND, config, job.inputs)
-    assert isinstance(out, Draft)
-    try:
-        with cluster.session(for_tasks=True):
-            prepared, previous = _plan(config, job, out)
-    finally:
-        storage.delete(out.staging)
+    with cluster.session(for_tasks=True), _scratch(config, job) as out:
+        prepared, previous = _plan(config, job, out)
     plan = prepared.plan
     same = previous is not None and _is_same(config, job, prepared, previous)
     _, refused = _look_at_changes(config, plan.changes, plan.rows)

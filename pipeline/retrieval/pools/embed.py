@@ -30,7 +30,8 @@ from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read
 from pipeline.retrieval.pools.plan import Plan, make
 from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
-from pipeline.retrieval.pools.versions import Version
+from pipeline.retrieval.pools.verdicts import Rows, Wanted
+from pipeline.retrieval.pools.versions import Version, files_of_rows
 from pipeline.shards import Work, run_tasks_on_actors
 
 _PLAN = PLAN
@@ -162,11 +163,13 @@ def prepare(
     contexts = _canaries(gate, before)
     known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
     texts = gate.canary_texts if contexts is None else 0
-    rows_before = previous.artifact.files("rows/") if previous else []
-    plan = make(
-        draft, parts, rows_before, config.rows_per_shard, texts, known,
-        [shard.rows_file for shard in unfinished], copies,
-    )  # fmt: skip
+    rows = Rows(
+        candidates=parts,
+        before=files_of_rows(previous.artifact) if previous else (),
+        unfinished=[(shard.rows_file, shard.rows) for shard in unfinished],
+        copies=copies,
+    )
+    plan = make(draft, rows, config.rows_per_shard, Wanted(texts, known))
     if plan.repeated_id and config.repeated_ids == "stop":
         raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
                        "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "

@@ -26,9 +26,10 @@ from pipeline.models import inference
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.resources import best_device
-from pipeline.retrieval.pools import build, candidates, plan
+from pipeline.retrieval.pools import build, candidates, verdicts
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers, ShardCheck
+from pipeline.retrieval.pools.plan import Slices
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.unfinished import UnfinishedShard, UnfinishedVectors
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
@@ -76,13 +77,13 @@ class Embedder:
             )
         self._contexts = inference.context_vectors(self._ranker, canaries) if canaries else None
 
-    def __call__(self, draft: Draft, name: str, slices: plan.Slices) -> EmbedRecord:
+    def __call__(self, draft: Draft, name: str, slices: Slices) -> EmbedRecord:
         """Writes a shard's rows and vectors."""
         started = time.time()
         rows, places_N, salvaged_N = _read(draft, slices)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
         copied_N = self._copy(rows, places_N, vectors_ND)
-        copied_N |= self._salvage(rows, np.where(copied_N, plan.NEW, salvaged_N), vectors_ND)
+        copied_N |= self._salvage(rows, np.where(copied_N, verdicts.NEW, salvaged_N), vectors_ND)
         todo = np.flatnonzero(~copied_N)
         vectors_ND[todo], tokens_N, actor_seconds = self._embed(rows["text"].take(todo).to_pylist())
         poisoned = {"text has no tokens": todo[tokens_N == 0]}
@@ -195,20 +196,20 @@ class Embedder:
         ]
 
 
-def _read(draft: Draft, slices: plan.Slices) -> tuple[pa.Table, Ints, Ints]:
+def _read(draft: Draft, slices: Slices) -> tuple[pa.Table, Ints, Ints]:
     """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
 
     A place is NEW where the text is not there.
     """
-    tables, verdicts, salvaged = [], [], []
+    tables, places, salvaged = [], [], []
     for part, start, end in slices:
-        verdict = plan.read_verdicts(draft, part)[start:end]
-        keep = verdict >= plan.NEW
+        verdict = verdicts.read_verdicts(draft, part)[start:end]
+        keep = verdict >= verdicts.NEW
         tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
-        verdicts.append(verdict[keep])
-        salvaged.append(plan.read_salvaged(draft, part)[start:end][keep])
+        places.append(verdict[keep])
+        salvaged.append(verdicts.read_salvaged(draft, part)[start:end][keep])
     rows = pa.concat_tables(tables).combine_chunks()
-    return rows, np.concatenate(verdicts), np.concatenate(salvaged)
+    return rows, np.concatenate(places), np.concatenate(salvaged)
 
 
 def _hashes_at(pool: Pool, places: Ints) -> list[str]:

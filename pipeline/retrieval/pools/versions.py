@@ -87,6 +87,15 @@ def open_current(pools: str, name: str) -> Version | None:
         return None
 
 
+def files_of_rows(pool: Artifact) -> list[tuple[str, int]]:
+    """(URI, rows) of each file with a pool's rows, in order."""
+    return [
+        (storage.join(pool.uri, entry["path"]), entry["rows"])
+        for entry in pool.manifest["files"]
+        if entry["path"].startswith("rows/")
+    ]
+
+
 def rows_of(pools: str, name: str, version: str) -> int:
     """How many candidates a version has; 0 where there is none, or none whose manifest can be read."""
     try:

@@ -20,6 +20,7 @@ from pipeline.retrieval.pools import candidates, embedder, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
+from pipeline.retrieval.pools.verdicts import Rows, Wanted
 
 from .conftest import stage_rows, write_version_before
 
@@ -72,9 +73,8 @@ class Shard:
 
     def __init__(self, folder: Path, texts: list[str], before: Before | None) -> None:
         self.out, parts = stage_rows(folder, [(f"id {t}", t) for t in texts])
-        shards = write_version_before(folder, before.rows if before else ())
-        files = [file for file, _ in shards]
-        (self.slices,) = plan.make(self.out, parts, files, 1000, 0, []).shards.values()
+        files = write_version_before(folder, before.rows if before else ())
+        (self.slices,) = plan.make(self.out, Rows(parts, files), 1000, Wanted()).shards.values()
 
     def make(self, model: Path, **settings) -> EmbedRecord:
         known = {"batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0}

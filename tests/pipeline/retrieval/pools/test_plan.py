@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import storage
+from pipeline import executors, storage
 from pipeline.artifact import Draft
 from pipeline.config import from_dict, to_dict
-from pipeline.retrieval.pools import candidates, plan
+from pipeline.retrieval.pools import candidates, plan, verdicts
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
-from pipeline.retrieval.pools.plan import NEW, Changes, Plan
+from pipeline.retrieval.pools.changes import Changes
+from pipeline.retrieval.pools.plan import Plan
+from pipeline.retrieval.pools.verdicts import NEW, Wanted
+from pipeline.retrieval.pools.verdicts import Rows as Sources
 
 from .conftest import stage_rows, write_version_before
 
@@ -31,14 +35,14 @@ few = st.tuples(st.sampled_from("123456"), st.sampled_from("abcdef"))
 rows_lists = st.lists(few, min_size=1, max_size=14)
 
 
-def before(folder: Path, rows: Rows) -> list[str]:
+def before(folder: Path, rows: Rows) -> list[tuple[str, int]]:
     """The files of a version's rows, which have distinct ids and texts; two shards."""
     kept = one_by_one(rows)[0]
     if not kept:
         return []
     records = [{"id": i, "text": t, "content_hash": content_hash(t)} for i, t in kept]
     shards = [pa.Table.from_pylist(part, schema=ROWS) for part in (records[:2], records[2:])]
-    return [file for file, _ in write_version_before(folder, shards)]
+    return write_version_before(folder, shards)
 
 
 def one_by_one(rows: Rows) -> tuple[Rows, dict[str, int]]:
@@ -71,27 +75,29 @@ class Maker:
     ) -> tuple[Plan, Rows, list[int]]:
         """(the plan, the rows of all its shards, their verdicts)"""
         out, parts = self.stage(rows)
-        rows_before = before(Path(out.uri).parent, previous)
-        made = plan.make(out, parts, rows_before, rows_per_shard, texts, hashes)
+        sources = Sources(parts, before(Path(out.uri).parent, previous))
+        with executors.in_this_process():
+            made = plan.make(out, sources, rows_per_shard, Wanted(texts, hashes))
         made = from_dict(Plan, json.loads(json.dumps(to_dict(made))))  # as a record keeps it
-        kept, verdicts = [], []
+        kept, places = [], []
         for slices in made.shards.values():
             for part, start, end in slices:
-                verdict = plan.read_verdicts(out, part)[start:end]
+                verdict = verdicts.read_verdicts(out, part)[start:end]
                 table = (
                     candidates.read_rows(out, part).slice(start, end - start).filter(verdict >= NEW)
                 )
                 kept += zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True)
-                verdicts += verdict[verdict >= NEW].tolist()
+                places += verdict[verdict >= NEW].tolist()
         self.out = out
-        return made, kept, verdicts
+        return made, kept, places
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(candidates, "_PART_ROWS", 3)
-    patch.setattr(plan, "_BUCKET_ROWS", 4)  # several buckets, and several chunks of each
+    patch.setattr(verdicts, "_BUCKET_ROWS", 4)  # several buckets, and several groups of parts
+    patch.setattr(os, "fsync", lambda file: None)  # a plan has a hundred small files
     yield Maker(tmp_path_factory.mktemp("plans"))
     patch.undo()
 
@@ -109,7 +115,7 @@ def test_rows_are_kept_as_if_they_came_one_by_one(make, rows):
 @settings(max_examples=50)
 @given(rows_lists, rows_lists)
 def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(make, rows, old):
-    made, kept, verdicts = make(rows, old)
+    made, kept, places_before = make(rows, old)
     was = one_by_one(old)[0]
     texts_before, texts_now = dict(was), dict(kept)
     assert made.changes == Changes(
@@ -119,8 +125,8 @@ def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(
         gone=sum(name not in texts_now for name in texts_before),
     )
     places = {text: place for place, (_, text) in enumerate(was)}
-    assert verdicts == [places.get(text, NEW) for _, text in kept]
-    assert made.known == sum(verdict >= 0 for verdict in verdicts)
+    assert places_before == [places.get(text, NEW) for _, text in kept]
+    assert made.known == sum(place >= 0 for place in places_before)
 
 
 @settings(max_examples=50)
@@ -137,12 +143,13 @@ def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
     assert list(made.shards) == [f"part-{n:05d}" for n in range(-(-len(kept) // size))]
     for shard, slices in enumerate(made.shards.values()):
         wanted = kept[shard * size : (shard + 1) * size]
-        verdicts = [plan.read_verdicts(make.out, part)[a:b] for part, a, b in slices]
-        assert int((np.concatenate(verdicts) >= NEW).sum()) == len(wanted)
+        found = [verdicts.read_verdicts(make.out, part)[a:b] for part, a, b in slices]
+        assert int((np.concatenate(found) >= NEW).sum()) == len(wanted)
 
 
 def test_a_small_pool_is_cut_in_sixteen_or_by_512_rows(make, monkeypatch):
     monkeypatch.setattr(candidates, "_PART_ROWS", 1000)
+    monkeypatch.setattr(verdicts, "_BUCKET_ROWS", 1000)
     rows = [(str(n), f"text {n}") for n in range(1600)]
     assert len(make(rows[:512], rows_per_shard=10_000)[0].shards) == 1
     assert len(make(rows[:513], rows_per_shard=10_000)[0].shards) == 2
@@ -188,14 +195,14 @@ def test_texts_that_share_half_of_their_hash_are_told_apart_by_who_copies(make, 
 
     monkeypatch.setattr(candidates, "content_hash", alike)
     monkeypatch.setitem(globals(), "content_hash", alike)
-    _, _, verdicts = make([("1", "a")], [("1", "b")])
-    assert verdicts == [0]
+    _, _, places = make([("1", "a")], [("1", "b")])
+    assert places == [0]
 
 
 def test_a_plan_of_nothing_but_changes_of_ids_embeds_nothing(make):
-    made, _, verdicts = make([("9", "b"), ("8", "a")], [("1", "a"), ("2", "b")])
+    made, _, places = make([("9", "b"), ("8", "a")], [("1", "a"), ("2", "b")])
     assert made.changes == Changes(new=2, changed=0, same=0, gone=2)
-    assert verdicts == [1, 0]
+    assert places == [1, 0]
     assert replace(made.changes, new=0, gone=0).none
 
 
@@ -218,3 +225,82 @@ def test_of_the_version_before_ids_and_hashes_are_read_and_no_texts(tmp_path, mo
     assert texts.tolist() == [candidates.text_key(row["content_hash"]) for row in records]
     assert ids.tolist() == [candidates.id_key(row["id"]) for row in records]
     assert sum(read) < len(data) / 10
+
+
+ROWS_OF_TWO_ROUNDS = [("1", "a"), ("1", "b"), ("2", "b"), ("3", "c"), ("4", "a"), ("5", "d")]
+BEFORE = [("2", "b"), ("3", "x"), ("9", "d")]
+
+
+@settings(max_examples=20)
+@given(rows_lists, rows_lists)
+def test_two_published_versions_are_compared_by_their_ids(make, rows, old):
+    now, was = dict(one_by_one(rows)[0]), dict(one_by_one(old)[0])
+    out, _ = make.stage(rows)
+    folder = Path(out.uri).parent
+    (folder / "old").mkdir()
+    files, files_before = before(folder, rows), before(folder / "old", old)
+    with executors.in_this_process():
+        found = verdicts.compare(out, files, files_before)
+    assert found == Changes(
+        new=len(now.keys() - was.keys()),
+        changed=sum(was.get(name, text) != text for name, text in now.items()),
+        same=len(now.items() & was.items()),
+        gone=len(was.keys() - now.keys()),
+    )
+
+
+def test_no_task_has_more_than_a_bucket_or_a_group_of_rows(make):
+    rows = [(str(n % 40), f"text {n % 50}") for n in range(60)]
+    made, _, _ = make(rows, [(str(n), f"text {n}") for n in range(30)])
+    assert made.rows == len(one_by_one(rows)[0])
+    counts = {
+        task: json.loads(record)["counts"]["records"]
+        for task, record in make.out.marks().records.items()
+        if "-keys-" in task or "-verdicts-" in task
+    }
+    of_candidates = [count for task, count in counts.items() if "-candidates-" in task]
+    assert (
+        sum(of_candidates) == 60 and len(of_candidates) == 20
+    )  # parts of three rows, groups of four
+    assert max(count for task, count in counts.items() if "-before-" not in task) <= 4
+
+
+def test_a_pool_of_one_bucket_is_planned_in_the_process_of_the_driver(make, monkeypatch):
+    """Ray Data takes longer for one task than a small plan does."""
+
+    def on_cluster(*_: object) -> None:
+        raise AssertionError("a task went to the cluster")
+
+    monkeypatch.setattr(verdicts, "_BUCKET_ROWS", 100)
+    monkeypatch.setattr("pipeline.shards._on_cluster", on_cluster)
+    out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
+    sources = Sources(parts, before(Path(out.uri).parent, BEFORE))
+    assert plan.make(out, sources, 10, Wanted()).rows == 4
+    assert verdicts.is_small(sources.candidates, sources.before)
+
+
+def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path):
+    out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
+    sources = Sources(parts, before(Path(out.uri).parent, BEFORE))
+    on_cluster = plan.make(out, sources, 10, Wanted(3))
+    expected, kept, places = make(ROWS_OF_TWO_ROUNDS, BEFORE, rows_per_shard=10, texts=3)
+    assert from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster)))) == expected
+    assert kept == [("1", "a"), ("2", "b"), ("3", "c"), ("5", "d")]
+    found = [verdicts.read_verdicts(out, part) for part, _ in parts]
+    assert [place for place in np.concatenate(found).tolist() if place >= NEW] == places
+
+
+def test_a_plan_is_made_anew_where_the_version_before_has_changed(make, monkeypatch):
+    """The marks of a plan that was killed are those of other rows before."""
+    out, parts = make.stage([("1", "a"), ("2", "b")])
+    folder = Path(out.uri).parent
+    with executors.in_this_process() as here:
+        plan.make(out, Sources(parts, before(folder, [("1", "a")])), 10, Wanted())
+        done = len(here.tasks)
+        plan.make(out, Sources(parts, before(folder, [("1", "a")])), 10, Wanted())
+        assert len(here.tasks) == done  # as in a job that goes on
+        (folder / "newer").mkdir()
+        newer = Sources(parts, before(folder / "newer", [("2", "b")]))
+        made = plan.make(out, newer, 10, Wanted())
+    assert made.known == 1
+    assert verdicts.read_verdicts(out, parts[0][0]).tolist() == [NEW, 0]
