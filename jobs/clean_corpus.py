@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import cluster, program
-from pipeline import cost
+from pipeline import cost, storage
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
@@ -47,7 +47,8 @@ def run(config: Config) -> program.Summary:
     if config.dry_run:
         shards = example_files(corpus)
         sizes, rows = [e["bytes"] for e in shards], sum(e["rows"] for e in shards)
-        return cost.show("clean_corpus", dedup.estimate(sizes, rows, config.dedup, bool(sets)))
+        of_sets = [storage.size_of(file) for one in sets for file in one.files]
+        return cost.show("clean_corpus", dedup.estimate(sizes, rows, config.dedup, of_sets))
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)

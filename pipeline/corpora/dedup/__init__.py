@@ -29,6 +29,7 @@ from pipeline.corpora.dedup import decontaminate, exact, near
 from pipeline.corpora.dedup.decontaminate import EvaluationSet
 from pipeline.corpora.dedup.examples import COMPARED, Plan, kept, read_drops, shards_of
 from pipeline.corpora.dedup.options import Options
+from pipeline.corpora.schema import example_files
 from pipeline.cost import Estimate
 from pipeline.records import FileEntry, TaskRecord
 
@@ -44,9 +45,11 @@ def clean(
     sharing: decontaminate.Options,
 ) -> Sequence[TaskRecord]:
     """Fills the draft; returns the records of its tasks."""
-    index = decontaminate.build_index(draft, sets, sharing)
-    plan = _plan(corpus, options, contaminated=index is not None)
-    records = decontaminate.drop(draft, plan, index, sharing) if index else []
+    train = sum(e["bytes"] for e in example_files(corpus) if e["path"].startswith("train/"))
+    layout = decontaminate.layout_of(sets, train)
+    contaminated = decontaminate.build_index(draft, sets, layout, sharing)
+    plan = _plan(corpus, options, layout.bucket_count if contaminated else 0)
+    records = decontaminate.drop(draft, plan, sets, layout, sharing) if contaminated else []
     records += exact.drop(draft, plan) if plan.exact_buckets else []
     records += near.drop(draft, plan) if plan.near_buckets else []
     write = functools.partial(_write, plan=plan)
@@ -54,11 +57,11 @@ def clean(
     return [*records, TaskRecord(files=_copy_others(draft, corpus))]
 
 
-def _plan(corpus: Artifact, options: Options, contaminated: bool) -> Plan:
+def _plan(corpus: Artifact, options: Options, contaminated_buckets: int) -> Plan:
     files = shards_of(corpus)
     exact_bytes, near_bytes = _key_bytes(sum(shard.rows for shard in files), options)
     buckets = [-(-size // _BUCKET_BYTES) for size in (exact_bytes, near_bytes)]
-    return Plan(files, options, contaminated, *buckets)
+    return Plan(files, options, contaminated_buckets, *buckets)
 
 
 def _key_bytes(examples: int, options: Options) -> tuple[int, int]:
@@ -68,24 +71,35 @@ def _key_bytes(examples: int, options: Options) -> tuple[int, int]:
     return exact_bytes, near_bytes
 
 
-def estimate(sizes: Sequence[int], rows: int, options: Options, contaminated: bool) -> Estimate:
-    """What it takes to clean a corpus of shards of these sizes. `contaminated`: there are evaluation sets."""
+def estimate(
+    sizes: Sequence[int], rows: int, options: Options, evaluation_sizes: Sequence[int]
+) -> Estimate:
+    """What it takes to clean a corpus of shards of these sizes.
+
+    `evaluation_sizes`: of the files of the evaluation sets, the corpus's own ones too.
+    """
     key_bytes = _key_bytes(rows, options)
+    layout = decontaminate.Layout.of(sum(evaluation_sizes), sum(sizes))
     steps = {
-        "evaluation texts": contaminated,
+        "evaluation texts": bool(evaluation_sizes),
         "exact duplicates": key_bytes[0] > 0,
         "near duplicates": key_bytes[1] > 0,
     }
     passes = sum(steps.values()) + 1  # each step reads the shards, and so does the one that writes
     bucket_count = sum(-(-size // _BUCKET_BYTES) for size in key_bytes)
     tasks = passes * len(sizes) + bucket_count
+    requests = passes * cost.reads(sizes) + bucket_count * len(sizes)
+    if evaluation_sizes:
+        tasks += len(evaluation_sizes) + 2 * layout.bucket_count
+        requests += cost.reads(evaluation_sizes)
+        requests += layout.bucket_count * (len(evaluation_sizes) + len(sizes))
     return Estimate(
         input_files=len(sizes),
         input_bytes=sum(sizes),
         rows=rows,
         tasks=tasks,
-        requests=passes * cost.reads(sizes) + bucket_count * len(sizes) + 2 * tasks,
-        shuffle_bytes=sum(key_bytes),
+        requests=requests + 2 * tasks,
+        shuffle_bytes=sum(key_bytes) + layout.filed_bytes,
         cpu_hours=sum(cost.core_hours(rows, name) for name, on in steps.items() if on),
         basis=cost.MEASURED["near duplicates"].source,
     )

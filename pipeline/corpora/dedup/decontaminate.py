@@ -2,15 +2,27 @@
 
 An example is contaminated if any run of 13 words stands in an evaluation set too (the rule of GPT-3:
 Brown et al. 2020, appendix C). A shorter text counts as a whole: it is contaminated if a text of the set
-is the same, word for word. The hashes of the sets' n-grams are one sorted array, which each node of
-the cluster holds once.
+is the same, word for word.
+
+    collect   file of a set   the hashes of its n-grams                              → filed by hash
+    index     bucket          each n-gram once, and a filter: which hashes there are
+    look up   shard of train  the n-grams that the filter lets through               → filed by hash
+    match     bucket          those that are in the index                            → filed by shard
+
+A task holds a file or a bucket, some 1 GB, whatever the size of the sets. The filter, 6 to 12 bits for each
+n-gram, is all that the driver and each node hold: 2 GiB for the held-out splits of 730 million Reddit
+examples, which have 2.6 billion n-grams. One bucket holds some 6 million n-grams (0.2 million Reddit
+examples); then the driver makes the index and the matches itself.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,10 +38,12 @@ from pipeline.corpora import buckets, raw
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
     COMPARED,
-    DROPS,
+    CONTAMINATED,
     Plan,
-    file_drops,
+    bucket_tasks,
+    node_of,
     read_pieces,
+    shard_and_row,
     sides,
 )
 from pipeline.corpora.dedup.hashing import Hashes, Tokens
@@ -40,13 +54,20 @@ from pipeline.records import TaskRecord
 _HELD_OUT: tuple[Split, ...] = ("valid", "test")
 _LINES = 10_000
 _GRAMS = pa.schema(
-    [
-        ("gram", pa.uint64()),
-        ("set", pa.int32()),
-        ("group", pa.uint64()),
-        ("id", pa.dictionary(pa.int32(), pa.string())),
-    ]
+    [("gram", pa.uint64()), ("set", pa.int32()), ("group", pa.uint64()), ("id", pa.string())]
 )
+_SUSPECTS = pa.schema(
+    [("gram", pa.uint64()), ("node", pa.int64()), ("place", pa.int32()), ("is_run", pa.bool_())]
+)
+"""N-grams of train that the filter lets through: of which example, the how manieth there, and whether it is
+a run of words of a longer text, or all of a short one."""
+_FILTER = pa.schema([("bits", pa.large_binary())])
+
+# Of a Parquet file of examples. Real Reddit has 0.2, made-up texts, which compress better, 0.4 to 1.
+_NGRAMS_PER_BYTE = 0.4
+_NGRAM_BYTES, _SUSPECT_BYTES = 40, 24
+_BUCKET_BYTES = 256 << 20
+_LEAST_FILTER_BITS = 22  # 512 KiB; of an n-gram that is not in a small set it lets none through
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,74 +138,85 @@ def open_set(uri: str) -> tuple[EvaluationSet, Artifact | dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Index:
-    """All n-grams of the evaluation sets."""
+class Layout:
+    """How n-grams are filed: by the first bits of their hashes, which are spread evenly."""
 
-    grams: Hashes
-    """Sorted, each once."""
-    sets: Ints
-    """The first set that has it."""
-    ids: pa.Array
-    """An example of that set that has it."""
-    names: tuple[str, ...]
-    """Of the sets."""
-    filter: Bools
-    """Whether any n-gram begins with these bits: spares 9 of 10 texts' words the search for them."""
+    filter_bits: int
+    """The filter has 2 to this many places, of a bit each."""
+    bucket_bits: int
+    filed_bytes: int
+    """Of the n-grams, about."""
 
     @classmethod
-    def of(cls, grams: Hashes, sets: Ints, ids: pa.Array, names: Iterable[str]) -> Index:
-        filled = np.zeros(1 << (4 * len(grams)).bit_length(), bool)  # 4 to 8 places for each
-        filled[_slots(grams, filled)] = True
-        return cls(grams, sets, ids, tuple(names), filled)
+    def of(cls, evaluation_bytes: int, train_bytes: int) -> Layout:
+        """For stored files of so many bytes."""
+        ngrams = evaluation_bytes * _NGRAMS_PER_BYTE
+        filter_bits = max(_LEAST_FILTER_BITS, math.ceil(math.log2(6 * ngrams + 1)))
+        suspects = train_bytes * _NGRAMS_PER_BYTE * ngrams / (1 << filter_bits)
+        filed = round(ngrams * _NGRAM_BYTES + suspects * _SUSPECT_BYTES)
+        return cls(filter_bits, (max(1, -(-filed // _BUCKET_BYTES)) - 1).bit_length(), filed)
 
-    def contaminated(self, tokens: Tokens, options: Options) -> tuple[Ints, pa.Array, pa.Array]:
-        """(texts that share an n-gram, why each is dropped, the id of the example that has it)"""
-        n = options.ngram_words
-        grams = hashing.ngrams(tokens, n, shortest=options.min_words)
-        hits = np.flatnonzero(self.filter[_slots(grams.hashes, self.filter)])
-        place = np.minimum(np.searchsorted(self.grams, grams.hashes[hits]), len(self.grams) - 1)
-        found = self.grams[place] == grams.hashes[hits]
-        hits, place = hits[found], place[found]
-        text = np.searchsorted(grams.offsets, hits, side="right") - 1
-        order = np.lexsort((self.sets[place], text))
-        texts, first = np.unique(text[order], return_index=True)
-        place = place[order[first]]
-        reasons = [
-            f"{n} words of {self.names[number]}" if words >= n else f"text of {self.names[number]}"
-            for number, words in zip(self.sets[place], tokens.counts[texts], strict=True)
-        ]
-        return texts, pa.array(reasons, pa.string()), self.ids.take(pa.array(place))
+    @property
+    def bucket_count(self) -> int:
+        return 1 << self.bucket_bits
 
+    def filter_places(self, hashes: Hashes) -> Ints:
+        return (hashes >> np.uint64(64 - self.filter_bits)).astype(np.int64)
 
-def drop(draft: Draft, plan: Plan, index: Index, options: Options) -> list[TaskRecord]:
-    """Files the drops of the tasks "contaminated-…"; returns their records."""
-    shared = executors.share(index)
-    work = functools.partial(_look_up, plan=plan, index=shared, options=options)
-    return shards.run_tasks(
-        draft, plan.tasks("contaminated", "train"), work, "contaminated", TaskRecord
-    )
+    def buckets(self, hashes: Hashes) -> Ints:
+        return self.filter_places(hashes) >> (self.filter_bits - self.bucket_bits)
+
+    def file(self, draft: Draft, name: str, rows: pa.Table) -> None:
+        """Files rows by the bucket of their n-gram."""
+        buckets.write(draft, name, rows, self.buckets(rows["gram"].to_numpy()), self.bucket_count)
+
+    def where(self) -> AbstractContextManager[object]:
+        """Where tasks per bucket run: for a single one a cluster takes longer to start it."""
+        return nullcontext() if self.bucket_bits else executors.in_this_process()
 
 
-def _look_up(
-    draft: Draft, task: str, number: int, plan: Plan, index: Shared[Index], options: Options
-) -> TaskRecord:
-    found = index.get()
-    tables = [DROPS.empty_table()]
-    for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
-        texts, reasons, match = found.contaminated(looked_at(rows, options), options)
-        tables.append(pa.table([numbers[texts], reasons, match], schema=DROPS))
-    file_drops(draft, task, pa.concat_tables(tables))
-    return TaskRecord()
+@dataclass(frozen=True)
+class Filter:
+    """Which n-grams the evaluation sets may have: all that they have, and one of 6 to 12 others."""
+
+    bits: np.ndarray[Any, np.dtype[np.uint8]]
+    layout: Layout
+
+    def lets_through(self, hashes: Hashes) -> Bools:
+        places = self.layout.filter_places(hashes)
+        found: Bools = (self.bits[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
+        return found
 
 
-def build_index(draft: Draft, sets: list[EvaluationSet], options: Options) -> Index | None:
-    """The n-grams of all sets; None where there are none.
+def layout_of(sets: Sequence[EvaluationSet], train_bytes: int) -> Layout:
+    """`train_bytes`: of the stored files of train."""
+    return Layout.of(sum(storage.size_of(uri) for one in sets for uri in one.files), train_bytes)
+
+
+def drop(
+    draft: Draft, plan: Plan, sets: Sequence[EvaluationSet], layout: Layout, options: Options
+) -> list[TaskRecord]:
+    """Files the drops of the tasks "match-…", the index of whose sets is built; returns their records."""
+    filed = plan.tasks("suspects", "train")
+    shared = executors.share(_read_filter(draft, layout))
+    look_up = functools.partial(_look_up, plan=plan, options=options, shared=shared)
+    looked_up = shards.run_tasks(draft, filed, look_up, "contaminated: n-grams", TaskRecord)
+    match = functools.partial(_match, plan=plan, names=_names(sets), n=options.ngram_words)
+    with layout.where():
+        tasks = bucket_tasks("match", layout.bucket_count)
+        return looked_up + shards.run_tasks(draft, tasks, match, "contaminated", TaskRecord)
+
+
+def build_index(
+    draft: Draft, sets: Sequence[EvaluationSet], layout: Layout, options: Options
+) -> bool:
+    """Files the n-grams of all sets; returns whether there are any.
 
     Raises BadInput for a file without texts, and a set (other than the corpus's own) without n-grams.
     """
     files = [(uri, number) for number, one in enumerate(sets) for uri in one.files]
-    tasks = {f"evaluation-{number:05d}": number for number in range(len(files))}
-    collect = functools.partial(_collect, files=files, options=options)
+    tasks = {f"evaluation-ngrams-{number:05d}": number for number in range(len(files))}
+    collect = functools.partial(_collect, files=files, layout=layout, options=options)
     records = shards.run_tasks(draft, tasks, collect, "evaluation sets: n-grams", NgramsRecord)
     for number, one in enumerate(sets):
         of_set = [r.ngrams for r, (_, its) in zip(records, files, strict=True) if its == number]
@@ -192,16 +224,78 @@ def build_index(draft: Draft, sets: list[EvaluationSet], options: Options) -> In
             raise BadInput(
                 f"--evaluation {one.uri}: no text of decontaminate.min_words {options.min_words} or more"
             )
-    merge = functools.partial(_merge, parts=list(tasks), options=options)
-    label = "evaluation sets: index"
-    shards.run_tasks(draft, {"evaluation-index": 0}, merge, label, NgramsRecord)
-    rows = buckets.read(draft, ["evaluation-index"], 0, _GRAMS)
-    if not rows.num_rows:
-        return None
+    index = functools.partial(_index, parts=list(tasks), layout=layout, options=options)
+    with layout.where():
+        tasks = bucket_tasks("evaluation-index", layout.bucket_count)
+        found = shards.run_tasks(draft, tasks, index, "evaluation sets: index", NgramsRecord)
+    return any(record.ngrams for record in found)
+
+
+def _names(sets: Sequence[EvaluationSet]) -> list[str]:
+    """Of the sets, as drop reasons say them."""
     names = [one.name for one in sets]
-    shown = (one.name if names.count(one.name) == 1 else one.uri or one.name for one in sets)
-    grams, numbers = rows["gram"].to_numpy(), rows["set"].to_numpy()
-    return Index.of(grams, numbers, rows["id"].chunk(0), shown)
+    return [one.name if names.count(one.name) == 1 else one.uri or one.name for one in sets]
+
+
+def _read_filter(draft: Draft, layout: Layout) -> Filter:
+    def read(task: str) -> bytes:
+        found: bytes = buckets.read(draft, [f"{task}-filter"], 0, _FILTER)["bits"][0].as_py()
+        return found
+
+    bits = np.empty((1 << layout.filter_bits) // 8, np.uint8)
+    parts = bits.reshape(layout.bucket_count, -1)
+    with ThreadPoolExecutor(16) as pool:
+        tasks = bucket_tasks("evaluation-index", layout.bucket_count)
+        for part, found in zip(parts, pool.map(read, tasks), strict=True):
+            part[:] = np.frombuffer(found, np.uint8)
+    return Filter(bits, layout)
+
+
+def _look_up(
+    draft: Draft, task: str, number: int, plan: Plan, options: Options, shared: Shared[Filter]
+) -> TaskRecord:
+    known = shared.get()
+    tables = [_SUSPECTS.empty_table()]
+    for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
+        words = looked_at(rows, options)
+        grams = hashing.ngrams(words, options.ngram_words, shortest=options.min_words)
+        hits = np.flatnonzero(known.lets_through(grams.hashes))
+        text = np.searchsorted(grams.offsets, hits, side="right") - 1
+        columns = [
+            grams.hashes[hits],
+            node_of(number, numbers[text]),
+            (hits - grams.offsets[text]).astype(np.int32),
+            words.counts[text] >= options.ngram_words,
+        ]
+        tables.append(pa.table(columns, schema=_SUSPECTS))
+    known.layout.file(draft, task, pa.concat_tables(tables).combine_chunks())
+    return TaskRecord()
+
+
+def _match(
+    draft: Draft, task: str, bucket: int, plan: Plan, names: list[str], n: int
+) -> TaskRecord:
+    """Of each example the n-gram that is in the first set; of several there, the first in the example."""
+    index = buckets.read(draft, [f"evaluation-index-{bucket:05d}"], 0, _GRAMS)
+    rows = buckets.read(draft, plan.tasks("suspects", "train"), bucket, _SUSPECTS)
+    grams, wanted = index["gram"].to_numpy(), rows["gram"].to_numpy()
+    at = np.minimum(np.searchsorted(grams, wanted), len(grams) - 1) if len(grams) else wanted[:0]
+    found = np.flatnonzero(grams[at] == wanted[: len(at)])
+    rows, index = rows.take(pa.array(found)), index.take(pa.array(at[found]))
+    nodes, numbers = rows["node"].to_numpy(), index["set"].to_numpy()
+    order = np.lexsort((rows["place"].to_numpy(), numbers, nodes))
+    first = order[np.unique(nodes[order], return_index=True)[1]]
+    rows, index = rows.take(pa.array(first)), index.take(pa.array(first))
+    shard, row = shard_and_row(nodes[first])
+    reasons = [
+        f"{n} words of {names[number]}" if is_run else f"text of {names[number]}"
+        for number, is_run in zip(numbers[first], rows["is_run"].to_pylist(), strict=True)
+    ]
+    columns = [row, pa.array(reasons, pa.string()), index["id"], index["set"], rows["place"]]
+    buckets.write(
+        draft, f"{task}-drops", pa.table(columns, schema=CONTAMINATED), shard, len(plan.shards)
+    )
+    return TaskRecord()
 
 
 def looked_at(rows: pa.Table, options: Options) -> Tokens:
@@ -210,29 +304,34 @@ def looked_at(rows: pa.Table, options: Options) -> Tokens:
 
 
 def _collect(
-    draft: Draft, task: str, number: int, files: list[tuple[str, int]], options: Options
+    draft: Draft,
+    task: str,
+    number: int,
+    files: list[tuple[str, int]],
+    layout: Layout,
+    options: Options,
 ) -> NgramsRecord:
     uri, which = files[number]
-    tables = [_GRAMS.empty_table()]
+    names, tables = list[pa.Array](), list[pa.Table]()
+    start = 0
+    schema = _GRAMS.set(3, pa.field("text", pa.int64()))
     for ids, groups, words in _read(uri, options):
         grams = hashing.ngrams(words, options.ngram_words, shortest=options.min_words)
         text = np.repeat(np.arange(len(ids)), grams.counts)
-        columns = [
-            grams.hashes,
-            np.full(len(text), which, np.int32),
-            groups[text],
-            pa.DictionaryArray.from_arrays(pa.array(text, pa.int32()), ids),
-        ]
-        tables.append(pa.table(columns, schema=_GRAMS))
-    rows = _each_once(pa.concat_tables(tables).combine_chunks())
-    buckets.write(draft, task, rows)
+        columns = [grams.hashes, np.full(len(text), which, np.int32), groups[text], start + text]
+        tables.append(pa.table(columns, schema=schema))
+        names.append(ids)
+        start += len(ids)
+    rows = _each_once(pa.concat_tables([schema.empty_table(), *tables]).combine_chunks())
+    ids = pa.chunked_array(names, pa.string()).take(rows["text"])
+    layout.file(draft, task, pa.table([*rows.columns[:3], ids], schema=_GRAMS))
     return NgramsRecord(ngrams=rows.num_rows)
 
 
-def _merge(
-    draft: Draft, task: str, _number: int, parts: list[str], options: Options
+def _index(
+    draft: Draft, task: str, bucket: int, parts: list[str], layout: Layout, options: Options
 ) -> NgramsRecord:
-    rows = _each_once(buckets.read(draft, parts, 0, _GRAMS))
+    rows = _each_once(buckets.read(draft, parts, bucket, _GRAMS))
     grams = rows["gram"].to_numpy()
     _, starts, groups = np.unique(grams, return_index=True, return_counts=True)
     first = np.lexsort((rows["set"].to_numpy(), grams))[starts]
@@ -240,12 +339,11 @@ def _merge(
         first = first[groups <= options.boilerplate_groups]
     rows = rows.take(pa.array(first))
     buckets.write(draft, task, rows)
+    of_bucket = np.zeros(1 << (layout.filter_bits - layout.bucket_bits), bool)
+    of_bucket[layout.filter_places(grams[first]) & (len(of_bucket) - 1)] = True
+    bits = np.packbits(of_bucket, bitorder="little").tobytes()
+    buckets.write(draft, f"{task}-filter", pa.table([[bits]], schema=_FILTER))
     return NgramsRecord(ngrams=rows.num_rows)
-
-
-def _slots(hashes: Hashes, table: Bools) -> Ints:
-    """The place in a table of 2^b that the first b bits of each hash name."""
-    return (hashes >> np.uint64(65 - len(table).bit_length())).astype(np.int64)
 
 
 def _each_once(rows: pa.Table) -> pa.Table:

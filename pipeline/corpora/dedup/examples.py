@@ -34,6 +34,8 @@ CLUSTERS = pa.schema(
 """Examples that are the same have one cluster."""
 DROPS = pa.schema([("row", pa.int64()), ("reason", pa.string()), ("match", pa.string())])
 """Rows of a shard that go, and the id of what each is the same as."""
+CONTAMINATED = pa.schema([*DROPS, ("set", pa.int32()), ("place", pa.int32())])
+"""The number of the evaluation set, and of the example's run of words that the set has."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Plan:
 
     shards: tuple[Shard, ...]
     options: Options
-    contaminated: bool
-    """Whether there are evaluation sets to check train against."""
+    contaminated_buckets: int
+    """Of n-grams of evaluation sets; 0: there are none to check train against."""
     exact_buckets: int
     """0: exact duplicates stay."""
     near_buckets: int
@@ -140,11 +142,6 @@ def sides(rows: pa.Table, text: str, split: Callable[[pa.Array], Tokens]) -> lis
 # What is dropped: each stage files it by shard for those after it
 
 
-def file_drops(draft: Draft, task: str, drops: pa.Table) -> None:
-    """What the task of a shard drops of it."""
-    buckets.write(draft, f"{task}-drops", drops)
-
-
 def file_duplicates(draft: Draft, task: str, plan: Plan, rows: pa.Table, reason: str) -> None:
     """What goes of clusters of examples (`CLUSTERS`): all but the first, by split and id."""
     order = [(name, "ascending") for name in ("cluster", "rank", "id", "node")]
@@ -161,14 +158,18 @@ def file_duplicates(draft: Draft, task: str, plan: Plan, rows: pa.Table, reason:
 
 def read_drops(draft: Draft, plan: Plan, shard: int, *stages: str) -> pa.Table:
     """What goes of a shard by the stages: "contaminated", "exact", "near"."""
-    own = plan.contaminated and plan.shards[shard].split == "train" and "contaminated" in stages
-    parts = [f"contaminated-{shard:05d}-drops"] if own else []
     tasks = [*bucket_tasks("exact", plan.exact_buckets)] if "exact" in stages else []
     tasks += ["near-join"] if "near" in stages and plan.near_buckets else []
-    filed = [f"{task}-drops" for task in tasks]
-    return pa.concat_tables(
-        [buckets.read(draft, parts, 0, DROPS), buckets.read(draft, filed, shard, DROPS)]
-    )
+    names = [f"{task}-drops" for task in tasks]
+    tables = [buckets.read(draft, names, shard, DROPS)]
+    if "contaminated" in stages and plan.shards[shard].split == "train":
+        names = [f"{task}-drops" for task in bucket_tasks("match", plan.contaminated_buckets)]
+        rows = buckets.read(draft, names, shard, CONTAMINATED)
+        # An example may have runs in several buckets: of the first set, the first one counts.
+        rows = rows.sort_by([(name, "ascending") for name in ("row", "set", "place")])
+        first = np.unique(rows["row"].to_numpy(), return_index=True)[1]
+        tables.append(rows.select(DROPS.names).take(pa.array(first)))
+    return pa.concat_tables(tables)
 
 
 def kept(drops: pa.Table, rows: int) -> Bools:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import re
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.artifact import draft
 from pipeline.config import BadInput
+from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing
-from pipeline.corpora.dedup.decontaminate import Index, Options, open_set, own_sets
+from pipeline.corpora.dedup.decontaminate import Layout, Options, open_set, own_sets
 from pipeline.corpora.dedup.options import Options as Duplicates
 
 ONLY = Duplicates(exact=False, near=False)
@@ -39,30 +38,127 @@ def runs(texts, n, shortest):
     return found
 
 
-WORDS = st.lists(st.sampled_from("abc"), max_size=9)
+@pytest.fixture
+def many_buckets(monkeypatch):
+    """Eight buckets, and a filter that lets through one n-gram of two that are in no set."""
+
+    def of(evaluation_bytes, train_bytes):
+        return Layout(filter_bits=8, bucket_bits=3, filed_bytes=0)
+
+    monkeypatch.setattr(Layout, "of", of)
 
 
-@given(st.lists(WORDS, min_size=1, max_size=6), st.lists(WORDS, max_size=6), st.integers(1, 4))
-def test_a_text_is_contaminated_if_a_run_of_it_is_in_the_set(evaluation, train, shortest):
-    def words(texts):
-        return hashing.words(pa.array([" ".join(text) for text in texts], pa.string()))
+@pytest.mark.parametrize("groups", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_goes_is_what_one_table_of_all_n_grams_says(
+    corpus_of, clean, many_buckets, tmp_path, seed, groups
+):
+    """The reason and the example that is named, too, against dictionaries in plain Python."""
+    rng = random.Random(seed)
 
-    options = Options(ngram_words=4, min_words=shortest)
-    grams = sorted(set(hashing.ngrams(words(evaluation), 4, shortest).hashes.tolist()))
-    if not grams:
-        return
-    index = Index.of(
-        np.array(grams, np.uint64), np.zeros(len(grams), np.int64),
-        pa.array(["id"] * len(grams)), ["set"]
-    )  # fmt: skip
-    texts, reasons, match = index.contaminated(words(train), options)
-    ruled_out = runs(evaluation, 4, shortest)
-    expected = [n for n, text in enumerate(train) if runs([text], 4, shortest) & ruled_out]
-    assert texts.tolist() == expected
-    assert reasons.to_pylist() == [
-        "4 words of set" if len(train[n]) >= 4 else "text of set" for n in expected
+    def text():
+        return " ".join(rng.choices("abcdef", k=rng.randint(1, 9)))
+
+    rows = [row(f"e{n:03d}", text(), text()) for n in range(150)]
+    held_out = [
+        row(f"h{n:03d}", text(), text(), group_id=f"g{n % 7}", split=rng.choice(["valid", "test"]))
+        for n in range(12)
     ]
-    assert set(match.to_pylist()) <= {"id"}
+    (tmp_path / "lines").write_text("".join(f"{text()} {text()}\n" for _ in range(6)))
+    corpus = corpus_of([*rows, *held_out], shards=3)
+    sets = [*own_sets(corpus), open_set(str(tmp_path / "lines"))[0]]
+
+    def of_example(example):
+        return [
+            word for turn in (*example["context"], example["response"]) for word in turn.split()
+        ]
+
+    def ngrams(words):
+        if len(words) < 4:
+            return [tuple(words)] if len(words) >= 2 else []
+        return [tuple(words[start : start + 4]) for start in range(len(words) - 3)]
+
+    # (set, hash of the group, order) and the id: of an n-gram the least entry of all
+    table = {}
+    groups_of = {}
+    order = 0
+    lines = (tmp_path / "lines").read_text().splitlines()
+    for number, one in enumerate(sets):
+        texts = [
+            (f"lines:{n}", f"lines:{n}", line.split()) for n, line in enumerate(lines, 1)
+        ] if one.uri else [
+            (example["example_id"], example["group_id"], of_example(example))
+            for file in one.files for example in pq.read_table(file, partitioning=None).to_pylist()
+        ]  # fmt: skip
+        for name, group, words in texts:
+            hash_ = int(hashing.strings(pa.array([group]))[0])
+            for gram in ngrams(words):
+                order += 1
+                groups_of.setdefault(gram, set()).add(group)
+                entry = (number, hash_, order, name)
+                table[gram] = min(table.get(gram, entry), entry)
+    if groups:
+        table = {gram: entry for gram, entry in table.items() if len(groups_of[gram]) <= groups}
+    expected = {}
+    for example in rows:
+        words = of_example(example)
+        hits = [
+            (table[gram][0], place, table[gram][3])
+            for place, gram in enumerate(ngrams(words))
+            if gram in table
+        ]
+        if hits:
+            number, _, name = min(hits)
+            kind = "4 words" if len(words) >= 4 else "text"
+            expected[example["example_id"]] = (f"{kind} of {sets[number].name}", name)
+    sharing = Options(ngram_words=4, min_words=2, boilerplate_groups=groups)
+    done = clean(corpus, ONLY, sharing, sets)
+    samples = [
+        json.loads(line)
+        for file in (tmp_path / "clean-0" / "rejected").iterdir()
+        for line in file.read_text().splitlines()
+    ]
+    assert 20 < len(expected) < 150
+    assert {r["example_id"] for r in rows} - set(done.rows) == set(expected)
+    reasons = [reason for reason, _ in expected.values()]
+    assert done.dropped == {reason: reasons.count(reason) for reason in set(reasons)}
+    assert len(samples) > 20
+    for sample in samples:
+        assert (sample["reason"], sample["same_as"]) == expected[sample["example_id"]]
+
+
+def test_the_driver_holds_a_filter_and_a_task_one_bucket(
+    corpus_of, clean, many_buckets, monkeypatch
+):
+    """Some 12 bits of each n-gram; the index is read by the tasks that match, a bucket each."""
+    read = []
+
+    def counted(draft, names, bucket, schema):
+        names = list(names)
+        read.extend(name for name in names if name.startswith("evaluation-index"))
+        return original(draft, names, bucket, schema)
+
+    original = buckets.read
+    monkeypatch.setattr(buckets, "read", counted)
+    corpus = corpus_of([row("a", "w1 w2", "w3 w4"), row("t", "w1 w2", "w3 w4", split="test")])
+    assert set(clean(corpus, ONLY, RULE, own_sets(corpus)).rows) == {"t"}
+    assert sorted(read) == sorted(
+        name
+        for b in range(8)
+        for name in (f"evaluation-index-{b:05d}", f"evaluation-index-{b:05d}-filter")
+    )
+
+
+@pytest.mark.parametrize(
+    "evaluation, train", [(0, 10**9), (10**5, 10**12), (10**10, 10**11), (10**12, 0)]
+)
+def test_buckets_and_the_filter_grow_with_what_is_filed(evaluation, train):
+    layout = Layout.of(evaluation, train)
+    assert layout.filed_bytes / layout.bucket_count <= 256 << 20
+    assert layout.bucket_count == 1 or layout.filed_bytes / layout.bucket_count > 128 << 20
+    ngrams = evaluation * 0.4
+    assert 1 << layout.filter_bits >= 6 * ngrams
+    assert layout.filter_bits == 22 or 1 << layout.filter_bits <= 12 * ngrams + 2
 
 
 @pytest.mark.parametrize("text", ["example", "response"])
