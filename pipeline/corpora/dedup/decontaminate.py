@@ -10,8 +10,8 @@ is the same, word for word.
     match     bucket          those that are in the index                            → filed by shard
 
 A task holds a file or a bucket, some 1 GB, whatever the size of the sets. The filter, 6 to 12 bits for each
-n-gram, is all that the driver and each node hold: 2 GiB for the held-out splits of 730 million Reddit
-examples, which have 2.6 billion n-grams. One bucket holds some 6 million n-grams (0.2 million Reddit
+n-gram, is all that the driver and each node hold: 2 GiB for 2.6 billion n-grams, those of the 73 million
+held-out ones of 730 million Reddit examples. One bucket holds some 6 million n-grams (0.2 million Reddit
 examples); then the driver makes the index and the matches itself.
 """
 
