@@ -129,8 +129,7 @@ def run(config: Config) -> program.Summary:
         records = FORMATS[config.format](out, files, options, config.reading, privacy)
         counts = sum_counts(record.counts for record in records)
         if not counts.get("examples"):
-            dropped = sum_counts(record.dropped for record in records)
-            raise BadInput(f"--input: {counts['records']:,} records gave no example ({dropped})")
+            raise _no_example(out, counts["records"], records)
         sizes = published_counts.compare(config.format, files, records)
         published_counts.check(sizes, config.expect)
         notes = [note for record in records for note in record.notes]
@@ -146,6 +145,16 @@ def run(config: Config) -> program.Summary:
     for line in [*notes, *published_counts.differences(sizes)]:
         print(line, file=sys.stderr)
     return program.published(corpus, already_there=False, notes=notes, published=sizes)
+
+
+def _no_example(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:
+    """The refusal of so many records; of the draft only samples that show why are left, if there are any."""
+    dropped = sum_counts(record.dropped for record in records)
+    rejected = out.path("rejected")
+    seen = f"; see {rejected}" if storage.exists(rejected) else ""
+    if not seen:
+        storage.delete(out.staging)
+    return BadInput(f"--input: {count:,} records gave no example ({dropped}){seen}")
 
 
 def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:

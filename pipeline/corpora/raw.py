@@ -253,12 +253,13 @@ class Rejects:
 
 
 def check_share(draft: Draft, records: Iterable[TaskRecord], reading: Reading) -> None:
-    """Raises BadInput where the tasks read nothing, or too much that is malformed."""
+    """Raises BadInput where the tasks read nothing, which leaves no draft, or too much that is malformed."""
     records = list(records)
     total = sum(record.counts.get("records", 0) for record in records)
     malformed = sum_counts(record.malformed for record in records)
     bad = sum(malformed.values())
     if total == 0:
+        storage.delete(draft.staging)  # nothing in it is of use to anybody
         notes = [note for record in records for note in record.notes]
         raise BadInput("; ".join(["--input: the files hold no records", *notes[:3]]))
     if bad > total * reading.max_malformed_share:

@@ -372,6 +372,21 @@ def test_files_of_another_format_are_refused(prepare, dump, corpus):
     assert "malformed" in prepare({"RC": dump}, corpus=corpus).refusal
 
 
+@pytest.mark.parametrize("data", [b"", b"context,response\n"])
+def test_a_table_without_rows_is_refused_and_leaves_nothing(prepare, tmp_path, data):
+    for _ in range(2):
+        refusal = prepare({"pairs.csv": data}, corpus="pairs").refusal
+        assert "--input: the files hold no records" in refusal
+        assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_table_without_an_example_leaves_what_shows_why(prepare, tmp_path):
+    refusal = prepare({"pairs.csv": b"context,response\nhi,\n"}, corpus="pairs").refusal
+    rejected = tmp_path / "out.partial" / "rejected"
+    assert refusal.endswith(f"1 records gave no example ({{'empty response': 1}}); see {rejected}")
+    assert list(rejected.iterdir())
+
+
 def test_input_without_any_example_is_refused(prepare, dump):
     roots = [line for line in dump.splitlines() if b'"parent_id": "t3_' in line]
     refusal = prepare({"RC": b"\n".join(roots)}).refusal

@@ -157,7 +157,10 @@ def prepare(
     dropped = sum_counts(record.dropped for record in staged)
     parts = [part for record in staged for part in record.parts]
     if not parts:
-        raise BadInput(f"--candidates: no text to embed ({dropped or 'no rows'})")
+        if not dropped:
+            storage.delete(draft.staging)
+            raise BadInput("--candidates: no text to embed (no rows)")
+        raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
     raw.check_share(draft, staged, reading)
     before: Canaries | None = previous.artifact.manifest.get("canaries") if previous else None
     contexts = _canaries(gate, before)
@@ -229,7 +232,7 @@ def embed(
     raw.check_share(draft, [prepared, *records], reading)
     if not sum_counts(record.counts for record in records).get("candidates"):
         dropped = sum_counts(record.dropped for record in records)
-        raise BadInput(f"--candidates: no text to embed ({dropped})")
+        raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
     return records
 
 
