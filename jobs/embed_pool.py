@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -99,6 +99,9 @@ def run(config: Config) -> program.Summary:
     job = _job(config)
     is_current = versions.current_name(config.pools, config.name) == job.version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
+        # A job that was killed after it made this version may have left old ones, and its lock.
+        with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
+            _remove_old(config)
         return _summary(config, open_artifact(job.uri, KIND), True)
     candidates.require_columns(job.files, config.embed.columns, config.reading, config.embed)
     if config.gate.canaries:

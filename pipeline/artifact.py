@@ -265,6 +265,7 @@ class Draft:
             "files": entries,
         }
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
+        storage.remove_unfinished(self.staging)
         storage.write_bytes(self.path(MANIFEST), text)
         if self.staging != self.uri:
             Path(self.staging).rename(self.uri)

@@ -31,6 +31,7 @@ _WHOLE_BYTES = 1 << 24
 # the wait, and bring three times what one stream does.
 _AHEAD_BYTES = 8 << 20
 _AHEAD = 3
+_BESIDE = ".tmp"
 _THREADS = 16  # of files that are looked at, or written, at a time
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
 
@@ -254,8 +255,9 @@ def create_bytes(uri: str, data: bytes) -> bool:
 
 
 def _write_beside(path: Path, data: bytes | pa.Buffer | Iterable[bytes]) -> Path:
-    """A file next to `path`. Its name is hidden: a write that is killed leaves it behind."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    """A file next to `path`. Its name is hidden: a write that is killed leaves it behind, until
+    `remove_unfinished`."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_BESIDE}")
     try:
         with beside.open("wb") as stream:
             for piece in (data,) if isinstance(data, (bytes, pa.Buffer)) else data:
@@ -266,6 +268,18 @@ def _write_beside(path: Path, data: bytes | pa.Buffer | Iterable[bytes]) -> Path
         beside.unlink(missing_ok=True)
         raise
     return beside
+
+
+def remove_unfinished(uri: str, deep: bool = True) -> None:
+    """Removes what writes that were killed have left in a local folder, and `deep` below it.
+
+    Nobody else may be writing there. In an object store there is nothing: an upload that ends early is no
+    object.
+    """
+    if is_local(uri):
+        folder = Path(absolute(uri))
+        for file in (folder.rglob if deep else folder.glob)(f".*{_BESIDE}"):
+            file.unlink(missing_ok=True)
 
 
 def delete(uri: str) -> None:

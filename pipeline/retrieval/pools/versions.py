@@ -164,6 +164,7 @@ def remove_old(
     `max_removed_share` of them: it may be the last one before an export broke off.
     Only who holds the pool's lock may call it.
     """
+    storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
     versions: dict[str, float] = {}
     rows: dict[str, int] = {}
     removed = []
