@@ -30,7 +30,7 @@ from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read
 from pipeline.retrieval.pools.plan import Plan, make
 from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
-from pipeline.retrieval.pools.verdicts import Rows, Wanted
+from pipeline.retrieval.pools.verdicts import PlanInput, Wanted
 from pipeline.retrieval.pools.versions import Version, files_of_rows
 from pipeline.shards import Work, run_tasks_on_actors
 
@@ -166,7 +166,7 @@ def prepare(
     contexts = _canaries(gate, before)
     known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
     texts = gate.canary_texts if contexts is None else 0
-    rows = Rows(
+    rows = PlanInput(
         candidates=parts,
         before=files_of_rows(previous.artifact) if previous else (),
         unfinished=[(shard.rows_file, shard.rows) for shard in unfinished],

@@ -12,7 +12,15 @@ from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.retrieval.pools import candidates, verdicts
 from pipeline.retrieval.pools.changes import Changes
-from pipeline.retrieval.pools.verdicts import NEW, REASONS, SAME_ID, Files, Rows, Verdicts, Wanted
+from pipeline.retrieval.pools.verdicts import (
+    NEW,
+    REASONS,
+    SAME_ID,
+    Files,
+    PlanInput,
+    Verdicts,
+    Wanted,
+)
 
 _SHARD_BYTES = 64 << 20  # of text in a shard; an actor holds all of it in memory
 # A small pool is cut finer, so that all actors have work and a kill loses little.
@@ -46,7 +54,7 @@ class Plan:
         return self.changes.new + self.changes.changed + self.changes.same
 
 
-def make(draft: Draft, rows: Rows, rows_per_shard: int, wanted: Wanted) -> Plan:
+def make(draft: Draft, rows: PlanInput, rows_per_shard: int, wanted: Wanted) -> Plan:
     """Writes the verdicts on all candidates, and samples of those that are dropped.
 
     `rows` has a candidate at least. `wanted`: what the plan tells besides.

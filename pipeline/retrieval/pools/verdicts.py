@@ -64,7 +64,7 @@ _VERDICTS = pa.schema([("place", pa.int64()), ("verdict", pa.int64()), ("unfinis
 
 
 @dataclass(frozen=True)
-class Rows:
+class PlanInput:
     """What a plan is made of; places count over all files of a kind."""
 
     candidates: Files
@@ -154,7 +154,7 @@ class _Job:
     copies: bool
 
     @classmethod
-    def of(cls, rows: Rows) -> _Job:
+    def of(cls, rows: PlanInput) -> _Job:
         kinds = {
             "candidates": rows.candidates,
             "before": rows.before,
@@ -185,7 +185,7 @@ class _Job:
         return buckets.read(draft, names, bucket, _KEYS)
 
 
-def decide(draft: Draft, rows: Rows, wanted: Wanted) -> Verdicts:
+def decide(draft: Draft, rows: PlanInput, wanted: Wanted) -> Verdicts:
     """Writes the verdicts on all candidates, a row at least: as if they came one by one, and each took a
     text and an id if both are free."""
     job = _Job.of(rows)

@@ -20,7 +20,7 @@ from pipeline.retrieval.pools import candidates, embedder, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
-from pipeline.retrieval.pools.verdicts import Rows, Wanted
+from pipeline.retrieval.pools.verdicts import PlanInput, Wanted
 
 from .conftest import stage_rows, write_version_before
 
@@ -74,7 +74,9 @@ class Shard:
     def __init__(self, folder: Path, texts: list[str], before: Before | None) -> None:
         self.out, parts = stage_rows(folder, [(f"id {t}", t) for t in texts])
         files = write_version_before(folder, before.rows if before else ())
-        (self.slices,) = plan.make(self.out, Rows(parts, files), 1000, Wanted()).shards.values()
+        (self.slices,) = plan.make(
+            self.out, PlanInput(parts, files), 1000, Wanted()
+        ).shards.values()
 
     def make(self, model: Path, **settings) -> EmbedRecord:
         known = {"batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0}

@@ -22,8 +22,7 @@ from pipeline.retrieval.pools import candidates, plan, verdicts
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.plan import Plan
-from pipeline.retrieval.pools.verdicts import NEW, Wanted
-from pipeline.retrieval.pools.verdicts import Rows as Sources
+from pipeline.retrieval.pools.verdicts import NEW, PlanInput, Wanted
 
 from .conftest import stage_rows, write_version_before
 
@@ -75,7 +74,7 @@ class Maker:
     ) -> tuple[Plan, Rows, list[int]]:
         """(the plan, the rows of all its shards, their verdicts)"""
         out, parts = self.stage(rows)
-        sources = Sources(parts, before(Path(out.uri).parent, previous))
+        sources = PlanInput(parts, before(Path(out.uri).parent, previous))
         with executors.in_this_process():
             made = plan.make(out, sources, rows_per_shard, Wanted(texts, hashes))
         made = from_dict(Plan, json.loads(json.dumps(to_dict(made))))  # as a record keeps it
@@ -274,14 +273,14 @@ def test_a_pool_of_one_bucket_is_planned_in_the_process_of_the_driver(make, monk
     monkeypatch.setattr(verdicts, "_BUCKET_ROWS", 100)
     monkeypatch.setattr("pipeline.shards._on_cluster", on_cluster)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
-    sources = Sources(parts, before(Path(out.uri).parent, BEFORE))
+    sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     assert plan.make(out, sources, 10, Wanted()).rows == 4
     assert verdicts.is_small(sources.candidates, sources.before)
 
 
 def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path):
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
-    sources = Sources(parts, before(Path(out.uri).parent, BEFORE))
+    sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     on_cluster = plan.make(out, sources, 10, Wanted(3))
     expected, kept, places = make(ROWS_OF_TWO_ROUNDS, BEFORE, rows_per_shard=10, texts=3)
     assert from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster)))) == expected
@@ -295,12 +294,12 @@ def test_a_plan_is_made_anew_where_the_version_before_has_changed(make, monkeypa
     out, parts = make.stage([("1", "a"), ("2", "b")])
     folder = Path(out.uri).parent
     with executors.in_this_process() as here:
-        plan.make(out, Sources(parts, before(folder, [("1", "a")])), 10, Wanted())
+        plan.make(out, PlanInput(parts, before(folder, [("1", "a")])), 10, Wanted())
         done = len(here.tasks)
-        plan.make(out, Sources(parts, before(folder, [("1", "a")])), 10, Wanted())
+        plan.make(out, PlanInput(parts, before(folder, [("1", "a")])), 10, Wanted())
         assert len(here.tasks) == done  # as in a job that goes on
         (folder / "newer").mkdir()
-        newer = Sources(parts, before(folder / "newer", [("2", "b")]))
+        newer = PlanInput(parts, before(folder / "newer", [("2", "b")]))
         made = plan.make(out, newer, 10, Wanted())
     assert made.known == 1
     assert verdicts.read_verdicts(out, parts[0][0]).tolist() == [NEW, 0]
