@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jobs import cluster, program
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.actors import Actors
 from pipeline.artifact import (
     MANIFEST,
@@ -45,6 +45,9 @@ from pipeline.retrieval.pools.unfinished import find_shards
 from pipeline.retrieval.pools.versions import Version
 
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
+# Of an object store: a part of the candidates is written in two files, planned by two reads and a write,
+# and read by the shards; a shard is written in four files and a mark.
+_PART_REQUESTS, _SHARD_REQUESTS = 8, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +257,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         unfinished,
     )
     plan = prepared.plan
-    rows = plan.rows - plan.salvaged - (plan.known if prepared.copies else 0)
+    rows = _rows_to_embed(prepared)
     if plan.salvaged:
         print(f"pool {config.name}: {plan.salvaged:,} texts were embedded by builds that were killed, and "
               "are copied from there")  # fmt: skip
@@ -268,6 +271,12 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         flush=True,
     )
     return prepared, previous
+
+
+def _rows_to_embed(prepared: embed.PlanRecord) -> int:
+    """Those that are copied from nowhere."""
+    plan = prepared.plan
+    return plan.rows - plan.salvaged - (plan.known if prepared.copies else 0)
 
 
 def _rate(previous: Version | None) -> float:
@@ -348,20 +357,48 @@ def _embed(
 
 def _dry_run(config: Config, job: _Job) -> program.Summary:
     """The plan alone; what it writes on the way is removed."""
+    from pipeline.resources import cpus_each
+
     with cluster.session(for_tasks=True), _scratch(config, job) as out:
         prepared, previous = _plan(config, job, out)
+        cores = 0
+        if not config.resources.gpu:
+            actors = config.resources.count(len(prepared.plan.shards))
+            cores = cpus_each(actors, chosen=config.resources.cpus_per_actor)
     plan = prepared.plan
     same = previous is not None and _is_same(config, job, prepared, previous)
     _, refused = _look_at_changes(config, plan.changes, plan.rows)
     if refused:
         print(f"pool {config.name}: would be refused: {refused}")
-    return {
+    details = {
         "pool": storage.join(config.pools, config.name),
         "version": previous.name if previous and same else job.version,
         "already_done": same,
         "plan": asdict(plan.changes),
         "dropped": dict(prepared.dropped),
     }
+    found = _estimate(job, prepared, _rate(previous), cores)
+    return cost.show("embed_pool", found, details)
+
+
+def _estimate(job: _Job, prepared: embed.PlanRecord, rate: float, cores: int) -> cost.Estimate:
+    """`rate`: texts that an actor embeds in a second; `cores`: of an actor, 0: it has a GPU."""
+    sizes = [storage.size_of(file) for file in job.files]
+    parts = {part for slices in prepared.plan.shards.values() for part, _, _ in slices}
+    rows = _rows_to_embed(prepared)
+    hours = rows / rate / 3600 if rate else 0.0 if not rows else None
+    return cost.Estimate(
+        input_files=len(sizes),
+        input_bytes=sum(sizes),
+        rows=prepared.counts.get("records"),
+        tasks=len(sizes) + len(prepared.plan.shards),
+        requests=cost.reads(sizes) + _PART_REQUESTS * len(parts)
+        + _SHARD_REQUESTS * len(prepared.plan.shards),
+        cpu_hours=hours * cores if cores and hours is not None else None,
+        gpu_hours=None if cores else hours,
+        basis=f"the version before, {rate:,.0f} texts a second by an actor" if rate
+        else "no version before: not known how long a text takes",
+    )  # fmt: skip
 
 
 def _summary(config: Config, pool: Artifact, there: bool) -> program.Summary:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jobs import program, tokenize_corpus
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.models.shape import Shape
@@ -72,7 +72,7 @@ def run(config: Config) -> program.Summary:
     from pipeline import tracking
     from pipeline.resources import best_device
     from pipeline.training import curves, launch
-    from pipeline.training.estimate import estimate
+    from pipeline.training.estimate import estimate_pretraining
     from pipeline.training.loop import validation_steps
     from pipeline.training.pretraining import Pretraining
     from pipeline.training.tokenized_corpus import TokenizedCorpus
@@ -85,7 +85,7 @@ def run(config: Config) -> program.Summary:
     weights = config.weights or tuple(float(corpus.train_tokens) for corpus in corpora)
     recipe = Pretraining(corpora, weights, start, config.pretrain, config.loop)
     if config.dry_run:
-        return estimate(recipe, config.resources, best_device())
+        return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, best_device()))
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     out = draft(config.output, "encoder", config, inputs)

@@ -7,7 +7,7 @@ No input is copied. A rate is either measured by the dry run itself, on this mac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,20 @@ _LABELS = {
 }
 
 
-def show(job: str, estimate: Estimate) -> dict[str, Any]:
-    """Prints the estimate and returns it for the job's summary."""
-    found = estimate.as_json()
+def show(job: str, estimate: Estimate, details: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Prints the estimate and returns it for the job's summary.
+
+    `details`: what else this job can say of itself, by names that a person can read. JSON-ready.
+    """
+    found, more = estimate.as_json(), dict(details or {})
     print(f"{job}: nothing is written; the job would take about")
     for name, value in found.items():
         print(f"  {_LABELS[name]:<28}{_text(name, value)}")
-    return {"dry_run": True, "estimate": found}
+    for name, value in more.items():
+        if value in ("", {}):
+            continue
+        print(f"  {name.replace('_', ' '):<28}{_text(name, value)}")
+    return {"dry_run": True, "estimate": found, **more}
 
 
 def reads(sizes: Iterable[int]) -> int:
@@ -99,7 +106,9 @@ def _text(name: str, value: Any) -> str:
         return _bytes(value)
     if name.endswith("_hours"):
         return f"{value:,.1f}" if value >= 0.1 else f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{part:,} {what}" for what, part in value.items())
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _bytes(number: float) -> str:

@@ -26,8 +26,10 @@ _ACTIVATION_BYTES = 34
 _MEASURED_SECONDS = 5.0
 
 
-def estimate(recipe: Pretraining, workers: Workers, device: torch.device) -> dict[str, Any]:
-    """Computes a few micro-batches on `device` to measure its rate. JSON-ready."""
+def estimate_pretraining(
+    recipe: Pretraining, workers: Workers, device: torch.device
+) -> tuple[Estimate, dict[str, Any]]:
+    """Computes a few micro-batches on `device` to measure its rate; (estimate, what else there is to say)."""
     config = recipe.pretrain
     task = recipe.build(0, 1)
     model, news = recipe.model()
@@ -36,21 +38,28 @@ def estimate(recipe: Pretraining, workers: Workers, device: torch.device) -> dic
     sharded = workers.workers if workers.shard_weights else 1
     wide = 2 if resolve_precision(recipe.loop.precision, device) == "fp32" else 1
     activations = _ACTIVATION_BYTES * wide * config.lane_tokens * model.encoder.width * layers
-    rate = _tokens_per_s(recipe, device)
+    pace = _measure(task, recipe.loop, device)
+    rate = pace.work["tokens"] / pace.seconds
     tokens = config.steps * config.batch_tokens
-    return {
+    cpu_hours, gpu_hours = _hours(tokens / rate / 3600, device)
+    entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
+    found = Estimate(
+        input_files=len(entries),
+        input_bytes=sum(entry["bytes"] for entry in entries),
+        steps=config.steps,
+        memory_bytes=round(parameters * _BYTES_PER_PARAMETER / sharded + activations),
+        cpu_hours=cpu_hours,
+        gpu_hours=gpu_hours,
+        basis=_basis(pace, workers, device),
+    )
+    return found, {
         "parameters": parameters,
         "start": news,
         "corpus_tokens": recipe.tokens(),
-        "steps": config.steps,
         "batch_tokens": config.batch_tokens,
         "micro_batches_per_step": config.lanes,
         "tokens_to_train": tokens,
         "epochs": round(config.steps / task.batches.steps_per_epoch, 2),
-        "memory_gib_per_worker": round(
-            (parameters * _BYTES_PER_PARAMETER / sharded + activations) / 2**30, 2
-        ),
-        "measured_on": str(device),
         "tokens_per_s_per_worker": round(rate),
         "flops_per_token": _flops_per_token(recipe),
         "workers": workers.workers,
@@ -63,22 +72,30 @@ def estimate_finetuning(recipe: Finetuning, workers: Workers, device: torch.devi
     task = recipe.build(0, 1)
     parameters = sum(value.numel() for value in task.ranker.parameters())
     pace = _measure(task, recipe.loop, device)
-    hours = task.steps * pace.seconds / pace.steps / 3600
-    on_gpu = device.type == "cuda"
-    cores = torch.get_num_threads()
-    basis = f"{pace.steps} steps, measured on {device} ({cores} threads)"
-    if workers.gpu and not on_gpu:
-        basis += "; GPUs take less"
+    cpu_hours, gpu_hours = _hours(task.steps * pace.seconds / pace.steps / 3600, device)
     return Estimate(
         input_files=len(recipe.corpus.paths("train/", ".parquet")),
         input_bytes=sum(entry["bytes"] for entry in recipe.corpus.manifest["files"]),
         rows=recipe.corpus.rows("train/"),
         steps=task.steps,
         memory_bytes=parameters * _BYTES_PER_PARAMETER,
-        gpu_hours=hours if on_gpu else None,
-        cpu_hours=None if on_gpu else hours * cores,
-        basis=basis,
+        cpu_hours=cpu_hours,
+        gpu_hours=gpu_hours,
+        basis=_basis(pace, workers, device),
     )
+
+
+def _hours(hours: float, device: torch.device) -> tuple[float | None, float | None]:
+    """(core hours, GPU hours) of so many hours of a process on this device."""
+    if device.type == "cuda":
+        return None, hours
+    return hours * torch.get_num_threads(), None
+
+
+def _basis(pace: _Pace, workers: Workers, device: torch.device) -> str:
+    basis = f"{pace.steps} steps, measured on {device} ({torch.get_num_threads()} threads)"
+    on_cpu = workers.gpu and device.type != "cuda"
+    return f"{basis}; GPUs take less" if on_cpu else basis
 
 
 @dataclass(frozen=True)
@@ -88,12 +105,6 @@ class _Pace:
     steps: int
     work: dict[str, float]
     seconds: float
-
-
-def _tokens_per_s(recipe: Pretraining, device: torch.device) -> float:
-    """Tokens a second of one worker."""
-    pace = _measure(recipe.build(0, 1), recipe.loop, device)
-    return pace.work["tokens"] / pace.seconds
 
 
 def _measure(task: Task, loop: LoopConfig, device: torch.device) -> _Pace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,12 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_no_trace(night, pools, tmp
     assert "1 new, 1 changed, 27 same, 2 gone; to embed 2 of 29" in finished.stdout
     assert finished.summary["plan"] == {"new": 1, "changed": 1, "same": 27, "gone": 2}
     assert finished.summary["already_done"] is False
+    assert "embed_pool: nothing is written; the job would take about" in finished.stdout
+    estimate = finished.summary["estimate"]
+    assert (estimate["input_files"], estimate["rows"]) == (1, 29)
+    rate = Pool.open(str(pools / "p")).artifact.manifest["embedded"]["rate"]
+    assert estimate["cpu_hours"] == pytest.approx(2 / rate / 3600 * os.cpu_count())
+    assert "the version before" in estimate["basis"]
     assert finished.summary["version"] != first["version"] == current(pools)
     assert sorted(str(path) for path in pools.rglob("*") if path.is_file()) == before
     assert night(changed(FIRST)).summary["version"] == finished.summary["version"]

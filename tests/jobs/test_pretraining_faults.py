@@ -435,12 +435,18 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
     run_job_here, command, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.2)
-    said = run_job_here("pretrain", *command(tmp_path / "out", "--dry-run", "true")).summary
-    assert set(said) >= {
-        "parameters", "corpus_tokens", "tokens_to_train", "epochs", "memory_gib_per_worker",
-        "tokens_per_s_per_worker", "flops_per_token", "hours",
-    }  # fmt: skip
-    assert (said["steps"], said["batch_tokens"], said["workers"]) == (STEPS, 480, 2)
+    finished = run_job_here("pretrain", *command(tmp_path / "out", "--dry-run", "true"))
+    said, estimate = finished.summary, finished.summary["estimate"]
+    assert "pretrain: nothing is written; the job would take about" in finished.stdout
+    assert {"parameters", "corpus_tokens", "epochs", "tokens_per_s_per_worker", "hours"} <= set(
+        said
+    )
+    assert (estimate["steps"], said["batch_tokens"], said["workers"]) == (STEPS, 480, 2)
+    assert estimate["input_bytes"] > 0 and estimate["memory_bytes"] > 16 * said["parameters"]
+    cores = torch.get_num_threads()
+    hours = said["tokens_to_train"] / said["tokens_per_s_per_worker"] / 3600
+    assert estimate["cpu_hours"] == pytest.approx(hours * cores, rel=0.01)
+    assert "steps, measured on cpu" in estimate["basis"]
     assert said["tokens_to_train"] == STEPS * 480
     assert said["micro_batches_per_step"] == 4
     assert list(tmp_path.iterdir()) == []

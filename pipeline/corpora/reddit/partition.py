@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import executors, progress, resources
+from pipeline import executors, progress, resources, task_costs
 from pipeline.arrays import Ints
 from pipeline.artifact import Draft
 from pipeline.corpora import buckets, raw
@@ -29,6 +29,8 @@ _WAITING_BYTES = 256 << 20  # of decompressed lines, per core
 # Readers need no core of their own. But with 0 they would run on the head, which has no core either, and
 # a whole core less what they take would be lost to the parsers.
 _READER_CPUS, _PARSER_CPUS = 0.01, 0.98
+
+_LABEL = "reddit: dump files to threads"
 
 Records = dict[str, TaskRecord]
 """By task: "file-00003" for a dump file, "block-00003-000017" for a block of its lines."""
@@ -57,7 +59,7 @@ def read_dumps(
     done = draft.marks()
     todo = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in done]
     stack = ExitStack()
-    bar = stack.enter_context(progress.bar("reddit: dump files to threads", None, unit="comment"))
+    bar = stack.enter_context(progress.bar(_LABEL, None, unit="comment"))
     known = {task for task in done if task.startswith("block")}
     bar.update(sum(done.record(task, TaskRecord).counts["records"] for task in known))
     if todo:
@@ -70,7 +72,9 @@ def read_dumps(
                 ends[file] = from_json(DumpRecord, row["file_record"])
             else:
                 parsed[file] += 1
-                bar.update(row["lines"])
+                cost = from_json(TaskRecord, row["record"]).cost
+                task_costs.count_done(_LABEL, cost)
+                bar.update(cost.rows)
             # A file is done when all its blocks are; only then is its own mark true.
             if file in ends and parsed[file] == ends[file].blocks:
                 draft.mark(file, ends[file])
@@ -81,8 +85,11 @@ def read_dumps(
     for dump in of_dumps.values():
         if dump.cut_off and reading.truncated == "stop":
             raise raw.cut_off_input(raw.CutOff(dump.cut_off), dump.lines)
-    blocks = sorted(task for task in done if task.startswith("block"))
-    return {**{task: done.record(task, TaskRecord) for task in blocks}, **of_dumps}
+    names = sorted(task for task in done if task.startswith("block"))
+    blocks = {task: done.record(task, TaskRecord) for task in names}
+    costs = {task: record.cost for task, record in blocks.items()}
+    task_costs.report(task_costs.Stage(_LABEL, costs))
+    return {**blocks, **of_dumps}
 
 
 def _file_of(task: str) -> str:
@@ -193,40 +200,48 @@ def _read_file(
 def _parse_and_retry(
     draft: Draft, bucket_count: int, options: Options, privacy: Privacy, batch: pa.Table
 ) -> pa.Table:
-    return with_retries(lambda: _parse_block(draft, bucket_count, options, privacy, batch))
-
-
-def _parse_block(
-    draft: Draft, bucket_count: int, options: Options, privacy: Privacy, batch: pa.Table
-) -> pa.Table:
-    """Parses one block of lines into its file of comments, filed by bucket."""
+    """Parses the block of a row of `_read_file` and marks it: a row with its record, or with its file's."""
     row = batch.to_pylist()[0]
-    lines = 0
+    record = ""
     if row["lines"] is not None:
-        malformed = raw.Rejects()
-        parse = parse_submissions if row["kind"] == "submissions" else parse_comments
-        comments = parse(row["lines"], row["uri"], row["first_line"], malformed)
-        lines = comments.num_rows + malformed.counts.total()
-        comments, elsewhere, redacted = normalise(comments, options, privacy)
-        hashes = thread_hashes(comments["thread"].combine_chunks())
-        buckets.write(draft, row["task"], comments, (hashes >> 12) % bucket_count, bucket_count)
-        malformed.save(draft, row["task"], privacy)
-        dropped = {
-            **malformed.counts,
-            **({"subreddit not asked for": elsewhere} if elsewhere else {}),
-        }
-        record = TaskRecord(
-            counts={"records": lines, **redacted_count(redacted)},
-            malformed=dict(malformed.counts),
-            dropped=dropped,
-        )
-        draft.mark(row["task"], record)
+
+        def parse_and_mark() -> TaskRecord:
+            made = task_costs.measured(
+                lambda: _parse_block(draft, bucket_count, options, privacy, row)
+            )
+            draft.mark(row["task"], made)
+            return made
+
+        record = to_json(with_retries(parse_and_mark))
     return pa.table(
         {
             "task": [row["task"]],
-            "lines": pa.array([lines], pa.int64()),
+            "record": [record],
             "file_record": pa.array([row["file_record"]], pa.string()),
         }
+    )
+
+
+def _parse_block(
+    draft: Draft, bucket_count: int, options: Options, privacy: Privacy, row: dict[str, Any]
+) -> TaskRecord:
+    """Parses one block of lines into its file of comments, filed by bucket."""
+    malformed = raw.Rejects()
+    parse = parse_submissions if row["kind"] == "submissions" else parse_comments
+    comments = parse(row["lines"], row["uri"], row["first_line"], malformed)
+    lines = comments.num_rows + malformed.counts.total()
+    comments, elsewhere, redacted = normalise(comments, options, privacy)
+    hashes = thread_hashes(comments["thread"].combine_chunks())
+    buckets.write(draft, row["task"], comments, (hashes >> 12) % bucket_count, bucket_count)
+    malformed.save(draft, row["task"], privacy)
+    dropped = {
+        **malformed.counts,
+        **({"subreddit not asked for": elsewhere} if elsewhere else {}),
+    }
+    return TaskRecord(
+        counts={"records": lines, **redacted_count(redacted)},
+        malformed=dict(malformed.counts),
+        dropped=dropped,
     )
 
 

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pipeline import task_costs
+from pipeline.artifact import draft
 from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
 from pipeline.corpora.privacy import Privacy
@@ -543,6 +545,19 @@ def test_by_name_or_by_hash_the_examples_are_the_same(sample_comments):
 
 
 # The corpus
+
+
+def test_the_blocks_of_a_dump_are_tasks_with_a_cost(sample_files, tmp_path, actors_in_process):
+    files = [str(file) for file in sorted((sample_files / "reddit_dump").iterdir())]
+    out = draft(str(tmp_path / "out"), "corpus", Options(), {})
+    privacy = Privacy(redact=False, authors="plain", salt="")
+    with task_costs.collected() as stages:
+        records = reddit.prepare(out, files, Options(), raw.Reading(), privacy)
+    (stage,) = (stage for stage in stages if stage.name == "reddit: dump files to threads")
+    assert list(stage.costs) == [task for task in out.marks() if task.startswith("block")]
+    assert all(cost.host and cost.peak_memory_bytes for cost in stage.costs.values())
+    lines = sum(record.counts.get("records", 0) for record in records)
+    assert sum(cost.rows for cost in stage.costs.values()) == lines > 1000
 
 
 def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
