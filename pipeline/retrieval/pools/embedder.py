@@ -33,6 +33,7 @@ from pipeline.retrieval.pools.plan import Slices
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.unfinished import UnfinishedShard, UnfinishedVectors
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
+from pipeline.retrieval.pools.verdict_tasks import NEW
 
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
 _ORDINARY = "an ordinary text"
@@ -83,7 +84,7 @@ class Embedder:
         rows, places_N, salvaged_N = _read(draft, slices)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
         copied_N = self._copy(rows, places_N, vectors_ND)
-        copied_N |= self._salvage(rows, np.where(copied_N, verdicts.NEW, salvaged_N), vectors_ND)
+        copied_N |= self._salvage(rows, np.where(copied_N, NEW, salvaged_N), vectors_ND)
         todo = np.flatnonzero(~copied_N)
         vectors_ND[todo], tokens_N, actor_seconds = self._embed(rows["text"].take(todo).to_pylist())
         poisoned = {"text has no tokens": todo[tokens_N == 0]}
@@ -204,7 +205,7 @@ def _read(draft: Draft, slices: Slices) -> tuple[pa.Table, Ints, Ints]:
     tables, places, salvaged = [], [], []
     for part, start, end in slices:
         verdict = verdicts.read_verdicts(draft, part)[start:end]
-        keep = verdict >= verdicts.NEW
+        keep = verdict >= NEW
         tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
         places.append(verdict[keep])
         salvaged.append(verdicts.read_salvaged(draft, part)[start:end][keep])

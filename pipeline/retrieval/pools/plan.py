@@ -12,15 +12,16 @@ from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.retrieval.pools import candidates, verdicts
 from pipeline.retrieval.pools.changes import Changes
-from pipeline.retrieval.pools.verdicts import (
+from pipeline.retrieval.pools.verdict_tasks import (
     NEW,
     REASONS,
     SAME_ID,
     Files,
     PlanInput,
-    Verdicts,
     Wanted,
+    ahead,
 )
+from pipeline.retrieval.pools.verdicts import Verdicts
 
 _SHARD_BYTES = 64 << 20  # of text in a shard; an actor holds all of it in memory
 # A small pool is cut finer, so that all actors have work and a kill loses little.
@@ -91,7 +92,7 @@ def _cut(draft: Draft, parts: Files, rows_per_shard: int) -> Iterator[Slices]:
 
     slices: Slices = []
     rows = size = 0
-    for part, kept, ends in verdicts.ahead(read, parts):
+    for part, kept, ends in ahead(read, parts):
         done = 0
         while done < len(kept):
             if rows >= rows_per_shard or size >= _SHARD_BYTES:

@@ -20,7 +20,7 @@ from pipeline.retrieval.pools import candidates, embedder, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
-from pipeline.retrieval.pools.verdicts import PlanInput, Wanted
+from pipeline.retrieval.pools.verdict_tasks import PlanInput, Wanted
 
 from .conftest import stage_rows, write_version_before
 

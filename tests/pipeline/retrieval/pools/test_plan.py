@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from pipeline import executors, storage
 from pipeline.artifact import Draft
 from pipeline.config import from_dict, to_dict
-from pipeline.retrieval.pools import candidates, plan, verdicts
+from pipeline.retrieval.pools import candidates, plan, verdict_tasks, verdicts
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.plan import Plan
-from pipeline.retrieval.pools.verdicts import NEW, PlanInput, Wanted
+from pipeline.retrieval.pools.verdict_tasks import NEW, PlanInput, Wanted
 
 from .conftest import stage_rows, write_version_before
 
@@ -95,7 +95,7 @@ class Maker:
 def make(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(candidates, "_PART_ROWS", 3)
-    patch.setattr(verdicts, "_BUCKET_ROWS", 4)  # several buckets, and several groups of parts
+    patch.setattr(verdict_tasks, "_BUCKET_ROWS", 4)  # several buckets, and several groups of parts
     patch.setattr(os, "fsync", lambda file: None)  # a plan has a hundred small files
     yield Maker(tmp_path_factory.mktemp("plans"))
     patch.undo()
@@ -148,7 +148,7 @@ def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
 
 def test_a_small_pool_is_cut_in_sixteen_or_by_512_rows(make, monkeypatch):
     monkeypatch.setattr(candidates, "_PART_ROWS", 1000)
-    monkeypatch.setattr(verdicts, "_BUCKET_ROWS", 1000)
+    monkeypatch.setattr(verdict_tasks, "_BUCKET_ROWS", 1000)
     rows = [(str(n), f"text {n}") for n in range(1600)]
     assert len(make(rows[:512], rows_per_shard=10_000)[0].shards) == 1
     assert len(make(rows[:513], rows_per_shard=10_000)[0].shards) == 2
@@ -270,7 +270,7 @@ def test_a_pool_of_one_bucket_is_planned_in_the_process_of_the_driver(make, monk
     def on_cluster(*_: object) -> None:
         raise AssertionError("a task went to the cluster")
 
-    monkeypatch.setattr(verdicts, "_BUCKET_ROWS", 100)
+    monkeypatch.setattr(verdict_tasks, "_BUCKET_ROWS", 100)
     monkeypatch.setattr("pipeline.shards._on_cluster", on_cluster)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))

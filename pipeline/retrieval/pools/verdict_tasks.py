@@ -1,0 +1,314 @@
+"""The tasks that decide about the candidates of a pool; `verdicts` says what each of them holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.arrays import Ints, Keys
+from pipeline.artifact import Draft
+from pipeline.config import digest
+from pipeline.corpora import buckets, raw
+from pipeline.records import TaskRecord
+from pipeline.retrieval.pools import candidates
+
+NEW, SAME_TEXT, SAME_ID = -1, -2, -3
+REASONS = {SAME_TEXT: "the same text again", SAME_ID: "the same id again"}
+FOLDER = "_plan"
+_BUCKET_ROWS = 1 << 20
+_READS_AT_ONCE = 16
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+Files = Sequence[tuple[str, int]]
+"""(part, or URI of a file of rows; its rows) each"""
+
+_KEYS = pa.schema([("text", pa.uint64()), ("id", pa.uint64()), ("place", pa.int64())])
+_FIRST = pa.schema([*_KEYS, ("before", pa.int64()), ("unfinished", pa.int64())])
+_LOST = pa.schema([("place", pa.int64())])
+_VERDICTS = pa.schema([("place", pa.int64()), ("verdict", pa.int64()), ("unfinished", pa.int64())])
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """What a plan is made of; places count over all files of a kind."""
+
+    candidates: Files
+    """Parts."""
+    before: Files = ()
+    """Of the version before."""
+    unfinished: Files = ()
+    """Of builds that were never finished, for texts that are not copied from the version before."""
+    copies: bool = True
+    """Whether any text is copied from the version before."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What else is to be found among the candidates that are kept."""
+
+    texts: int = 0
+    """How many with the lowest keys."""
+    hashes: Sequence[str] = ()
+    """Which of these are there: the first 16 digits of content hashes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdsRecord(TaskRecord):
+    """A bucket of ids."""
+
+    new: int
+    changed: int
+    same: int
+    lost: int = 0
+    """Candidates that an earlier one has taken the id of."""
+    known: int = 0
+    salvaged: int = 0
+    first: list[tuple[int, int]] = field(default_factory=list)
+    """(key, place) of the texts with the lowest keys"""
+    present: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRecord(TaskRecord):
+    """The verdicts on a group of candidates."""
+
+    samples: list[tuple[int, int]]
+    """(verdict, place) of the first ones that are dropped"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files one after the other, a million rows or so."""
+
+    files: tuple[tuple[str, int], ...]
+    first: int
+    """The place of its first row."""
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.files)
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """What every task knows."""
+
+    name: str
+    """Before the names of all tasks: a job that is resumed after the version before has changed, or another
+    build was killed, takes none for done."""
+    bucket_count: int
+    groups: dict[str, list[Group]]
+    """By what they are of: "candidates", "before", "unfinished"."""
+    copies: bool
+
+    @classmethod
+    def of(cls, rows: PlanInput) -> PlanJob:
+        kinds = {
+            "candidates": rows.candidates,
+            "before": rows.before,
+            "unfinished": rows.unfinished,
+        }
+        count = bucket_count(*kinds.values())
+        named = digest([[list(map(list, files)) for files in kinds.values()], rows.copies, count])
+        return cls(
+            f"plan-{named[:8]}", count, {k: groups_of(f) for k, f in kinds.items()}, rows.copies
+        )
+
+    def keys(self, kind: str) -> list[str]:
+        return [f"{self.name}-keys-{kind}-{number:05d}" for number in range(len(self.groups[kind]))]
+
+    def buckets(self, stage: str, round_number: int = 0) -> dict[str, int]:
+        """A task per bucket."""
+        name = f"{self.name}-{stage}-{round_number}"
+        return {f"{name}-{bucket:05d}": bucket for bucket in range(self.bucket_count)}
+
+    def file(self, draft: Draft, name: str, rows: pa.Table, by: str) -> None:
+        """Files rows by the bucket of their key `by`."""
+        bucket = (rows[by].to_numpy() % np.uint64(self.bucket_count)).astype(np.int64)
+        buckets.write(draft, f"{name}-by-{by}", rows, bucket, self.bucket_count)
+
+    def read(self, draft: Draft, kind: str, by: str, bucket: int) -> pa.Table:
+        """The keys in a bucket, in the order of places."""
+        names = [f"{task}-by-{by}" for task in self.keys(kind)]
+        return buckets.read(draft, names, bucket, _KEYS)
+
+
+def ahead(read: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Iterator[ResultT]:
+    """`read(item)` of each item, in order, while the next ones are read: from an object store each takes
+    20 ms or more, and a large pool has thousands."""
+    with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+        waiting: deque[Future[ResultT]] = deque()
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) > 2 * _READS_AT_ONCE:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def bucket_count(*kinds: Files) -> int:
+    most = max(sum(rows for _, rows in files) for files in kinds)
+    return max(1, -(-most // _BUCKET_ROWS))
+
+
+def groups_of(files: Files) -> list[Group]:
+    groups = list[Group]()
+    taken = list[tuple[str, int]]()
+    rows = start = 0
+    for name, count in files:
+        if taken and rows + count > _BUCKET_ROWS:
+            groups.append(Group(tuple(taken), start))
+            start += rows
+            taken, rows = [], 0
+        taken.append((name, count))
+        rows += count
+    return [*groups, Group(tuple(taken), start)] if taken else groups
+
+
+def keys_task(
+    draft: Draft, task: str, argument: str, job: PlanJob, by: dict[str, list[str]]
+) -> TaskRecord:
+    kind, _, number = argument.partition(" ")
+    group = job.groups[kind][int(number)]
+
+    def read(name: str) -> tuple[Keys, Keys]:
+        if kind != "candidates":
+            return candidates.read_published_keys(name)
+        keys = candidates.read_keys(draft, name)
+        return keys[:, candidates.TEXT_KEY], keys[:, candidates.ID_KEY]
+
+    found = list(ahead(read, [name for name, _ in group.files]))
+    texts, ids = (np.concatenate(keys) for keys in zip(*found, strict=True))
+    rows = pa.table([texts, ids, group.first + np.arange(len(texts))], schema=_KEYS)
+    for key in by[kind]:
+        job.file(draft, task, rows, key)
+    return TaskRecord(counts={"records": len(rows)})
+
+
+def texts_task(draft: Draft, task: str, bucket: int, job: PlanJob, round_number: int) -> TaskRecord:
+    """The first candidate with each text, of those that have not lost their id."""
+    rows = job.read(draft, "candidates", "text", bucket)
+    lost = [
+        f"{name}-lost" for number in range(1, round_number) for name in job.buckets("ids", number)
+    ]
+    gone = buckets.read(draft, lost, bucket, _LOST)["place"].to_numpy()
+    rows = rows.filter(pa.array(~np.isin(rows["place"].to_numpy(), gone)))
+    rows = rows.take(pa.array(_first(rows["text"].to_numpy())))
+    texts = rows["text"].to_numpy()
+    before = _places(job.read(draft, "before", "text", bucket), texts)
+    unfinished = _places(job.read(draft, "unfinished", "text", bucket), texts)
+    if job.copies:
+        unfinished[before >= 0] = NEW
+    columns = [*rows.columns, before, unfinished]
+    job.file(draft, task, pa.table(columns, schema=_FIRST), "id")
+    return TaskRecord()
+
+
+def ids_task(
+    draft: Draft, task: str, bucket: int, job: PlanJob, round_number: int, wanted: Wanted
+) -> IdsRecord:
+    """The first candidate with each id, of those that are the first with their text."""
+    names = [f"{name}-by-id" for name in job.buckets("texts", round_number)]
+    rows = buckets.read(draft, names, bucket, _FIRST).sort_by("place").combine_chunks()
+    is_first = np.zeros(len(rows), bool)
+    is_first[_first(rows["id"].to_numpy())] = True
+    kept, lost = rows.filter(pa.array(is_first)), rows.filter(pa.array(~is_first))
+    text_bucket = (lost["text"].to_numpy() % np.uint64(job.bucket_count)).astype(np.int64)
+    buckets.write(draft, f"{task}-lost", lost.select(["place"]), text_bucket, job.bucket_count)
+    places = rows["place"].to_numpy()
+    before = np.where(is_first, rows["before"].to_numpy(), SAME_ID)
+    unfinished = np.where(is_first, rows["unfinished"].to_numpy(), NEW)
+    starts = [group.first for group in job.groups["candidates"]]
+    group = np.searchsorted(starts, places, side="right") - 1
+    verdicts = pa.table([places, before, unfinished], schema=_VERDICTS)
+    buckets.write(draft, task, verdicts, group, len(starts))
+    texts = kept["text"].to_numpy()
+    lowest = np.argsort(texts)[: wanted.texts]
+    keys = np.array([int(hash_, 16) for hash_ in wanted.hashes], np.uint64)
+    new, changed, same = _changes(kept, job.read(draft, "before", "id", bucket))
+    return IdsRecord(
+        new=new,
+        changed=changed,
+        same=same,
+        lost=len(lost),
+        known=int(np.count_nonzero(before >= 0)),
+        salvaged=int(np.count_nonzero(unfinished >= 0)),
+        first=[(int(texts[at]), int(kept["place"][at].as_py())) for at in lowest.tolist()],
+        present=[wanted.hashes[at] for at in np.flatnonzero(np.isin(keys, texts)).tolist()],
+    )
+
+
+def verdicts_task(draft: Draft, task: str, number: int, job: PlanJob, rounds: int) -> GroupRecord:
+    group = job.groups["candidates"][number]
+    verdicts = np.full(group.rows, SAME_TEXT, np.int64)
+    unfinished = np.full(group.rows, NEW, np.int64)
+    for round_number in range(1, rounds + 1):  # what a later one says is right
+        names = job.buckets("ids", round_number)
+        rows = buckets.read(draft, names, number, _VERDICTS)
+        at = rows["place"].to_numpy() - group.first
+        verdicts[at] = rows["verdict"].to_numpy()
+        unfinished[at] = rows["unfinished"].to_numpy()
+
+    def write(part: tuple[str, int, int]) -> None:
+        name, start, end = part
+        draft.write_file(f"{FOLDER}/{name}.npy", candidates.npy_file(verdicts[start:end]))
+        if job.groups["unfinished"]:
+            name = f"{FOLDER}/{name}-unfinished.npy"
+            draft.write_file(name, candidates.npy_file(unfinished[start:end]))
+
+    ends = itertools.accumulate(rows for _, rows in group.files)
+    parts = [(name, end - rows, end) for (name, rows), end in zip(group.files, ends, strict=True)]
+    for _ in ahead(write, parts):
+        pass
+    samples, dropped = list[tuple[int, int]](), dict[str, int]()
+    for verdict, reason in REASONS.items():
+        places = np.flatnonzero(verdicts == verdict)
+        samples += [(verdict, group.first + at) for at in places[: raw.MAX_SAMPLES].tolist()]
+        if len(places):
+            dropped[reason] = len(places)
+    return GroupRecord(samples=samples, dropped=dropped, counts={"records": group.rows})
+
+
+def compare_task(draft: Draft, task: str, bucket: int, job: PlanJob) -> IdsRecord:
+    rows, before = (job.read(draft, kind, "id", bucket) for kind in ("after", "before"))
+    new, changed, same = _changes(rows, before)
+    return IdsRecord(new=new, changed=changed, same=same)
+
+
+def _changes(rows: pa.Table, before: pa.Table) -> tuple[int, int, int]:
+    """How many ids are new, have another text, have the same one; each is in `before` once at most."""
+    was = _find(before["id"].to_numpy(), rows["id"].to_numpy())
+    known = was >= 0
+    texts, texts_before = rows["text"].to_numpy()[known], before["text"].to_numpy()[was[known]]
+    same = int(np.count_nonzero(texts == texts_before))
+    return int(np.count_nonzero(~known)), len(texts) - same, same
+
+
+def _places(rows: pa.Table, texts: Keys) -> Ints:
+    """The place of the first row with each of these texts, or NEW."""
+    at = _find(rows["text"].to_numpy(), texts)
+    places: Ints = np.append(rows["place"].to_numpy(), NEW)[at]
+    return places
+
+
+def _find(keys: Keys, wanted: Keys) -> Ints:
+    """Where each wanted key is for the first time, or -1."""
+    if not len(keys):
+        return np.full(len(wanted), -1, np.int64)
+    order = np.argsort(keys, kind="stable")
+    at = order[np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)]
+    found: Ints = np.where(keys[at] == wanted, at, -1)
+    return found
+
+
+def _first(keys: Keys) -> Ints:
+    """Where each key is for the first time."""
+    return np.unique(keys, return_index=True)[1]
