@@ -7,6 +7,7 @@ Unknown names, wrong types and values outside their range are refused before any
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -98,26 +99,13 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
 
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
-    import jsonargparse  # takes longer than the rest that `import pipeline` loads
-
     if (after_dashes := getattr(config_class, "AFTER_DASHES", "")) and "--" in argv:
         at = list(argv).index("--")
         argv = [*argv[:at], f"--{after_dashes}", json.dumps(argv[at + 1 :])]
     positional = getattr(config_class, "POSITIONAL", "")
     if positional and argv and not argv[0].startswith("-"):
         argv = [f"--{positional}", *argv]
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    description = (config_class.__doc__ or "").strip()
-    parser = jsonargparse.ArgumentParser(
-        prog=prog, description=description, exit_on_error=False, allow_abbrev=False
-    )
     files: dict[str, dict[str, Any]] = {}
-    help_of_config = "YAML files with any of the options; a later file wins over an earlier one."
-    parser.add_argument("--config", action="config", help=help_of_config)
-    help_of_progress = "bar: for a person; json: a line of JSON per event on standard error; none."
-    parser.add_argument(
-        "--progress", type=progress.Mode, default=progress.mode(), help=help_of_progress
-    )
     fields = _option_types(config_class)
     try:
         normal = arguments.normalise(argv, fields, getattr(config_class, "ALIASES", {}))
@@ -126,11 +114,11 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
         files = _files(normal)
         _require_known(normal, files, fields)
         given = _given(normal, unions)
-        parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
-        for name, union in unions.items():
-            default = _default(config_class, name)
-            chosen = _chosen_kind(name, union, default, given)
-            _add_kind(parser, name, union, chosen, default)
+        chosen = {
+            name: _chosen_kind(name, union, _default(config_class, name), given)
+            for name, union in unions.items()
+        }
+        parser = _parser((config_class, prog, progress.mode(), tuple(chosen.items())))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jsonargparse's own deprecations are not the user's
             namespace = parser.parse_args(normal)
@@ -144,6 +132,35 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
         raise BadInput(_in_file(option_errors.one_line(error), normal, files)) from None
     except BadInput as error:
         raise BadInput(_in_file(str(error), normal, files)) from None
+
+
+@functools.cache
+def _parser(
+    job: tuple[type[Any], str, progress.Mode, tuple[tuple[str, str], ...]],
+) -> jsonargparse.ArgumentParser:
+    """`job`: its settings, its program, how it shows progress, and the kind of each union.
+
+    To make a parser takes 0.1 s, most of it for docstrings: a process that runs many jobs makes one for each.
+    """
+    import jsonargparse  # takes longer than the rest that `import pipeline` loads
+
+    config_class, prog, mode, chosen = job
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog=prog,
+        description=(config_class.__doc__ or "").strip(),
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    help_of_config = "YAML files with any of the options; a later file wins over an earlier one."
+    parser.add_argument("--config", action="config", help=help_of_config)
+    help_of_progress = "bar: for a person; json: a line of JSON per event on standard error; none."
+    parser.add_argument("--progress", type=progress.Mode, default=mode, help=help_of_progress)
+    unions = _unions(config_class)
+    parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
+    for name, kind in chosen:
+        _add_kind(parser, name, unions[name], kind, _default(config_class, name))
+    return parser
 
 
 def from_dict(config_class: type[ConfigT], values: dict[str, Any]) -> ConfigT:
