@@ -77,7 +77,7 @@ def run(config: Config) -> program.Summary:
         records = []
         for seed in range(config.seed, config.seed + config.seeds):
             records.append(training.train(out, texts, vectors, plan, seed))
-            tracked.log(records[-1].numbers, step=seed)
+            tracked.log(records[-1].numbers, step=seed, wait=True)
         numbers = training.report(texts, records, plan)
         report = json.dumps(numbers, indent=1, ensure_ascii=False).encode()
         plot = storage.read_bytes(out.path(PLOT))

@@ -154,10 +154,11 @@ def run(config: Config) -> program.Summary:
             )
             ranked.append(measure.of(name, make, actors=config.resources))
             with tracking.start_evaluation(model, corpus, settings) as tracked:
-                tracked.log(ranked[-1].numbers())
+                numbers = ranked[-1].numbers()
                 for baseline in found:
-                    numbers = baseline.numbers().items()
-                    tracked.log({f"{baseline.name}/{k}": number for k, number in numbers})
+                    row = baseline.numbers().items()
+                    numbers |= {f"{baseline.name}/{k}": number for k, number in row}
+                tracked.log(numbers, wait=True)
             runs.append(tracked)
         if config.together:
             name = " + ".join(asked_models)
