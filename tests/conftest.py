@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import inspect
 import json
@@ -119,14 +120,29 @@ def sizes_as_now() -> Callable[[Path], None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One MLflow data base for the session (its migrations take seconds), outside of the tree."""
-    folder = tmp_path_factory.mktemp("mlflow")
+def tracking_uri() -> Iterator[str]:
+    """One MLflow data base for the session (its migrations take seconds), outside of the tree; in memory
+    where the machine has room for it, as each job writes to the disk a dozen times otherwise."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="polyrank-mlflow-", dir=memory if memory.is_dir() else None)
     uri = f"sqlite:///{folder}/mlflow.db"
     os.environ["MLFLOW_TRACKING_URI"] = uri
     mlflow.set_tracking_uri(uri)
-    mlflow.create_experiment("polyrank", artifact_location=str(folder / "artifacts"))
-    return uri
+    mlflow.create_experiment("polyrank", artifact_location=f"{folder}/artifacts")
+    shutil.copy(f"{folder}/mlflow.db", f"{folder}/empty.db")
+    yield uri
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def other_store(tracking_uri: str) -> Callable[[Path], str]:
+    """`other_store(path)`: the URI of a MLflow data base of its own, without any run."""
+
+    def make(path: Path) -> str:
+        shutil.copy(tracking_uri.removeprefix("sqlite:///").replace("mlflow.db", "empty.db"), path)
+        return f"sqlite:///{path}"
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -148,9 +164,14 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def real_data(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All real data unpacked: 0.5 GB. What lies in `shared / "data"` already needs no unpacking."""
-    folder = tmp_path_factory.mktemp("real") / "data"
-    subprocess.run([shared / "data" / "unpack", folder], check=True, capture_output=True)
-    return folder
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # the workers' own: one unpacks for all
+    with (root / "real.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [shared / "data" / "unpack", root / "real"]
+        subprocess.run(command, check=True, capture_output=True)
+    return root / "real"
 
 
 @pytest.fixture(scope="session")
@@ -333,6 +354,13 @@ def run_main(
     return Finished(code, *capfd.readouterr())
 
 
+def local_ray_address() -> dict[str, str]:
+    """The environment of a process that joins the Ray of this one."""
+    import ray
+
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "token"}
+
+
 @pytest.fixture(scope="session")
 def submit_job(tracking_uri: str):
     """`python -m jobs.<verb> …` as a user runs it, in a process and on a Ray of its own."""
@@ -347,13 +375,17 @@ def submit_job(tracking_uri: str):
 
 @pytest.fixture
 def start_job(tracking_uri: str):
-    """Starts `python -m jobs.<verb> …` and returns its process, the leader of a group of its own."""
+    """Starts `python -m jobs.<verb> …` and returns its process, the leader of a group of its own.
+
+    With `on_local_ray` it joins the Ray of this process, whose start it is spared.
+    """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(verb: str, *arguments: object) -> subprocess.Popen[bytes]:
+    def start(verb: str, *arguments: object, on_local_ray: bool = False) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             job_command(verb, *arguments),
             cwd=ROOT,
+            env={**os.environ, **(local_ray_address() if on_local_ray else {})},
             start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
