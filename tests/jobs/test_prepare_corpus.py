@@ -5,15 +5,14 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import re
 import shutil
 import signal
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import mlflow
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -444,48 +443,37 @@ def test_another_command_does_not_write_over_a_corpus(prepare, dump):
     assert "another job" in prepare({"RC": dump[: len(dump) // 2]}).refusal
 
 
-@pytest.fixture
-def under_way(start_job, dump, tmp_path):
-    """A job of 40 files that has begun to write: its process and its options but the output."""
+def test_a_job_killed_in_mid_run_resumes_to_the_corpus_of_one_that_was_not(
+    start_job, run_job, run_job_here, dump, tmp_path
+):
+    """It is killed with its workers' work half done, after it has gone on without one of its workers."""
     lines = dump.splitlines(keepends=True)
     (tmp_path / "in").mkdir()
     for part in range(40):
         data = zstandard.compress(b"".join(lines[part::40]))
         (tmp_path / "in" / f"RC_{part:02d}.zst").write_bytes(data)
-    options = ("--corpus", "reddit", "--input", tmp_path / "in", "--output")
-    process = start_job("prepare_corpus", *options, tmp_path / "out")
-    wait_until(lambda: any((tmp_path / "out.partial" / "_tasks").glob("*.json")), process)
-    return process, options
-
-
-def test_a_job_whose_workers_are_killed_goes_on_to_the_same_corpus(under_way, run_job, tmp_path):
-    process, options = under_way
-    killed = 0
-    while process.poll() is None and killed < 3:
-        for worker in workers_of(process.pid)[:1]:
-            with suppress(psutil.Error):
-                worker.kill()
-                killed += 1
-    assert process.wait() == 0
-    assert killed
-    whole = run_job("prepare_corpus", *options, tmp_path / "whole").summary
-    assert open_artifact(str(tmp_path / "out"), "corpus").fingerprint == whole["fingerprint"]
-
-
-def test_a_job_killed_in_mid_run_resumes_to_the_corpus_of_one_that_was_not(
-    under_way, run_job, tmp_path
-):
-    process, options = under_way
+    command = ("prepare_corpus", "--corpus", "reddit", "--input", tmp_path / "in", "--output")
+    process = start_job(*command, tmp_path / "out", on_local_ray=True)
     tasks = tmp_path / "out.partial" / "_tasks"
+
+    def done() -> int:
+        return len(list(tasks.glob("block-*.json")))
+
+    wait_until(done, process)
+    wait_until(lambda: workers_of(os.getpid()), process)
+    for worker in workers_of(os.getpid())[:1]:
+        worker.kill()
+    before = done()
+    wait_until(lambda: done() >= before + 3, process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     with pytest.raises(BadInput, match="unfinished"):
         open_artifact(str(tmp_path / "out"), "corpus")
-    assert 0 < len(list(tasks.glob("block-*.json"))) < 40
+    assert 0 < done() < 40
 
-    resumed = run_job("prepare_corpus", *options, tmp_path / "out").summary
-    whole = run_job("prepare_corpus", *options, tmp_path / "whole").summary
+    resumed = run_job(*command, tmp_path / "out").summary
+    whole = run_job_here(*command, tmp_path / "whole").summary
     assert resumed["already_done"] is False
     assert resumed["fingerprint"] == whole["fingerprint"]
     assert resumed["counts"] == whole["counts"]
