@@ -117,8 +117,8 @@ def from_zero() -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def drive(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+@pytest.fixture(scope="session")
+def drive() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`drive(address, source)`: runs a driver of a cluster in a process of its own."""
 
     def run(address: str, source: str) -> subprocess.CompletedProcess[str]:

@@ -10,15 +10,9 @@ from pipeline import resources
 from pipeline.actors import Actors
 from pipeline.config import BadInput
 
-REDDIT = """
+DRIVER = """
 import sys
-from jobs import prepare_corpus
-sys.argv = ["prepare_corpus", "--corpus", "reddit", "--input", {input!r}, "--output", {output!r}]
-prepare_corpus.program.main(prepare_corpus.Config, prepare_corpus.run, "prepare_corpus")
-"""
-REFUSED = """
-import sys
-from jobs import cluster
+from jobs import cluster, prepare_corpus
 from pipeline import resources
 from pipeline.actors import Actors
 from pipeline.config import BadInput
@@ -29,31 +23,39 @@ with cluster.session():
             ask()
         except BadInput as error:
             print(error)
+    import ray
+    print("nodes:", len(ray.nodes()))
+    print("now the job", file=sys.stderr)
+    sys.argv = ["prepare_corpus", "--corpus", "reddit", "--input", {input!r}, "--output", {output!r}]
+    prepare_corpus.program.main(prepare_corpus.Config, prepare_corpus.run, "prepare_corpus")
 """
 
 
-def test_requests_that_no_node_type_satisfies_are_refused_before_anything_is_started(
-    from_zero, drive
-):
-    done = drive(from_zero, REFUSED)
+@pytest.fixture(scope="module")
+def driven(from_zero, drive, sample_files, reddit_corpus, tmp_path_factory):
+    """A driver that asks for what there cannot be, and then does the cluster's first job."""
+    output = tmp_path_factory.mktemp("from-zero") / "out"
+    done = drive(
+        from_zero, DRIVER.format(input=str(sample_files / "reddit_dump"), output=str(output))
+    )
     assert done.returncode == 0, done.stderr
-    refusals = [line for line in done.stdout.splitlines() if line.startswith("--resources")]
+    return done
+
+
+def test_requests_that_no_node_type_satisfies_are_refused_before_anything_is_started(driven):
+    assert "nodes: 1" in driven.stdout.splitlines()  # the head
+    refusals = [line for line in driven.stdout.splitlines() if line.startswith("--resources")]
     no_gpus, no_gpu, no_cores = refusals
     assert no_gpus.startswith("--resources: a process needs 1 CPU, 8 GPUs; no node")
     assert no_gpu.startswith("--resources: a process needs 1 CPU, 1 GPU; no node")
     assert no_cores.startswith("--resources: a process needs 64 CPUs; no node")
-    assert "waiting for a node with 64 CPUs" in done.stderr
+    assert "waiting for a node with 64 CPUs" in driven.stderr.partition("now the job")[0]
 
 
-def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(
-    from_zero, drive, sample_files, reddit_corpus, tmp_path
-):
-    source = REDDIT.format(input=str(sample_files / "reddit_dump"), output=str(tmp_path / "out"))
-    done = drive(from_zero, source)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(driven, reddit_corpus):
+    summary = json.loads(driven.stdout.splitlines()[-1])
     assert summary["fingerprint"] == reddit_corpus.fingerprint
-    assert "waiting for a node with 1 CPU" in done.stderr
+    assert "waiting for a node with 1 CPU" in driven.stderr.partition("now the job")[2]
 
 
 def test_on_a_cluster_that_cannot_grow_a_process_that_fits_nowhere_is_refused(local_ray):

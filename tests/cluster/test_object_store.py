@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs import program
 from pipeline import node_cache, storage
 from pipeline.artifact import MANIFEST, Draft, draft, open_artifact
 from pipeline.config import Stopped
@@ -251,44 +252,36 @@ def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
     )
 
 
-REFUSED = """
-import sys
-from dataclasses import dataclass
-from jobs import program
-from pipeline import storage
-from pipeline.artifact import open_artifact
-
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    \"\"\"A job that reads and writes.\"\"\"
+class ReadOrWrite:
+    """A job that reads and writes."""
+
     uri: str
-    \"\"\"Where.\"\"\"
+    """Where."""
     write: bool = False
-    \"\"\"Write there.\"\"\"
-
-def run(config):
-    if config.write:
-        storage.write_bytes(config.uri, b"x")
-    open_artifact(config.uri, "corpus")
-
-program.main(Config, run, "job")
-"""
+    """Write there."""
 
 
 @pytest.fixture
-def refused_by_the_store():
+def refused_by_the_store(monkeypatch, capfd):
     """`refused_by_the_store("--uri", …)`: what a job says that reads or writes there."""
 
-    def run(*arguments: str, **environment: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", REFUSED, *arguments], capture_output=True, text=True,
-            env={**os.environ, **environment},
-        )  # fmt: skip
-        (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and line.startswith("python -m jobs.job: ")
+    def run(config: ReadOrWrite) -> program.Summary:
+        if config.write:
+            storage.write_bytes(config.uri, b"x")
+        open_artifact(config.uri, "corpus")
+        return {}
+
+    def refusal(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["job", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            program.main(ReadOrWrite, run, "job")
+        (line,) = capfd.readouterr().err.splitlines()
+        assert ended.value.code == 2 and line.startswith("python -m jobs.job: ")
         return line.removeprefix("python -m jobs.job: ")
 
-    return run
+    return refusal
 
 
 def test_a_bucket_that_is_not_there_is_one_line(s3, refused_by_the_store):

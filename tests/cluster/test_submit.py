@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,10 +13,11 @@ import pytest
 
 from jobs import submit
 from pipeline.config import BadInput
+from tests.helpers import Finished, job_command
 
 from .conftest import ROOT, free_port, head
 
-Submit = Callable[..., subprocess.CompletedProcess[str]]
+Submit = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +28,34 @@ def job_server() -> Iterator[str]:
 
 
 @pytest.fixture
-def send(job_server, tmp_path) -> Submit:
-    """`send("--wait", "--", "inspect", …)` in an empty folder; its process when it has ended."""
+def send(job_server, run_job_here, tmp_path, monkeypatch) -> Submit:
+    """`send("--wait", "--", "inspect", …)` in an empty folder, from this process."""
 
-    def run(*arguments: str, address: str = job_server, **environment: str):
-        command = [sys.executable, "-m", "jobs.submit", "--address", address, *arguments]
-        inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=150,
-            env={**inherited, "PYTHONPATH": str(ROOT), **environment},
-        )  # fmt: skip
+    def run(*arguments: str, address: str = job_server) -> Finished:
+        monkeypatch.chdir(tmp_path)
+        return run_job_here("submit", "--address", address, *arguments)
 
     return run
 
 
-def refusal(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 2, (done.stdout, done.stderr)
-    lines = [
-        line for line in done.stderr.splitlines() if line.startswith("python -m jobs.submit: ")
-    ]
-    assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
-    return lines[0].removeprefix("python -m jobs.submit: ")
+@pytest.fixture
+def send_as_a_user(job_server, tmp_path) -> Submit:
+    """The same in a process of its own."""
+
+    def run(*arguments: str, **environment: str) -> Finished:
+        command = job_command("submit", "--address", job_server, *arguments)
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=150,
+            env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        )  # fmt: skip
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+def refusal(done: Finished) -> str:
+    return done.refusal.removeprefix("python -m jobs.submit: ")
 
 
 def dump(folder: Path) -> tuple[str, ...]:
@@ -57,9 +64,11 @@ def dump(folder: Path) -> tuple[str, ...]:
     return ("generate_dump", "--config", "small.yaml", "--output", str(folder / "dump"))
 
 
-def test_a_job_is_sent_with_its_settings_and_what_it_prints_comes_back(send, tmp_path):
-    done = send("--wait", "--name", "first", "--", *dump(tmp_path))
-    assert done.returncode == 0, done.stderr
+def test_a_job_is_sent_with_its_settings_and_what_it_prints_comes_back(
+    send, send_as_a_user, tmp_path
+):
+    done = send_as_a_user("--wait", "--name", "first", "--", *dump(tmp_path))
+    assert done.code == 0, done.stderr
     *_, theirs, ours = done.stdout.splitlines()
     assert json.loads(theirs)["counts"]["comments"] == 20
     assert json.loads(ours) | {"files": 0, "bytes": 0} == {
@@ -74,26 +83,23 @@ def test_a_job_is_sent_with_its_settings_and_what_it_prints_comes_back(send, tmp
 def test_the_exit_code_is_the_job_s_and_a_failed_one_is_resumed(send, tmp_path):
     gone = ("inspect", "--corpus", str(tmp_path / "gone"))
     failed = send("--wait", "--name", "broken", "--", *gone)
-    assert failed.returncode == 2
+    assert failed.code == 2
     assert f"python -m jobs.inspect: {tmp_path}/gone: not a corpus" in failed.stdout
     assert "python -m jobs.submit: broken: FAILED" in failed.stderr
     again = send("--wait", "--name", "broken", "--", *gone)
-    assert again.returncode == 2
+    assert again.code == 2
     assert "broken-2 resumes broken" in again.stderr
 
 
-def test_a_wrong_address_a_wrong_token_and_another_ray_are_one_line_each(send, job_server):
+def test_a_wrong_address_a_wrong_token_and_another_ray_are_one_line_each(
+    send, send_as_a_user, monkeypatch
+):
     job = ("--", "inspect", "--corpus", "s3://lake/x")
     nobody = f"http://127.0.0.1:{free_port()}"
     assert refusal(send(*job, address=nobody)).startswith(f"--address {nobody}: no cluster answers")
-    assert "RAY_AUTH_TOKEN" in refusal(send(*job, RAY_AUTH_TOKEN="another"))
-    other = "import sys; import ray; ray.__version__ = '9.9.9'; from jobs import submit; "
-    code = other + "submit.program.main(submit.Config, submit.run, 'submit')"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--address", job_server, "--command",
-         '["inspect", "--corpus", "s3://lake/x"]'], cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert "this machine 9.9.9; allowed: the same version" in refusal(done)
+    assert "RAY_AUTH_TOKEN" in refusal(send_as_a_user(*job, RAY_AUTH_TOKEN="another"))
+    monkeypatch.setattr("ray.__version__", "9.9.9")
+    assert "this machine 9.9.9; allowed: the same version" in refusal(send(*job))
 
 
 def test_only_what_must_travel_is_sent(tmp_path, monkeypatch):
