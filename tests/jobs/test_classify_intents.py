@@ -16,7 +16,7 @@ from pipeline.classification import head
 from pipeline.classification.classifier import open_classifier
 from tests.helpers import INTERRUPTED
 
-FEW = ("--head.epochs", 60, "--head.dropout", 0.2, "--encode.precision", "fp32")
+FEW = ("--head.epochs", 40, "--head.dropout", 0.2, "--encode.precision", "fp32")
 
 
 def rows(intent: str, words: str, count: int = 20) -> str:
@@ -68,10 +68,6 @@ def test_a_csv_becomes_a_classifier_and_its_numbers(classify, tmp_path: Path):
     ]
     assert (Path(done["output"]) / "confusion.png").read_bytes().startswith(b"\x89PNG")
     assert artifact.manifest["inputs"]["encoder"]["kind"] == "ranker"
-
-
-def test_the_run_in_mlflow_has_numbers_and_the_picture(classify):
-    artifact = open_artifact(classify().summary["output"], "classifier")
     run = mlflow.get_run(artifact.manifest["run_id"])
     assert run.data.metrics["delivered_accuracy"] == 1.0
     names = {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}

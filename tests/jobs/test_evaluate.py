@@ -41,9 +41,12 @@ def evaluate(run_job_here, tiny_ranker, convai2_corpus):
 def own_metrics(rows, ranker) -> dict[str, float]:
     """float64, one context at a time, with the formula of the paper written out."""
     vectors_NMD, _ = inference.context_vectors(ranker, [row["context"] for row in rows])
+    texts = sorted({text for row in rows for text in row["candidates"]})
+    vectors = inference.candidate_vectors(ranker, texts).double().numpy()
+    place = {text: number for number, text in enumerate(texts)}
     ranks = []
     for row, vectors_MD in zip(rows, vectors_NMD.double().numpy(), strict=True):
-        candidates_CD = inference.candidate_vectors(ranker, row["candidates"]).double().numpy()
+        candidates_CD = vectors[[place[text] for text in row["candidates"]]]
         logits_CM = candidates_CD @ vectors_MD.T
         weights_CM = np.exp(logits_CM - logits_CM.max(axis=1, keepdims=True))
         weights_CM /= weights_CM.sum(axis=1, keepdims=True)
@@ -71,7 +74,7 @@ def test_the_table_has_the_baselines_and_a_row_for_every_model(evaluate, tiny_ra
     models = ["poly", "bi", "cross", ("poly", 1)]
     encoder = tiny_ranker("bi").uri
     done = evaluate(
-        "--max-examples", 100, "--latency-queries", 2, "--mapped", encoder, models=models
+        "--max-examples", 60, "--latency-queries", 2, "--mapped", encoder, models=models
     )
     summary = done.summary
     # All four folders are called "ranker".
@@ -86,8 +89,8 @@ def test_the_table_has_the_baselines_and_a_row_for_every_model(evaluate, tiny_ra
             low, high = summary["intervals"][name][metric]
             assert 0 <= low <= value <= high <= 1
     assert summary["table"][first] != summary["table"][second]
-    assert abs(summary["table"]["chance"]["R@10/20"] - 0.5) < 0.25  # five standard deviations
-    assert summary["examples"] == 100
+    assert abs(summary["table"]["chance"]["R@10/20"] - 0.5) < 0.32  # five standard deviations
+    assert summary["examples"] == 60
     assert list(summary["latency_ms"]) == names[1:]
     assert all(0 < row["median"] <= row["p95"] for row in summary["latency_ms"].values())
     assert len(summary["comparisons"]) == 6
@@ -334,7 +337,7 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
 
 def test_a_threshold_for_none_is_chosen_on_valid(evaluate, actors_in_process, tmp_path):
     """Sub-task 4: a model that never saw NONE gives it any score; a threshold helps it."""
-    for split, examples in (("train", 3), ("dev", 40)):
+    for split, examples in (("train", 3), ("dev", 20)):
         rows = [dstc7_example(n, split) for n in range(examples)]
         (tmp_path / f"ubuntu_{split}_subtask_4.json").write_text(json.dumps(rows))
     output = str(tmp_path / "corpus")
@@ -367,13 +370,12 @@ def dstc7_example(number: int, split: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("actors", [2, 0])  # 0: as many as fit
-def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate, run_job, actors):
+def test_models_run_on_a_cluster_where_that_is_asked_for(evaluate, run_job):
     models, precision = ["bi", "poly"], ("--precision", "fp32")
     options = ("--max-examples", 60, "--baselines", "false", "--latency-queries", 1, *precision)
     options = (*options, "--together", "true")
     here = evaluate(*options, models=models).summary
-    resources = ("--resources.actors", actors, "--resources.cpus-per-actor", 1)
+    resources = ("--resources.actors", 1, "--resources.cpus-per-actor", 1)
     there = evaluate(*options, *resources, models=models, job=run_job).summary
     assert there["examples"] == 60
     assert list(there["table"]) == list(there["latency_ms"]) == ["bi", "poly", "bi + poly"]

@@ -256,9 +256,15 @@ WRONG_CALLS = {
 }
 
 
+@pytest.fixture(scope="module")
+def loaded(made: Path) -> dict[str, Ranker]:
+    """The names that the wrong calls use."""
+    return {name: Ranker.load(made / "rankers" / kind) for name, kind in
+            (("r", "poly"), ("cross", "cross"))}  # fmt: skip
+
+
 @pytest.mark.parametrize("call", WRONG_CALLS)
-def test_one_clear_line_says_what_is_wrong(home: Path, call: str):
-    loaded = {"r": Ranker.load("rankers/poly"), "cross": Ranker.load("rankers/cross")}
+def test_one_clear_line_says_what_is_wrong(home: Path, loaded: dict[str, Ranker], call: str):
     with pytest.raises(BadInput) as refused:
         eval(call, {"Ranker": Ranker, **loaded})
     assert WRONG_CALLS[call] in str(refused.value)
