@@ -60,6 +60,7 @@ from serve.versions import (
 _DECIDER, _CANDIDATE = "versions", "candidate"
 _ANSWER_S = 30.0  # the decider may have to list an object store
 _OPEN_S = 600.0  # a shard may have to download its part first
+_HEALTH_CHECK_S = 2.0  # a dead replica is replaced after so long; Serve's default is 10 s
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -133,6 +134,7 @@ class Args(BaseModel):
     max_queued_requests=256,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
     graceful_shutdown_timeout_s=30,
+    health_check_period_s=_HEALTH_CHECK_S,
 )
 @serve.ingress()
 class Ranker:
@@ -218,6 +220,7 @@ class Ranker:
     max_queued_requests=256,
     backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
     graceful_shutdown_timeout_s=30,
+    health_check_period_s=_HEALTH_CHECK_S,
 )
 class RankerShard:
     """A replica that holds one shard of each of `sharded_pools`."""

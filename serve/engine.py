@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import storage
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
@@ -23,13 +22,13 @@ from pipeline.models.explanation import Explained
 from pipeline.models.polyencoder import Attention
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
-from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.ranking.ranker import Ranker as LoadedRanker
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import filters, top_rows
 from serve.intents import Intents
 from serve.scheduling import Kind
+from serve.versions import require_search
 
 if TYPE_CHECKING:
     from serve.shards import ShardedPool
@@ -335,16 +334,3 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
             raise BadInput(f"pools: two are named {pool.name!r}")
         opened[pool.name] = pool
     return opened
-
-
-def require_search(model: Artifact, pools: Sequence[str]) -> None:
-    """Raises BadInput where there are pools, and the model has no vectors or cannot be searched with."""
-    if not pools:
-        return
-    uri = storage.join(model.uri, SETTINGS)
-    config = parse_settings(storage.read_bytes(uri), uri)
-    if not config.has_vectors:
-        raise BadInput(
-            "pools: a cross-encoder cannot use one; allowed: none, or another kind of model"
-        )
-    _ = config.search_attention  # refuses what cannot search

@@ -5,6 +5,9 @@ proposes new versions. Each replica's `Follower` loads the proposal beside what 
 reports the result. When all replicas have loaded it, the proposal becomes the decision. Each replica swaps by
 one assignment when it next asks the decider, within `poll_s`. If one replica refuses a version, no replica
 takes it: the old versions stay, and the reason is reported.
+
+The decider has a process of its own, which loads this module and no model: without torch it starts 5 s of a
+processor sooner, in a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, digest
+from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.retrieval.pools.pool import CURRENT, KIND
-from serve.engine import Engine, require_search
+
+if TYPE_CHECKING:
+    from serve.engine import Engine
 
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
 _LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
@@ -92,6 +99,19 @@ def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, li
     problems: list[str] = []
     pools = tuple(_version(uri, model, refused, problems) for uri in targets.pools)
     return Versions(model.uri, model.fingerprint, pools), problems
+
+
+def require_search(model: Artifact, pools: Sequence[str]) -> None:
+    """Raises BadInput where there are pools, and the model has no vectors or cannot be searched with."""
+    if not pools:
+        return
+    uri = storage.join(model.uri, SETTINGS)
+    config = parse_settings(storage.read_bytes(uri), uri)
+    if not config.has_vectors:
+        raise BadInput(
+            "pools: a cross-encoder cannot use one; allowed: none, or another kind of model"
+        )
+    _ = config.search_attention  # refuses what cannot search
 
 
 def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[str]) -> str:

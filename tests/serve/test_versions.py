@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +50,16 @@ def model(tiny_ranker):
 
 def targets(model: Any, pools: Path) -> Targets:
     return Targets(model.uri, (str(pools / "replies"),))
+
+
+def test_the_deciders_process_loads_no_model():
+    """Its process is the fourth of a service with two replicas; with torch it has 0.4 GB."""
+    source = (
+        "import sys, serve.versions\n"
+        "assert not {'ray', 'torch', 'mlflow', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # What is wanted
