@@ -1,4 +1,8 @@
-"""A real service under steady requests: a killed replica, new versions, a bad one. Clients see no failure."""
+"""A real service: its answers, and steady requests while a replica or a shard is killed, and while new
+versions and a bad one are published. Clients see no failure.
+
+One service for all of it: each of its processes imports torch.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ from ray.serve.schema import LoggingConfig
 
 from jobs import embed_pool
 from pipeline import storage
+from pipeline.ranking.results import Result
 from pipeline.retrieval.pools.pool import make_current
 from serve import app
 from serve.client import Client
@@ -30,9 +35,12 @@ from tests.helpers import free_port, ray_processes
 
 from .conftest import REPLIES, ask
 
+CONTEXT = ["hello there", "what do you do ?"]
+TEXTS = ["i paint", "rain again today", "no"]
 ASKED = {"context": ["hello there"], "pool": "replies", "top_k": 3}
 QUIET = LoggingConfig(log_level="ERROR", enable_access_log=False)
 _PATIENCE_S = 120.0
+_PAUSE_S = 0.02  # between a client's requests: processes that start beside need the processors too
 SWAPS = int(os.environ.get("POLYRANK_SWAPS", "50"))
 
 
@@ -44,17 +52,26 @@ def model(tiny_ranker):
 @pytest.fixture(scope="module")
 def pools(model, tiny_pool, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("served")
-    shutil.copytree(Path(tiny_pool(model)), root / "replies")
+    for name in ("replies", "parts"):
+        shutil.copytree(Path(tiny_pool(model, name)), root / name)
     return root
 
 
 @pytest.fixture(scope="module")
 def port(local_ray, model, pools) -> Iterator[int]:
-    """Two replicas."""
+    """Two replicas that hold the pool `replies`, and two shards of the pool `parts`."""
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=QUIET)
     try:
-        args = app.Args(model=model.uri, pools=[str(pools / "replies")], poll_s=0.5)
+        args = app.Args(
+            model=model.uri,
+            pools=[str(pools / "replies")],
+            sharded_pools=[str(pools / "parts")],
+            shard_cpus=0,
+            on_missing_shard="answer",
+            precision="fp32",
+            poll_s=0.5,
+        )
         options = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}  # jobs run beside
         serve.run(app.application(args, **options), logging_config=QUIET)
         serve_replicas(2)
@@ -69,7 +86,8 @@ def serve_replicas(count: int) -> None:
 
 
 def replica_pids() -> list[int]:
-    return pids("ServeReplica")
+    """Without those of the shards."""
+    return sorted({*pids("ServeReplica:default:ranker")} - {*pids("-shard-")})
 
 
 def pids(actor: str) -> list[int]:
@@ -99,12 +117,12 @@ class Load:
 
 
 @contextmanager
-def steady_load(port: int, prefix: str = "") -> Iterator[Load]:
+def steady_load(port: int, prefix: str = "", pool: str = "replies") -> Iterator[Load]:
     load, stop = Load(), threading.Event()
 
     def client() -> None:
-        while not stop.is_set():
-            status, answer = ask(port, "POST", f"{prefix}/rank", ASKED)
+        while not stop.wait(_PAUSE_S):
+            status, answer = ask(port, "POST", f"{prefix}/rank", {**ASKED, "pool": pool})
             load.statuses[status] += 1
             if status == 200:
                 load.versions.append(answer["pool"]["version"])
@@ -123,10 +141,62 @@ def steady_load(port: int, prefix: str = "") -> Iterator[Load]:
                 one.result(60)
 
 
-def publish(pools: Path, version: str) -> Path:
-    folder = pools / "replies" / version
-    shutil.copytree(pools / "replies" / "v-1", folder)
+def publish(pools: Path, name: str, version: str) -> Path:
+    """Another version of a pool, made current."""
+    folder = pools / name / version
+    shutil.copytree(pools / name / "v-1", folder)
+    make_current(str(pools), name, version)
     return folder
+
+
+# Its answers
+
+
+def assert_same_ranking(results: list[dict[str, Any]], ranked: list[Result]) -> None:
+    """In the same order, with the same scores."""
+    assert [result["id"] for result in results] == [one.id for one in ranked]
+    scores = [one.score for one in ranked]
+    assert [result["score"] for result in results] == pytest.approx(scores, rel=1e-4)
+
+
+def test_a_replica_answers_as_an_engine_does(port, model, tiny_pool, asking):
+    engine = asking(model, tiny_pool(model))
+    status, body = ask(port, "POST", "/rank", {"context": CONTEXT, "candidates": TEXTS})
+    assert status == 200
+    assert_same_ranking(body["results"], engine.rank(CONTEXT, TEXTS, 3))
+    assert body["model"] == model.fingerprint
+
+    status, body = ask(port, "POST", "/rank", {"context": CONTEXT, "pool": "replies", "top_k": 50})
+    assert status == 200
+    assert_same_ranking(body["results"], engine.rank_pool(CONTEXT, "replies", 50))
+    assert {r["id"]: r["text"] for r in body["results"]} == REPLIES
+    assert body["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
+
+
+def test_a_replica_says_what_it_serves(port, model):
+    assert ask(port, "GET", "/health") == ask(port, "GET", "/ready") == (200, {"status": "ok"})
+    status, info = ask(port, "GET", "/info")
+    assert (status, info["model"]["fingerprint"]) == (200, model.fingerprint)
+    assert {pool["name"] for pool in info["pools"]} == {"replies", "parts"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("/rank", {"context": [""], "candidates": ["a"]}, 422, "invalid_request"),
+        ("/rank", {"context": ["a"], "pool": "nope"}, 404, "unknown_pool"),
+        ("/rank", b"{", 400, "invalid_json"),
+        ("/rank", b"x" * 3_000_000, 413, "too_large"),
+        ("/nope", {}, 404, "not_found"),
+    ],
+)
+def test_errors_keep_their_shape_behind_the_proxy(port, path, body, status, code):
+    found, answer = ask(port, "POST", path, body)
+    assert (found, answer["error"]["code"]) == (status, code)
+    assert set(answer["error"]) == {"code", "message", "field"}
+
+
+# Faults, under steady requests
 
 
 def test_a_killed_replica_is_not_noticed(port):
@@ -141,6 +211,21 @@ def test_a_killed_replica_is_not_noticed(port):
     assert load.statuses[200] > 40
 
 
+def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shards(port, pools):
+    with steady_load(port, pool="parts") as load:
+        until(lambda: load.answers > 20)
+        assert not any(load.missing_shards)
+        (shard,) = pids("ranker-shard-0")
+        os.kill(shard, signal.SIGKILL)
+        until(lambda: [0] in load.missing_shards)
+        until(lambda: not any(load.missing_shards[-20:]))
+        publish(pools, "parts", "v-2")
+        until(lambda: load.versions[-20:] == ["v-2"] * 20)
+    assert set(load.statuses) <= {200, 429}, load.statuses
+    assert load.uncertified == sum(map(bool, load.missing_shards))
+    assert set(map(tuple, load.missing_shards)) == {(), (0,)}
+
+
 def info(port: int) -> Any:
     return ask(port, "GET", "/info")[1]
 
@@ -148,10 +233,10 @@ def info(port: int) -> Any:
 def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
     with steady_load(port) as load:
         until(lambda: load.answers > 10)
-        publish(pools, "v-2")
-        make_current(str(pools), "replies", "v-2")
+        publish(pools, "replies", "v-2")
         until(lambda: len(load.versions) > 20 and set(load.versions[-20:]) == {"v-2"})
-        bad = publish(pools, "v-3")
+        bad = pools / "replies" / "v-3"
+        shutil.copytree(pools / "replies" / "v-1", bad)
         matrix = next((bad / "vectors").glob("*.npy"))
         matrix.write_bytes(matrix.read_bytes()[:-64])
         make_current(str(pools), "replies", "v-3")
@@ -162,38 +247,6 @@ def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
     assert set(load.versions[heard:]) == {"v-2"}
     switches = sum(a != b for a, b in zip(load.versions, load.versions[1:], strict=False))
     assert switches < 40  # both replicas went over within a moment, and never back
-
-
-def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shards(
-    port, model, tiny_pool, tmp_path
-):
-    shutil.copytree(Path(tiny_pool(model)), tmp_path / "replies")
-    args = app.Args(
-        model=model.uri,
-        sharded_pools=[str(tmp_path / "replies")],
-        shard_cpus=0,
-        on_missing_shard="answer",
-        name="parts",
-        poll_s=0.5,
-    )
-    application = app.application(args, ray_actor_options={"num_cpus": 0})
-    serve.run(application, name="parts", route_prefix="/parts", logging_config=QUIET)
-    try:
-        with steady_load(port, "/parts") as load:
-            until(lambda: load.answers > 20)
-            assert not any(load.missing_shards)
-            (shard,) = pids("parts-shard-0")
-            os.kill(shard, signal.SIGKILL)
-            until(lambda: [0] in load.missing_shards)
-            until(lambda: not any(load.missing_shards[-20:]))
-            publish(tmp_path, "v-2")
-            make_current(str(tmp_path), "replies", "v-2")
-            until(lambda: load.versions[-20:] == ["v-2"] * 20)
-    finally:
-        serve.delete("parts")
-    assert set(load.statuses) <= {200, 429}, load.statuses
-    assert load.uncertified == sum(map(bool, load.missing_shards))
-    assert set(map(tuple, load.missing_shards)) == {(), (0,)}
 
 
 # The long form: make test-long
@@ -311,3 +364,13 @@ def test_fifty_swaps_of_model_and_pool_without_a_failure(port, tiny_ranker, tmp_
     assert set(load.statuses) <= {200, 429}, load.statuses
     assert load.uncertified == 0
     assert list(dict.fromkeys(load.served)) == published  # each taken, in order, and none mixed
+
+
+# The end
+
+
+def test_rays_own_answers_have_our_shape_in_the_proxy(port):
+    """Of an application that is not deployed (yet) Ray says 404 in plain text."""
+    serve.delete("default")
+    status, answer = ask(port, "POST", "/rank", {"context": "a", "candidates": ["b"]})
+    assert (status, answer["error"]["code"]) == (503, "not_ready")
