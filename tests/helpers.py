@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from pipeline.artifact import Artifact
 
@@ -83,31 +86,42 @@ def computing_in_fp32() -> Iterator[None]:
 # Processes
 
 
-def run_ranks(script: str, folder: Path, world: int, timeout_s: float) -> None:
-    """Runs `script FOLDER RANK` for every rank at once, and waits for them; each has one thread."""
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
+def run_in_processes(
+    work: Callable[[Path, int], None], folder: Path, count: int, timeout_s: float
+) -> None:
+    """Runs `work(folder, number)` in so many processes at once, and waits for them.
+
+    They are forks of a process that has imported torch and transformers, which takes 5 s of a processor.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["pipeline.training.finetuning", "pipeline.training.pretraining", "torch.nn.parallel"]
+    )
     processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(folder), str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
+        context.Process(target=_work_in_process, args=(work, folder, number))
+        for number in range(count)
     ]
     try:
-        output = [process.communicate(timeout=timeout_s)[0] for process in processes]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout_s)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * world, "\n".join(output)
+            process.join()
+    said = [path.read_text() for path in sorted(folder.glob("failed-*"))]
+    assert [process.exitcode for process in processes] == [0] * count, "\n".join(said)
+
+
+def _work_in_process(work: Callable[[Path, int], None], folder: Path, number: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        work(folder, number)
+    except BaseException:
+        (folder / f"failed-{number}").write_text(traceback.format_exc())
+        raise
 
 
 def free_port() -> int:

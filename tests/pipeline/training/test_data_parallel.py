@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from pipeline.training.pretraining import Pretraining
 from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.resuming import read_saved
 from pipeline.training.settings import LoopConfig
-from tests.helpers import run_ranks
+from tests.helpers import run_in_processes
 
 CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 8, 4
 OBJECTIVES = ("joint", "alternate")
@@ -73,7 +71,6 @@ def trained(recipe, rank, world, *, shard=False, disk=None, start=None):
 
 def work(folder, rank):
     """One of the two processes."""
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
     )
@@ -128,7 +125,7 @@ def folder(recipes, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each of the two processes found."""
-    run_ranks(__file__, folder, WORLD, timeout_s=200)
+    run_in_processes(work, folder, WORLD, timeout_s=200)
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(WORLD)]
 
 
@@ -250,7 +247,3 @@ def test_a_checkpoint_of_sharded_weights_holds_whole_ones(ranks, folder, alone):
     states = [read_state(folder / name / str(HALF)) for name in ("alone", "sharded")]
     assert_close(states[1]["module"], states[0]["module"])
     assert is_sharded(torch.nn.Linear(1, 1)) is False
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]), int(sys.argv[2]))

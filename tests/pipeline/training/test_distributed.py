@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +21,7 @@ from pipeline.training.examples import DualCollator
 from pipeline.training.finetune_settings import Distillation, Mining
 from pipeline.training.mining import COLUMNS, Miner
 from pipeline.training.objectives import DualModule
-from tests.helpers import run_ranks
+from tests.helpers import run_in_processes
 
 KINDS = {
     "bi": {"architecture": "bi"},
@@ -118,7 +116,6 @@ def mined(folder, own_rank, world, state=None):
 
 def work(folder, own_rank):
     """One of the two processes."""
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=own_rank, world_size=WORLD
     )
@@ -163,7 +160,7 @@ def folder(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each of the two processes found."""
-    run_ranks(__file__, folder, WORLD, timeout_s=120)
+    run_in_processes(work, folder, WORLD, timeout_s=120)
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(WORLD)]
 
 
@@ -235,7 +232,3 @@ def test_without_a_process_group_nothing_is_gathered():
     assert gather_with_gradient(rows) is rows
     assert gather(rows) is rows
     assert rank() == 0
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]), int(sys.argv[2]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.training import mining
@@ -17,6 +18,7 @@ from pipeline.training.batches import PLACE, Epoch, Rows
 from pipeline.training.examples import DualCollator
 from pipeline.training.finetune_settings import Mining
 from pipeline.training.mining import COLUMNS, Miner
+from tests.helpers import run_in_processes
 
 # Some responses stand twice.
 ROWS = [
@@ -42,10 +44,10 @@ def miner(corpus, ranker, rank=0, world=1, **config):
     return Miner(ranker, rows, Mining(**config), 1, rank, world)
 
 
-def scores_of(ranker, context, texts):
+def scores_of(ranker, context, candidates_CD):
     vectors = inference.context_vectors(ranker, [context])
     with torch.no_grad():
-        return ranker.dual.scores(*vectors, inference.candidate_vectors(ranker, texts))[0].tolist()
+        return ranker.dual.scores(*vectors, candidates_CD)[0].tolist()
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly"])
@@ -58,9 +60,10 @@ def test_the_nearest_below_the_limit_are_found(tiny, corpus, architecture, limit
     found = miner(corpus, ranker, top_k=4, **limits)
     found()
     texts = sorted({row["response"] for row in ROWS})
+    candidates_CD = inference.candidate_vectors(ranker, texts)
     sizes = set()
     for number, row in enumerate(ROWS):
-        scores = dict(zip(texts, scores_of(ranker, row["context"], texts), strict=True))
+        scores = dict(zip(texts, scores_of(ranker, row["context"], candidates_CD), strict=True))
         right = scores.pop(row["response"])
         most = right - limits.get("margin", 0.0)
         if right > 0:
@@ -188,57 +191,62 @@ def test_settings_out_of_range_are_refused_by_name(name, value):
         Mining(**{name: value})
 
 
-MEASURE = """
-import json, sys
-from unittest.mock import patch
-import torch
-from pipeline.artifact import Artifact
-from pipeline.models import inference
-from pipeline.training.batches import Rows
-from pipeline.training.mining import COLUMNS, Miner
-from pipeline.training.finetune_settings import Mining
+class Constant:
+    """A ranker that has no network: what is measured is the memory of mining."""
 
-class Ranker:
     device = torch.device("cpu")
     dimensions = 2
     dual = property(lambda self: self)
+
     def eval(self):
         pass
+
     def scores(self, vectors_BMD, mask_BM, candidates):
         return torch.arange(candidates.shape[-2]).float().expand(len(vectors_BMD), -1)
 
-def candidates(ranker, texts):
-    return torch.zeros(len(texts), 2)
-def contexts(ranker, texts):
-    return torch.zeros(len(texts), 1, 2), torch.ones(len(texts), 1, dtype=torch.bool)
-def kib(name):
-    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
-    return int(line.split()[1])
-def mine(path):
-    rows = Rows.of(Artifact(**json.load(open(path))), "train", COLUMNS, 0, 1, 0)
-    miner = Miner(Ranker(), rows, Mining(responses=50), 1, 0, 1)
-    miner()
-    assert len(miner.state()["found"]) == len(rows)
 
-with patch.object(inference, "candidate_vectors", candidates), \\
-        patch.object(inference, "context_vectors", contexts):
-    mine(sys.argv[1])  # imports and buffers
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts again
-    before = kib("VmRSS")
-    mine(sys.argv[2])
-    print(kib("VmHWM") - before)
-"""
+def constant_candidates(ranker, texts):
+    return torch.zeros(len(texts), 2)
+
+
+def constant_contexts(ranker, texts):
+    return torch.zeros(len(texts), 1, 2), torch.ones(len(texts), 1, dtype=torch.bool)
+
+
+def kib(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(name)]
+    return int(line.split()[1])
+
+
+def measure_memory(folder, number):
+    """Writes the KiB that mining the larger corpus needs above the smaller; in a process of its own."""
+
+    def mine(name):
+        corpus = Artifact(**json.loads((folder / name).read_text()))
+        rows = Rows.of(corpus, "train", COLUMNS, 0, 1, 0)
+        found = Miner(Constant(), rows, Mining(responses=50), 1, 0, 1)
+        found()
+        assert len(found.state()["found"]) == len(rows)
+
+    with (
+        patch.object(inference, "candidate_vectors", constant_candidates),
+        patch.object(inference, "context_vectors", constant_contexts),
+    ):
+        mine("small.json")  # imports and buffers
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+        before = kib("VmRSS")
+        mine("large.json")
+        (folder / "grown").write_text(str(kib("VmHWM") - before))
 
 
 def test_memory_does_not_grow_with_the_split(tiny, tmp_path):
     """5,000 rows with 80 MB of texts, in row groups of 4 MB; MiB above what 250 rows need, 13 measured."""
     text = "a" * 8_000
-    for count in (250, 5_000):
+    for name, count in (("small.json", 250), ("large.json", 5_000)):
         rows = [{"context": [f"{n} {text}"], "response": f"{n} {text}"} for n in range(count)]
         corpus = tiny.corpus(rows, rows_per_group=250)
         saved = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
-        (tmp_path / f"{count}.json").write_text(saved)
-    paths = [str(tmp_path / f"{count}.json") for count in (250, 5_000)]
-    command = [sys.executable, "-c", MEASURE, *paths]
-    peak = int(subprocess.run(command, check=True, capture_output=True).stdout) / 1024
-    assert peak < 40
+        (tmp_path / name).write_text(saved)
+    run_in_processes(measure_memory, tmp_path, 1, timeout_s=200)
+    assert int((tmp_path / "grown").read_text()) / 1024 < 40

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import platform
-import subprocess
-import sys
+import resource
+import threading
 
 import hypothesis.strategies as st
 import pytest
@@ -20,6 +20,7 @@ from pipeline.models.precision import use_bf16
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder, set_dropout
+from tests.helpers import run_in_processes
 
 
 @pytest.fixture
@@ -216,37 +217,32 @@ def test_packed_weights_give_the_outputs_of_the_library(encoder, tokens):
     torch.testing.assert_close(found * kept, expected * kept, rtol=0.03, atol=0.03)
 
 
-FAULTS = """
-import resource, sys, threading, torch
-from pipeline.models import cpu
+def page_faults(folder, number):
+    """Of ten steps, before and after memory is kept; in a process of its own."""
+    for name, keep in (("let go", False), ("kept", True)):
+        thread = threading.Thread(target=train_steps, args=(folder / name, keep))  # as Ray Train's
+        thread.start()
+        thread.join()
 
-def pages():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-def steps(count):
-    for _ in range(count):
-        big, small = torch.ones(10 << 20), torch.ones(1 << 20)  # 40 MiB, more than glibc keeps, and 4
+def train_steps(file, keep):
+    def pages():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-def work():
-    if sys.argv[1] == "keep":
+    def steps(count):
+        for _ in range(count):
+            torch.ones(10 << 20), torch.ones(1 << 20)  # 40 MiB, more than glibc keeps, and 4
+
+    if keep:
         cpu.keep_memory()
     steps(20)
     before = pages()
     steps(10)
-    print(pages() - before)
-
-thread = threading.Thread(target=work)  # as Ray Train's is
-thread.start()
-thread.join()
-"""
+    file.write_text(str(pages() - before))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_memory_that_is_kept_is_not_mapped_again_at_each_step():
-    def faults(how: str) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True
-        )
-        return int(done.stdout)
-
-    assert faults("let go") > 10 * faults("keep")
+def test_memory_that_is_kept_is_not_mapped_again_at_each_step(tmp_path):
+    run_in_processes(page_faults, tmp_path, 1, timeout_s=200)
+    let_go, kept = (int((tmp_path / name).read_text()) for name in ("let go", "kept"))
+    assert let_go > 10 * kept
