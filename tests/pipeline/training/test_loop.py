@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import tempfile
@@ -236,28 +237,38 @@ def validated(tiny):
 VALIDATED = {"schedule": "plateau", "learning_rate": 0.2, "warmup_steps": 0}
 
 
-@pytest.mark.parametrize("kind", ["poly", "cross"])
-@pytest.mark.parametrize("step", [4, 8, 12])
-def test_validations_survive_a_kill(tiny, kind, step):
-    """Rates after a plateau, what is best so far, and the weights of the best in the end."""
+@pytest.fixture(scope="module")
+def plateau(tiny):
+    """`plateau("poly")`: a run of 18 steps with nine validations; with `checkpoint`, its rest."""
     corpus = validated(tiny)
 
-    def run(**more):
+    @functools.cache
+    def whole(kind):
+        return run(kind)
+
+    def run(kind, **more):
         return Run(TASKS[kind](tiny, corpus), 18, checkpoint_every_steps=4, **VALIDATED, **more)
 
-    whole = run()
+    return lambda kind, **more: run(kind, **more) if more else whole(kind)
+
+
+@pytest.mark.parametrize("kind", ["poly", "cross"])
+def test_validations_survive_a_kill(plateau, kind):
+    """Rates after a plateau, what is best so far, and the weights of the best in the end."""
+    whole = plateau(kind)
     steps = [p.step for p in whole.progress if "valid_r1" in p.metrics]
     assert steps == [2, 4, 6, 8, 10, 12, 14, 16, 18]  # an epoch is five steps; half of it: two
     assert len(set(whole.shown("learning_rate"))) > 2  # the plateau has been met
-    resumed = run(checkpoint=whole.checkpoints[step])
-    assert same(resumed.weights, whole.weights)
-    for name in ("learning_rate", "loss"):
-        assert resumed.shown(name) == whole.shown(name)[step:]
-    assert resumed.progress[-1].metrics["best_step"] == whole.progress[-1].metrics["best_step"]
+    for step in (4, 8, 12):
+        resumed = plateau(kind, checkpoint=whole.checkpoints[step])
+        assert same(resumed.weights, whole.weights), step
+        for name in ("learning_rate", "loss"):
+            assert resumed.shown(name) == whole.shown(name)[step:], step
+        assert resumed.progress[-1].metrics["best_step"] == whole.progress[-1].metrics["best_step"]
 
 
-def test_the_result_is_the_best_validation_measured_again(tiny):
-    run = Run(TASKS["poly"](tiny, validated(tiny)), 18, **VALIDATED)
+def test_the_result_is_the_best_validation_measured_again(plateau):
+    run = plateau("poly")
     last = run.progress[-1].metrics
     found = {p.step: p.metrics["valid_r1"] for p in run.progress if "valid_r1" in p.metrics}
     assert last["best_valid_r1"] == max(found.values()) == found[last["best_step"]]
@@ -281,7 +292,7 @@ def test_a_plateau_without_validations_is_refused(tiny):
 @pytest.mark.parametrize("optimizer", ["adamw", "adamax"])
 @pytest.mark.parametrize("kind", ["poly", "cross"])
 def test_loss_goes_down_on_a_task_that_can_be_learnt(tiny, kind, optimizer):
-    run = Run(TASKS[kind](tiny, marked(tiny)), 60, learning_rate=5e-3, optimizer=optimizer)
+    run = Run(TASKS[kind](tiny, marked(tiny)), 40, learning_rate=5e-3, optimizer=optimizer)
     losses = run.shown("loss")
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert sum(run.shown("accuracy")[-5:]) > sum(run.shown("accuracy")[:5])
@@ -329,8 +340,7 @@ def zero(module, batch):
     return sum((value * 0).sum() for value in module.parameters())
 
 
-@pytest.mark.parametrize("step", [3, 6, 9])
-def test_what_was_mined_survives_a_kill(tiny, step):
+def test_what_was_mined_survives_a_kill(tiny):
     """Found again after every fifth step; killed between two times, and before the first."""
     corpus = echoes(tiny)
 
@@ -342,13 +352,14 @@ def test_what_was_mined_survives_a_kill(tiny, step):
         return found
 
     whole = run()
-    resumed = run(checkpoint=whole.checkpoints[step])
-    assert same(resumed.weights, whole.weights)
-    assert resumed.shown("loss") == whole.shown("loss")[step:]
-    states = [run.task.refresh.state() for run in (resumed, whole)]
-    pools = [state.pop("pool") for state in states]
-    assert pools[0] == pools[1]
-    assert same(*states)
+    for step in (3, 6, 9):
+        resumed = run(checkpoint=whole.checkpoints[step])
+        assert same(resumed.weights, whole.weights), step
+        assert resumed.shown("loss") == whole.shown("loss")[step:]
+        states = [run.task.refresh.state() for run in (resumed, whole)]
+        pools = [state.pop("pool") for state in states]
+        assert pools[0] == pools[1]
+        assert same(*states)
     never = finetuning(tiny, corpus, architecture="poly", finetune={
         "negatives_from": "mined", "mine": Mining(every_epochs=2.2)})  # fmt: skip
     losses = Run(never, 12, checkpoint_every_steps=3, learning_rate=1e-3).shown("loss")
