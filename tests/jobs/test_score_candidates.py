@@ -64,10 +64,11 @@ def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest(
     run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(teaching, "_AT_ONCE", 16)
-    train = rows_of(convai2_corpus, "train")
+    corpus = in_files(convai2_corpus, tmp_path / "corpus", 50)
+    train = rows_of(corpus, "train")
     texts = {row["response"] for row in train}
     cross, poly = tiny_ranker("cross"), tiny_ranker("poly")
-    argv = arguments(convai2_corpus.uri, [cross.uri, poly.uri], tmp_path / "out")
+    argv = arguments(corpus.uri, [cross.uri, poly.uri], tmp_path / "out")
     run_job_here("score_candidates", *argv, "--teaching.hardest-of", len(texts))  # of all others
     rankers = [load_ranker(teacher.local()) for teacher in (cross, poly)]
     labels = set()
@@ -87,7 +88,8 @@ def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest(
 def test_a_killed_job_scores_only_what_is_missing(
     actors_in_process, run_job_here, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
 ):
-    argv = arguments(convai2_corpus.uri, [tiny_ranker("cross").uri], tmp_path / "out")
+    corpus = in_files(convai2_corpus, tmp_path / "corpus", 30, 20)
+    argv = arguments(corpus.uri, [tiny_ranker("cross").uri], tmp_path / "out")
     score = teaching._score_shard
 
     def dies(draft, shard, rankers, config):
@@ -105,12 +107,15 @@ def test_a_killed_job_scores_only_what_is_missing(
     assert whole.summary["fingerprint"] == resumed["fingerprint"]
 
 
-def two_files(corpus, folder):
-    """The corpus with its train split in two files."""
+def in_files(corpus, folder, *sizes):
+    """The first rows of the corpus' train split, in files `a`, `b`, … of these sizes."""
     out = draft(str(folder), "corpus", TeachingConfig(), {})
     (table,) = [pq.read_table(uri, partitioning=None) for uri in corpus.files("train/", ".parquet")]
-    parts = {"train/a.parquet": table.slice(0, 30), "train/b.parquet": table.slice(30, 20)}
-    return out.publish([out.write_table(name, part) for name, part in parts.items()], {})
+    files, start = [], 0
+    for letter, size in zip("ab", sizes, strict=False):
+        files.append(out.write_table(f"train/{letter}.parquet", table.slice(start, size)))
+        start += size
+    return out.publish(files, {})
 
 
 def without(ranker, folder, corpus, *held_out):
@@ -124,7 +129,7 @@ def without(ranker, folder, corpus, *held_out):
 def test_held_out_shards_are_scored_by_those_that_never_saw_them(
     run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path
 ):
-    corpus = two_files(convai2_corpus, tmp_path / "corpus")
+    corpus = in_files(convai2_corpus, tmp_path / "corpus", 30, 20)
     one = without(tiny_ranker("cross"), tmp_path / "one", corpus, "train/a.parquet")
     other = without(tiny_ranker("poly"), tmp_path / "other", corpus, "train/b.parquet")
     third = without(tiny_ranker("bi"), tmp_path / "third", corpus, "train/b.parquet")
@@ -163,10 +168,10 @@ def test_teachers_are_fetched_by_the_node_that_asks_them(
 def test_a_student_learns_from_what_was_scored(
     run_job, run_job_here, convai2_corpus, tiny_ranker, tmp_path
 ):
-    """Scored by actors as a user has them; it leaves out a file, as one that will teach does."""
-    corpus = two_files(convai2_corpus, tmp_path / "corpus")
+    """Scored by an actor as a user has it; it leaves out a file, as one that will teach does."""
+    corpus = in_files(convai2_corpus, tmp_path / "corpus", 30, 20)
     argv = arguments(corpus.uri, [tiny_ranker("cross").uri], tmp_path / "scored")
-    run_job("score_candidates", *argv, "--resources.cpus-per-actor", 1)
+    run_job("score_candidates", *argv, "--resources.actors", 1, "--resources.cpus-per-actor", 1)
     done = run_job_here(
         "finetune", "--corpus", tmp_path / "scored", "--output", tmp_path / "student",
         "--encoder", tiny_ranker("bi").local() / "context_encoder",
