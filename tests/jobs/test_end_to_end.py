@@ -1,15 +1,22 @@
-"""The whole path as a user takes it: a process per job, `serve run`, and requests over HTTP."""
+"""The whole path as a user takes it, from the corpus to requests over HTTP.
+
+The training, the embedding of the pool and `serve run` are processes; the training is killed once, and
+started again. The other jobs run in this process, as in a notebook: each process imports torch again.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +25,29 @@ import mlflow
 import pyarrow.parquet as pq
 import pytest
 import ray
+import torch
+import torch.distributed as dist
 from ray import serve
 from ray.serve.schema import LoggingConfig
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
+from jobs import finetune
+from pipeline import executors
 from pipeline.artifact import open_artifact
-from tests.helpers import free_port, wait_until
+from pipeline.config import parse
+from pipeline.models.placement import prepare_for_training
+from pipeline.models.sources import open_encoder
+from pipeline.training.finetuning import Finetuning
+from pipeline.training.loop import Listener, train
+from tests.helpers import free_port, job_command, ray_processes, run_in_processes, wait_until
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(900)  # seven processes, each of which imports torch
+pytestmark = pytest.mark.timeout(900)  # four processes, and their workers, import torch
+
+
+STEPS, WORKERS = 60, 2
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +65,7 @@ def made(cluster, submit_job, sample_files, tmp_path_factory: pytest.TempPathFac
     corpus, tokenizer, encoder, ranker = (
         work / name for name in ("corpus", "tokenizer", "encoder", "ranker")
     )
-    commands = (
+    here = (
         ("prepare_corpus", "--corpus", "convai2", "--input", sample_files / "convai2",
          "--output", corpus),
         ("train_tokenizer", "--corpus", corpus, "--tokenizer.vocabulary", 300,
@@ -53,22 +74,64 @@ def made(cluster, submit_job, sample_files, tmp_path_factory: pytest.TempPathFac
          "--encoder.layers", 1, "--encoder.width", 16, "--encoder.heads", 2,
          "--encoder.positions", 128, "--pretrain.steps", 6, "--pretrain.batch-tokens", 800,
          "--pretrain.micro-batch-tokens", 400,
-         "--pretrain.max-context-tokens", 64, "--pretrain.max-response-tokens", 32,
-         "--resources.workers", 2),
-        ("finetune", "--corpus", corpus, "--encoder", encoder, "--output", ranker,
-         "--ranker.m", 4, "--ranker.max-context-tokens", 64, "--ranker.max-candidate-tokens", 32,
-         "--finetune.max-steps", 6, "--finetune.batch-examples", 16),
-        ("evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
-         "--json", work / "table.json"),
+         "--pretrain.max-context-tokens", 64, "--pretrain.max-response-tokens", 32),
+    )  # fmt: skip
+    training = (
+        "--corpus", corpus, "--encoder", encoder, "--output", ranker,
+        "--ranker.m", 4, "--ranker.max-context-tokens", 64, "--ranker.max-candidate-tokens", 32,
+        "--finetune.max-steps", STEPS, "--finetune.batch-examples", 16,
+        "--finetune.valid-examples", 20, "--loop.precision", "fp32", "--loop.log-every-steps", 1,
+        "--loop.checkpoint-every-steps", 5, "--resources.workers", WORKERS,
+        "--resources.cpus-per-worker", 1,
+    )  # fmt: skip
+    # What has been killed is no other job with other names of its files.
+    again = [os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in training]
+    processes = (
+        ("finetune", *again),
         ("embed_pool", "--model", ranker, "--candidates", corpus / "train",
          "--embed.text-column", "response", "--embed.id-column", "example_id",
          "--pools", work / "pools", "--name", "replies", "--embed.precision", "fp32",
-         "--embed.dtype", "float32"),
+         "--embed.dtype", "float32", "--resources.actors", 1),
     )  # fmt: skip
-    said = {}
-    for verb, *arguments in commands:
+    evaluation = ("evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
+                  "--json", work / "table.json")  # fmt: skip
+    said = {command[0]: summary_here(*command) for command in here}
+    kill_in_mid_training(ranker, training)
+    killed_at = time.time()
+    for verb, *arguments in processes:
         said[verb] = submit_job(verb, *arguments).summary  # exit code 0, JSON as the last line
-    return SimpleNamespace(work=work, said=said)
+    said["evaluate"] = summary_here(*evaluation)
+    return SimpleNamespace(work=work, said=said, training=training, killed_at=killed_at)
+
+
+def summary_here(verb: str, *arguments: object) -> dict[str, Any]:
+    """What a job says that runs in this process."""
+    job = import_module(f"jobs.{verb}")
+    with executors.in_this_process():
+        return {"job": verb, **job.run(parse(job.Config, list(map(str, arguments)), verb))}
+
+
+def kill_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
+    """Starts jobs.finetune, and kills a worker and the driver with -9 after two checkpoints."""
+    process = subprocess.Popen(
+        job_command("finetune", *arguments),
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    saved = "_checkpoints/training/checkpoint_*/state.json"
+    partial = ranker.with_name(f"{ranker.name}.partial")
+    try:
+        wait_until(lambda: len(list(partial.glob(saved))) >= 2, process)
+        workers = ray_processes("RayTrainWorker")
+        assert len(workers) == WORKERS
+        workers[0].kill()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert not ranker.exists()
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +196,45 @@ def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):
     assert table == made.said["evaluate"]["table"]
     assert set(table) == {"chance", "tf-idf", "bm25", "poly"}
     assert not list(made.work.rglob("*.partial"))
+
+
+def train_undisturbed(folder: Path, rank: int) -> None:
+    """One of the ranks, without Ray; the first one saves what they have trained."""
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)
+    recipe, device = pickle.loads((folder / "recipe").read_bytes()), torch.device("cpu")
+    task = recipe.build(rank, WORKERS)
+    prepare_for_training(task.module, device, recipe.loop.precision)
+    model = DistributedDataParallel(task.module)
+    listener = Listener(lambda progress: None, lambda state, cursor: None)
+    train(task, model, recipe.loop, device, rank, listener)
+    if rank == 0:
+        task.save(folder / "ranker")
+    dist.destroy_process_group()
+
+
+def test_a_training_that_was_killed_has_the_weights_of_one_that_was_not(made, tmp_path):
+    """Bit for bit; by two workers, of which one was killed, and then the driver."""
+    config = parse(finetune.Config, list(map(str, made.training)), "test")
+    corpus, source = open_artifact(config.corpus, "corpus"), open_encoder(config.encoder)[0]
+    recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
+    (tmp_path / "recipe").write_bytes(pickle.dumps(recipe))
+    run_in_processes(train_undisturbed, tmp_path, WORKERS, timeout_s=300)
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("ranker/**/*.safetensors"))
+    assert len(files) == 3  # two towers and the codes
+    for file in files:
+        found, expected = load_file(made.work / file), load_file(tmp_path / file)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in found.items()), file
+    run_id = open_artifact(str(made.work / "ranker"), "ranker").manifest["run_id"]
+    client = mlflow.MlflowClient()
+    run = client.get_run(run_id)
+    assert run.info.start_time / 1e3 < made.killed_at and run.info.status == "FINISHED"
+    history = client.get_metric_history(run_id, "loss")
+    assert any(point.timestamp / 1e3 < made.killed_at for point in history)  # one curve of both
+    steps = [point.step for point in history if point.timestamp / 1e3 > made.killed_at]
+    assert steps[0] > 5
+    assert steps == list(range(steps[0], STEPS + 1))
 
 
 def test_the_data_base_holds_the_lineage_from_the_pool_to_the_corpus(made, tracking_uri):
