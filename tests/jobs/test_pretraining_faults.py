@@ -28,11 +28,12 @@ from safetensors.torch import load_file
 from jobs import pretrain
 from pipeline import executors
 from pipeline.artifact import Artifact, draft, open_artifact
-from pipeline.config import BadInput, parse
+from pipeline.config import BadInput, Stopped, parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.models.sources import External
 from pipeline.training.checkpoints import read_state
 from pipeline.training.pretraining import Pretraining
+from pipeline.training.restarts import RetryMachinesOnly
 from pipeline.training.resuming import last_whole, read_saved
 from tests.helpers import wait_until
 
@@ -292,16 +293,20 @@ class Faulty(Pretraining):
 
 
 @pytest.fixture
-def faulty(monkeypatch, run_job, command, tmp_path):
-    """`faulty("dies", output, …)`: how the job ended, and how many attempts there were."""
+def faulty(monkeypatch, run_job_here, request, command, tmp_path):
+    """`faulty("dies", output, …)`: how the job ended, and how many attempts there were; on the cluster, or
+    `here=True`, by one rank in this process."""
 
-    def run(fault: str, output: Path, *more: object):
+    def run(fault: str, output: Path, *more: object, here: bool = False):
         notes = tmp_path / "attempts"
         notes.mkdir()
-        recipe = functools.partial(Faulty, fault=fault, notes=notes, driver=os.getpid())
+        driver = 0 if here else os.getpid()
+        recipe = functools.partial(Faulty, fault=fault, notes=notes, driver=driver)
+        run_job = run_job_here if here else request.getfixturevalue("run_job")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("pipeline.training.pretraining.Pretraining", recipe)
-            finished = run_job("pretrain", *command(output, *more))
+            argv = command(output, *more, workers=1 if here else 2)
+            finished = run_job("pretrain", *argv)
         return finished, len(list(notes.iterdir()))
 
     return run
@@ -321,8 +326,19 @@ def test_bad_input_that_a_worker_finds_is_not_tried_again(faulty, tmp_path):
     assert attempts == 1
 
 
+@pytest.mark.parametrize("error", [BadInput("a setting"), Stopped("no numbers")])
+def test_what_the_same_code_would_do_again_ends_a_run(error):
+    """Ray Train asks after a worker's failure; it restarts workers where nothing is raised."""
+    policy, failed = RetryMachinesOnly(), RuntimeError("a task failed")
+    policy.after_exception(None, {0: OSError("a broken pipe"), 1: RuntimeError("a lost node")})
+    failed.__cause__ = error
+    with pytest.raises(type(error)):
+        policy.after_exception(None, {0: RuntimeError("of the other's end"), 1: failed})
+
+
 def test_losses_that_are_not_finite_end_the_run_and_leave_the_batch(faulty, tmp_path):
-    finished, attempts = faulty("not finite", tmp_path / "out", "--loop.max-skipped-steps", 3)
+    options = ("--loop.max-skipped-steps", 3)
+    finished, attempts = faulty("not finite", tmp_path / "out", *options, here=True)
     assert (finished.code, attempts) == (1, 1)
     line = line_of(finished)
     assert "step 3" in line and "3 times in a row" in line
