@@ -71,7 +71,7 @@ def test_a_dry_run_of_the_smallest_recipe(home, run_job_here):
                    "--corpus", "tokens", "--output", "encoder", "--dry-run")  # fmt: skip
     found = done.summary
     assert (found["estimate"]["steps"], found["batch_tokens"], found["micro_batches_per_step"]) == (
-        2000,
+        1000,
         1024,
         2,
     )
