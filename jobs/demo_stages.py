@@ -8,9 +8,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from tqdm import tqdm
@@ -68,11 +68,17 @@ def timed(title: str) -> Iterator[None]:
     SECONDS[title] = round(time.monotonic() - began, 1)
 
 
-def side_by_side(trainings: Mapping[str, Stage]) -> None:
-    """One bar for all of them: bars of several threads would overwrite each other."""
+def side_by_side(
+    trainings: Mapping[str, Stage], at_once: int, after: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Runs so many of the trainings at once, in their order; `after`: those that wait for another one.
+
+    One bar for all of them: bars of several threads would overwrite each other.
+    """
     lock = threading.Lock()
     shown: dict[str, str] = {}
     done = Counter[str]()
+    running: dict[str, Future[None]] = {}
     with tqdm(desc="trainings", unit="step", total=0) as bar:
 
         def run(name: str) -> None:
@@ -85,10 +91,14 @@ def side_by_side(trainings: Mapping[str, Stage]) -> None:
                     bar.update(step - done[name])
                     done[name] = step
 
+            if name in after:
+                running[after[name]].result()
             text = trainings[name].work(watch)
             with lock:
                 bar.write(text)
 
-        with ThreadPoolExecutor(len(trainings)) as threads:
-            for running in [threads.submit(run, name) for name in trainings]:
-                running.result()
+        with ThreadPoolExecutor(at_once) as threads:
+            for name in trainings:
+                running[name] = threads.submit(run, name)
+            for one in running.values():
+                one.result()

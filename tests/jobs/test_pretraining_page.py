@@ -75,8 +75,8 @@ def test_a_dry_run_of_the_smallest_recipe(home, run_job_here):
         1024,
         2,
     )
-    assert found["tokens_to_train"] == 2000 * 1024
-    assert found["epochs"] == pytest.approx(2000 * 1024 / found["corpus_tokens"], abs=0.01)
+    assert found["tokens_to_train"] == 1000 * 1024
+    assert found["epochs"] == pytest.approx(1000 * 1024 / found["corpus_tokens"], abs=0.01)
     vocabulary = len(AutoTokenizer.from_pretrained(home / "tokens" / "tokenizer"))
     assert found["parameters"] > 64 * vocabulary and found["tokens_per_s_per_worker"] > 0
     assert not (home / "encoder").exists()
