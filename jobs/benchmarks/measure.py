@@ -69,6 +69,15 @@ def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None
         Path(file).write_text(json.dumps(made, indent=1) + "\n")
 
 
+def read_rows(file: Path) -> list[BenchmarkRow]:
+    """The rows of a file of `report`, without their sources."""
+    rows: list[dict[str, Any]] = json.loads(file.read_text())
+    return [
+        BenchmarkRow(**{name: value for name, value in row.items() if name != "source"})
+        for row in rows
+    ]
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return ""

@@ -123,3 +123,13 @@ def test_the_slope_of_a_power_is_its_exponent(tmp_path):
     assert "| `a` | 10 rows: 94.9 seconds | 5,000 rows: 1,060,660 seconds | 1.50 |" in report.page(
         report.read(tmp_path)
     )
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path):
+    """The serving benchmark reads the rows of its own run with HAProxy."""
+    rows = [
+        BenchmarkRow("a", 1.5, "ms", peer=3.0, ratio=2.0, detail={"note": "x"}),
+        BenchmarkRow("b", None, "", detail={"failed": "y"}),
+    ]
+    measure.report(rows, str(tmp_path / "rows.json"), measure.source("small"))
+    assert measure.read_rows(tmp_path / "rows.json") == rows

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jobs.benchmarks.measure import BenchmarkRow
+from jobs.benchmarks.measure import BenchmarkRow, read_rows
 from jobs.benchmarks.serving import pictures, services
 from jobs.benchmarks.serving.in_process import InProcess
 from jobs.benchmarks.serving.inputs import contexts_and_texts, embedded_pool, peer_models
@@ -347,6 +347,6 @@ def _with_haproxy(
         return BenchmarkRow(
             "serve.rank_100k.overhead_haproxy_ms", None, "ms", detail={"failed": " ".join(command)}
         )
-    (row,) = json.loads(file.read_text())
+    (row,) = read_rows(file)
     file.unlink()
-    return BenchmarkRow(**row)
+    return row
