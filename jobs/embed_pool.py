@@ -38,6 +38,7 @@ from pipeline.retrieval.pools import (
 )
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.retrieval.pools.estimate import estimate, rows_to_embed
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.pool import KIND, current_uri
@@ -45,9 +46,6 @@ from pipeline.retrieval.pools.unfinished import find_shards
 from pipeline.retrieval.pools.versions import Version
 
 _MEASURED_ROWS = 1000  # fewer say little about how long many take
-# Of an object store: a part of the candidates is written in two files, planned by two reads and a write,
-# and read by the shards; a shard is written in four files and a mark.
-_PART_REQUESTS, _SHARD_REQUESTS = 8, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +255,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         unfinished,
     )
     plan = prepared.plan
-    rows = _rows_to_embed(prepared)
+    rows = rows_to_embed(prepared)
     if plan.salvaged:
         print(f"pool {config.name}: {plan.salvaged:,} texts were embedded by builds that were killed, and "
               "are copied from there")  # fmt: skip
@@ -271,12 +269,6 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         flush=True,
     )
     return prepared, previous
-
-
-def _rows_to_embed(prepared: embed.PlanRecord) -> int:
-    """Those that are copied from nowhere."""
-    plan = prepared.plan
-    return plan.rows - plan.salvaged - (plan.known if prepared.copies else 0)
 
 
 def _rate(previous: Version | None) -> float:
@@ -377,28 +369,8 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
         "plan": asdict(plan.changes),
         "dropped": dict(prepared.dropped),
     }
-    found = _estimate(job, prepared, _rate(previous), cores)
+    found = estimate(job.files, prepared, _rate(previous), cores)
     return cost.show("embed_pool", found, details)
-
-
-def _estimate(job: _Job, prepared: embed.PlanRecord, rate: float, cores: int) -> cost.Estimate:
-    """`rate`: texts that an actor embeds in a second; `cores`: of an actor, 0: it has a GPU."""
-    sizes = [storage.size_of(file) for file in job.files]
-    parts = {part for slices in prepared.plan.shards.values() for part, _, _ in slices}
-    rows = _rows_to_embed(prepared)
-    hours = rows / rate / 3600 if rate else 0.0 if not rows else None
-    return cost.Estimate(
-        input_files=len(sizes),
-        input_bytes=sum(sizes),
-        rows=prepared.counts.get("records"),
-        tasks=len(sizes) + len(prepared.plan.shards),
-        requests=cost.reads(sizes) + _PART_REQUESTS * len(parts)
-        + _SHARD_REQUESTS * len(prepared.plan.shards),
-        cpu_hours=hours * cores if cores and hours is not None else None,
-        gpu_hours=None if cores else hours,
-        basis=f"the version before, {rate:,.0f} texts a second by an actor" if rate
-        else "no version before: not known how long a text takes",
-    )  # fmt: skip
 
 
 def _summary(config: Config, pool: Artifact, there: bool) -> program.Summary:
