@@ -63,9 +63,11 @@ kuberay: .venv/installed
 clean:
 	rm -rf .demo .demo-data .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# The lock is complete, so nothing is resolved. Python compiles what it imports; to compile all takes a minute.
 # The mark is made last, so that an install that was cut off is done again.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(INSTALL) -r requirements.lock
+	$(INSTALL) -e .
 	touch $@

@@ -38,10 +38,10 @@ def estimate_pretraining(
     sharded = workers.workers if workers.shard_weights else 1
     wide = 2 if resolve_precision(recipe.loop.precision, device) == "fp32" else 1
     activations = _ACTIVATION_BYTES * wide * config.lane_tokens * model.encoder.width * layers
-    pace = _measure(task, recipe.loop, device)
+    pace = _measure(task, recipe.loop, device, workers)
     rate = pace.work["tokens"] / pace.seconds
     tokens = config.steps * config.batch_tokens
-    cpu_hours, gpu_hours = _hours(tokens / rate / 3600, device)
+    cpu_hours, gpu_hours = _hours(tokens / rate / 3600, pace, device)
     entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
     found = Estimate(
         input_files=len(entries),
@@ -71,8 +71,9 @@ def estimate_finetuning(recipe: Finetuning, workers: Workers, device: torch.devi
     """Computes a few steps on `device` to measure its rate."""
     task = recipe.build(0, 1)
     parameters = sum(value.numel() for value in task.ranker.parameters())
-    pace = _measure(task, recipe.loop, device)
-    cpu_hours, gpu_hours = _hours(task.steps * pace.seconds / pace.steps / 3600, device)
+    pace = _measure(task, recipe.loop, device, workers)
+    hours = task.steps * pace.seconds / pace.steps / 3600
+    cpu_hours, gpu_hours = _hours(hours, pace, device)
     return Estimate(
         input_files=len(recipe.corpus.paths("train/", ".parquet")),
         input_bytes=sum(entry["bytes"] for entry in recipe.corpus.manifest["files"]),
@@ -85,15 +86,13 @@ def estimate_finetuning(recipe: Finetuning, workers: Workers, device: torch.devi
     )
 
 
-def _hours(hours: float, device: torch.device) -> tuple[float | None, float | None]:
+def _hours(hours: float, pace: _Pace, device: torch.device) -> tuple[float | None, float | None]:
     """(core hours, GPU hours) of so many hours of a process on this device."""
-    if device.type == "cuda":
-        return None, hours
-    return hours * torch.get_num_threads(), None
+    return (None, hours) if device.type == "cuda" else (hours * pace.threads, None)
 
 
 def _basis(pace: _Pace, workers: Workers, device: torch.device) -> str:
-    basis = f"{pace.steps} steps, measured on {device} ({torch.get_num_threads()} threads)"
+    basis = f"{pace.steps} steps, measured on {device} ({pace.threads} threads)"
     on_cpu = workers.gpu and device.type != "cuda"
     return f"{basis}; GPUs take less" if on_cpu else basis
 
@@ -105,10 +104,25 @@ class _Pace:
     steps: int
     work: dict[str, float]
     seconds: float
+    threads: int
 
 
-def _measure(task: Task, loop: LoopConfig, device: torch.device) -> _Pace:
-    """The pace of one worker, from the second step on."""
+def _measure(task: Task, loop: LoopConfig, device: torch.device, workers: Workers) -> _Pace:
+    """The pace of one worker with its share of this machine's cores, from the second step on."""
+    cores = torch.get_num_threads()
+    threads = workers.cpus_per_worker or max(1, cores // workers.workers)
+    torch.set_num_threads(threads)
+    try:
+        steps, work, seconds = _compute(task, loop, device)
+    finally:
+        torch.set_num_threads(cores)
+    return _Pace(steps, work, seconds, threads)
+
+
+def _compute(
+    task: Task, loop: LoopConfig, device: torch.device
+) -> tuple[int, dict[str, float], float]:
+    """Computes for some seconds: steps, their work and their seconds, all without the first step."""
     module = task.module.to(device).train()
     prepare_for_training(module, device, loop.precision)
     bf16 = resolve_precision(loop.precision, device) == "bf16"
@@ -132,7 +146,7 @@ def _measure(task: Task, loop: LoopConfig, device: torch.device) -> _Pace:
                 break
     finally:
         batches.close()
-    return _Pace(number, dict(work), time.perf_counter() - began)
+    return number, dict(work), time.perf_counter() - began
 
 
 def _flops_per_token(recipe: Pretraining) -> int:
