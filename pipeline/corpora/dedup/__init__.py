@@ -27,7 +27,7 @@ from pipeline.artifact import Artifact, Draft
 from pipeline.corpora import raw
 from pipeline.corpora.dedup import decontaminate, exact, near
 from pipeline.corpora.dedup.decontaminate import EvaluationSet
-from pipeline.corpora.dedup.examples import COMPARED, Plan, kept, read_drops, shards_of
+from pipeline.corpora.dedup.examples import COMPARED, DedupPlan, kept, read_drops, shards_of
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
 from pipeline.cost import Estimate
@@ -57,11 +57,11 @@ def clean(
     return [*records, TaskRecord(files=_copy_others(draft, corpus))]
 
 
-def _plan(corpus: Artifact, options: Options, contaminated_buckets: int) -> Plan:
+def _plan(corpus: Artifact, options: Options, contaminated_buckets: int) -> DedupPlan:
     files = shards_of(corpus)
     exact_bytes, near_bytes = _key_bytes(sum(shard.rows for shard in files), options)
     buckets = [-(-size // _BUCKET_BYTES) for size in (exact_bytes, near_bytes)]
-    return Plan(files, options, contaminated_buckets, *buckets)
+    return DedupPlan(files, options, contaminated_buckets, *buckets)
 
 
 def _key_bytes(examples: int, options: Options) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def _copy_others(draft: Draft, corpus: Artifact) -> list[FileEntry]:
     ]  # fmt: skip
 
 
-def _write(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
+def _write(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     shard = plan.shards[number]
     drops = read_drops(draft, plan, number, "contaminated", "exact", "near").sort_by("row")
     with storage.open_input(shard.uri) as stream:

@@ -39,7 +39,7 @@ from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
     COMPARED,
     CONTAMINATED,
-    Plan,
+    DedupPlan,
     bucket_tasks,
     node_of,
     read_pieces,
@@ -194,7 +194,7 @@ def layout_of(sets: Sequence[EvaluationSet], train_bytes: int) -> Layout:
 
 
 def drop(
-    draft: Draft, plan: Plan, sets: Sequence[EvaluationSet], layout: Layout, options: Options
+    draft: Draft, plan: DedupPlan, sets: Sequence[EvaluationSet], layout: Layout, options: Options
 ) -> list[TaskRecord]:
     """Files the drops of the tasks "match-…", the index of whose sets is built; returns their records."""
     filed = plan.tasks("suspects", "train")
@@ -252,7 +252,7 @@ def _read_filter(draft: Draft, layout: Layout) -> Filter:
 
 
 def _look_up(
-    draft: Draft, task: str, number: int, plan: Plan, options: Options, shared: Shared[Filter]
+    draft: Draft, task: str, number: int, plan: DedupPlan, options: Options, shared: Shared[Filter]
 ) -> TaskRecord:
     known = shared.get()
     tables = [_SUSPECTS.empty_table()]
@@ -273,7 +273,7 @@ def _look_up(
 
 
 def _match(
-    draft: Draft, task: str, bucket: int, plan: Plan, names: list[str], n: int
+    draft: Draft, task: str, bucket: int, plan: DedupPlan, names: list[str], n: int
 ) -> TaskRecord:
     """Of each example the n-gram that is in the first set; of several there, the first in the example."""
     index = buckets.read(draft, [f"evaluation-index-{bucket:05d}"], 0, _GRAMS)

@@ -18,7 +18,7 @@ from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
     CLUSTERS,
     COMPARED,
-    Plan,
+    DedupPlan,
     bucket_tasks,
     file_duplicates,
     kept,
@@ -32,7 +32,7 @@ from pipeline.records import TaskRecord
 KEY_BYTES = 48  # of one example: hash, place, split, id
 
 
-def drop(draft: Draft, plan: Plan) -> list[TaskRecord]:
+def drop(draft: Draft, plan: DedupPlan) -> list[TaskRecord]:
     """Files the drops of tasks "exact-…"; returns the records of all tasks."""
     hash_ = functools.partial(_hash, plan=plan)
     label = "exact duplicates: hashes"
@@ -42,7 +42,7 @@ def drop(draft: Draft, plan: Plan) -> list[TaskRecord]:
     return hashed + shards.run_tasks(draft, tasks, first, "exact duplicates", TaskRecord)
 
 
-def _hash(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
+def _hash(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     shard = plan.shards[number]
     tables = [CLUSTERS.empty_table()]
     stays = kept(read_drops(draft, plan, number, "contaminated"), shard.rows)
@@ -61,7 +61,7 @@ def _hash(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
     return TaskRecord()
 
 
-def _first(draft: Draft, task: str, bucket: int, plan: Plan) -> TaskRecord:
+def _first(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:
     rows = buckets.read(draft, plan.tasks("hash"), bucket, CLUSTERS)
     _, places, sizes = np.unique(
         rows["cluster"].to_numpy(), return_inverse=True, return_counts=True

@@ -39,7 +39,7 @@ CONTAMINATED = pa.schema([*DROPS, ("set", pa.int32()), ("place", pa.int32())])
 
 
 @dataclass(frozen=True)
-class Shard:
+class CorpusFile:
     """A Parquet file of a corpus."""
 
     uri: str
@@ -57,10 +57,10 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DedupPlan:
     """What every task of the job knows."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[CorpusFile, ...]
     options: Options
     contaminated_buckets: int
     """Of n-grams of evaluation sets; 0: there are none to check train against."""
@@ -78,9 +78,9 @@ class Plan:
         }
 
 
-def shards_of(corpus: Artifact) -> tuple[Shard, ...]:
+def shards_of(corpus: Artifact) -> tuple[CorpusFile, ...]:
     return tuple(
-        Shard(storage.join(corpus.uri, entry["path"]), entry["path"], entry["rows"])
+        CorpusFile(storage.join(corpus.uri, entry["path"]), entry["path"], entry["rows"])
         for entry in example_files(corpus)
     )
 
@@ -142,7 +142,7 @@ def sides(rows: pa.Table, text: str, split: Callable[[pa.Array], Tokens]) -> lis
 # What is dropped: each stage files it by shard for those after it
 
 
-def file_duplicates(draft: Draft, task: str, plan: Plan, rows: pa.Table, reason: str) -> None:
+def file_duplicates(draft: Draft, task: str, plan: DedupPlan, rows: pa.Table, reason: str) -> None:
     """What goes of clusters of examples (`CLUSTERS`): all but the first, by split and id."""
     order = [(name, "ascending") for name in ("cluster", "rank", "id", "node")]
     rows = rows.sort_by(order).combine_chunks()
@@ -156,7 +156,7 @@ def file_duplicates(draft: Draft, task: str, plan: Plan, rows: pa.Table, reason:
     buckets.write(draft, f"{task}-drops", drops, shard, len(plan.shards))
 
 
-def read_drops(draft: Draft, plan: Plan, shard: int, *stages: str) -> pa.Table:
+def read_drops(draft: Draft, plan: DedupPlan, shard: int, *stages: str) -> pa.Table:
     """What goes of a shard by the stages: "contaminated", "exact", "near"."""
     tasks = [*bucket_tasks("exact", plan.exact_buckets)] if "exact" in stages else []
     tasks += ["near-join"] if "near" in stages and plan.near_buckets else []

@@ -25,7 +25,7 @@ from pipeline.corpora.dedup import hashing, minhash
 from pipeline.corpora.dedup.examples import (
     CLUSTERS,
     COMPARED,
-    Plan,
+    DedupPlan,
     bucket_tasks,
     file_duplicates,
     kept,
@@ -55,7 +55,7 @@ _SETS = pa.schema(
 )
 
 
-def drop(draft: Draft, plan: Plan) -> list[TaskRecord]:
+def drop(draft: Draft, plan: DedupPlan) -> list[TaskRecord]:
     """Files the drops of the task "near-join"; returns the records of all tasks."""
     stages = (
         (plan.tasks("near-sign"), _sign, "near duplicates: signatures"),
@@ -71,7 +71,7 @@ def drop(draft: Draft, plan: Plan) -> list[TaskRecord]:
     return records
 
 
-def shingles(rows: pa.Table, plan: Plan) -> list[Tokens]:
+def shingles(rows: pa.Table, plan: DedupPlan) -> list[Tokens]:
     """The shingles of each side of the rows; a side with fewer tokens than a shingle is one."""
     options = plan.options
     split = hashing.words if options.unit == "word" else hashing.characters
@@ -89,7 +89,7 @@ def tagged(parts: list[Tokens]) -> Tokens:
     return functools.reduce(hashing.beside, marked)
 
 
-def _sign(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
+def _sign(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     bands, hashes = plan.options.bands, plan.options.bands * plan.options.rows_per_band
     shard = plan.shards[number]
     tables = [_KEYS.empty_table()]
@@ -109,7 +109,7 @@ def _sign(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
     return TaskRecord()
 
 
-def _pair(draft: Draft, task: str, bucket: int, plan: Plan) -> TaskRecord:
+def _pair(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:
     entries = buckets.read(draft, plan.tasks("near-sign"), bucket, _KEYS)
     nodes = entries["node"].to_numpy()
     found = minhash.candidate_pairs(entries["key"].to_numpy(), entries["tie"].to_numpy())
@@ -125,7 +125,7 @@ def _pair(draft: Draft, task: str, bucket: int, plan: Plan) -> TaskRecord:
     return TaskRecord()
 
 
-def _fetch(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
+def _fetch(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     names = [f"{pair}-wanted" for pair in bucket_tasks("near-pair", plan.near_buckets)]
     found = buckets.read(draft, names, number, _WANTED)
     wanted, place = _each_once(found["row"].to_numpy(), found["bucket"].to_numpy())
@@ -151,7 +151,7 @@ def _fetch(draft: Draft, task: str, number: int, plan: Plan) -> TaskRecord:
     return TaskRecord()
 
 
-def _check(draft: Draft, task: str, bucket: int, plan: Plan) -> TaskRecord:
+def _check(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:
     names = [f"{pair}-pairs" for pair in bucket_tasks("near-pair", plan.near_buckets)]
     found = buckets.read(draft, names, bucket, _PAIRS)
     pairs = _each_once(found["first"].to_numpy(), found["second"].to_numpy())
@@ -171,7 +171,7 @@ def _check(draft: Draft, task: str, bucket: int, plan: Plan) -> TaskRecord:
     return TaskRecord(counts=counts)
 
 
-def _join(draft: Draft, task: str, _task: int, plan: Plan) -> TaskRecord:
+def _join(draft: Draft, task: str, _task: int, plan: DedupPlan) -> TaskRecord:
     rows = buckets.read(draft, bucket_tasks("near-check", plan.near_buckets), 0, CLUSTERS)
     places = np.unique(rows["node"].to_numpy(), return_index=True)[1]
     edges = rows["cluster"].to_numpy().astype(np.int64), rows["node"].to_numpy()
