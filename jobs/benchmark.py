@@ -40,13 +40,13 @@ class Config:
     data: str = ".data"
     """For embed: a folder with Wikipedia's articles, as WikiExtractor leaves them; for intents one with
     intent/banking77."""
-    table: Literal[2, 3, 4, 5, 6, 7, 8, "distill"] = 5
+    table: Literal[2, 3, 4, 5, 6, 7, 8, "distill", "encoders"] = 5
     """For paper: 2 negatives, 3 trained layers, 4 models, 5 inference time, 6 training time,
     7 reduction, 8 context vectors. distill: what poly-64 learns from a cross-encoder, on a corpus of
-    jobs.score_candidates."""
-    encoder: str = ""
-    """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default. For
-    serve: one of sentence-transformers, to measure its own services beside ours."""
+    jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
+    encoder: tuple[str, ...] = ()
+    """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default; several
+    for --table encoders. For serve: one of sentence-transformers, to measure its own services beside ours."""
     corpus: tuple[str, ...] = ()
     """For convert and finetune: a corpus. For paper: corpora, of a task each. For search and serve: the first
     one's contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for
@@ -84,6 +84,13 @@ class Config:
             several = self.part == "paper" and self.table != 5
             require(several or len(self.corpus) == 1, "corpus", self.corpus, "one, but for paper's tables "
                     "other than 5")  # fmt: skip
+        several = self.part == "paper" and self.table == "encoders"
+        require(
+            several or len(self.encoder) <= 1,
+            "encoder",
+            self.encoder,
+            "one, but for --table encoders",
+        )
         if self.part in ("search", "serve"):
             for name in ("model", "corpus"):
                 value = getattr(self, name)
@@ -100,6 +107,7 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
+    encoder_uri = config.encoder[0] if config.encoder else ""
     work = Path(config.work).absolute()
     if storage.is_local(config.work):
         work.mkdir(parents=True, exist_ok=True)
@@ -113,14 +121,14 @@ def run(config: Config) -> program.Summary:
         )  # fmt: skip
         rows = sweep.measure(config.table, config.corpus, config.only, config.seeds, setting)
     elif config.part == "paper":
-        encoder, _ = open_encoder(config.encoder)
+        encoder, _ = open_encoder(encoder_uri)
         corpus = open_artifact(config.corpus[0], "corpus")
 
         from jobs.benchmarks import inference_time
 
         rows = inference_time.measure(config.size, encoder.local(), corpus)
     elif config.part == "finetune":
-        encoder, _ = open_encoder(config.encoder)
+        encoder, _ = open_encoder(encoder_uri)
 
         from jobs.benchmarks import finetune_rate
 
@@ -140,7 +148,7 @@ def run(config: Config) -> program.Summary:
 
         from jobs.benchmarks.serving import parts
 
-        rows = parts.measure(config.size, model, asked, config.encoder, config.only, work)
+        rows = parts.measure(config.size, model, asked, encoder_uri, config.only, work)
     elif config.part == "convert":
         corpus = open_artifact(config.corpus[0], "corpus")
         trained = open_artifact(config.model, "ranker") if config.model else None
@@ -155,7 +163,7 @@ def run(config: Config) -> program.Summary:
     elif config.part == "gpu":
         from jobs.benchmarks import gpu
 
-        rows = gpu.measure(config.device, config.encoder, config.corpus, work)
+        rows = gpu.measure(config.device, encoder_uri, config.corpus, work)
     elif config.part == "intents":
         from jobs.benchmarks import intents
 

@@ -44,7 +44,7 @@ def encoder(tiny_ranker) -> Path:
 @pytest.fixture
 def setting(encoder, tmp_path) -> Setting:
     overrides = tuple(map(str, SHORT))
-    return Setting(str(encoder), "small", "valid", 50, overrides, str(tmp_path / "work"))
+    return Setting((str(encoder),), "small", "valid", 50, overrides, str(tmp_path / "work"))
 
 
 @pytest.fixture
@@ -118,10 +118,10 @@ def test_the_task_and_the_size_choose_recipe_and_protocol(plan, setting):
         rules = job.ask.rules()
         return job.train.ranker.max_context_tokens, rules.source, rules.candidates
 
-    free = Setting(setting.encoder, "small", "valid", 50, (), setting.work)
+    free = Setting(setting.encoders, "small", "valid", 50, (), setting.work)
     assert plan(4, "bi", task="dstc7", setting=free).train.ranker.max_context_tokens == 128
     assert plan(4, "bi", task="starspace", setting=free).train.ranker.max_context_tokens == 96
-    full = Setting(setting.encoder, "full", "valid", 50, (), setting.work)
+    full = Setting(setting.encoders, "full", "valid", 50, (), setting.work)
     assert plan(4, "bi", setting=full).train.resources.workers == 8
     assert described("dstc7") == (48, "given", 100)
     assert described("wikipedia") == (48, "others", 10_001)
@@ -135,9 +135,9 @@ def test_a_trial_is_known_by_all_that_decides_what_comes_out(plan, setting):
         plan(4, "bi", seed=1),
         plan(4, "poly-16"),
         plan(7, "first"),
-        plan(4, "bi", setting=Setting(setting.encoder, "small", "valid", 50,
+        plan(4, "bi", setting=Setting(setting.encoders, "small", "valid", 50,
                                       (*setting.overrides, "--finetune.epochs", "2"), setting.work)),
-        plan(4, "bi", setting=Setting(setting.encoder, "small", "valid", 49, setting.overrides,
+        plan(4, "bi", setting=Setting(setting.encoders, "small", "valid", 49, setting.overrides,
                                       setting.work)),
     ]  # fmt: skip
     assert len({own, *(job.evaluation for job in changed)}) == 6
@@ -146,7 +146,7 @@ def test_a_trial_is_known_by_all_that_decides_what_comes_out(plan, setting):
 
 def test_options_hold_for_all_rows_also_where_all_of_them_change_the_recipe(plan, setting):
     more = ("--finetune.epochs", "2", "--finetune.chunk-examples", "16")
-    other = Setting(setting.encoder, "small", "valid", 50, (*setting.overrides, *more), "w")
+    other = Setting(setting.encoders, "small", "valid", 50, (*setting.overrides, *more), "w")
     config = plan(2, "511", seed=1, setting=other).train
     assert (config.finetune.epochs, config.finetune.chunk_examples, config.loop.seed) == (2, 16, 1)
 
@@ -258,6 +258,24 @@ def test_tables_may_have_names(paper, trained, tmp_path):
     assert (tmp_path / "work" / "table-distill.md").read_text().startswith("# Table distill: dist")
 
 
+def test_rankers_from_several_encoders_are_compared_with_those_from_the_first(
+    paper, trained, encoder, tiny_ranker, tmp_path
+):
+    other = tiny_ranker("poly").local() / "candidate_encoder"
+    rows = ("bi-context_encoder", "bi-candidate_encoder")
+    done = paper("--encoder", encoder, other, "--table", "encoders", "--only", *rows)
+    assert trained == [f"convai2 {row} seed 0" for row in rows]
+    names = [f"paper.encoders.convai2.{row}" for row in rows]
+    found = done.summary["rows"]
+    assert list(found) == [*names, f"{names[1]}_less_{rows[0]}"]
+    assert found[f"{names[1]}_less_{rows[0]}"] == pytest.approx(found[names[1]] - found[names[0]])
+    starts = {
+        open_artifact(str(path.parent), "ranker").manifest["config"]["encoder"]
+        for path in (tmp_path / "work").glob("trials/*/ranker/manifest.json")
+    }
+    assert starts == {str(encoder), str(other)}
+
+
 def test_a_sweep_without_any_success_fails(paper, trained):
     done = paper("--table", 4, "--only", "poly-360")
     assert done.code == 1
@@ -321,6 +339,8 @@ def test_starspaces_articles_are_the_papers_wikipedia(paper, monkeypatch):
         (("--table", 4, "--split", "test"), "the corpus has no examples in test/"),
         (("--table", 9), "table"),
         (("--table", "distil"), "table"),
+        (("--table", 4, "--encoder", "a", "b"), "allowed: one, but for --table encoders"),
+        (("--table", "encoders", "--encoder", "a/e", "b/e"), "allowed: folders of different names"),
         (("--table", 4, "--ranker.m"), "ranker.m"),
         (
             ("--table", 4, "--only", "poly-16", "--ranker.m", 32),

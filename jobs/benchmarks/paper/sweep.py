@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.paper import report, trials
-from jobs.benchmarks.paper.tables import TABLES, Number, Table, Trial
+from jobs.benchmarks.paper.tables import TABLES, Number, Table, Trial, of_encoders
 from jobs.benchmarks.paper.trials import Job, Setting
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, open_artifact
@@ -22,7 +22,7 @@ def measure(
 
     Raises BadInput for trials and options that there are not, and Stopped where no trial ends well.
     """
-    table = TABLES[number]
+    table = of_encoders(setting.encoders) if number == "encoders" else TABLES[number]
     opened = _by_task(corpora)
     jobs = [
         trials.plan(trial, corpus, task, seed, setting)
@@ -92,8 +92,8 @@ def _note(jobs: Sequence[Job], setting: Setting) -> str:
     """What the figures hang on."""
     seeds = len({job.seed for job in jobs})
     changes = f"; {' '.join(setting.overrides)}" if setting.overrides else ""
-    encoder = "/".join(setting.encoder.rstrip("/").split("/")[-2:])
-    return (f"From {encoder}, {setting.size} recipes{changes}; "
+    encoders = ", ".join("/".join(uri.rstrip("/").split("/")[-2:]) for uri in setting.encoders)
+    return (f"From {encoders}, {setting.size} recipes{changes}; "
             f"{seeds} seed{'s' if seeds > 1 else ''} (± over them), ranked: {setting.split}. 95 %: "
             "bootstrap over examples. The paper's are its own data, and its test sets in table 4. "
             "Minutes are those of the training steps alone.")  # fmt: skip

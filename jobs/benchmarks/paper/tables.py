@@ -7,17 +7,20 @@
 7  reduction, bi-encoder                   R@1/20, ConvAI2 valid
 8  kinds and numbers of context vectors    R@1, ConvAI2 and DSTC7 valid
 distill: poly-64 from a cross-encoder      not the paper's; a corpus of jobs.score_candidates
+encoders: bi and cross from several ones   as table 4 compares BERT's, Wikipedia's and Reddit's weights
 
 From BERT's weights (Wikipedia in table 4, where those are not published: from the authors' Reddit ones).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Number = Literal[2, 3, 4, 6, 7, 8, "distill"]
+from pipeline.config import require
+
+Number = Literal[2, 3, 4, 6, 7, 8, "distill", "encoders"]
 
 
 class Published(NamedTuple):
@@ -102,6 +105,26 @@ def _kinds(
             _percent(convai2=convai2, dstc7=dstc7),
         )
         for kind, (convai2, dstc7) in kinds.items()
+    )
+
+
+def of_encoders(uris: Sequence[str]) -> Table:
+    """A bi- and a cross-encoder from each encoder, named after its folder; all are compared with the first.
+
+    Raises BadInput for two of one name.
+    """
+    names = {uri.rstrip("/").rpartition("/")[2]: uri for uri in uris}
+    require(len(names) == len(uris), "encoder", tuple(uris), "folders of different names")
+    first, *others = names
+    kinds: tuple[Literal["bi"], Literal["cross"]] = ("bi", "cross")
+    return Table(
+        "pre-trained encoders",
+        tuple(
+            Trial(f"{kind}-{name}", kind, {"encoder": uri})
+            for kind in kinds
+            for name, uri in names.items()
+        ),
+        tuple((f"{kind}-{other}", f"{kind}-{first}") for kind in kinds for other in others),
     )
 
 

@@ -57,7 +57,8 @@ _OTHER: tuple[str, protocols.Name] = ("convai2", "polyai")
 class Setting:
     """What all trials of a sweep share."""
 
-    encoder: str
+    encoders: tuple[str, ...]
+    """One, but for the table that compares them."""
     size: Literal["small", "full"]
     """Of the recipes."""
     split: Literal["valid", "test"]
@@ -135,10 +136,10 @@ def protocol(task: str) -> protocols.Name:
 def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting) -> Job:
     """Raises BadInput for overrides that jobs.finetune does not know."""
     files = recipe(task, trial.architecture, setting.size)
-    given = [*files, "--corpus", corpus.uri, "--encoder", setting.encoder,
+    changes = {"encoder": setting.encoders[0], **trial.changes}
+    given = [*files, "--corpus", corpus.uri, f"--encoder={changes.pop('encoder')}",
              "--output", "not yet known"]  # fmt: skip
     read = functools.partial(parse, finetune.Config, prog="jobs.finetune")
-    changes = dict(trial.changes)
     if batch := changes.get("finetune.batch_examples"):
         usual = read(given)
         changes["loop.learning_rate"] = usual.loop.learning_rate * math.sqrt(
@@ -146,7 +147,7 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting)
         )
     options = [f"--{name}={value}" for name, value in changes.items()]
     train = read([*given, *options, f"--loop.seed={seed}", *setting.overrides])
-    _, encoder = _open_encoder(setting.encoder)
+    _, encoder = _open_encoder(train.encoder)
     request = request_of("ranker", train, {"corpus": corpus, "encoder": encoder})
     folder = storage.join(setting.work, "trials", f"{task}-{trial.architecture}-{request}")
     train = replace(train, output=storage.join(folder, "ranker"))
