@@ -23,6 +23,8 @@ class Config:
     """Folder of the tokens: train/, valid/, tokenizer/ and manifest.json."""
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
     """What is kept of each example."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes, tasks, requests and hours, measured on this machine, and write nothing."""
 
 
 def run(config: Config) -> program.Summary:
@@ -30,11 +32,14 @@ def run(config: Config) -> program.Summary:
     source, reference = open_tokenizer(config.tokenizer)
 
     from jobs import cluster
-    from pipeline import tracking
+    from pipeline import cost, tracking
     from pipeline.models.tokens import Tokenizer
     from pipeline.training import tokenized_corpus
 
     tokenized_corpus.require_train(corpus)
+    if config.dry_run:
+        found = tokenized_corpus.estimate(corpus, source, config.tokenize)
+        return cost.show("tokenize_corpus", found)
     vocabulary = tokenized_corpus.Vocabulary.of(Tokenizer.load(source.local()), config.tokenizer)
     out = draft(config.output, TOKENS, config, {"corpus": corpus, "tokenizer": reference})
     if isinstance(out, Artifact):

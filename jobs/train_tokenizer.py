@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs import program
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
 from pipeline.config import NOT_IDENTITY
+from pipeline.corpora.schema import example_files
 from pipeline.training.settings import TokenizerConfig
 
 
@@ -23,10 +24,14 @@ class Config:
     """Folder of the tokenizer: tokenizer.json and manifest.json."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """What is learnt."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print sizes and hours, and write nothing."""
 
 
 def run(config: Config) -> program.Summary:
     corpora = {uri: open_artifact(uri, "corpus") for uri in config.corpus}
+    if config.dry_run:
+        return cost.show("train_tokenizer", _estimate(config, list(corpora.values())))
     inputs = {f"corpus.{number}": corpus for number, corpus in enumerate(corpora.values())}
     out = draft(config.output, "tokenizer", config, inputs)
     if isinstance(out, Artifact):
@@ -43,6 +48,22 @@ def run(config: Config) -> program.Summary:
         done = out.publish(folder_entries(Path(folder)), counts, run_id=tracked.run_id)
         tracking.finish(tracked, done)
     return program.published(done, already_there=False)
+
+
+def _estimate(config: Config, corpora: list[Artifact]) -> cost.Estimate:
+    """One process reads the train splits, as far as `max_examples` says."""
+    entries = [entry for corpus in corpora for entry in example_files(corpus, "train")]
+    sizes = [entry["bytes"] for entry in entries]
+    rows = min(sum(entry["rows"] for entry in entries), config.tokenizer.max_examples)
+    return cost.Estimate(
+        input_files=len(sizes),
+        input_bytes=sum(sizes),
+        rows=rows,
+        tasks=1,
+        requests=cost.reads(sizes),
+        cpu_hours=cost.core_hours(rows, "tokenizer examples"),
+        basis=cost.MEASURED["tokenizer examples"].source,
+    )
 
 
 if __name__ == "__main__":

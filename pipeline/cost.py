@@ -28,6 +28,7 @@ MEASURED = {
     "reddit comments": Rate(33_000, _CORPORA),
     "exact duplicates": Rate(95_000, _CLEAN),
     "evaluation texts": Rate(61_000, _CLEAN),
+    "tokenizer examples": Rate(3_100, "311,291 Reddit pairs of 94 tokens, 2 cores of a cloud CPU"),
     "near duplicates": Rate(15_000, _CLEAN),
 }
 

@@ -45,12 +45,14 @@ def schema_with(*columns: tuple[str, pa.DataType]) -> pa.Schema:
     return pa.schema([*EXAMPLE, *(pa.field(name, kind) for name, kind in columns)])
 
 
-def example_files(corpus: Artifact) -> list[dict[str, Any]]:
-    """Manifest entries of the shards of examples, in order; `others/` holds articles, no examples."""
+def example_files(corpus: Artifact, *splits: Split) -> list[dict[str, Any]]:
+    """Manifest entries of the shards of examples, in order, of all splits or of some; `others/` holds
+    articles, no examples."""
     return [
         entry
         for entry in corpus.manifest["files"]
-        if entry["path"].partition("/")[0] in SPLITS and entry["path"].endswith(".parquet")
+        if entry["path"].partition("/")[0] in (splits or SPLITS)
+        and entry["path"].endswith(".parquet")
     ]
 
 

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import io
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline import shards, storage
+from pipeline import cost, shards, storage
 from pipeline.arrays import Ints
 from pipeline.artifact import (
     Artifact,
@@ -36,6 +37,7 @@ from pipeline.artifact import (
     open_artifact,
 )
 from pipeline.config import BadInput, digest
+from pipeline.corpora.schema import Split, example_files
 from pipeline.models.sources import External, Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.records import FileEntry, TaskRecord, sum_counts
@@ -46,6 +48,8 @@ _TASK_COUNTS = (
     "_token_counts"  # the draft drops folders whose names begin with "_" when it is published
 )
 _TOKENIZER = "tokenizer"
+_SPLITS: tuple[Split, ...] = ("train", "valid")
+_COLUMNS = ["context", "response", "group_id"]
 _ROWS_PER_GROUP = 16_384
 _ROWS_AT_ONCE = 4096
 _LARGEST_UINT16_VOCABULARY = 65_535
@@ -138,8 +142,7 @@ def tokenize(
     draft: Draft, corpus: Artifact, source: Source, vocabulary: Vocabulary, config: TokenizeConfig
 ) -> Tokenized:
     """Fills the draft."""
-    splits = ("train", "valid")
-    paths = [path for split in splits for path in corpus.paths(f"{split}/", ".parquet")]
+    paths = [path for split in _SPLITS for path in corpus.paths(f"{split}/", ".parquet")]
     held_out = 0.0 if corpus.paths("valid/", ".parquet") else config.valid_share
     work = functools.partial(
         _tokenize_shard,
@@ -170,6 +173,27 @@ def tokenize(
     return Tokenized([*files, *tokenizer_files], counts, dropped, facts)
 
 
+def estimate(corpus: Artifact, source: Source, config: TokenizeConfig) -> cost.Estimate:
+    """Tokenizes some rows of the first shard, here, to measure a rate."""
+    entries = example_files(corpus, *_SPLITS)
+    tokenizer = _load(source.local())
+    with storage.open_input(storage.join(corpus.uri, entries[0]["path"])) as stream:
+        batch = next(pq.ParquetFile(stream).iter_batches(_ROWS_AT_ONCE, columns=_COLUMNS))
+    began = time.process_time()  # of all threads
+    _tokenize_rows(batch, tokenizer, config, pa.uint32(), Counter())
+    seconds = time.process_time() - began
+    rows, sizes = sum(entry["rows"] for entry in entries), [entry["bytes"] for entry in entries]
+    return cost.Estimate(
+        input_files=len(sizes),
+        input_bytes=sum(sizes),
+        rows=rows,
+        tasks=len(sizes),
+        requests=cost.reads(sizes) + 3 * len(sizes),
+        cpu_hours=seconds / len(batch) * rows / 3600,
+        basis=f"{len(batch):,} rows, measured here",
+    )
+
+
 def is_held_out(group_id: str, share: float) -> bool:
     """Whether a group of train is for validation.
 
@@ -193,9 +217,8 @@ def _tokenize_shard(
     kind = pa.uint16() if vocabulary_size <= _LARGEST_UINT16_VOCABULARY else pa.uint32()
     tables: dict[str, list[pa.Table]] = {"train": [], "valid": []}
     dropped: Counter[str] = Counter()
-    columns = ["context", "response", "group_id"]
     with storage.open_input(shard["uri"]) as stream:
-        for batch in pq.ParquetFile(stream).iter_batches(_ROWS_AT_ONCE, columns=columns):
+        for batch in pq.ParquetFile(stream).iter_batches(_ROWS_AT_ONCE, columns=_COLUMNS):
             table, groups = _tokenize_rows(batch, tokenizer, config, kind, dropped)
             valid_N = pa.array([is_held_out(group, held_out) for group in groups], pa.bool_())
             if split == "train" and held_out:

@@ -8,14 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from jobs import clean_corpus, finetune, prepare_corpus, score_candidates
+from jobs import (
+    clean_corpus,
+    finetune,
+    prepare_corpus,
+    score_candidates,
+    tokenize_corpus,
+    train_tokenizer,
+)
 from jobs.benchmarks import capacity
 from pipeline import cost
 from pipeline.corpora import raw, reddit
 from pipeline.models.settings import ranker_config
 from pipeline.training import estimate
 from pipeline.training.finetune_settings import FinetuneConfig
-from pipeline.training.settings import TeachingConfig
+from pipeline.training.settings import TeachingConfig, TokenizerConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +81,29 @@ def test_cleaning_costs_what_its_steps_cost(convai2_corpus, nowhere):
     assert found["rows"] == rows
     assert found["cpu_hours"] == pytest.approx(rows * (1 / 95_000 + 1 / 61_000 + 1 / 15_000) / 3600)
     assert found["shuffle_bytes"] > 0 and found["tasks"] > 4
+
+
+def test_tokens_measure_some_rows_here(tiny_ranker, convai2_corpus, nowhere):
+    tokenizer = str(tiny_ranker("bi").local() / "context_encoder")
+    config = tokenize_corpus.Config(
+        corpus=convai2_corpus.uri, tokenizer=tokenizer, output=nowhere, dry_run=True
+    )
+    found = tokenize_corpus.run(config)["estimate"]
+    assert found["rows"] == convai2_corpus.rows("train/") + convai2_corpus.rows("valid/")
+    assert found["tasks"] == found["input_files"] >= 2
+    assert found["cpu_hours"] > 0 and "rows, measured here" in found["basis"]
+
+
+def test_a_tokenizer_learns_from_train_as_far_as_it_is_told(convai2_corpus, nowhere):
+    def estimate(examples: int) -> dict[str, object]:
+        config = train_tokenizer.Config(
+            corpus=(convai2_corpus.uri,), output=nowhere, dry_run=True,
+            tokenizer=TokenizerConfig(max_examples=examples),
+        )  # fmt: skip
+        return train_tokenizer.run(config)["estimate"]
+
+    assert estimate(1_000_000)["rows"] == convai2_corpus.rows("train/")
+    assert estimate(31)["cpu_hours"] == pytest.approx(0.01 / 3600)
 
 
 def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere, monkeypatch):
