@@ -12,6 +12,7 @@ processor sooner, in a quarter of the memory.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from serve.engine import Engine
 
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
+_RETRY_S = 60.0  # a failure that may pass, such as one of the network, is tried again after this time
+_START_POLL_S = 0.2  # between two questions of a replica that has nothing to serve yet
 _LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
 
 
@@ -67,10 +70,12 @@ class Report:
     serving: Versions | None
     prepared: str = ""
     """Key of the versions that it has loaded and does not serve yet."""
-    refused: str = ""
-    """Key of versions that it could not load."""
+    refused: Versions | None = None
+    """Versions that it could not load."""
     problem: str = ""
     """Why it could not."""
+    may_pass: bool = False
+    """Whether the problem may pass by itself, such as an error of the network."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,17 @@ class _Replica:
     serving: str
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """Versions that a replica could not load."""
+
+    problem: str
+    pools: tuple[str, ...]
+    """The pool versions that the problem names."""
+    until: float
+    """When they may be proposed again."""
+
+
 class Decider:
     """One for all replicas of a service. It stores nothing: after a restart it learns from the replicas what
     is served."""
@@ -178,53 +194,52 @@ class Decider:
         self._decided: Versions | None = None
         self._proposed: Versions | None = None
         self._replicas: dict[str, _Replica] = {}
-        self._refused: dict[str, str] = {}
-        self._refused_pools: set[str] = set()
+        self._refused: dict[str, _Refused] = {}
         self._problems: list[str] = []
         self._looked = -poll_s
 
     def follow(self, report: Report) -> Decision:
-        """Takes a replica's report, and answers what to serve and what to load.
-
-        Raises BadInput if nothing is served yet and nothing can be.
-        """
+        """Takes a replica's report, and answers what to serve and what to load."""
         now = time.monotonic()
+        is_new = report.replica not in self._replicas
         serving = report.serving.key if report.serving else ""
         self._replicas[report.replica] = _Replica(now, report.prepared, serving)
         self._decided = self._decided or report.serving
+        self._refused = {key: one for key, one in self._refused.items() if now < one.until}
         if report.refused:
-            self._refuse(report)
-        if now - self._looked >= self._poll_s or self._decided is None:
+            self._refuse(report.refused, report, now)
+        elif is_new and self._decided is None:  # it may be able to load what its predecessor was not
+            self._refused = {}
+            self._looked = -self._poll_s
+        if now - self._looked >= self._poll_s:
             self._looked = now
             self._look()
         living = [r for r in self._replicas.values() if now - r.seen < _SILENT_POLLS * self._poll_s]
         proposed = self._proposed
         if proposed and all(proposed.key in (r.prepared, r.serving) for r in living):
             self._decided, self._proposed = proposed, None
-        return Decision(self._decided, self._proposed, (*self._problems, *self._refused.values()))
+        refused = [one.problem for one in self._refused.values()]
+        return Decision(self._decided, self._proposed, (*self._problems, *refused))
 
     def _look(self) -> None:
+        refused_pools = [pool for one in self._refused.values() for pool in one.pools]
         try:
-            found, self._problems = resolve(self._targets, sorted(self._refused_pools))
+            wanted, self._problems = resolve(self._targets, refused_pools)
         except (BadInput, OSError) as error:
-            if self._decided is None:
-                raise
             self._problems = [str(error).splitlines()[0]]
             return
-        wanted = found.key != getattr(self._decided, "key", "") and found.key not in self._refused
-        self._proposed = found if wanted else None
+        is_served = wanted.key == getattr(self._decided, "key", "")
+        self._proposed = None if is_served or wanted.key in self._refused else wanted
 
-    def _refuse(self, report: Report) -> None:
+    def _refuse(self, versions: Versions, report: Report, now: float) -> None:
         """Remembers what could not be loaded: the pool versions that the problem names, or all versions."""
-        self._refused[report.refused] = report.problem
-        versions = self._proposed or self._decided
-        for pool in versions.pools if versions else ():
-            if pool in report.problem:
-                self._refused_pools.add(pool)
+        pools = tuple(pool for pool in versions.pools if pool in report.problem)
+        until = now + _RETRY_S if report.may_pass else math.inf
+        self._refused[versions.key] = _Refused(report.problem, pools, until)
         self._proposed = None
         self._looked = -self._poll_s
         decided = self._decided
-        if decided and decided.key == report.refused:
+        if decided and decided.key == versions.key:
             others = (r.serving for r in self._replicas.values())
             if decided.key not in others:  # its files have gone: decide again
                 self._decided = None
@@ -248,8 +263,13 @@ class Follower:
         """Starts to follow the decider, and returns when versions are loaded. Raises BadInput if none can be.
 
         Without `wait` it returns at once, and tries again at each poll."""
-        while wait and self._engine is None:
-            self._step()
+        while wait and not self._stop.is_set():
+            decision = self._step()
+            if self._engine is not None:
+                break
+            if self._beside is None and decision.decided is None and decision.proposed is None:
+                raise BadInput("; ".join(self.problems))
+            self._stop.wait(min(self.poll_s, _START_POLL_S))
         threading.Thread(target=self._follow, name="follow-versions", daemon=True).start()
 
     def close(self) -> None:
@@ -273,7 +293,8 @@ class Follower:
             with suppress(Exception):  # such as a decider that restarts; the old versions stay
                 self._step()
 
-    def _step(self) -> None:
+    def _step(self) -> Decision:
+        """Reports, loads what the decider answers, and serves what it has decided."""
         decision = self._report()
         for versions in (decision.decided, decision.proposed):
             if versions is None or versions.key in (_key(self._serving), self._beside_key):
@@ -281,11 +302,8 @@ class Follower:
             try:
                 self._put_beside(versions, self.load(versions))
             except (BadInput, OSError) as error:
-                text = str(error).splitlines()[0]
-                decision = self._report(versions.key, text)
-                if self._serving is None and decision.decided is None and not decision.proposed:
-                    raise
-                return
+                may_pass = not isinstance(error, BadInput)
+                return self._report(versions, str(error).splitlines()[0], may_pass)
             decision = self._report()
             break
         decided = decision.decided
@@ -294,14 +312,19 @@ class Follower:
             self._engine, self._beside = engine, None  # the swap, for all later requests
             if old is not None:
                 _close_later(old)
+        return decision
 
     def _put_beside(self, versions: Versions, engine: Engine) -> None:
         if self._beside is not None:
             self._beside[1].close()
         self._beside = (versions, engine)
 
-    def _report(self, refused: str = "", problem: str = "") -> Decision:
-        report = Report(self.replica, self._serving, self._beside_key, refused, problem)
+    def _report(
+        self, refused: Versions | None = None, problem: str = "", may_pass: bool = False
+    ) -> Decision:
+        report = Report(
+            self.replica, self._serving, self._beside_key, refused, problem, may_pass
+        )
         decision = self.ask(report)
         self.problems = decision.problems
         return decision

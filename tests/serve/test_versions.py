@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -218,7 +219,75 @@ def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish
     flip_a_byte(next((bad / "vectors").glob("*.npy")))
     decider = Decider(targets(model, pools), poll_s=1.0)
     with pytest.raises(BadInput, match="no version to serve"):
-        started(replica("one", decider, engine_of))
+        replica("one", decider, engine_of).start()
+
+
+class Network:
+    """Loads engines, unless a test says that the network is down."""
+
+    def __init__(self) -> None:
+        self.is_down, self.loads = True, 0
+
+    def load(self, versions: Versions) -> Any:
+        self.loads += 1
+        if self.is_down:
+            raise OSError("connection reset")
+        return engine_of(versions)
+
+
+def test_the_successor_of_a_replica_that_could_not_load_tries_again(model, pools, publish, clock):
+    """The decider outlives both."""
+    publish(model, "v-1")
+    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    with pytest.raises(BadInput, match="connection reset"):
+        replica("one", decider, network.load).start()
+    network.is_down = False
+    clock.now += 6  # then the first one counts as dead
+    two = replica("two", decider, network.load)
+    two.start()
+    two.close()
+    assert served(two) == "v-1"
+    assert two.problems == ()
+
+
+def test_an_error_of_the_network_is_tried_again_later_and_a_damaged_version_is_not(
+    model, pools, publish, clock
+):
+    publish(model, "v-1")
+    network = Network()
+    network.is_down = False
+    one = started(replica("one", Decider(targets(model, pools), poll_s=1.0), network.load))
+    publish(model, "v-2")
+    network.is_down = True
+    for _ in range(10):
+        clock.now += 1
+        one._step()
+    assert (served(one), network.loads) == ("v-1", 2)
+    network.is_down = False
+    for _ in range(60):
+        clock.now += 1
+        one._step()
+    assert (served(one), network.loads) == ("v-2", 3)
+    bad = Path(publish(model, "v-3"))
+    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    for _ in range(200):
+        clock.now += 1
+        one._step()
+    assert (served(one), network.loads) == ("v-2", 4)
+
+
+def test_a_decider_with_nothing_to_serve_looks_once_a_poll(model, pools, clock, monkeypatch):
+    looks: list[Targets] = []
+
+    def resolve_nothing(targets: Targets, refused: Any) -> Any:
+        looks.append(targets)
+        raise BadInput("no version to serve")
+
+    monkeypatch.setattr("serve.versions.resolve", resolve_nothing)
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    for _ in range(10):
+        assert decider.follow(Report("one", None)).problems == ("no version to serve",)
+    assert len(looks) == 1
 
 
 def test_vectors_that_are_not_the_models_are_refused(model, pools, publish, clock):
@@ -273,14 +342,15 @@ def test_a_registry_that_does_not_answer_changes_nothing(model, pools, publish, 
             decider = Decider(Targets("models:/dialogue@champion", served.pools), poll_s=3600.0)
             old = decider.follow(Report("old", served))
             new = decider.follow(Report("new", None))
-            with pytest.raises(BadInput, match=r"models:/dialogue@champion: .*Read timed out"):
-                Decider(Targets("models:/dialogue@champion", served.pools), 1.0).follow(
-                    Report("first", None)
-                )
+            first = Decider(Targets("models:/dialogue@champion", served.pools), 1.0).follow(
+                Report("first", None)
+            )
         finally:
             mlflow.set_tracking_uri(before)
     assert old.decided == new.decided == served
     assert "models:/dialogue@champion" in new.problems[0]
+    assert first.decided is None
+    assert re.search("models:/dialogue@champion: .*Read timed out", first.problems[0])
 
 
 def test_a_candidate_is_tried_again_until_it_loads(tiny_ranker, model, pools, publish, clock):
@@ -290,9 +360,9 @@ def test_a_candidate_is_tried_again_until_it_loads(tiny_ranker, model, pools, pu
     follower = replica("one", Decider(targets(other, pools), 1.0), engine_of)
     for _ in range(2):
         clock.now += 1
-        with pytest.raises(BadInput, match="no version to serve"):
-            follower._step()
+        follower._step()
         assert follower.loaded is None
+        assert "no version to serve" in follower.problems[0]
     publish(other, "v-2")
     clock.now += 1
     started(follower)
