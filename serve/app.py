@@ -150,7 +150,7 @@ class Ranker:
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
-            self._candidate.start(wait=False)  # the champion answers until the candidate is loaded
+            self._candidate.start(until_loaded=False)  # the champion answers until the candidate is loaded
         limits = args.limits
         self._service = Service(
             self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows

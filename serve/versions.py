@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -257,13 +258,15 @@ class Follower:
     _engine: Engine | None = None
     _serving: Versions | None = None
     _beside: tuple[Versions, Engine] | None = None
+    _retry_at: dict[str, float] = field(default_factory=dict)
+    """Keys of versions that could not be loaded, and when to try again."""
     _stop: threading.Event = field(default_factory=threading.Event)
 
-    def start(self, wait: bool = True) -> None:
+    def start(self, until_loaded: bool = True) -> None:
         """Starts to follow the decider, and returns when versions are loaded. Raises BadInput if none can be.
 
-        Without `wait` it returns at once, and tries again at each poll."""
-        while wait and not self._stop.is_set():
+        Without `until_loaded` it returns at once, and tries again at each poll."""
+        while until_loaded and not self._stop.is_set():
             decision = self._step()
             if self._engine is not None:
                 break
@@ -280,7 +283,7 @@ class Follower:
 
     @property
     def loaded(self) -> Engine | None:
-        """None: nothing is loaded yet, which only happens without `wait`."""
+        """None: nothing is loaded yet, which only happens without `until_loaded`."""
         return self._engine
 
     @property
@@ -299,9 +302,12 @@ class Follower:
         for versions in (decision.decided, decision.proposed):
             if versions is None or versions.key in (_key(self._serving), self._beside_key):
                 continue
+            if time.monotonic() < self._retry_at.get(versions.key, 0.0):
+                continue
             try:
-                self._put_beside(versions, self.load(versions))
+                self._put_beside(versions, self._loaded(versions))
             except (BadInput, OSError) as error:
+                self._retry_at[versions.key] = time.monotonic() + _RETRY_S
                 may_pass = not isinstance(error, BadInput)
                 return self._report(versions, str(error).splitlines()[0], may_pass)
             decision = self._report()
@@ -313,6 +319,22 @@ class Follower:
             if old is not None:
                 _close_later(old)
         return decision
+
+    def _loaded(self, versions: Versions) -> Engine:
+        """Reports while it loads, because a silent replica counts as dead."""
+        loading: Future[Engine] = Future()
+
+        def load() -> None:
+            try:
+                loading.set_result(self.load(versions))
+            except BaseException as error:
+                loading.set_exception(error)
+
+        threading.Thread(target=load, name="load-versions", daemon=True).start()
+        while not wait([loading], self.poll_s).done:
+            with suppress(Exception):  # a decider that restarts; the load goes on
+                self._report()
+        return loading.result()
 
     def _put_beside(self, versions: Versions, engine: Engine) -> None:
         if self._beside is not None:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from pipeline.artifact import read_artifact
 from pipeline.config import BadInput
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
-from serve.versions import Decider, Follower, Report, Targets, Versions, resolve
+from serve.versions import Decider, Decision, Follower, Report, Targets, Versions, resolve
 
 
 @pytest.fixture
@@ -134,6 +135,19 @@ def engine_of(versions: Versions) -> Any:
     return Engine(versions.model, versions.pools)
 
 
+class Network:
+    """Loads engines, unless a test says that the network is down."""
+
+    def __init__(self) -> None:
+        self.is_down, self.loads = True, 0
+
+    def load(self, versions: Versions) -> Any:
+        self.loads += 1
+        if self.is_down:
+            raise OSError("connection reset")
+        return engine_of(versions)
+
+
 def started(follower: Follower) -> Follower:
     while follower._engine is None:
         follower._step()
@@ -180,6 +194,58 @@ def test_a_new_replica_starts_with_what_is_decided(model, pools, publish, clock)
     assert (served(one), served(two)) == ("v-1", "v-1")
 
 
+def test_a_replica_that_loads_for_long_is_waited_for(model, pools, publish, clock):
+    publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    may_end, began, reported = threading.Event(), threading.Event(), threading.Event()
+
+    def load_slowly(versions: Versions) -> Any:
+        began.set()
+        assert may_end.wait(60)
+        return engine_of(versions)
+
+    def ask(report: Report) -> Decision:
+        decision = decider.follow(report)
+        reported.set()
+        return decision
+
+    one = replica("one", decider, engine_of)
+    slow = Follower("slow", ask, load_slowly, poll_s=0.01)
+    starting = threading.Thread(target=slow.start)
+    starting.start()
+    assert began.wait(60)
+    for _ in range(12):
+        clock.now += 1
+        reported.clear()
+        assert reported.wait(60)
+        one._step()
+    assert one.loaded is None
+    may_end.set()
+    starting.join(60)
+    one._step()
+    slow.close()
+    assert (served(one), served(slow)) == ("v-1", "v-1")
+
+
+def test_a_replica_that_cannot_load_what_others_serve_tries_once_a_minute(
+    model, pools, publish, clock
+):
+    publish(model, "v-1")
+    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    one = started(replica("one", decider, engine_of))
+    two = replica("two", decider, network.load)
+    for _ in range(59):
+        clock.now += 1
+        one._step()
+        two._step()
+    assert network.loads == 1
+    network.is_down = False
+    for _ in range(3):
+        clock.now += 1
+        two._step()
+    assert (served(two), network.loads) == ("v-1", 2)
+
+
 def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 0xFF
@@ -220,19 +286,6 @@ def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish
     decider = Decider(targets(model, pools), poll_s=1.0)
     with pytest.raises(BadInput, match="no version to serve"):
         replica("one", decider, engine_of).start()
-
-
-class Network:
-    """Loads engines, unless a test says that the network is down."""
-
-    def __init__(self) -> None:
-        self.is_down, self.loads = True, 0
-
-    def load(self, versions: Versions) -> Any:
-        self.loads += 1
-        if self.is_down:
-            raise OSError("connection reset")
-        return engine_of(versions)
 
 
 def test_the_successor_of_a_replica_that_could_not_load_tries_again(model, pools, publish, clock):
