@@ -202,6 +202,10 @@ class Decider:
     def follow(self, report: Report) -> Decision:
         """Takes a replica's report, and answers what to serve and what to load."""
         now = time.monotonic()
+        patience_s = _SILENT_POLLS * self._poll_s
+        self._replicas = {
+            name: one for name, one in self._replicas.items() if now - one.seen < patience_s
+        }
         is_new = report.replica not in self._replicas
         serving = report.serving.key if report.serving else ""
         self._replicas[report.replica] = _Replica(now, report.prepared, serving)
@@ -215,8 +219,7 @@ class Decider:
         if now - self._looked >= self._poll_s:
             self._looked = now
             self._look()
-        living = [r for r in self._replicas.values() if now - r.seen < _SILENT_POLLS * self._poll_s]
-        proposed = self._proposed
+        proposed, living = self._proposed, self._replicas.values()
         if proposed and all(proposed.key in (r.prepared, r.serving) for r in living):
             self._decided, self._proposed = proposed, None
         refused = [one.problem for one in self._refused.values()]

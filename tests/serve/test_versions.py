@@ -343,6 +343,21 @@ def test_a_decider_with_nothing_to_serve_looks_once_a_poll(model, pools, clock, 
     assert len(looks) == 1
 
 
+def test_a_service_that_slept_starts_though_its_old_version_was_removed(
+    model, pools, publish, clock
+):
+    old = publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    started(replica("one", decider, engine_of))
+    publish(model, "v-2")
+    shutil.rmtree(old)
+    clock.now += 3600
+    two = replica("two", decider, engine_of)
+    for _ in range(2):
+        two._step()
+    assert served(two) == "v-2"
+
+
 def test_vectors_that_are_not_the_models_are_refused(model, pools, publish, clock):
     """As another build of the same weights might make them: the manifest cannot tell."""
     publish(model, "v-1")
