@@ -12,6 +12,7 @@ more than most rankings. Replicas of one node share the pools' pages. Pools that
 import logging
 import os
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -54,6 +55,8 @@ from serve.versions import (
     Report,
     Targets,
     Versions,
+    problem_of,
+    read_settings,
     resolve,
 )
 
@@ -160,12 +163,13 @@ class Ranker:
         replica = serve.get_replica_context().replica_id.unique_id
 
         def ask(report: Report) -> Decision:
-            decision = _ask(decider, report)
-            pools = follower.loaded.info()["pools"] if follower.loaded else []
-            self._metrics.followed(decider, decision.problems, pools)
-            return decision
+            return _ask(decider, report)
 
-        follower = Follower(replica, ask, self._load, self._args.poll_s)
+        def followed(problems: Sequence[str]) -> None:
+            pools = follower.loaded.info()["pools"] if follower.loaded else []
+            self._metrics.followed(decider, problems, pools)
+
+        follower = Follower(replica, ask, self._load, self._args.poll_s, followed)
         return follower
 
     def _engine(self) -> Engine:
@@ -288,13 +292,17 @@ def application(args: Args, **options: Any) -> serve.Application:
     token_hashes()
     second = _absolute(args.second_stage)
     if second:
-        open_artifact(second, "ranker")
+        read_settings(open_artifact(second, "ranker")).require_pairs()
     classifier = _absolute(args.classifier)
     if classifier:
         open_classifier(classifier)[1].open_encoder()
     targets = {_DECIDER: champion}
     if args.candidate:
         targets[_CANDIDATE] = Targets(_absolute(args.candidate), pools)
+        try:
+            resolve(targets[_CANDIDATE])
+        except (BadInput, OSError) as error:
+            _log.warning("candidate: not served until it can be: %s", problem_of(error))
     deciders = [
         DeploymentActorConfig(
             name=name,

@@ -12,6 +12,7 @@ processor sooner, in a quarter of the memory.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, digest
-from pipeline.models.settings import SETTINGS, parse_settings
+from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
 from pipeline.retrieval.pools.pool import CURRENT, KIND
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as 
 _RETRY_S = 60.0  # a failure that may pass, such as one of the network, is tried again after this time
 _START_POLL_S = 0.2  # between two questions of a replica that has nothing to serve yet
 _LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
+
+_log = logging.getLogger("polyrank.serve")
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,18 @@ def require_search(model: Artifact, pools: Sequence[str]) -> None:
     """Raises BadInput where there are pools, and the model has no vectors or cannot be searched with."""
     if not pools:
         return
-    uri = storage.join(model.uri, SETTINGS)
-    config = parse_settings(storage.read_bytes(uri), uri)
+    config = read_settings(model)
     if not config.has_vectors:
         raise BadInput(
             "pools: a cross-encoder cannot use one; allowed: none, or another kind of model"
         )
     _ = config.search_attention  # refuses what cannot search
+
+
+def read_settings(model: Artifact) -> RankerConfig:
+    """The settings of a ranker."""
+    uri = storage.join(model.uri, SETTINGS)
+    return parse_settings(storage.read_bytes(uri), uri)
 
 
 def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[str]) -> str:
@@ -229,8 +237,10 @@ class Decider:
         refused_pools = [pool for one in self._refused.values() for pool in one.pools]
         try:
             wanted, self._problems = resolve(self._targets, refused_pools)
-        except (BadInput, OSError) as error:
-            self._problems = [str(error).splitlines()[0]]
+        except Exception as error:
+            if [problem_of(error)] != self._problems:
+                _log_failure("cannot resolve the wanted versions", error)
+            self._problems = [problem_of(error)]
             return
         is_served = wanted.key == getattr(self._decided, "key", "")
         self._proposed = None if is_served or wanted.key in self._refused else wanted
@@ -257,6 +267,8 @@ class Follower:
     ask: Callable[[Report], Decision]
     load: Callable[[Versions], Engine]
     poll_s: float
+    followed: Callable[[Sequence[str]], None] = lambda problems: None
+    """Called with the problems after each question to the decider, also where it failed."""
     problems: tuple[str, ...] = ()
     _engine: Engine | None = None
     _serving: Versions | None = None
@@ -296,8 +308,12 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._stop.wait(self.poll_s):
-            with suppress(Exception):  # such as a decider that restarts; the old versions stay
+            try:
                 self._step()
+            except Exception as error:  # such as a decider that restarts; the old versions stay
+                if (problem_of(error),) != self.problems:
+                    _log_failure("cannot follow the decider", error)
+                self._set_problems((problem_of(error),))
 
     def _step(self) -> Decision:
         """Reports, loads what the decider answers, and serves what it has decided."""
@@ -309,10 +325,11 @@ class Follower:
                 continue
             try:
                 self._put_beside(versions, self._loaded(versions))
-            except (BadInput, OSError) as error:
+            except Exception as error:
+                _log_failure(f"cannot load {versions}", error)
                 self._retry_at[versions.key] = time.monotonic() + _RETRY_S
                 may_pass = not isinstance(error, BadInput)
-                return self._report(versions, str(error).splitlines()[0], may_pass)
+                return self._report(versions, problem_of(error), may_pass)
             decision = self._report()
             break
         decided = decision.decided
@@ -351,12 +368,28 @@ class Follower:
             self.replica, self._serving, self._beside_key, refused, problem, may_pass
         )
         decision = self.ask(report)
-        self.problems = decision.problems
+        self._set_problems(decision.problems)
         return decision
+
+    def _set_problems(self, problems: tuple[str, ...]) -> None:
+        self.problems = problems
+        self.followed(problems)
 
     @property
     def _beside_key(self) -> str:
         return _key(self._beside[0]) if self._beside else ""
+
+
+def problem_of(error: Exception) -> str:
+    """An error in one line."""
+    is_for_people = isinstance(error, (BadInput, OSError)) and str(error)
+    return (str(error) if is_for_people else repr(error)).splitlines()[0]
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    """With the traceback, unless the message is enough."""
+    trace = None if isinstance(error, (BadInput, OSError)) else error
+    _log.warning("%s: %s", what, problem_of(error), exc_info=trace)
 
 
 def _key(versions: Versions | None) -> str:

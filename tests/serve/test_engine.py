@@ -272,6 +272,17 @@ def test_a_pool_of_another_model_is_refused(tiny_ranker, tiny_pool, refusal, oth
     assert re.search(f"by the model {embedder.fingerprint}, not by .*{other.fingerprint}", said)
 
 
+def test_a_second_stage_that_scores_no_pairs_is_refused_before_the_start(tiny_ranker):
+    model = tiny_ranker("poly").uri
+    with pytest.raises(BadInput, match="architecture: 'poly' scores no pairs"):
+        app.build(app.Args(model=model, second_stage=model))
+
+
+def test_a_candidate_that_cannot_be_served_yet_is_logged_before_the_start(tiny_ranker, caplog):
+    app.build(app.Args(model=tiny_ranker("poly").uri, candidate="nowhere/ranker"))
+    assert "candidate: not served until it can be" in caplog.text
+
+
 def test_two_pools_of_one_name_are_refused(tiny_ranker, tiny_pool, refusal):
     model = tiny_ranker("poly")
     pool = tiny_pool(model)

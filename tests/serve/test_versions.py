@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -327,6 +327,50 @@ def test_an_error_of_the_network_is_tried_again_later_and_a_damaged_version_is_n
         clock.now += 1
         one._step()
     assert (served(one), network.loads) == ("v-2", 4)
+
+
+def test_any_failure_to_load_is_a_problem_and_is_not_repeated_at_each_poll(
+    model, pools, publish, clock, caplog
+):
+    publish(model, "v-1")
+    loads: list[Versions] = []
+
+    def load(versions: Versions) -> Any:
+        loads.append(versions)
+        raise RuntimeError("out of memory")
+
+    one = replica("one", Decider(targets(model, pools), poll_s=1.0), load)
+    for _ in range(5):
+        clock.now += 1
+        one._step()
+    assert len(loads) == 1
+    assert one.problems == ("RuntimeError('out of memory')",)
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_a_decider_that_does_not_answer_is_a_problem_that_is_counted(caplog):
+    counted: list[tuple[str, ...]] = []
+    heard = threading.Event()
+
+    def ask(report: Report) -> Decision:
+        raise RuntimeError("the actor died")
+
+    def followed(problems: Sequence[str]) -> None:
+        counted.append(tuple(problems))
+        heard.set()
+
+    follower = Follower("one", ask, engine_of, 0.01, followed)
+    follower.start(until_loaded=False)
+    assert heard.wait(60)
+    follower.close()
+    assert counted[0] == follower.problems == ("RuntimeError('the actor died')",)
+    assert "the actor died" in caplog.text
+
+
+def test_versions_that_cannot_be_resolved_for_any_reason_are_a_problem(model, pools, monkeypatch):
+    monkeypatch.setattr("serve.versions.resolve", {}.__getitem__)
+    decision = Decider(targets(model, pools), poll_s=1.0).follow(Report("one", None))
+    assert decision.problems[0].startswith("TypeError(")
 
 
 def test_a_decider_with_nothing_to_serve_looks_once_a_poll(model, pools, clock, monkeypatch):
