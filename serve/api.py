@@ -32,7 +32,7 @@ from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, documented
 from serve.fields import FilledText, Integer, Turn
 from serve.guard import Guard
-from serve.limits import MAX_CANDIDATES, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
+from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
 
 
@@ -71,7 +71,9 @@ class RankRequest(Strict):
     candidates: list[GivenCandidate] | None = Field(
         default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
     )
-    pool: StrictStr | None = Field(default=None, min_length=1, description="The pool to search.")
+    pool: StrictStr | None = Field(
+        default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
+    )
     top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
     where: dict[str, list[StrictStr]] | None = Field(
         default=None,

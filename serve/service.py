@@ -83,6 +83,13 @@ class _PoolResults(NamedTuple):
     missing_shards: Sequence[int] = ()
 
 
+def _require_pool(engine: Engine, name: str) -> None:
+    """Before the request is admitted: the work queue keeps the time that each pool takes."""
+    if name not in engine.pool_rows:
+        served = ", ".join(sorted(engine.pool_rows)) or "none"
+        raise Refusal("unknown_pool", f"pool: not served here; there are: {served}", "pool")
+
+
 def _depth(engine: Engine, query: RankQuery) -> int:
     """How many rows to search for: more than `top_k` if a second stage scores them again."""
     return max(query.top_k, _SECOND_STAGE) if engine.second_stage else query.top_k
@@ -124,9 +131,10 @@ class Service:
         if query.explain and not engine.has_vectors:
             raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
                           "allowed: false", "explain")  # fmt: skip
-        name, units = f"search {query.pool}", 1
-        if query.pool is None:
-            name, units = "rank", 1 + len(query.candidates or [])
+        name, units = "rank", 1 + len(query.candidates or [])
+        if query.pool is not None:
+            _require_pool(engine, query.pool)
+            name, units = f"search {query.pool}", 1
         with self.queue.admit(name, units, deadline):
             if query.pool is not None:
                 answer = await self._search(engine, query, query.pool, deadline)
@@ -229,9 +237,6 @@ class Service:
     async def _search(
         self, engine: Engine, query: RankQuery, name: str, deadline: float
     ) -> RankAnswer:
-        if name not in engine.pools and name not in engine.sharded:
-            there = ", ".join(sorted([*engine.pools, *engine.sharded])) or "none"
-            raise Refusal("unknown_pool", f"pool: not served here; there are: {there}", "pool")
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
         search = self._search_shards if name in engine.sharded else self._search_local
         found = await search(engine, query, name, row, deadline)

@@ -168,6 +168,7 @@ MANY = ["x"] * 1001
         ({"candidates": None}, None, "candidates, pool: exactly one"),
         ({"candidates": None, "pool": ""}, "pool", "at least 1"),
         ({"candidates": None, "pool": 3}, "pool", "string"),
+        ({"candidates": None, "pool": "p" * 201}, "pool", "at most 200"),
         ({"top_k": "3"}, "top_k", "integer"),
         ({"top_k": 0}, "top_k", "greater than or equal to 1"),
         ({"top_k": -1}, "top_k", "greater than or equal to 1"),

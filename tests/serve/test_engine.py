@@ -27,6 +27,7 @@ from pipeline.retrieval.pools.lock import is_leased
 from serve import app
 from serve.engine import Engine
 from serve.errors import Refusal
+from serve.scheduling import WorkQueue
 from serve.service import CandidateText, RankQuery
 
 from .conftest import REPLIES, run
@@ -173,6 +174,17 @@ def test_a_pool_that_is_not_served_is_refused_by_name(tiny_ranker, tiny_pool, as
     assert refused.value.code == "unknown_pool"
     with pytest.raises(Refusal, match="there are: none"):
         asking(model).rank_pool(CONTEXT, "replies", 1)
+
+
+def test_a_pool_that_is_not_served_leaves_nothing_in_the_work_queue(
+    tiny_ranker, asking, monkeypatch
+):
+    """It keeps the time of a request for each name that it admits."""
+    one = asking(tiny_ranker("poly"))
+    monkeypatch.setattr(WorkQueue, "waiting_s", 1e6)  # it admits nothing
+    with pytest.raises(Refusal) as refused:
+        one.rank_pool(CONTEXT, "nope", 1)
+    assert refused.value.code == "unknown_pool"
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross", "convert"])
