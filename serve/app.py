@@ -288,7 +288,8 @@ def application(args: Args, **options: Any) -> serve.Application:
     pools = tuple(storage.absolute(uri) for uri in [*args.pools, *args.sharded_pools])
     champion = Targets(_absolute(args.model), pools)
     versions, _ = resolve(champion)
-    open_pools(versions.model, versions.pools[: len(args.pools)])
+    for pool in open_pools(versions.model, versions.pools[: len(args.pools)]).values():
+        pool.close()
     token_hashes()
     second = _absolute(args.second_stage)
     if second:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -102,7 +103,11 @@ class Engine:
         """
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
-        self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]
+        self._closing = ExitStack()
+        for pool in self.pools.values():
+            self._closing.callback(pool.close)
+            if (held := lease(pool.artifact.uri)) is not None:
+                self._closing.callback(held.stop)
         try:
             self._load(precision, second_stage, classifier, sharded)
         except BaseException:
@@ -157,10 +162,8 @@ class Engine:
         return self.ranker.config.has_vectors
 
     def close(self) -> None:
-        """Releases the pool versions, so that old ones may be removed."""
-        for held in self._leases:
-            if held is not None:
-                held.stop()
+        """Releases the pool versions, so that old ones and their copies on this node may be removed."""
+        self._closing.close()
 
     # Kinds of rows
 
@@ -327,10 +330,13 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     artifact = open_artifact(model, "ranker")
     require_search(artifact, pools)
     opened: dict[str, Pool] = {}
-    for uri in pools:
-        pool = Pool.open(uri)
-        pool.require_model(artifact)
-        if pool.name in opened:
-            raise BadInput(f"pools: two are named {pool.name!r}")
-        opened[pool.name] = pool
+    with ExitStack() as closing:
+        for uri in pools:
+            pool = Pool.open(uri)
+            closing.callback(pool.close)
+            pool.require_model(artifact)
+            if pool.name in opened:
+                raise BadInput(f"pools: two are named {pool.name!r}")
+            opened[pool.name] = pool
+        closing.pop_all()  # the caller closes them
     return opened

@@ -200,6 +200,7 @@ class _OpenShard:
         """A kind of work for each attention."""
 
     def close(self) -> None:
+        self.pool.close()
         if self._lease is not None:
             self._lease.stop()
 

@@ -11,12 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from jobs import embed_pool
+from pipeline import node_cache, storage
 from pipeline.artifact import draft
 from pipeline.config import BadInput
 from pipeline.models import inference
@@ -24,11 +26,13 @@ from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.lock import is_leased
+from pipeline.retrieval.pools.pool import Share
 from serve import app
 from serve.engine import Engine
 from serve.errors import Refusal
 from serve.scheduling import WorkQueue
 from serve.service import CandidateText, RankQuery
+from serve.shards import PoolShard
 
 from .conftest import REPLIES, run
 
@@ -86,6 +90,40 @@ def test_a_version_that_is_served_is_not_removed(tiny_ranker, tiny_pool):
     assert is_leased(str(pool.parent), "replies", "v-1")
     engine.close()
     assert not is_leased(str(pool.parent), "replies", "v-1")
+
+
+@pytest.fixture
+def remote_pool(tiny_ranker, tiny_pool, tmp_path, monkeypatch):
+    """The pool `replies` in an object store, and a cache of its own for this node."""
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path / "cache"))
+    storage.upload(Path(tiny_pool(tiny_ranker("poly"))), "memory://pools/replies")
+    yield "memory://pools/replies/v-1"
+    fsspec.filesystem("memory").store.clear()
+
+
+def copies(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("opened_by", ["engine", "shard"])
+def test_a_version_that_is_no_longer_served_may_leave_the_nodes_disk(
+    tiny_ranker, remote_pool, tmp_path, monkeypatch, opened_by
+):
+    served: Engine | PoolShard
+    if opened_by == "engine":
+        served = Engine(tiny_ranker("poly").uri, [remote_pool])
+    else:
+        served = PoolShard(Share(0, 2), most_waiting_s=60.0)
+        served.preload(remote_pool)
+    (copy,) = copies(tmp_path / "cache")
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(2**-30))
+    storage.write_bytes("memory://pools/other/x", b"1")
+    node_cache.local_folder("memory://pools/other", "v")
+    assert copy.exists()
+    served.close()
+    storage.write_bytes("memory://pools/another/x", b"1")
+    node_cache.local_folder("memory://pools/another", "v")
+    assert not copy.exists()
 
 
 SHARED_BYTES = r"""
