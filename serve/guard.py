@@ -128,7 +128,7 @@ class Guard:
             )  # fmt: skip
 
     def _let_in(self, scope: Scope, headers: Headers) -> None:
-        if not self._tokens or _is_open_to_all(scope["method"], scope["path"]):
+        if not self._tokens or _is_open_to_all(scope["method"], _route(scope)):
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         found = hashlib.sha256(token.strip().encode()).hexdigest()
@@ -225,6 +225,12 @@ class Guard:
 
 def _too_long(most: int) -> Refusal:
     return Refusal("too_large", f"the body has over {most:,} bytes, which is the most")
+
+
+def _route(scope: Scope) -> str:
+    """The path without the prefix of the application, which Ray's proxy leaves in the path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _is_open_to_all(method: str, path: str) -> bool:

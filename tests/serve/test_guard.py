@@ -147,6 +147,14 @@ def test_a_token_is_needed_where_some_are_set(service):
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
 
 
+def test_health_and_the_playground_need_no_token_under_a_route_prefix_either(service):
+    app = api.create_app(service, token_hashes=[HASH])
+    client = TestClient(app, root_path="/prefix")
+    for path in ("/prefix/health", "/prefix/ready", "/prefix/"):
+        assert client.get(path).status_code == 200, path
+    assert client.get("/prefix/info").status_code == 401
+
+
 def test_token_hashes_come_from_the_environment():
     assert guard.token_hashes(f" {HASH.upper()} , {'0' * 64}") == [HASH, "0" * 64]
     assert guard.token_hashes("") == []
