@@ -294,7 +294,7 @@ def create_app(
     @app.get("/info", responses=documented("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
         """The model, the pools, their versions and settings."""
-        return {**loaded().engine.info(), **state()}
+        return {**loaded().champion.info(), **state()}
 
     wire.add_routes(app, loaded)
     return app

@@ -156,7 +156,12 @@ class Ranker:
             self._candidate.start(until_loaded=False)  # the champion answers until the candidate is loaded
         limits = args.limits
         self._service = Service(
-            self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows
+            lambda: self._follower.engine,
+            limits.waiting_s,
+            metrics.batch,
+            metrics.answered,
+            limits.batch_rows,
+            self._drawn_candidate,
         )
 
     def _following(self, decider: str) -> Follower:
@@ -172,12 +177,9 @@ class Ranker:
         follower = Follower(replica, ask, self._load, self._args.poll_s, followed)
         return follower
 
-    def _engine(self) -> Engine:
-        """The engine for the next request."""
-        candidate = self._candidate.loaded
-        if candidate and random.random() < self._args.candidate_share:
-            return candidate
-        return self._follower.engine
+    def _drawn_candidate(self) -> Engine | None:
+        """The candidate, if the next request is one of its share."""
+        return self._candidate.loaded if random.random() < self._args.candidate_share else None
 
     def _state(self) -> dict[str, Any]:
         candidate = self._candidate.loaded

@@ -100,14 +100,16 @@ class Service:
 
     def __init__(
         self,
-        engine: Callable[[], Engine],
+        champion: Callable[[], Engine],
         most_waiting_s: float,
         watch: Callable[[Batch], None] = lambda batch: None,
         answered: Callable[[RankAnswer], None] = lambda answer: None,
         batch_rows: int = 1024,
+        candidate: Callable[[], Engine | None] = lambda: None,
     ) -> None:
-        """`engine` returns the engine for the next request; `watch` and `answered` are for metrics."""
-        self._engine, self._answered = engine, answered
+        """`champion` returns the engine that the service stands for; `candidate` one for the next request
+        instead, or None. `watch` and `answered` are for metrics."""
+        self._champion, self._candidate, self._answered = champion, candidate, answered
         self.queue = WorkQueue(most_waiting_s, watch, batch_rows)
         self._watch = watch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
@@ -120,7 +122,12 @@ class Service:
     @property
     def engine(self) -> Engine:
         """The one for a request, which takes it once."""
-        return self._engine()
+        return self._candidate() or self._champion()
+
+    @property
+    def champion(self) -> Engine:
+        """The one that the service describes."""
+        return self._champion()
 
     async def rank(
         self, query: RankQuery, deadline: float, engine: Engine | None = None

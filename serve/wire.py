@@ -100,7 +100,7 @@ def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
     @app.get("/v1/models", responses=documented("unauthorized", "not_ready"))
     async def models() -> ModelList:
         """The model that is served, in OpenAI's format."""
-        model = loaded().engine.model
+        model = loaded().champion.model
         created = datetime.fromisoformat(model.manifest["created_at"]).timestamp()
         return ModelList(data=[ModelCard(id=model.fingerprint, created=int(created))])
 

@@ -18,6 +18,7 @@ from pipeline.config import BadInput
 from serve import api
 from serve.errors import CODES, REFUSALS
 from serve.limits import Limits
+from serve.service import Service
 
 from .conftest import REPLIES, Asking, ask, serving
 
@@ -73,6 +74,18 @@ def test_a_pool_is_ranked(client, engine):
     assert body["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
     assert body["model"] == engine.engine.model.fingerprint
     assert body["certified"] is True
+
+
+def test_the_service_describes_its_champion_while_a_candidate_answers(tiny_ranker, engine, asking):
+    candidate = asking(tiny_ranker("poly", 1)).engine
+    service = Service(lambda: engine.engine, 60.0, candidate=lambda: candidate)
+    client = TestClient(api.create_app(service))
+    answer = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
+    assert answer["model"] == candidate.model.fingerprint
+    champion = engine.engine.model.fingerprint
+    assert client.get("/info").json()["model"]["fingerprint"] == champion
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == [champion]
+    service.close()
 
 
 def test_a_candidate_may_have_an_id_of_its_own(client):
