@@ -12,6 +12,7 @@ processor sooner, in a quarter of the memory.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -243,6 +244,8 @@ class Decider:
             self._problems = [problem_of(error)]
             return
         is_served = wanted.key == getattr(self._decided, "key", "")
+        if is_served and not self._problems:  # nobody wants what was refused any longer
+            self._refused = {}
         self._proposed = None if is_served or wanted.key in self._refused else wanted
 
     def _refuse(self, versions: Versions, report: Report, now: float) -> None:
@@ -338,6 +341,8 @@ class Follower:
             self._engine, self._beside = engine, None  # the swap, for all later requests
             if old is not None:
                 _close_later(old)
+        elif self._serving is not None and self._beside_key != _key(decision.proposed):
+            self._close_beside()  # another replica refused it
         return decision
 
     def _loaded(self, versions: Versions) -> Engine:
@@ -357,9 +362,13 @@ class Follower:
         return loading.result()
 
     def _put_beside(self, versions: Versions, engine: Engine) -> None:
-        if self._beside is not None:
-            self._beside[1].close()
+        self._close_beside()
         self._beside = (versions, engine)
+
+    def _close_beside(self) -> None:
+        if self._beside is not None:
+            _close_later(self._beside[1], 0.0)
+            self._beside = None
 
     def _report(
         self, refused: Versions | None = None, problem: str = "", may_pass: bool = False
@@ -396,7 +405,15 @@ def _key(versions: Versions | None) -> str:
     return versions.key if versions else ""
 
 
-def _close_later(engine: Engine) -> None:
-    timer = threading.Timer(_LEASE_S, engine.close)
+def _close_later(engine: Engine, seconds: float = _LEASE_S) -> threading.Timer:
+    """Closes an engine and frees its memory."""
+    engines = [engine]
+
+    def close() -> None:
+        engines.pop().close()
+        gc.collect()  # an engine refers to itself
+
+    timer = threading.Timer(seconds, close)
     timer.daemon = True
     timer.start()
+    return timer

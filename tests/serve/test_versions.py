@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ import pytest
 
 from pipeline.artifact import read_artifact
 from pipeline.config import BadInput
+from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
-from serve.versions import Decider, Decision, Follower, Report, Targets, Versions, resolve
+from serve.versions import Decider, Decision, Follower, Report, Targets, Versions, _close_later, resolve
 
 
 @pytest.fixture
@@ -327,6 +329,54 @@ def test_an_error_of_the_network_is_tried_again_later_and_a_damaged_version_is_n
         clock.now += 1
         one._step()
     assert (served(one), network.loads) == ("v-2", 4)
+
+
+def test_a_problem_ends_with_the_version_that_had_it(model, pools, publish, clock):
+    publish(model, "v-1")
+    one = started(replica("one", Decider(targets(model, pools), poll_s=1.0), engine_of))
+    bad = Path(publish(model, "v-2"))
+    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    for _ in range(2):
+        clock.now += 1
+        one._step()
+    assert one.problems
+    publish(model, "v-3")
+    for _ in range(3):
+        clock.now += 1
+        one._step()
+    assert (served(one), one.problems) == ("v-3", ())
+
+
+def test_a_replica_closes_what_another_one_refused(model, pools, publish, clock):
+    publish(model, "v-1")
+    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    network.is_down = False
+    one = started(replica("one", decider, engine_of))
+    two = started(replica("two", decider, network.load))
+    publish(model, "v-2")
+    network.is_down = True
+    for _ in range(2):
+        clock.now += 1
+        one._step()
+    assert is_leased(str(pools), "replies", "v-2")
+    two._step()
+    one._step()
+    for timer in threading.enumerate():
+        if isinstance(timer, threading.Timer) and timer.interval == 0:
+            timer.join(60)
+    assert not is_leased(str(pools), "replies", "v-2")
+    assert (served(one), served(two)) == ("v-1", "v-1")
+
+
+def test_an_engine_that_is_closed_takes_no_memory(model, pools, publish):
+    publish(model, "v-1")
+    engine = engine_of(resolve(targets(model, pools))[0])
+    reference = weakref.ref(engine)
+    timer = _close_later(engine, 60.0)
+    timer.cancel()
+    del engine
+    timer.function()
+    assert reference() is None
 
 
 def test_any_failure_to_load_is_a_problem_and_is_not_repeated_at_each_poll(
