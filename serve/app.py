@@ -34,6 +34,7 @@ from pipeline.registry import REGISTRY
 from pipeline.retrieval.pools.pool import Share
 from serve.api import create_app
 from serve.engine import Engine, open_pools
+from serve.follower import Follower
 from serve.guard import token_hashes
 from serve.limits import Limits
 from serve.metrics import Metrics
@@ -51,7 +52,6 @@ from serve.shards import (
 from serve.versions import (
     Decider,
     Decision,
-    Follower,
     Report,
     Targets,
     Versions,
@@ -153,7 +153,9 @@ class Ranker:
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
-            self._candidate.start(until_loaded=False)  # the champion answers until the candidate is loaded
+            self._candidate.start(
+                until_loaded=False
+            )  # the champion answers until the candidate is loaded
         limits = args.limits
         self._service = Service(
             lambda: self._follower.engine,

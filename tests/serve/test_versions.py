@@ -22,7 +22,8 @@ from pipeline.config import BadInput
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
-from serve.versions import Decider, Decision, Follower, Report, Targets, Versions, _close_later, resolve
+from serve.follower import Follower, _close_later
+from serve.versions import Decider, Decision, Report, Targets, Versions, resolve
 
 
 @pytest.fixture
@@ -124,7 +125,8 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     """Seconds pass when a test says so."""
     made = Clock()
-    monkeypatch.setattr("serve.versions.time", made)
+    for module in ("serve.versions", "serve.follower"):
+        monkeypatch.setattr(f"{module}.time", made)
     return made
 
 
