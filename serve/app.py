@@ -193,7 +193,13 @@ class Ranker:
         args = self._args
         whole, cut = versions.pools[: len(args.pools)], versions.pools[len(args.pools) :]
         sharded = [
-            ShardedPool(version, self._shards, args.shard_wait_s, args.on_missing_shard)
+            ShardedPool(
+                version,
+                self._shards,
+                args.shard_wait_s,
+                args.on_missing_shard,
+                self._metrics.missing_shard,
+            )
             for version in cut
         ]
         engine = Engine(

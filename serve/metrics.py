@@ -83,8 +83,10 @@ class Metrics:
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
         self._candidates.inc(answer.candidates, {"pool": answer.pool})
-        for shard in answer.missing_shards:
-            self._missing.inc(1, {"pool": answer.pool, "shard": str(shard)})
+
+    def missing_shard(self, pool: str, shard: int) -> None:
+        """Records that a shard did not answer in time."""
+        self._missing.inc(1, {"pool": pool, "shard": str(shard)})
 
     def followed(
         self, of: str, problems: Sequence[str], pools: Sequence[Mapping[str, Any]]

@@ -250,15 +250,21 @@ class ShardedPool:
     """One version of a pool, which shards hold."""
 
     def __init__(
-        self, version: str, shards: Sequence[ShardHandle], wait_s: float, on_missing: OnMissingShard
+        self,
+        version: str,
+        shards: Sequence[ShardHandle],
+        wait_s: float,
+        on_missing: OnMissingShard,
+        count_missing: Callable[[str, int], None] = lambda pool, shard: None,
     ) -> None:
         """Lets all shards open the version. `wait_s`: after so long a shard is missing; `on_missing`: then
-        refuse the query, or answer it without that shard's rows.
+        refuse the query, or answer it without that shard's rows. `count_missing` is for metrics.
 
         Raises BadInput where one cannot open it, and ShardUnavailable.
         """
         self.uri, self._shards = version, shards
         self._wait_s, self._on_missing = wait_s, on_missing
+        self._count_missing = count_missing
         with ThreadPoolExecutor(len(shards)) as threads:
             opened = list(threads.map(lambda shard: shard.open(version), shards))
         facts = []
@@ -325,4 +331,5 @@ class ShardedPool:
                 return await self._shards[number].search(query)
         except (ShardUnavailable, TimeoutError) as error:
             _log.warning("pool %s: shard %d is missing: %r", self.name, number, error)
+            self._count_missing(self.name, number)
             return None

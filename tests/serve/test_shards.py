@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from pipeline.config import BadInput
 from pipeline.retrieval.pools.pool import Pool, Share
 from serve import api
 from serve.engine import Engine
+from serve.errors import Refusal
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
 from .conftest import REPLIES, Asking
@@ -137,6 +139,21 @@ def test_a_missing_shard_is_refused_or_said(sharded, shards):
     for one in shards:
         one.is_gone = True
     assert answering.post("/rank", json=asked).status_code == 503  # nobody is left
+
+
+@pytest.mark.parametrize("on_missing", ["refuse", "answer"])
+def test_a_missing_shard_is_counted_whether_or_not_there_is_an_answer(
+    model, version, sharded, shards, on_missing
+):
+    missing = []
+    pool = ShardedPool(version, shards, 60.0, on_missing, lambda *shard: missing.append(shard))
+    one = Asking(Engine(model.uri, sharded=[pool]))
+    sharded()  # brings the shard back at the end
+    shards[1].is_gone = True
+    with suppress(Refusal):
+        one.rank_pool(CONTEXT, "replies", 3)
+    one.service.close()
+    assert missing == [("replies", 1)]
 
 
 def test_what_a_shard_refuses_is_the_services_refusal(sharded):
