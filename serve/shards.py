@@ -148,13 +148,20 @@ class PoolShard:
             return self._opened.get(version)
 
     async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
-        """The best rows of the shard; a version that is not open yet (the replica is new) is opened."""
+        """The best rows of the shard; a version that is not open yet (the replica is new) is opened.
+
+        Raises ShardUnavailable where it cannot be.
+        """
         deadline = time.monotonic() + query.timeout_s
         shard = self._at(query.version)
-        try:
-            if shard is None:
-                loop = asyncio.get_running_loop()
+        if shard is None:
+            loop = asyncio.get_running_loop()
+            try:
                 shard = await loop.run_in_executor(self._opening, self._open, query.version)
+            except (BadInput, OSError) as error:
+                _log.warning("%s: cannot be opened: %s", query.version, error)
+                raise ShardUnavailable("it cannot open the version") from None
+        try:
             return await self._search(shard, query, deadline)
         except Refusal as refusal:
             return ShardRefusal(refusal.code, refusal.message, refusal.retry_after_s)
@@ -223,7 +230,7 @@ class _OpenShard:
 
 
 class ShardUnavailable(RuntimeError):
-    """No replica of a shard has answered in time."""
+    """A shard has not answered in time, or cannot."""
 
 
 class ShardHandle(Protocol):
@@ -296,14 +303,14 @@ class ShardedPool:
     ) -> Merged:
         """The best rows of all shards. Deadlines are of `time.monotonic`.
 
-        Raises Refusal where a shard refuses, or is missing and may not be.
+        Raises Refusal where a shard refuses, or is missing and may not be, or the deadline is over.
         """
         timeout_s = min(self._wait_s, deadline - time.monotonic())
         query = ShardQuery(
             self.uri, vectors_MD, mask_M, attention, top_k, where, allow, with_vectors, timeout_s
         )
         answers = await asyncio.gather(
-            *(self._ask(number, query) for number in range(len(self._shards)))
+            *(self._ask(number, query, deadline) for number in range(len(self._shards)))
         )
         found: list[ShardAnswer] = []
         missing: list[int] = []
@@ -324,12 +331,16 @@ class ShardedPool:
         certified = not missing and all(answer.certified for answer in found)
         return Merged(best, certified, missing)
 
-    async def _ask(self, number: int, query: ShardQuery) -> ShardAnswer | ShardRefusal | None:
-        """None: it did not answer in time."""
+    async def _ask(
+        self, number: int, query: ShardQuery, deadline: float
+    ) -> ShardAnswer | ShardRefusal | None:
+        """None: it is missing."""
         try:
             async with asyncio.timeout(query.timeout_s):
                 return await self._shards[number].search(query)
         except (ShardUnavailable, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+                return ShardRefusal("too_late", "the request's time was over before a shard answered")
             _log.warning("pool %s: shard %d is missing: %r", self.name, number, error)
             self._count_missing(self.name, number)
             return None

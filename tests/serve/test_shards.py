@@ -172,6 +172,40 @@ def test_a_shard_that_is_new_opens_what_it_is_asked_for(sharded, shards):
     assert [one.id for one in service.rank_pool(CONTEXT, "replies", 12)] == before
 
 
+def test_a_shard_that_cannot_open_the_version_is_missing(model, version, shards, tmp_path):
+    copy = tmp_path / "pools" / "replies" / "v-1"
+    shutil.copytree(version, copy)
+    pool = ShardedPool(str(copy), shards, 60.0, "refuse")
+    one = Asking(Engine(model.uri, sharded=[pool]))
+    shutil.rmtree(copy)
+    old, shards[1].shard = shards[1].shard, PoolShard(Share(1, len(shards)), 60.0)
+    old.close()
+    with pytest.raises(Refusal) as refused:
+        one.rank_pool(CONTEXT, "replies", 3)
+    one.service.close()
+    assert refused.value.code == "shard_missing"
+    assert str(copy) not in refused.value.message
+
+
+class Silent(InProcess):
+    """It opens versions, and answers nothing."""
+
+    async def search(self, query):
+        await asyncio.Event().wait()
+
+
+def test_a_request_that_is_too_short_for_its_shards_is_too_late(model, version, shards):
+    silent = Silent(Share(0, 1))
+    pool = ShardedPool(version, [silent], 60.0, "answer")
+    one = Asking(Engine(model.uri, sharded=[pool]))
+    response = TestClient(api.create_app(one.service)).post(
+        "/rank", json={"context": CONTEXT, "pool": "replies"}, headers={"x-timeout-ms": "300"}
+    )
+    one.service.close()
+    silent.shard.close()
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
+
+
 def test_a_damaged_shard_or_another_models_is_refused(tiny_ranker, version, tmp_path, shards):
     copy = tmp_path / "pools" / "replies" / "v-1"
     shutil.copytree(version, copy)
