@@ -33,7 +33,7 @@ from serve.errors import Refusal
 from serve.scheduling import Batch, Kind, WorkQueue
 
 OnMissingShard = Literal["refuse", "answer"]
-_VERSIONS = 4  # that a shard keeps open: the old, the new, and those of a candidate model
+_VERSIONS = 4  # of a pool, that a shard keeps open: the old, the new, and those of a candidate model
 _FILTERS = 64
 
 _log = logging.getLogger("polyrank.serve")
@@ -135,8 +135,9 @@ class PoolShard:
         shard = _OpenShard(Pool.open(version, share=self._share), self._share)
         with self._lock:
             self._opened[shard.pool.artifact.uri] = shard
-            unused = list(self._opened)[:-_VERSIONS]
-            old = [self._opened.pop(version) for version in unused]
+            name = shard.pool.name
+            of_pool = [uri for uri, one in self._opened.items() if one.pool.name == name]
+            old = [self._opened.pop(uri) for uri in of_pool[:-_VERSIONS]]
         for one in old:
             one.close()
         return shard

@@ -13,6 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from pipeline.config import BadInput
+from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import Pool, Share
 from serve import api
 from serve.engine import Engine
@@ -204,6 +205,21 @@ def test_a_request_that_is_too_short_for_its_shards_is_too_late(model, version, 
     one.service.close()
     silent.shard.close()
     assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
+
+
+def test_a_shard_keeps_the_versions_of_each_pool(version, tmp_path):
+    for name, numbers in (("replies", 5), ("articles", 1)):
+        for number in range(numbers):
+            shutil.copytree(version, tmp_path / name / f"v-{number}")
+    shard = PoolShard(Share(0, 2), 60.0)
+    shard.preload(str(tmp_path / "articles" / "v-0"))
+    for number in range(5):
+        shard.preload(str(tmp_path / "replies" / f"v-{number}"))
+    assert is_leased(str(tmp_path), "articles", "v-0")
+    assert [is_leased(str(tmp_path), "replies", f"v-{at}") for at in range(5)] == [False] + 4 * [
+        True
+    ]
+    shard.close()
 
 
 def test_a_damaged_shard_or_another_models_is_refused(tiny_ranker, version, tmp_path, shards):
