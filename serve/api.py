@@ -249,14 +249,20 @@ def create_app(
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         ranker, began = loaded(), time.monotonic()
         engine = ranker.engine
-        several = asked if isinstance(asked, list) else [asked]
         deadline: float = request.state.deadline
-        answers = await asyncio.gather(
-            *(ranker.rank(one.query(), deadline, engine) for one in several)
-        )
+        if not isinstance(asked, list):
+            answer = await ranker.rank(asked.query(), deadline, engine)
+            return _response(answer, 1000 * (time.monotonic() - began))
+        rankings = [
+            asyncio.ensure_future(ranker.rank(one.query(), deadline, engine)) for one in asked
+        ]
+        try:
+            answers = await asyncio.gather(*rankings)
+        finally:
+            for ranking in rankings:  # where one is refused, nobody waits for the others
+                ranking.cancel()
         took = 1000 * (time.monotonic() - began)
-        responses = [_response(answer, took) for answer in answers]
-        return responses if isinstance(asked, list) else responses[0]
+        return [_response(answer, took) for answer in answers]
 
     @app.post("/classify", responses=documented(*REFUSALS, "no_classifier"))
     async def classify(asked: ClassifyRequest, request: Request) -> ClassifyResponse:

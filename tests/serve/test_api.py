@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from pipeline.config import BadInput
 from serve import api
 from serve.errors import CODES, REFUSALS
 from serve.limits import Limits
+from serve.scheduling import Kind
 from serve.service import Service
 
-from .conftest import REPLIES, Asking, ask, serving
+from .conftest import REPLIES, Asking, ask, run, serving
 
 OPENAPI = Path(api.__file__).with_name("openapi.json")
 CONTEXT = ["hi , what do you do ?", "i paint", "and what else ?"]
@@ -74,6 +76,25 @@ def test_a_pool_is_ranked(client, engine):
     assert body["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
     assert body["model"] == engine.engine.model.fingerprint
     assert body["certified"] is True
+
+
+def test_a_list_with_a_refused_request_leaves_no_work(engine):
+    queue, may_end = engine.service.queue, threading.Event()
+
+    def wait(rows: list[Any]) -> list[Any]:
+        assert may_end.wait(60)
+        return rows
+
+    waiting = queue.run(Kind("wait", wait, 1.0), [1], [1.0], time.monotonic() + 60)
+    good = {"context": CONTEXT, "candidates": TEXTS}
+    with TestClient(api.create_app(engine.service)) as client, ThreadPoolExecutor(1) as thread:
+        for _ in range(3):  # so that the queue knows how long a request takes
+            assert client.post("/rank", json=good).status_code == 200
+        thread.submit(run, waiting)
+        refused = client.post("/rank", json=[good, {"context": CONTEXT, "pool": "nope"}])
+        left_s = queue.waiting_s
+        may_end.set()
+    assert (refused.status_code, left_s) == (404, 0.0)
 
 
 def test_the_service_describes_its_champion_while_a_candidate_answers(tiny_ranker, engine, asking):
