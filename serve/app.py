@@ -35,7 +35,7 @@ from pipeline.retrieval.pools.pool import Share
 from serve.api import create_app
 from serve.engine import Engine, open_pools
 from serve.follower import Follower
-from serve.guard import token_hashes
+from serve.guard import log_to_stderr, token_hashes
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.service import Service
@@ -146,6 +146,7 @@ class Ranker:
     def __init__(self, args: Args, shards: list[DeploymentHandle]) -> None:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        log_to_stderr()
         self._args = args
         self._shards = [_DeployedShard(handle) for handle in shards]
         self._metrics = metrics = Metrics()

@@ -103,7 +103,8 @@ def test_json_is_json_by_any_of_its_names(client, media):
 # Deadlines
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "60001", "9" * 100])
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "60001", "9" * 100,
+                                   "000000001" + "0" * 4_300])
 def test_a_timeout_that_is_not_allowed_is_named(client, value):
     response = client.post("/rank", json=GOOD, headers={"x-timeout-ms": value})
     assert (response.status_code, response.json()["error"]["field"]) == (422, "x-timeout-ms")
@@ -192,6 +193,28 @@ def test_texts_are_not_logged(client, caplog):
     assert client.post("/rank", json=asked).status_code == 200
     assert "/rank 200" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_route_that_fails_has_its_line_in_the_log_and_its_id(service, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(service.queue, "admit", None)
+    client = TestClient(api.create_app(service))
+    response = client.post("/rank", json=GOOD, headers={"x-request-id": "a-1"})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+    assert response.headers["x-request-id"] == "a-1"
+    assert "a-1 POST /rank 500" in caplog.text
+    assert "TypeError" in caplog.text
+
+
+def test_a_replica_writes_its_access_lines(client, capsys):
+    log = logging.getLogger("polyrank.serve")
+    level, handler = log.level, guard.log_to_stderr()
+    try:
+        client.get("/health")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert "GET /health 200" in capsys.readouterr().err
 
 
 def test_a_full_disk_for_logs_costs_no_answer(client, caplog, capsys):
