@@ -174,7 +174,8 @@ class Ranker:
             return _ask(decider, report)
 
         def followed(problems: Sequence[str]) -> None:
-            pools = follower.loaded.info()["pools"] if follower.loaded else []
+            is_champion = decider == _DECIDER and follower.loaded is not None
+            pools = follower.engine.info()["pools"] if is_champion else []
             self._metrics.followed(decider, problems, pools)
 
         follower = Follower(replica, ask, self._load, self._args.poll_s, followed)

@@ -16,7 +16,8 @@ _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
 class Metrics:
-    """`stage` is tokenize, contexts, candidates, pairs, scores, search, second_stage or intents."""
+    """`stage` is tokenize, contexts, candidates, pairs, scores, search, second_stage, explanations or
+    intents."""
 
     def __init__(self) -> None:
         self._seconds = metrics.Histogram(
@@ -91,7 +92,7 @@ class Metrics:
     def followed(
         self, of: str, problems: Sequence[str], pools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records a decision (`of`: versions or candidate) and the pools that are served."""
+        """Records a decision (`of`: versions or candidate) and the pools that the champion serves."""
         self._problems.set(len(problems), {"of": of})
         for pool in pools:
             made = datetime.fromisoformat(pool["created_at"])

@@ -324,8 +324,13 @@ class Service:
         return sorted(scored, key=lambda one: -one.score)[: query.top_k]
 
     async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
-        began = time.monotonic()
-        loop = asyncio.get_running_loop()
-        rows = await loop.run_in_executor(self._tokenizing, functools.partial(rows_of, texts))
-        self._watch(Batch("tokenize", len(texts), len(texts), 0.0, time.monotonic() - began))
-        return rows
+        since = time.monotonic()
+
+        def tokenize() -> ResultT:
+            began = time.monotonic()
+            rows = rows_of(texts)
+            seconds = time.monotonic() - began
+            self._watch(Batch("tokenize", len(texts), len(texts), began - since, seconds))
+            return rows
+
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -30,8 +31,8 @@ from pipeline.retrieval.pools.pool import Share
 from serve import app
 from serve.engine import Engine
 from serve.errors import Refusal
-from serve.scheduling import WorkQueue
-from serve.service import CandidateText, RankQuery
+from serve.scheduling import Batch, WorkQueue
+from serve.service import CandidateText, RankQuery, Service
 from serve.shards import PoolShard
 
 from .conftest import REPLIES, run
@@ -223,6 +224,35 @@ def test_a_pool_that_is_not_served_leaves_nothing_in_the_work_queue(
     with pytest.raises(Refusal) as refused:
         one.rank_pool(CONTEXT, "nope", 1)
     assert refused.value.code == "unknown_pool"
+
+
+def test_a_tokenization_that_waits_for_another_one_says_so(tiny_ranker, asking, monkeypatch):
+    engine = asking(tiny_ranker("poly")).engine
+    batches: list[Batch] = []
+    service = Service(lambda: engine, 60.0, batches.append)
+    entered, may_end = threading.Event(), threading.Event()
+    rows_of = engine.ranker.context_rows
+
+    def slow_rows_of(contexts):
+        entered.set()
+        assert may_end.wait(60)
+        return rows_of(contexts)
+
+    monkeypatch.setattr(engine.ranker, "context_rows", slow_rows_of)
+    query = RankQuery(CONTEXT, [CandidateText("a", "b")], None, 1)
+
+    async def two():
+        deadline = time.monotonic() + 60
+        first = asyncio.ensure_future(service.rank(query, deadline))
+        await asyncio.to_thread(entered.wait, 60)
+        second = asyncio.ensure_future(service.rank(query, deadline))
+        await asyncio.sleep(0)  # so that it has handed in its context
+        may_end.set()
+        await asyncio.gather(first, second)
+
+    run(two())
+    service.close()
+    assert all(batch.waited_s > 0 for batch in batches if batch.kind == "tokenize")
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross", "convert"])
