@@ -122,7 +122,7 @@ class Guard:
             else:
                 await self._answer(scope, receive, body, answer)
                 if answer.full_for_s:
-                    self._full_until[scope["path"]] = time.monotonic() + answer.full_for_s
+                    self._refuse_for(scope["path"], answer.full_for_s)
         if not self._is_proxy:
             _access.info(
                 "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_LONGEST_PATH],
@@ -148,8 +148,12 @@ class Guard:
             return refusal
         if self._full_until.get(path, 0.0) > time.monotonic():
             return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
-        self._full_until.pop(path, None)
         return None
+
+    def _refuse_for(self, path: str, seconds: float) -> None:
+        now = time.monotonic()
+        current = {path: until for path, until in self._full_until.items() if until > now}
+        self._full_until = {**current, path: now + seconds}
 
     def _timeout_s(self, headers: Headers) -> float:
         timeout_text = headers.get(TIMEOUT)

@@ -377,6 +377,19 @@ def test_a_proxy_refuses_for_a_moment_what_a_full_replica_would(monkeypatch):
     assert asked == ["/rank", "/rank", "/embed"]
 
 
+def test_a_proxy_forgets_paths_that_were_full(monkeypatch):
+    async def full(request: Any) -> JSONResponse:
+        return overloaded(waiting_s=2.5, most_waiting_s=2.0).response()
+
+    proxy = Guard(Starlette(routes=[Route("/{path}", full, methods=["POST"])]), is_proxy=True)
+    client = TestClient(proxy)
+    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    for number in range(20):
+        clock.now += 1
+        assert client.post(f"/{number}", json=GOOD).status_code == 429
+    assert list(proxy._full_until) == ["/19"]
+
+
 def test_a_full_replica_refuses_before_it_reads_the_request(tiny_ranker, asking, monkeypatch):
     client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
     monkeypatch.setattr(WorkQueue, "waiting_s", 61.5)
