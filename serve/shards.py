@@ -33,7 +33,9 @@ from serve.errors import Refusal
 from serve.scheduling import Batch, Kind, WorkQueue
 
 OnMissingShard = Literal["refuse", "answer"]
-_VERSIONS = 4  # of a pool, that a shard keeps open: the old, the new, and those of a candidate model
+_VERSIONS = (
+    4  # of a pool, that a shard keeps open: the old, the new, and those of a candidate model
+)
 _FILTERS = 64
 
 _log = logging.getLogger("polyrank.serve")
@@ -341,7 +343,9 @@ class ShardedPool:
                 return await self._shards[number].search(query)
         except (ShardUnavailable, TimeoutError) as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
-                return ShardRefusal("too_late", "the request's time was over before a shard answered")
+                return ShardRefusal(
+                    "too_late", "the request's time was over before a shard answered"
+                )
             _log.warning("pool %s: shard %d is missing: %r", self.name, number, error)
             self._count_missing(self.name, number)
             return None

@@ -103,8 +103,9 @@ def test_json_is_json_by_any_of_its_names(client, media):
 # Deadlines
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "60001", "9" * 100,
-                                   "000000001" + "0" * 4_300])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "soon", "1.5", "60001", "9" * 100, "000000001" + "0" * 4_300]
+)
 def test_a_timeout_that_is_not_allowed_is_named(client, value):
     response = client.post("/rank", json=GOOD, headers={"x-timeout-ms": value})
     assert (response.status_code, response.json()["error"]["field"]) == (422, "x-timeout-ms")
