@@ -272,7 +272,7 @@ class Service:
     ) -> _PoolResults:
         """Searches a pool that this replica has mapped."""
         pool = engine.pools[name]
-        among = engine.allowed_rows(name, query.where, query.allow)
+        among = await engine.allowed_rows(name, query.where, query.allow)
         if among is not None and not among.any():
             return _PoolResults([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)

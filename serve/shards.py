@@ -30,13 +30,13 @@ from pipeline.retrieval.pools.pool import Pool, Share, describe
 from pipeline.retrieval.search import filters
 from serve.engine import PoolQuery, Where, canary_places, search_kind
 from serve.errors import Refusal
+from serve.masks import Masks
 from serve.scheduling import Batch, Kind, WorkQueue
 
 OnMissingShard = Literal["refuse", "answer"]
 _VERSIONS = (
     4  # of a pool, that a shard keeps open: the old, the new, and those of a candidate model
 )
-_FILTERS = 64
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -174,7 +174,7 @@ class PoolShard:
     async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> ShardAnswer:
         if not len(shard.pool):
             return ShardAnswer([], True)
-        among = shard.allowed_rows(query.where, query.allow)
+        among = await shard.allowed_rows(query.where, query.allow)
         if among is not None and not among.any():
             return ShardAnswer([], True)
         pool_query = PoolQuery(
@@ -205,7 +205,7 @@ class _OpenShard:
         """The place of its first row in the whole pool."""
         self.columns = filters.columns(pool)
         self._lease: Beat | None = lease(pool.artifact.uri)
-        self._masks = functools.lru_cache(_FILTERS)(self._mask)
+        self._masks = Masks()
         self.searches = functools.cache(self._kind)
         """A kind of work for each attention."""
 
@@ -217,12 +217,12 @@ class _OpenShard:
     def _kind(self, attention: Attention) -> Kind:
         return search_kind(self.pool, attention)
 
-    def allowed_rows(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
+    async def allowed_rows(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
         """The rows that a filter leaves; None: all. Raises BadInput for a column that is not kept."""
-        return self._masks(where, allow) if where or allow is not None else None
-
-    def _mask(self, where: Where, allow: tuple[str, ...] | None) -> Bools:
-        return filters.select(self.pool, allow, where=dict(where))
+        if not where and allow is None:
+            return None
+        select = functools.partial(filters.select, self.pool, allow, where=dict(where))
+        return await self._masks.get((where, allow), select)
 
     def facts(self) -> ShardFacts:
         places = canary_places(len(self.pool))
