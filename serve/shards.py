@@ -187,12 +187,13 @@ class PoolShard:
             kind = shard.searches(query.attention)
             (found,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
         rows = []
-        for place, score in zip(found.places_K.tolist(), found.scores_K.tolist(), strict=True):
-            candidate = shard.pool.row(place)
-            columns = shard.pool.columns_at(place, shard.columns) if shard.columns else {}
+        of_pool = shard.pool.rows_at(found.places_K, shard.columns)
+        scores = found.scores_K.tolist()
+        for place, score, row in zip(found.places_K.tolist(), scores, of_pool, strict=True):
+            columns = {name: row[name] for name in shard.columns}
             vector = shard.pool.vectors_at(np.array([place]))[0] if query.with_vectors else None
             at = shard.first + place
-            rows.append(ShardRow(at, candidate.id, candidate.text, score, columns, vector))
+            rows.append(ShardRow(at, row["id"], row["text"], score, columns, vector))
         return ShardAnswer(rows, found.certified)
 
 

@@ -273,6 +273,14 @@ class Pool:
         table, at = self._table_at(place)
         return {name: table[name][at].as_py() for name in names}
 
+    def rows_at(self, places: Ints, columns: Sequence[str] = ()) -> list[dict[str, str]]:
+        """id, text and further columns of the candidates at places in any order."""
+        order = np.argsort(places)
+        rows: list[dict[str, str]] = []
+        for shard, at in self._of_shards(places[order]):
+            rows += shard.rows.select(["id", "text", *columns]).take(pa.array(at)).to_pylist()
+        return [rows[place] for place in np.argsort(order).tolist()]
+
     def _table_at(self, place: int) -> tuple[pa.Table, int]:
         shard = bisect_right(self.ends, place)
         return self.shards[shard].rows, place - (self.ends[shard - 1] if shard else 0)
