@@ -237,7 +237,7 @@ def create_app(
 
     @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool", "shard_missing"))
     async def rank(
-        asked: Annotated[
+        body: Annotated[
             Annotated[RankRequest, Tag("<object>")]
             | Annotated[
                 list[RankRequest], Field(min_length=1, max_length=MAX_REQUESTS), Tag("<list>")
@@ -250,11 +250,11 @@ def create_app(
         ranker, began = loaded(), time.monotonic()
         engine = ranker.engine
         deadline: float = request.state.deadline
-        if not isinstance(asked, list):
-            answer = await ranker.rank(asked.query(), deadline, engine)
+        if not isinstance(body, list):
+            answer = await ranker.rank(body.query(), deadline, engine)
             return _response(answer, 1000 * (time.monotonic() - began))
         rankings = [
-            asyncio.ensure_future(ranker.rank(one.query(), deadline, engine)) for one in asked
+            asyncio.ensure_future(ranker.rank(one.query(), deadline, engine)) for one in body
         ]
         try:
             answers = await asyncio.gather(*rankings)
@@ -265,19 +265,19 @@ def create_app(
         return [_response(answer, took) for answer in answers]
 
     @app.post("/classify", responses=documented(*REFUSALS, "no_classifier"))
-    async def classify(asked: ClassifyRequest, request: Request) -> ClassifyResponse:
+    async def classify(body: ClassifyRequest, request: Request) -> ClassifyResponse:
         """Classifies texts by intent."""
         ranker, began = loaded(), time.monotonic()
-        intents, found = await ranker.classify(asked.texts, request.state.deadline)
+        intents, classified = await ranker.classify(body.texts, request.state.deadline)
         results = [
             Classification(
                 intents=[
                     Intent(intent=intent, probability=value)
-                    for intent, value in intents.classifier.best(one, asked.top_k)
+                    for intent, value in intents.classifier.best(one, body.top_k)
                 ],
                 out_of_scope=one.out_of_scope,
             )
-            for one in found
+            for one in classified
         ]
         return ClassifyResponse(
             results=results,
@@ -317,9 +317,13 @@ def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
     return RankResponse(
         results=[
             Result(
-                id=one.id, text=one.text, score=one.score, columns=dict(one.columns), weights=some
+                id=one.id,
+                text=one.text,
+                score=one.score,
+                columns=dict(one.columns),
+                weights=result_weights,
             )
-            for one, some in zip(answer.results, weights, strict=True)
+            for one, result_weights in zip(answer.results, weights, strict=True)
         ],
         certified=answer.certified,
         model=engine.model.fingerprint,

@@ -187,9 +187,9 @@ class Ranker:
 
     def _state(self) -> dict[str, Any]:
         candidate = self._candidate.loaded
-        found = candidate.model.fingerprint if candidate else None
+        candidate_fingerprint = candidate.model.fingerprint if candidate else None
         problems = [*self._follower.problems, *self._candidate.problems]
-        return {"candidate": found, "problems": problems}
+        return {"candidate": candidate_fingerprint, "problems": problems}
 
     def _load(self, versions: Versions) -> Engine:
         args = self._args

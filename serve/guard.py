@@ -133,8 +133,10 @@ class Guard:
         if not self._tokens or _is_open_to_all(scope["method"], _route(scope)):
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        found = hashlib.sha256(token.strip().encode()).hexdigest()
-        known = [hmac.compare_digest(found, one) for one in self._tokens]  # as long for any token
+        token_hash = hashlib.sha256(token.strip().encode()).hexdigest()
+        known = [
+            hmac.compare_digest(token_hash, one) for one in self._tokens
+        ]  # as long for any token
         if scheme.lower() != "bearer" or not any(known):
             raise Refusal("unauthorized", CODES["unauthorized"].text)
 

@@ -192,20 +192,20 @@ class Service:
             vectors_CD = torch.stack(vectors)
             ranking = (vectors_MD, mask_M, vectors_CD)
             explainable = ToExplain(context_row, vectors_MD, mask_M, lambda: vectors_CD[places])
-            (found,) = await self.queue.run(engine.scores, [ranking], [products], deadline)
+            (scores,) = await self.queue.run(engine.scores, [ranking], [products], deadline)
             tokens = len(context_row) + sum(map(len, rows))
         else:
             pairs = [(context_row, row) for row in rows]
             sizes = [len(context_row) + len(row) - 1 for row in rows]  # one [CLS] for both
-            found = await self.queue.run(engine.pairs, pairs, sizes, deadline)
+            scores = await self.queue.run(engine.pairs, pairs, sizes, deadline)
             tokens = sum(sizes)
-        return [found[place] for place in places], tokens, explainable
+        return [scores[place] for place in places], tokens, explainable
 
     async def _explain(self, engine: Engine, ranking: ToExplain, deadline: float) -> Explained:
-        found: list[Explained] = await self.queue.run(
+        explained: list[Explained] = await self.queue.run(
             engine.explanations, [ranking], [len(ranking.row)], deadline
         )
-        return found[0]
+        return explained[0]
 
     async def candidate_vectors(
         self, engine: Engine, texts: Sequence[str], deadline: float
@@ -222,8 +222,8 @@ class Service:
         """(([M, D], [M]) of each context, tokens read)"""
         with self.queue.admit("contexts", len(contexts), deadline):
             rows = await self._tokenize(engine.ranker.context_rows, contexts)
-            found = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
-        return found, sum(map(len, rows))
+            vectors = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
+        return vectors, sum(map(len, rows))
 
     async def classify(
         self, texts: Sequence[str], deadline: float
@@ -237,33 +237,33 @@ class Service:
         distinct = list(dict.fromkeys(texts))
         with self.queue.admit("intents", len(distinct), deadline):
             rows = await self._tokenize(intents.rows, distinct)
-            found = await self.queue.run(intents.kind, rows, list(map(len, rows)), deadline)
-        said = dict(zip(distinct, found, strict=True))
-        return intents, [said[text] for text in texts]
+            classified = await self.queue.run(intents.kind, rows, list(map(len, rows)), deadline)
+        classified_of_text = dict(zip(distinct, classified, strict=True))
+        return intents, [classified_of_text[text] for text in texts]
 
     async def _search(
         self, engine: Engine, query: RankQuery, name: str, deadline: float
     ) -> RankAnswer:
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
         search = self._search_shards if name in engine.sharded else self._search_local
-        found = await search(engine, query, name, row, deadline)
-        results = found.results
+        searched = await search(engine, query, name, row, deadline)
+        results = searched.results
         if engine.second_stage and results:
             results = await self._rerank(engine.second_stage, query, results, deadline)
         explained = None
         if query.explain and results:
             places = [one.index for one in results]
-            candidates = functools.partial(found.vectors_at, places)
-            explainable = ToExplain(row, found.vectors_MD, found.mask_M, candidates)
+            candidates = functools.partial(searched.vectors_at, places)
+            explainable = ToExplain(row, searched.vectors_MD, searched.mask_M, candidates)
             explained = await self._explain(engine, explainable, deadline)
         return RankAnswer(
             results,
-            found.certified,
+            searched.certified,
             engine,
             name,
-            found.version,
+            searched.version,
             explained,
-            found.missing_shards,
+            searched.missing_shards,
             engine.pool_rows[name],
         )
 
@@ -277,13 +277,13 @@ class Service:
             return _PoolResults([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
         pool_query = PoolQuery(vectors_MD, mask_M, _depth(engine, query), among)
-        (found,) = await self.queue.run(engine.searches[name], [pool_query], [1.0], deadline)
-        results = results_at(pool, found.places_K, found.scores_K)
+        (answer,) = await self.queue.run(engine.searches[name], [pool_query], [1.0], deadline)
+        results = results_at(pool, answer.places_K, answer.scores_K)
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return engine.vectors_of_pool(name, np.array(places, np.int64))
 
-        return _PoolResults(results, found.certified, pool.version, vectors_MD, mask_M, vectors_at)
+        return _PoolResults(results, answer.certified, pool.version, vectors_MD, mask_M, vectors_at)
 
     async def _search_shards(
         self, engine: Engine, query: RankQuery, name: str, row: Sequence[int], deadline: float
@@ -291,7 +291,7 @@ class Service:
         """Searches a pool in other deployments."""
         pool = engine.sharded[name]
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        found = await pool.search(
+        merged = await pool.search(
             vectors_MD.numpy(),
             mask_M.numpy(),
             engine.ranker.config.search_attention,
@@ -301,26 +301,26 @@ class Service:
             query.explain,
             deadline,
         )
-        results = [Result(r.place, r.id, r.text, r.score, r.columns) for r in found.rows]
-        vectors = {r.place: r.vector_D for r in found.rows if r.vector_D is not None}
+        results = [Result(r.place, r.id, r.text, r.score, r.columns) for r in merged.rows]
+        vectors = {r.place: r.vector_D for r in merged.rows if r.vector_D is not None}
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return torch.from_numpy(np.stack([vectors[place] for place in places]))
 
         return _PoolResults(
-            results, found.certified, pool.version, vectors_MD, mask_M, vectors_at, found.missing
+            results, merged.certified, pool.version, vectors_MD, mask_M, vectors_at, merged.missing
         )
 
     async def _rerank(
-        self, stage: SecondStage, query: RankQuery, found: list[Result], deadline: float
+        self, stage: SecondStage, query: RankQuery, results: list[Result], deadline: float
     ) -> list[Result]:
         (context,) = await self._tokenize(stage.ranker.context_rows, [query.context])
-        texts = [one.text for one in found]
+        texts = [one.text for one in results]
         rows = await self._tokenize(stage.ranker.candidate_rows, texts)
         sizes = [len(context) + len(row) for row in rows]
         pairs = [(context, row) for row in rows]
         scores = await self.queue.run(stage.pairs, pairs, sizes, deadline)
-        scored = [replace(one, score=score) for one, score in zip(found, scores, strict=True)]
+        scored = [replace(one, score=score) for one, score in zip(results, scores, strict=True)]
         return sorted(scored, key=lambda one: -one.score)[: query.top_k]
 
     async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:

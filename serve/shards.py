@@ -185,16 +185,16 @@ class PoolShard:
         )
         with self._queue.admit("search", 1, deadline):
             kind = shard.searches(query.attention)
-            (found,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
+            (answer,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
         rows = []
-        of_pool = shard.pool.rows_at(found.places_K, shard.columns)
-        scores = found.scores_K.tolist()
-        for place, score, row in zip(found.places_K.tolist(), scores, of_pool, strict=True):
+        of_pool = shard.pool.rows_at(answer.places_K, shard.columns)
+        scores = answer.scores_K.tolist()
+        for place, score, row in zip(answer.places_K.tolist(), scores, of_pool, strict=True):
             columns = {name: row[name] for name in shard.columns}
             vector = shard.pool.vectors_at(np.array([place]))[0] if query.with_vectors else None
             at = shard.first + place
             rows.append(ShardRow(at, row["id"], row["text"], score, columns, vector))
-        return ShardAnswer(rows, found.certified)
+        return ShardAnswer(rows, answer.certified)
 
 
 class _OpenShard:
@@ -316,7 +316,7 @@ class ShardedPool:
         answers = await asyncio.gather(
             *(self._ask(number, query, deadline) for number in range(len(self._shards)))
         )
-        found: list[ShardAnswer] = []
+        answered: list[ShardAnswer] = []
         missing: list[int] = []
         for number, answer in enumerate(answers):
             if isinstance(answer, ShardRefusal):
@@ -324,15 +324,17 @@ class ShardedPool:
             if answer is None:
                 missing.append(number)
             else:
-                found.append(answer)
-        if missing and (self._on_missing == "refuse" or not found):
-            said = ", ".join(map(str, missing))
-            message = f"pool {self.name}: shards that do not answer: {said} of {len(answers)}"
+                answered.append(answer)
+        if missing and (self._on_missing == "refuse" or not answered):
+            numbers = ", ".join(map(str, missing))
+            message = f"pool {self.name}: shards that do not answer: {numbers} of {len(answers)}"
             raise Refusal("shard_missing", message, None, 1.0)
         best = heapq.nsmallest(
-            top_k, (row for one in found for row in one.rows), key=lambda row: (-row.score, row.id)
+            top_k,
+            (row for one in answered for row in one.rows),
+            key=lambda row: (-row.score, row.id),
         )
-        certified = not missing and all(answer.certified for answer in found)
+        certified = not missing and all(answer.certified for answer in answered)
         return Merged(best, certified, missing)
 
     async def _ask(
