@@ -87,6 +87,7 @@ class Artifact:
         folder = node_cache.local_folder(self.uri, self.fingerprint, only)
         if not storage.is_local(self.uri) and _unlike(str(folder), self.manifest, only):
             storage.delete(str(folder))
+            node_cache.release(folder)
             folder = node_cache.local_folder(self.uri, self.fingerprint, only)
         _check_sizes(str(folder), self.manifest, only)
         return folder

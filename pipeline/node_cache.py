@@ -6,7 +6,7 @@
 
 The cache lies in POLYRANK_CACHE (by default in the temporary folder) and takes POLYRANK_CACHE_GIB (by default
 half of that disk). The folders that have not been used for the longest time go first; one that a process
-uses stays.
+uses stays, until the process ends or calls `release`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import storage
@@ -29,8 +31,18 @@ from pipeline.retries import with_retries
 _RANGE_BYTES = 16 << 20
 _RANGES_AT_ONCE = 16  # a stream from S3 brings some 80 MB/s, a node's network 1 to 10 GB/s
 
-_in_use: dict[Path, int] = {}
-"""The open files that are locked."""
+
+@dataclass
+class _Use:
+    """A folder that this process uses."""
+
+    descriptor: int
+    """Of the open file that is locked."""
+    users: int = 0
+
+
+_in_use: dict[Path, _Use] = {}
+_counting = threading.Lock()
 
 
 def local_folder(uri: str, version: str, only: Collection[str] | None = None) -> Path:
@@ -106,13 +118,26 @@ def _cache() -> Path:
 
 
 def _use(folder: Path) -> None:
-    """Keeps the folder from being removed, until this process ends."""
-    if folder not in _in_use:
-        mark = folder.with_suffix(".used")
-        mark.touch()
-        _in_use[folder] = os.open(mark, os.O_RDONLY)
-        fcntl.flock(_in_use[folder], fcntl.LOCK_SH)
-    os.utime(folder.with_suffix(".used"))
+    """Keeps the folder from being removed, until each user has released it or this process ends."""
+    mark = folder.with_suffix(".used")
+    with _counting:
+        if folder not in _in_use:
+            mark.touch()
+            use = _Use(os.open(mark, os.O_RDONLY))
+            fcntl.flock(use.descriptor, fcntl.LOCK_SH)
+            _in_use[folder] = use
+        _in_use[folder].users += 1
+    os.utime(mark)
+
+
+def release(folder: Path) -> None:
+    """Ends one use of a folder of `local_folder`; those that are no copies need no release."""
+    with _counting:
+        if (use := _in_use.get(folder)) is None:
+            return
+        use.users -= 1
+        if not use.users:
+            os.close(_in_use.pop(folder).descriptor)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, documented
 from serve.fields import FilledText, Integer, Turn
 from serve.guard import Guard
-from serve.limits import MAX_CANDIDATES, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
+from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
 
 
@@ -71,7 +71,9 @@ class RankRequest(Strict):
     candidates: list[GivenCandidate] | None = Field(
         default=None, min_length=1, max_length=MAX_CANDIDATES, description="The texts to rank."
     )
-    pool: StrictStr | None = Field(default=None, min_length=1, description="The pool to search.")
+    pool: StrictStr | None = Field(
+        default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
+    )
     top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
     where: dict[str, list[StrictStr]] | None = Field(
         default=None,
@@ -235,7 +237,7 @@ def create_app(
 
     @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool", "shard_missing"))
     async def rank(
-        asked: Annotated[
+        body: Annotated[
             Annotated[RankRequest, Tag("<object>")]
             | Annotated[
                 list[RankRequest], Field(min_length=1, max_length=MAX_REQUESTS), Tag("<list>")
@@ -247,29 +249,35 @@ def create_app(
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         ranker, began = loaded(), time.monotonic()
         engine = ranker.engine
-        several = asked if isinstance(asked, list) else [asked]
         deadline: float = request.state.deadline
-        answers = await asyncio.gather(
-            *(ranker.rank(one.query(), deadline, engine) for one in several)
-        )
+        if not isinstance(body, list):
+            answer = await ranker.rank(body.query(), deadline, engine)
+            return _response(answer, 1000 * (time.monotonic() - began))
+        rankings = [
+            asyncio.ensure_future(ranker.rank(one.query(), deadline, engine)) for one in body
+        ]
+        try:
+            answers = await asyncio.gather(*rankings)
+        finally:
+            for ranking in rankings:  # where one is refused, nobody waits for the others
+                ranking.cancel()
         took = 1000 * (time.monotonic() - began)
-        responses = [_response(answer, took) for answer in answers]
-        return responses if isinstance(asked, list) else responses[0]
+        return [_response(answer, took) for answer in answers]
 
     @app.post("/classify", responses=documented(*REFUSALS, "no_classifier"))
-    async def classify(asked: ClassifyRequest, request: Request) -> ClassifyResponse:
+    async def classify(body: ClassifyRequest, request: Request) -> ClassifyResponse:
         """Classifies texts by intent."""
         ranker, began = loaded(), time.monotonic()
-        intents, found = await ranker.classify(asked.texts, request.state.deadline)
+        intents, classified = await ranker.classify(body.texts, request.state.deadline)
         results = [
             Classification(
                 intents=[
                     Intent(intent=intent, probability=value)
-                    for intent, value in intents.classifier.best(one, asked.top_k)
+                    for intent, value in intents.classifier.best(one, body.top_k)
                 ],
                 out_of_scope=one.out_of_scope,
             )
-            for one in found
+            for one in classified
         ]
         return ClassifyResponse(
             results=results,
@@ -292,7 +300,7 @@ def create_app(
     @app.get("/info", responses=documented("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
         """The model, the pools, their versions and settings."""
-        return {**loaded().engine.info(), **state()}
+        return {**loaded().champion.info(), **state()}
 
     wire.add_routes(app, loaded)
     return app
@@ -309,9 +317,13 @@ def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
     return RankResponse(
         results=[
             Result(
-                id=one.id, text=one.text, score=one.score, columns=dict(one.columns), weights=some
+                id=one.id,
+                text=one.text,
+                score=one.score,
+                columns=dict(one.columns),
+                weights=result_weights,
             )
-            for one, some in zip(answer.results, weights, strict=True)
+            for one, result_weights in zip(answer.results, weights, strict=True)
         ],
         certified=answer.certified,
         model=engine.model.fingerprint,

@@ -12,6 +12,7 @@ more than most rankings. Replicas of one node share the pools' pages. Pools that
 import logging
 import os
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,7 +34,8 @@ from pipeline.registry import REGISTRY
 from pipeline.retrieval.pools.pool import Share
 from serve.api import create_app
 from serve.engine import Engine, open_pools
-from serve.guard import token_hashes
+from serve.follower import Follower
+from serve.guard import log_to_stderr, token_hashes
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.service import Service
@@ -50,10 +52,11 @@ from serve.shards import (
 from serve.versions import (
     Decider,
     Decision,
-    Follower,
     Report,
     Targets,
     Versions,
+    problem_of,
+    read_settings,
     resolve,
 )
 
@@ -143,6 +146,7 @@ class Ranker:
     def __init__(self, args: Args, shards: list[DeploymentHandle]) -> None:
         # Ray sets OMP_NUM_THREADS to the replica's cores; tokenizers would take all of the node's.
         os.environ.setdefault("RAYON_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        log_to_stderr()
         self._args = args
         self._shards = [_DeployedShard(handle) for handle in shards]
         self._metrics = metrics = Metrics()
@@ -150,42 +154,54 @@ class Ranker:
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
-            self._candidate.start(wait=False)  # the champion answers until the candidate is loaded
+            self._candidate.start(
+                until_loaded=False
+            )  # the champion answers until the candidate is loaded
         limits = args.limits
         self._service = Service(
-            self._engine, limits.waiting_s, metrics.batch, metrics.answered, limits.batch_rows
+            lambda: self._follower.engine,
+            limits.waiting_s,
+            metrics.batch,
+            metrics.answered,
+            limits.batch_rows,
+            self._drawn_candidate,
         )
 
     def _following(self, decider: str) -> Follower:
         replica = serve.get_replica_context().replica_id.unique_id
 
         def ask(report: Report) -> Decision:
-            decision = _ask(decider, report)
-            pools = follower.loaded.info()["pools"] if follower.loaded else []
-            self._metrics.followed(decider, decision.problems, pools)
-            return decision
+            return _ask(decider, report)
 
-        follower = Follower(replica, ask, self._load, self._args.poll_s)
+        def followed(problems: Sequence[str]) -> None:
+            is_champion = decider == _DECIDER and follower.loaded is not None
+            pools = follower.engine.info()["pools"] if is_champion else []
+            self._metrics.followed(decider, problems, pools)
+
+        follower = Follower(replica, ask, self._load, self._args.poll_s, followed)
         return follower
 
-    def _engine(self) -> Engine:
-        """The engine for the next request."""
-        candidate = self._candidate.loaded
-        if candidate and random.random() < self._args.candidate_share:
-            return candidate
-        return self._follower.engine
+    def _drawn_candidate(self) -> Engine | None:
+        """The candidate, if the next request is one of its share."""
+        return self._candidate.loaded if random.random() < self._args.candidate_share else None
 
     def _state(self) -> dict[str, Any]:
         candidate = self._candidate.loaded
-        found = candidate.model.fingerprint if candidate else None
+        candidate_fingerprint = candidate.model.fingerprint if candidate else None
         problems = [*self._follower.problems, *self._candidate.problems]
-        return {"candidate": found, "problems": problems}
+        return {"candidate": candidate_fingerprint, "problems": problems}
 
     def _load(self, versions: Versions) -> Engine:
         args = self._args
         whole, cut = versions.pools[: len(args.pools)], versions.pools[len(args.pools) :]
         sharded = [
-            ShardedPool(version, self._shards, args.shard_wait_s, args.on_missing_shard)
+            ShardedPool(
+                version,
+                self._shards,
+                args.shard_wait_s,
+                args.on_missing_shard,
+                self._metrics.missing_shard,
+            )
             for version in cut
         ]
         engine = Engine(
@@ -284,17 +300,22 @@ def application(args: Args, **options: Any) -> serve.Application:
     pools = tuple(storage.absolute(uri) for uri in [*args.pools, *args.sharded_pools])
     champion = Targets(_absolute(args.model), pools)
     versions, _ = resolve(champion)
-    open_pools(versions.model, versions.pools[: len(args.pools)])
+    for pool in open_pools(versions.model, versions.pools[: len(args.pools)]).values():
+        pool.close()
     token_hashes()
     second = _absolute(args.second_stage)
     if second:
-        open_artifact(second, "ranker")
+        read_settings(open_artifact(second, "ranker")).require_pairs()
     classifier = _absolute(args.classifier)
     if classifier:
         open_classifier(classifier)[1].open_encoder()
     targets = {_DECIDER: champion}
     if args.candidate:
         targets[_CANDIDATE] = Targets(_absolute(args.candidate), pools)
+        try:
+            resolve(targets[_CANDIDATE])
+        except (BadInput, OSError) as error:
+            _log.warning("candidate: not served until it can be: %s", problem_of(error))
     deciders = [
         DeploymentActorConfig(
             name=name,

@@ -322,10 +322,10 @@ class _Calls:
             return ServiceError("unreachable", said, request_id=request_id)
         try:
             error = outcome.json()["error"]
-            told = (str(error["code"]), str(error["message"]), error["field"])
+            problem = (str(error["code"]), str(error["message"]), error["field"])
         except (ValueError, LookupError, TypeError):
             return _not_understood(outcome)
-        return ServiceError(*told, outcome.status_code, request_id)
+        return ServiceError(*problem, outcome.status_code, request_id)
 
 
 def _is_passing(outcome: _Outcome) -> bool:

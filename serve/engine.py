@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.search import filters, top_rows
 from serve.intents import Intents
+from serve.masks import Masks
 from serve.scheduling import Kind
 from serve.versions import require_search
 
@@ -40,7 +42,6 @@ _SEARCHES = 16  # searches in one pass over a pool
 _PRODUCTS = 2.0e8  # multiplications in a batch of scores, some 10 ms of a core
 _CANARIES = 8  # rows of a pool that are embedded again to check its vectors
 _NEAR = 0.05  # tolerated distance of such a vector, relative to its length: bf16 against float32
-_FILTERS = 64  # row masks in the cache
 
 Where = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -102,7 +103,11 @@ class Engine:
         """
         self.model = open_artifact(model, "ranker")
         self.pools = open_pools(model, pools)
-        self._leases = [lease(pool.artifact.uri) for pool in self.pools.values()]
+        self._closing = ExitStack()
+        for pool in self.pools.values():
+            self._closing.callback(pool.close)
+            if (held := lease(pool.artifact.uri)) is not None:
+                self._closing.callback(held.stop)
         try:
             self._load(precision, second_stage, classifier, sharded)
         except BaseException:
@@ -145,7 +150,7 @@ class Engine:
             self.searches = {
                 name: search_kind(pool, attention) for name, pool in self.pools.items()
             }
-        self._masks = functools.lru_cache(_FILTERS)(self._mask)
+        self._masks = Masks()
         self._warm_up()
         for pool in self.pools.values():
             self._check(pool)
@@ -157,10 +162,8 @@ class Engine:
         return self.ranker.config.has_vectors
 
     def close(self) -> None:
-        """Releases the pool versions, so that old ones may be removed."""
-        for held in self._leases:
-            if held is not None:
-                held.stop()
+        """Releases the pool versions, so that old ones and their copies on this node may be removed."""
+        self._closing.close()
 
     # Kinds of rows
 
@@ -192,15 +195,17 @@ class Engine:
         vectors_KD[order_K] = self.pools[pool].vectors_at(places_K[order_K])
         return torch.from_numpy(vectors_KD)
 
-    def allowed_rows(self, pool: str, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
+    async def allowed_rows(
+        self, pool: str, where: Where, allow: tuple[str, ...] | None
+    ) -> Bools | None:
         """The mask of a pool's rows that pass a filter; None: all rows.
 
         Raises BadInput for a column that the pool does not keep.
         """
-        return self._masks(pool, where, allow) if where or allow is not None else None
-
-    def _mask(self, pool: str, where: Where, allow: tuple[str, ...] | None) -> Bools:
-        return filters.select(self.pools[pool], allow, where=dict(where))
+        if not where and allow is None:
+            return None
+        select = functools.partial(filters.select, self.pools[pool], allow, where=dict(where))
+        return await self._masks.get((pool, where, allow), select)
 
     def info(self) -> dict[str, Any]:
         """The description for /info. It contains no paths."""
@@ -327,10 +332,13 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     artifact = open_artifact(model, "ranker")
     require_search(artifact, pools)
     opened: dict[str, Pool] = {}
-    for uri in pools:
-        pool = Pool.open(uri)
-        pool.require_model(artifact)
-        if pool.name in opened:
-            raise BadInput(f"pools: two are named {pool.name!r}")
-        opened[pool.name] = pool
+    with ExitStack() as closing:
+        for uri in pools:
+            pool = Pool.open(uri)
+            closing.callback(pool.close)
+            pool.require_model(artifact)
+            if pool.name in opened:
+                raise BadInput(f"pools: two are named {pool.name!r}")
+            opened[pool.name] = pool
+        closing.pop_all()  # the caller closes them
     return opened

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from starlette.exceptions import HTTPException
 
 from pipeline.config import BadInput
 
-_log = logging.getLogger("polyrank.serve")
 _SHOWN = 200  # characters of a client's input that an error message repeats
 
 
@@ -124,12 +122,11 @@ def documented(*codes: str) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Makes the application answer every exception in this format."""
+    """Makes the application answer in this format; `Guard` answers for exceptions that are not expected."""
     app.exception_handler(Refusal)(_refusal)
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(BadInput)(_bad_input)
-    app.exception_handler(Exception)(_unexpected)
 
 
 async def _refusal(request: Request, error: Exception) -> JSONResponse:
@@ -166,11 +163,6 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _bad_input(request: Request, error: Exception) -> JSONResponse:
     return _response("invalid_request", str(error), None, {})
-
-
-async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    _log.error("%s failed", _short(request.url.path), exc_info=error)
-    return _response("internal", CODES["internal"].text, None, {})
 
 
 def _short(text: object) -> str:

@@ -38,6 +38,7 @@ TIMEOUT = "x-timeout-ms"
 _OPEN_TO_ALL = frozenset({"/health", "/ready"})
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_DIGITS = re.compile(r"[0-9]{1,9}")
 _LONGEST_PATH = 200  # in the log
 _ATTEMPTS = 2
 _BODY = "polyrank.body"
@@ -51,6 +52,7 @@ _WITHOUT_BODY_S = 5.0  # GET needs no computation, so a living replica answers a
 _NICER = 10
 _RAYS = {404: "not_ready", 408: "too_late", 429: "overloaded", 500: "internal", 503: "not_ready"}
 
+_log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
 
 
@@ -118,9 +120,9 @@ class Guard:
             if body is not None and (overload := self._overloaded(scope["path"])):
                 await overload.response()(scope, receive, answer)
             else:
-                await self._ask(scope, receive, body, answer)
+                await self._answer(scope, receive, body, answer)
                 if answer.full_for_s:
-                    self._full_until[scope["path"]] = time.monotonic() + answer.full_for_s
+                    self._refuse_for(scope["path"], answer.full_for_s)
         if not self._is_proxy:
             _access.info(
                 "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_LONGEST_PATH],
@@ -128,11 +130,13 @@ class Guard:
             )  # fmt: skip
 
     def _let_in(self, scope: Scope, headers: Headers) -> None:
-        if not self._tokens or _is_open_to_all(scope["method"], scope["path"]):
+        if not self._tokens or _is_open_to_all(scope["method"], _route(scope)):
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        found = hashlib.sha256(token.strip().encode()).hexdigest()
-        known = [hmac.compare_digest(found, one) for one in self._tokens]  # as long for any token
+        token_hash = hashlib.sha256(token.strip().encode()).hexdigest()
+        known = [
+            hmac.compare_digest(token_hash, one) for one in self._tokens
+        ]  # as long for any token
         if scheme.lower() != "bearer" or not any(known):
             raise Refusal("unauthorized", CODES["unauthorized"].text)
 
@@ -146,16 +150,32 @@ class Guard:
             return refusal
         if self._full_until.get(path, 0.0) > time.monotonic():
             return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
-        self._full_until.pop(path, None)
         return None
 
+    def _refuse_for(self, path: str, seconds: float) -> None:
+        now = time.monotonic()
+        current = {path: until for path, until in self._full_until.items() if until > now}
+        self._full_until = {**current, path: now + seconds}
+
     def _timeout_s(self, headers: Headers) -> float:
-        asked = headers.get(TIMEOUT)
-        if asked is None:
+        timeout_text = headers.get(TIMEOUT)
+        if timeout_text is None:
             return self._limits.timeout_ms / 1000
-        if not asked.isdecimal() or not 1 <= int(asked[:9]) <= MAX_TIMEOUT_MS:
+        if not _DIGITS.fullmatch(timeout_text) or not 1 <= int(timeout_text) <= MAX_TIMEOUT_MS:
             raise Refusal("invalid_request", f"{TIMEOUT}: allowed: 1 to {MAX_TIMEOUT_MS}", TIMEOUT)
-        return int(asked) / 1000
+        return int(timeout_text) / 1000
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
+    ) -> None:
+        """Passes the request on, and answers for a route that fails."""
+        try:
+            await self._ask(scope, receive, body, answer)
+        except Exception:
+            if answer.status:  # too late to say so
+                raise
+            _log.exception("%s failed", scope["path"][:_LONGEST_PATH])
+            await Refusal("internal", CODES["internal"].text).response()(scope, receive, answer)
 
     async def _ask(
         self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
@@ -225,6 +245,12 @@ class Guard:
 
 def _too_long(most: int) -> Refusal:
     return Refusal("too_large", f"the body has over {most:,} bytes, which is the most")
+
+
+def _route(scope: Scope) -> str:
+    """The path without the prefix of the application, which Ray's proxy leaves in the path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _is_open_to_all(method: str, path: str) -> bool:
@@ -304,6 +330,15 @@ def token_hashes(environment: str | None = None) -> list[str]:
     if not all(re.fullmatch(r"[0-9a-f]{64}", one) for one in hashes):
         raise ValueError(f"{TOKENS}: allowed: SHA-256 in hex, 64 digits each, with commas")
     return hashes
+
+
+def log_to_stderr() -> logging.Handler:
+    """Lets a replica write its log, with the access lines, to where Ray collects what it prints."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    return handler
 
 
 def in_proxy() -> list[Middleware]:

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TURNS = 1000
 MAX_CANDIDATES = 1000
+MAX_POOL_NAME = 200
 MAX_REQUESTS = 64
 MAX_TOP_K = 1000
 MAX_TIMEOUT_MS = 60_000

@@ -16,7 +16,8 @@ _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
 class Metrics:
-    """`stage` is tokenize, contexts, candidates, pairs, scores, search, second_stage or intents."""
+    """`stage` is tokenize, contexts, candidates, pairs, scores, search, second_stage, explanations or
+    intents."""
 
     def __init__(self) -> None:
         self._seconds = metrics.Histogram(
@@ -83,13 +84,15 @@ class Metrics:
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
         self._candidates.inc(answer.candidates, {"pool": answer.pool})
-        for shard in answer.missing_shards:
-            self._missing.inc(1, {"pool": answer.pool, "shard": str(shard)})
+
+    def missing_shard(self, pool: str, shard: int) -> None:
+        """Records that a shard did not answer in time."""
+        self._missing.inc(1, {"pool": pool, "shard": str(shard)})
 
     def followed(
         self, of: str, problems: Sequence[str], pools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records a decision (`of`: versions or candidate) and the pools that are served."""
+        """Records a decision (`of`: versions or candidate) and the pools that the champion serves."""
         self._problems.set(len(problems), {"of": of})
         for pool in pools:
             made = datetime.fromisoformat(pool["created_at"])

@@ -83,6 +83,13 @@ class _PoolResults(NamedTuple):
     missing_shards: Sequence[int] = ()
 
 
+def _require_pool(engine: Engine, name: str) -> None:
+    """Before the request is admitted: the work queue keeps the time that each pool takes."""
+    if name not in engine.pool_rows:
+        served = ", ".join(sorted(engine.pool_rows)) or "none"
+        raise Refusal("unknown_pool", f"pool: not served here; there are: {served}", "pool")
+
+
 def _depth(engine: Engine, query: RankQuery) -> int:
     """How many rows to search for: more than `top_k` if a second stage scores them again."""
     return max(query.top_k, _SECOND_STAGE) if engine.second_stage else query.top_k
@@ -93,14 +100,16 @@ class Service:
 
     def __init__(
         self,
-        engine: Callable[[], Engine],
+        champion: Callable[[], Engine],
         most_waiting_s: float,
         watch: Callable[[Batch], None] = lambda batch: None,
         answered: Callable[[RankAnswer], None] = lambda answer: None,
         batch_rows: int = 1024,
+        candidate: Callable[[], Engine | None] = lambda: None,
     ) -> None:
-        """`engine` returns the engine for the next request; `watch` and `answered` are for metrics."""
-        self._engine, self._answered = engine, answered
+        """`champion` returns the engine that the service stands for; `candidate` one for the next request
+        instead, or None. `watch` and `answered` are for metrics."""
+        self._champion, self._candidate, self._answered = champion, candidate, answered
         self.queue = WorkQueue(most_waiting_s, watch, batch_rows)
         self._watch = watch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
@@ -113,7 +122,12 @@ class Service:
     @property
     def engine(self) -> Engine:
         """The one for a request, which takes it once."""
-        return self._engine()
+        return self._candidate() or self._champion()
+
+    @property
+    def champion(self) -> Engine:
+        """The one that the service describes."""
+        return self._champion()
 
     async def rank(
         self, query: RankQuery, deadline: float, engine: Engine | None = None
@@ -124,9 +138,10 @@ class Service:
         if query.explain and not engine.has_vectors:
             raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
                           "allowed: false", "explain")  # fmt: skip
-        name, units = f"search {query.pool}", 1
-        if query.pool is None:
-            name, units = "rank", 1 + len(query.candidates or [])
+        name, units = "rank", 1 + len(query.candidates or [])
+        if query.pool is not None:
+            _require_pool(engine, query.pool)
+            name, units = f"search {query.pool}", 1
         with self.queue.admit(name, units, deadline):
             if query.pool is not None:
                 answer = await self._search(engine, query, query.pool, deadline)
@@ -177,20 +192,20 @@ class Service:
             vectors_CD = torch.stack(vectors)
             ranking = (vectors_MD, mask_M, vectors_CD)
             explainable = ToExplain(context_row, vectors_MD, mask_M, lambda: vectors_CD[places])
-            (found,) = await self.queue.run(engine.scores, [ranking], [products], deadline)
+            (scores,) = await self.queue.run(engine.scores, [ranking], [products], deadline)
             tokens = len(context_row) + sum(map(len, rows))
         else:
             pairs = [(context_row, row) for row in rows]
             sizes = [len(context_row) + len(row) - 1 for row in rows]  # one [CLS] for both
-            found = await self.queue.run(engine.pairs, pairs, sizes, deadline)
+            scores = await self.queue.run(engine.pairs, pairs, sizes, deadline)
             tokens = sum(sizes)
-        return [found[place] for place in places], tokens, explainable
+        return [scores[place] for place in places], tokens, explainable
 
     async def _explain(self, engine: Engine, ranking: ToExplain, deadline: float) -> Explained:
-        found: list[Explained] = await self.queue.run(
+        explained: list[Explained] = await self.queue.run(
             engine.explanations, [ranking], [len(ranking.row)], deadline
         )
-        return found[0]
+        return explained[0]
 
     async def candidate_vectors(
         self, engine: Engine, texts: Sequence[str], deadline: float
@@ -207,8 +222,8 @@ class Service:
         """(([M, D], [M]) of each context, tokens read)"""
         with self.queue.admit("contexts", len(contexts), deadline):
             rows = await self._tokenize(engine.ranker.context_rows, contexts)
-            found = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
-        return found, sum(map(len, rows))
+            vectors = await self.queue.run(engine.contexts, rows, list(map(len, rows)), deadline)
+        return vectors, sum(map(len, rows))
 
     async def classify(
         self, texts: Sequence[str], deadline: float
@@ -222,36 +237,33 @@ class Service:
         distinct = list(dict.fromkeys(texts))
         with self.queue.admit("intents", len(distinct), deadline):
             rows = await self._tokenize(intents.rows, distinct)
-            found = await self.queue.run(intents.kind, rows, list(map(len, rows)), deadline)
-        said = dict(zip(distinct, found, strict=True))
-        return intents, [said[text] for text in texts]
+            classified = await self.queue.run(intents.kind, rows, list(map(len, rows)), deadline)
+        classified_of_text = dict(zip(distinct, classified, strict=True))
+        return intents, [classified_of_text[text] for text in texts]
 
     async def _search(
         self, engine: Engine, query: RankQuery, name: str, deadline: float
     ) -> RankAnswer:
-        if name not in engine.pools and name not in engine.sharded:
-            there = ", ".join(sorted([*engine.pools, *engine.sharded])) or "none"
-            raise Refusal("unknown_pool", f"pool: not served here; there are: {there}", "pool")
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
         search = self._search_shards if name in engine.sharded else self._search_local
-        found = await search(engine, query, name, row, deadline)
-        results = found.results
+        searched = await search(engine, query, name, row, deadline)
+        results = searched.results
         if engine.second_stage and results:
             results = await self._rerank(engine.second_stage, query, results, deadline)
         explained = None
         if query.explain and results:
             places = [one.index for one in results]
-            candidates = functools.partial(found.vectors_at, places)
-            explainable = ToExplain(row, found.vectors_MD, found.mask_M, candidates)
+            candidates = functools.partial(searched.vectors_at, places)
+            explainable = ToExplain(row, searched.vectors_MD, searched.mask_M, candidates)
             explained = await self._explain(engine, explainable, deadline)
         return RankAnswer(
             results,
-            found.certified,
+            searched.certified,
             engine,
             name,
-            found.version,
+            searched.version,
             explained,
-            found.missing_shards,
+            searched.missing_shards,
             engine.pool_rows[name],
         )
 
@@ -260,18 +272,18 @@ class Service:
     ) -> _PoolResults:
         """Searches a pool that this replica has mapped."""
         pool = engine.pools[name]
-        among = engine.allowed_rows(name, query.where, query.allow)
+        among = await engine.allowed_rows(name, query.where, query.allow)
         if among is not None and not among.any():
             return _PoolResults([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
         pool_query = PoolQuery(vectors_MD, mask_M, _depth(engine, query), among)
-        (found,) = await self.queue.run(engine.searches[name], [pool_query], [1.0], deadline)
-        results = results_at(pool, found.places_K, found.scores_K)
+        (answer,) = await self.queue.run(engine.searches[name], [pool_query], [1.0], deadline)
+        results = results_at(pool, answer.places_K, answer.scores_K)
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return engine.vectors_of_pool(name, np.array(places, np.int64))
 
-        return _PoolResults(results, found.certified, pool.version, vectors_MD, mask_M, vectors_at)
+        return _PoolResults(results, answer.certified, pool.version, vectors_MD, mask_M, vectors_at)
 
     async def _search_shards(
         self, engine: Engine, query: RankQuery, name: str, row: Sequence[int], deadline: float
@@ -279,7 +291,7 @@ class Service:
         """Searches a pool in other deployments."""
         pool = engine.sharded[name]
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        found = await pool.search(
+        merged = await pool.search(
             vectors_MD.numpy(),
             mask_M.numpy(),
             engine.ranker.config.search_attention,
@@ -289,31 +301,36 @@ class Service:
             query.explain,
             deadline,
         )
-        results = [Result(r.place, r.id, r.text, r.score, r.columns) for r in found.rows]
-        vectors = {r.place: r.vector_D for r in found.rows if r.vector_D is not None}
+        results = [Result(r.place, r.id, r.text, r.score, r.columns) for r in merged.rows]
+        vectors = {r.place: r.vector_D for r in merged.rows if r.vector_D is not None}
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return torch.from_numpy(np.stack([vectors[place] for place in places]))
 
         return _PoolResults(
-            results, found.certified, pool.version, vectors_MD, mask_M, vectors_at, found.missing
+            results, merged.certified, pool.version, vectors_MD, mask_M, vectors_at, merged.missing
         )
 
     async def _rerank(
-        self, stage: SecondStage, query: RankQuery, found: list[Result], deadline: float
+        self, stage: SecondStage, query: RankQuery, results: list[Result], deadline: float
     ) -> list[Result]:
         (context,) = await self._tokenize(stage.ranker.context_rows, [query.context])
-        texts = [one.text for one in found]
+        texts = [one.text for one in results]
         rows = await self._tokenize(stage.ranker.candidate_rows, texts)
         sizes = [len(context) + len(row) for row in rows]
         pairs = [(context, row) for row in rows]
         scores = await self.queue.run(stage.pairs, pairs, sizes, deadline)
-        scored = [replace(one, score=score) for one, score in zip(found, scores, strict=True)]
+        scored = [replace(one, score=score) for one, score in zip(results, scores, strict=True)]
         return sorted(scored, key=lambda one: -one.score)[: query.top_k]
 
     async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
-        began = time.monotonic()
-        loop = asyncio.get_running_loop()
-        rows = await loop.run_in_executor(self._tokenizing, functools.partial(rows_of, texts))
-        self._watch(Batch("tokenize", len(texts), len(texts), 0.0, time.monotonic() - began))
-        return rows
+        since = time.monotonic()
+
+        def tokenize() -> ResultT:
+            began = time.monotonic()
+            rows = rows_of(texts)
+            seconds = time.monotonic() - began
+            self._watch(Batch("tokenize", len(texts), len(texts), began - since, seconds))
+            return rows
+
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)

@@ -30,11 +30,13 @@ from pipeline.retrieval.pools.pool import Pool, Share, describe
 from pipeline.retrieval.search import filters
 from serve.engine import PoolQuery, Where, canary_places, search_kind
 from serve.errors import Refusal
+from serve.masks import Masks
 from serve.scheduling import Batch, Kind, WorkQueue
 
 OnMissingShard = Literal["refuse", "answer"]
-_VERSIONS = 4  # that a shard keeps open: the old, the new, and those of a candidate model
-_FILTERS = 64
+_VERSIONS = (
+    4  # of a pool, that a shard keeps open: the old, the new, and those of a candidate model
+)
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -135,8 +137,9 @@ class PoolShard:
         shard = _OpenShard(Pool.open(version, share=self._share), self._share)
         with self._lock:
             self._opened[shard.pool.artifact.uri] = shard
-            unused = list(self._opened)[:-_VERSIONS]
-            old = [self._opened.pop(version) for version in unused]
+            name = shard.pool.name
+            of_pool = [uri for uri, one in self._opened.items() if one.pool.name == name]
+            old = [self._opened.pop(uri) for uri in of_pool[:-_VERSIONS]]
         for one in old:
             one.close()
         return shard
@@ -148,13 +151,20 @@ class PoolShard:
             return self._opened.get(version)
 
     async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
-        """The best rows of the shard; a version that is not open yet (the replica is new) is opened."""
+        """The best rows of the shard; a version that is not open yet (the replica is new) is opened.
+
+        Raises ShardUnavailable where it cannot be.
+        """
         deadline = time.monotonic() + query.timeout_s
         shard = self._at(query.version)
-        try:
-            if shard is None:
-                loop = asyncio.get_running_loop()
+        if shard is None:
+            loop = asyncio.get_running_loop()
+            try:
                 shard = await loop.run_in_executor(self._opening, self._open, query.version)
+            except (BadInput, OSError) as error:
+                _log.warning("%s: cannot be opened: %s", query.version, error)
+                raise ShardUnavailable("it cannot open the version") from None
+        try:
             return await self._search(shard, query, deadline)
         except Refusal as refusal:
             return ShardRefusal(refusal.code, refusal.message, refusal.retry_after_s)
@@ -164,7 +174,7 @@ class PoolShard:
     async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> ShardAnswer:
         if not len(shard.pool):
             return ShardAnswer([], True)
-        among = shard.allowed_rows(query.where, query.allow)
+        among = await shard.allowed_rows(query.where, query.allow)
         if among is not None and not among.any():
             return ShardAnswer([], True)
         pool_query = PoolQuery(
@@ -175,15 +185,16 @@ class PoolShard:
         )
         with self._queue.admit("search", 1, deadline):
             kind = shard.searches(query.attention)
-            (found,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
+            (answer,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
         rows = []
-        for place, score in zip(found.places_K.tolist(), found.scores_K.tolist(), strict=True):
-            candidate = shard.pool.row(place)
-            columns = shard.pool.columns_at(place, shard.columns) if shard.columns else {}
+        of_pool = shard.pool.rows_at(answer.places_K, shard.columns)
+        scores = answer.scores_K.tolist()
+        for place, score, row in zip(answer.places_K.tolist(), scores, of_pool, strict=True):
+            columns = {name: row[name] for name in shard.columns}
             vector = shard.pool.vectors_at(np.array([place]))[0] if query.with_vectors else None
             at = shard.first + place
-            rows.append(ShardRow(at, candidate.id, candidate.text, score, columns, vector))
-        return ShardAnswer(rows, found.certified)
+            rows.append(ShardRow(at, row["id"], row["text"], score, columns, vector))
+        return ShardAnswer(rows, answer.certified)
 
 
 class _OpenShard:
@@ -195,23 +206,24 @@ class _OpenShard:
         """The place of its first row in the whole pool."""
         self.columns = filters.columns(pool)
         self._lease: Beat | None = lease(pool.artifact.uri)
-        self._masks = functools.lru_cache(_FILTERS)(self._mask)
+        self._masks = Masks()
         self.searches = functools.cache(self._kind)
         """A kind of work for each attention."""
 
     def close(self) -> None:
+        self.pool.close()
         if self._lease is not None:
             self._lease.stop()
 
     def _kind(self, attention: Attention) -> Kind:
         return search_kind(self.pool, attention)
 
-    def allowed_rows(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
+    async def allowed_rows(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
         """The rows that a filter leaves; None: all. Raises BadInput for a column that is not kept."""
-        return self._masks(where, allow) if where or allow is not None else None
-
-    def _mask(self, where: Where, allow: tuple[str, ...] | None) -> Bools:
-        return filters.select(self.pool, allow, where=dict(where))
+        if not where and allow is None:
+            return None
+        select = functools.partial(filters.select, self.pool, allow, where=dict(where))
+        return await self._masks.get((where, allow), select)
 
     def facts(self) -> ShardFacts:
         places = canary_places(len(self.pool))
@@ -222,7 +234,7 @@ class _OpenShard:
 
 
 class ShardUnavailable(RuntimeError):
-    """No replica of a shard has answered in time."""
+    """A shard has not answered in time, or cannot."""
 
 
 class ShardHandle(Protocol):
@@ -249,15 +261,21 @@ class ShardedPool:
     """One version of a pool, which shards hold."""
 
     def __init__(
-        self, version: str, shards: Sequence[ShardHandle], wait_s: float, on_missing: OnMissingShard
+        self,
+        version: str,
+        shards: Sequence[ShardHandle],
+        wait_s: float,
+        on_missing: OnMissingShard,
+        count_missing: Callable[[str, int], None] = lambda pool, shard: None,
     ) -> None:
         """Lets all shards open the version. `wait_s`: after so long a shard is missing; `on_missing`: then
-        refuse the query, or answer it without that shard's rows.
+        refuse the query, or answer it without that shard's rows. `count_missing` is for metrics.
 
         Raises BadInput where one cannot open it, and ShardUnavailable.
         """
         self.uri, self._shards = version, shards
         self._wait_s, self._on_missing = wait_s, on_missing
+        self._count_missing = count_missing
         with ThreadPoolExecutor(len(shards)) as threads:
             opened = list(threads.map(lambda shard: shard.open(version), shards))
         facts = []
@@ -289,16 +307,16 @@ class ShardedPool:
     ) -> Merged:
         """The best rows of all shards. Deadlines are of `time.monotonic`.
 
-        Raises Refusal where a shard refuses, or is missing and may not be.
+        Raises Refusal where a shard refuses, or is missing and may not be, or the deadline is over.
         """
         timeout_s = min(self._wait_s, deadline - time.monotonic())
         query = ShardQuery(
             self.uri, vectors_MD, mask_M, attention, top_k, where, allow, with_vectors, timeout_s
         )
         answers = await asyncio.gather(
-            *(self._ask(number, query) for number in range(len(self._shards)))
+            *(self._ask(number, query, deadline) for number in range(len(self._shards)))
         )
-        found: list[ShardAnswer] = []
+        answered: list[ShardAnswer] = []
         missing: list[int] = []
         for number, answer in enumerate(answers):
             if isinstance(answer, ShardRefusal):
@@ -306,22 +324,31 @@ class ShardedPool:
             if answer is None:
                 missing.append(number)
             else:
-                found.append(answer)
-        if missing and (self._on_missing == "refuse" or not found):
-            said = ", ".join(map(str, missing))
-            message = f"pool {self.name}: shards that do not answer: {said} of {len(answers)}"
+                answered.append(answer)
+        if missing and (self._on_missing == "refuse" or not answered):
+            numbers = ", ".join(map(str, missing))
+            message = f"pool {self.name}: shards that do not answer: {numbers} of {len(answers)}"
             raise Refusal("shard_missing", message, None, 1.0)
         best = heapq.nsmallest(
-            top_k, (row for one in found for row in one.rows), key=lambda row: (-row.score, row.id)
+            top_k,
+            (row for one in answered for row in one.rows),
+            key=lambda row: (-row.score, row.id),
         )
-        certified = not missing and all(answer.certified for answer in found)
+        certified = not missing and all(answer.certified for answer in answered)
         return Merged(best, certified, missing)
 
-    async def _ask(self, number: int, query: ShardQuery) -> ShardAnswer | ShardRefusal | None:
-        """None: it did not answer in time."""
+    async def _ask(
+        self, number: int, query: ShardQuery, deadline: float
+    ) -> ShardAnswer | ShardRefusal | None:
+        """None: it is missing."""
         try:
             async with asyncio.timeout(query.timeout_s):
                 return await self._shards[number].search(query)
         except (ShardUnavailable, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+                return ShardRefusal(
+                    "too_late", "the request's time was over before a shard answered"
+                )
             _log.warning("pool %s: shard %d is missing: %r", self.name, number, error)
+            self._count_missing(self.name, number)
             return None

@@ -12,25 +12,26 @@ processor sooner, in a quarter of the memory.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, digest
-from pipeline.models.settings import SETTINGS, parse_settings
+from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
 from pipeline.retrieval.pools.pool import CURRENT, KIND
 
-if TYPE_CHECKING:
-    from serve.engine import Engine
-
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
-_LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
+RETRY_S = (
+    60.0  # a failure that may pass, such as one of the network, is tried again after this time
+)
+
+_log = logging.getLogger("polyrank.serve")
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,12 @@ class Report:
     serving: Versions | None
     prepared: str = ""
     """Key of the versions that it has loaded and does not serve yet."""
-    refused: str = ""
-    """Key of versions that it could not load."""
+    refused: Versions | None = None
+    """Versions that it could not load."""
     problem: str = ""
     """Why it could not."""
+    may_pass: bool = False
+    """Whether the problem may pass by itself, such as an error of the network."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,18 @@ def require_search(model: Artifact, pools: Sequence[str]) -> None:
     """Raises BadInput where there are pools, and the model has no vectors or cannot be searched with."""
     if not pools:
         return
-    uri = storage.join(model.uri, SETTINGS)
-    config = parse_settings(storage.read_bytes(uri), uri)
+    config = read_settings(model)
     if not config.has_vectors:
         raise BadInput(
             "pools: a cross-encoder cannot use one; allowed: none, or another kind of model"
         )
     _ = config.search_attention  # refuses what cannot search
+
+
+def read_settings(model: Artifact) -> RankerConfig:
+    """The settings of a ranker."""
+    uri = storage.join(model.uri, SETTINGS)
+    return parse_settings(storage.read_bytes(uri), uri)
 
 
 def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[str]) -> str:
@@ -169,6 +177,17 @@ class _Replica:
     serving: str
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """Versions that a replica could not load."""
+
+    problem: str
+    pools: tuple[str, ...]
+    """The pool versions that the problem names."""
+    until: float
+    """When they may be proposed again."""
+
+
 class Decider:
     """One for all replicas of a service. It stores nothing: after a restart it learns from the replicas what
     is served."""
@@ -178,144 +197,73 @@ class Decider:
         self._decided: Versions | None = None
         self._proposed: Versions | None = None
         self._replicas: dict[str, _Replica] = {}
-        self._refused: dict[str, str] = {}
-        self._refused_pools: set[str] = set()
+        self._refused: dict[str, _Refused] = {}
         self._problems: list[str] = []
         self._looked = -poll_s
 
     def follow(self, report: Report) -> Decision:
-        """Takes a replica's report, and answers what to serve and what to load.
-
-        Raises BadInput if nothing is served yet and nothing can be.
-        """
+        """Takes a replica's report, and answers what to serve and what to load."""
         now = time.monotonic()
+        patience_s = _SILENT_POLLS * self._poll_s
+        self._replicas = {
+            name: one for name, one in self._replicas.items() if now - one.seen < patience_s
+        }
+        is_new = report.replica not in self._replicas
         serving = report.serving.key if report.serving else ""
         self._replicas[report.replica] = _Replica(now, report.prepared, serving)
         self._decided = self._decided or report.serving
+        self._refused = {key: one for key, one in self._refused.items() if now < one.until}
         if report.refused:
-            self._refuse(report)
-        if now - self._looked >= self._poll_s or self._decided is None:
+            self._refuse(report.refused, report, now)
+        elif (
+            is_new and self._decided is None
+        ):  # it may be able to load what its predecessor was not
+            self._refused = {}
+            self._looked = -self._poll_s
+        if now - self._looked >= self._poll_s:
             self._looked = now
             self._look()
-        living = [r for r in self._replicas.values() if now - r.seen < _SILENT_POLLS * self._poll_s]
-        proposed = self._proposed
+        proposed, living = self._proposed, self._replicas.values()
         if proposed and all(proposed.key in (r.prepared, r.serving) for r in living):
             self._decided, self._proposed = proposed, None
-        return Decision(self._decided, self._proposed, (*self._problems, *self._refused.values()))
+        refused = [one.problem for one in self._refused.values()]
+        return Decision(self._decided, self._proposed, (*self._problems, *refused))
 
     def _look(self) -> None:
+        refused_pools = [pool for one in self._refused.values() for pool in one.pools]
         try:
-            found, self._problems = resolve(self._targets, sorted(self._refused_pools))
-        except (BadInput, OSError) as error:
-            if self._decided is None:
-                raise
-            self._problems = [str(error).splitlines()[0]]
+            wanted, self._problems = resolve(self._targets, refused_pools)
+        except Exception as error:
+            if [problem_of(error)] != self._problems:
+                log_failure("cannot resolve the wanted versions", error)
+            self._problems = [problem_of(error)]
             return
-        wanted = found.key != getattr(self._decided, "key", "") and found.key not in self._refused
-        self._proposed = found if wanted else None
+        is_served = wanted.key == getattr(self._decided, "key", "")
+        if is_served and not self._problems:  # nobody wants what was refused any longer
+            self._refused = {}
+        self._proposed = None if is_served or wanted.key in self._refused else wanted
 
-    def _refuse(self, report: Report) -> None:
+    def _refuse(self, versions: Versions, report: Report, now: float) -> None:
         """Remembers what could not be loaded: the pool versions that the problem names, or all versions."""
-        self._refused[report.refused] = report.problem
-        versions = self._proposed or self._decided
-        for pool in versions.pools if versions else ():
-            if pool in report.problem:
-                self._refused_pools.add(pool)
+        pools = tuple(pool for pool in versions.pools if pool in report.problem)
+        until = now + RETRY_S if report.may_pass else math.inf
+        self._refused[versions.key] = _Refused(report.problem, pools, until)
         self._proposed = None
         self._looked = -self._poll_s
         decided = self._decided
-        if decided and decided.key == report.refused:
+        if decided and decided.key == versions.key:
             others = (r.serving for r in self._replicas.values())
             if decided.key not in others:  # its files have gone: decide again
                 self._decided = None
 
 
-@dataclass
-class Follower:
-    """The part of it in a replica."""
-
-    replica: str
-    ask: Callable[[Report], Decision]
-    load: Callable[[Versions], Engine]
-    poll_s: float
-    problems: tuple[str, ...] = ()
-    _engine: Engine | None = None
-    _serving: Versions | None = None
-    _beside: tuple[Versions, Engine] | None = None
-    _stop: threading.Event = field(default_factory=threading.Event)
-
-    def start(self, wait: bool = True) -> None:
-        """Starts to follow the decider, and returns when versions are loaded. Raises BadInput if none can be.
-
-        Without `wait` it returns at once, and tries again at each poll."""
-        while wait and self._engine is None:
-            self._step()
-        threading.Thread(target=self._follow, name="follow-versions", daemon=True).start()
-
-    def close(self) -> None:
-        self._stop.set()
-        for engine in (self._engine, self._beside[1] if self._beside else None):
-            if engine is not None:
-                engine.close()
-
-    @property
-    def loaded(self) -> Engine | None:
-        """None: nothing is loaded yet, which only happens without `wait`."""
-        return self._engine
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
-
-    def _follow(self) -> None:
-        while not self._stop.wait(self.poll_s):
-            with suppress(Exception):  # such as a decider that restarts; the old versions stay
-                self._step()
-
-    def _step(self) -> None:
-        decision = self._report()
-        for versions in (decision.decided, decision.proposed):
-            if versions is None or versions.key in (_key(self._serving), self._beside_key):
-                continue
-            try:
-                self._put_beside(versions, self.load(versions))
-            except (BadInput, OSError) as error:
-                text = str(error).splitlines()[0]
-                decision = self._report(versions.key, text)
-                if self._serving is None and decision.decided is None and not decision.proposed:
-                    raise
-                return
-            decision = self._report()
-            break
-        decided = decision.decided
-        if self._beside is not None and _key(decided) == self._beside_key:
-            old, (self._serving, engine) = self._engine, self._beside
-            self._engine, self._beside = engine, None  # the swap, for all later requests
-            if old is not None:
-                _close_later(old)
-
-    def _put_beside(self, versions: Versions, engine: Engine) -> None:
-        if self._beside is not None:
-            self._beside[1].close()
-        self._beside = (versions, engine)
-
-    def _report(self, refused: str = "", problem: str = "") -> Decision:
-        report = Report(self.replica, self._serving, self._beside_key, refused, problem)
-        decision = self.ask(report)
-        self.problems = decision.problems
-        return decision
-
-    @property
-    def _beside_key(self) -> str:
-        return _key(self._beside[0]) if self._beside else ""
+def problem_of(error: Exception) -> str:
+    """An error in one line."""
+    is_for_people = isinstance(error, (BadInput, OSError)) and str(error)
+    return (str(error) if is_for_people else repr(error)).splitlines()[0]
 
 
-def _key(versions: Versions | None) -> str:
-    return versions.key if versions else ""
-
-
-def _close_later(engine: Engine) -> None:
-    timer = threading.Timer(_LEASE_S, engine.close)
-    timer.daemon = True
-    timer.start()
+def log_failure(what: str, error: Exception) -> None:
+    """With the traceback, unless the message is enough."""
+    trace = None if isinstance(error, (BadInput, OSError)) else error
+    _log.warning("%s: %s", what, problem_of(error), exc_info=trace)

@@ -56,43 +56,45 @@ def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
     """Adds the routes of all these formats. `loaded` returns the service, or raises Refusal."""
 
     @app.post("/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
-    async def rerank(asked: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
+    async def rerank(body: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
-        if isinstance(asked, DocumentsRerank):
-            return await _rerank(loaded(), asked, request, "1")
-        scored = await _score(loaded(), asked.query, asked.texts, request)
+        if isinstance(body, DocumentsRerank):
+            return await _rerank(loaded(), body, request, "1")
+        scored = await _score(loaded(), body.query, body.texts, request)
         return [
             TextScore(
                 index=place,
-                score=scored.scores[place] if asked.raw_scores else sigmoid(scored.scores[place]),
-                text=asked.texts[place] if asked.return_text else None,
+                score=scored.scores[place] if body.raw_scores else sigmoid(scored.scores[place]),
+                text=body.texts[place] if body.return_text else None,
             )
             for place in scored.order
         ]
 
     @app.post("/v1/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
-    async def rerank_v1(asked: DocumentsRerank, request: Request) -> RerankResponse:
+    async def rerank_v1(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Jina's format, and version 1 of Cohere's."""
-        return await _rerank(loaded(), asked, request, "1")
+        return await _rerank(loaded(), body, request, "1")
 
     @app.post("/v2/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
-    async def rerank_v2(asked: DocumentsRerank, request: Request) -> RerankResponse:
+    async def rerank_v2(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Version 2 of Cohere's format."""
-        return await _rerank(loaded(), asked, request, "2")
+        return await _rerank(loaded(), body, request, "2")
 
     @app.post("/embed", responses=documented(*REFUSALS))
-    async def embed(asked: EmbedRequest, request: Request) -> list[list[float]]:
+    async def embed(body: EmbedRequest, request: Request) -> list[list[float]]:
         """TEI's format. Texts that are too long are always truncated."""
-        return await _embed(loaded(), asked, request)
+        return await _embed(loaded(), body, request)
 
     @app.post("/v1/embeddings", responses=documented(*REFUSALS))
-    async def embeddings(asked: EmbeddingsRequest, request: Request) -> EmbeddingsResponse:
+    async def embeddings(body: EmbeddingsRequest, request: Request) -> EmbeddingsResponse:
         """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
-        embedded = await _embedded(loaded(), asked.input, request, asked.dimensions)
+        embedded = await _embedded(loaded(), body.input, request, body.dimensions)
         vectors_ND = F.normalize(embedded.vectors_ND, dim=1)
-        found = _base64(vectors_ND) if asked.encoding_format == "base64" else vectors_ND.tolist()
+        embeddings_N = (
+            _base64(vectors_ND) if body.encoding_format == "base64" else vectors_ND.tolist()
+        )
         return EmbeddingsResponse(
-            data=[Embedding(index=place, embedding=one) for place, one in enumerate(found)],
+            data=[Embedding(index=place, embedding=one) for place, one in enumerate(embeddings_N)],
             model=embedded.engine.model.fingerprint,
             usage=_usage(embedded.tokens),
         )
@@ -100,19 +102,19 @@ def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
     @app.get("/v1/models", responses=documented("unauthorized", "not_ready"))
     async def models() -> ModelList:
         """The model that is served, in OpenAI's format."""
-        model = loaded().engine.model
+        model = loaded().champion.model
         created = datetime.fromisoformat(model.manifest["created_at"]).timestamp()
         return ModelList(data=[ModelCard(id=model.fingerprint, created=int(created))])
 
     @app.post("/", responses=documented(*REFUSALS))
     async def hugging_face(
-        asked: HuggingFaceRequest, request: Request
+        body: HuggingFaceRequest, request: Request
     ) -> list[float] | list[list[float]]:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
-        if isinstance(asked, EmbedRequest):
-            return await _embed(loaded(), asked, request)
-        sentences = asked.inputs
+        if isinstance(body, EmbedRequest):
+            return await _embed(loaded(), body, request)
+        sentences = body.inputs
         scored = await _score(loaded(), sentences.source_sentence, sentences.sentences, request)
         return scored.scores
 
@@ -139,18 +141,18 @@ async def _score(service: Service, query: str, texts: Sequence[str], request: Re
 
 
 async def _rerank(
-    service: Service, asked: DocumentsRerank, request: Request, version: str
+    service: Service, body: DocumentsRerank, request: Request, version: str
 ) -> RerankResponse:
-    texts = asked.texts
-    scored = await _score(service, asked.query, texts, request)
+    texts = body.texts
+    scored = await _score(service, body.query, texts, request)
     results = []
-    for place in scored.order[: asked.top_n]:
+    for place in scored.order[: body.top_n]:
         score = scored.scores[place]
-        document = Document(text=texts[place]) if asked.return_documents else None
+        document = Document(text=texts[place]) if body.return_documents else None
         results.append(
             DocumentScore(
                 index=place,
-                relevance_score=score if asked.raw_scores else sigmoid(score),
+                relevance_score=score if body.raw_scores else sigmoid(score),
                 document=document,
             )
         )
@@ -169,14 +171,14 @@ class _Embedded(NamedTuple):
     tokens: int
 
 
-async def _embed(service: Service, asked: EmbedRequest, request: Request) -> list[list[float]]:
-    as_contexts = asked.prompt_name == "context"
-    embedded = await _embedded(service, asked.inputs, request, asked.dimensions, as_contexts)
+async def _embed(service: Service, body: EmbedRequest, request: Request) -> list[list[float]]:
+    as_contexts = body.prompt_name == "context"
+    embedded = await _embedded(service, body.inputs, request, body.dimensions, as_contexts)
     vectors_ND = embedded.vectors_ND
-    found: list[list[float]] = (
-        F.normalize(vectors_ND, dim=1) if asked.normalize else vectors_ND
+    vectors: list[list[float]] = (
+        F.normalize(vectors_ND, dim=1) if body.normalize else vectors_ND
     ).tolist()
-    return found
+    return vectors
 
 
 async def _embedded(

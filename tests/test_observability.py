@@ -34,6 +34,12 @@ def test_every_number_but_the_sizes_of_batches_is_on_the_dashboard():
     assert COUNTED - shown == sizes
 
 
+def test_a_service_is_silent_only_if_none_of_its_routes_computes():
+    """`answers_total` counts /rank alone."""
+    (query,) = (rule["expr"] for rule in RULES if rule["alert"] == "PolyrankServiceIsSilent")
+    assert asked(query) == {"polyrank_units_total"}
+
+
 def test_every_number_is_explained_on_a_page():
     pages = "".join((ROOT / name).read_text() for name in ("serve/README.md", "OPERATING.md"))
     assert {name for name in COUNTED if f"`ray_{name}`" not in pages} == set()

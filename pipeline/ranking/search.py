@@ -49,9 +49,8 @@ def search(
 def results_at(pool: Pool, places_K: Ints, scores_K: Floats) -> list[Result]:
     """The candidates at places of a pool, in this order."""
     kept = filters.columns(pool)
-    results = []
-    for place, score in zip(places_K.tolist(), scores_K.tolist(), strict=True):
-        row = pool.row(place)
-        columns = pool.columns_at(place, kept) if kept else {}
-        results.append(Result(place, row.id, row.text, score, columns))
-    return results
+    rows = pool.rows_at(places_K, kept)
+    return [
+        Result(place, row["id"], row["text"], score, {name: row[name] for name in kept})
+        for place, score, row in zip(places_K.tolist(), scores_K.tolist(), rows, strict=True)
+    ]

@@ -136,7 +136,7 @@ def test_the_longest_unused_folders_leave_a_full_cache_and_those_in_use_stay(
     }
     for number, name in enumerate(folders):
         os.utime(folders[name].with_suffix(".used"), (number, number))
-    os.close(node_cache._in_use.pop(folders["two"]))  # as when the process that used it has ended
+    node_cache.release(folders["two"])
     third = node_cache.local_folder(storage.join(bucket, "three"), "v")
     assert (folders["one"].exists(), folders["two"].exists(), third.exists()) == (True, False, True)
     assert (

@@ -102,6 +102,20 @@ def test_a_remote_folder_is_copied_once_for_each_version(memory, tmp_path, monke
     assert (node_cache.local_folder(uri, "v2") / "deep" / "a").read_bytes() == b"2"
 
 
+def test_a_copy_stays_until_its_last_user_releases_it(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path))
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(1.5 / 1024))  # one of them
+    for name in ("one", "two", "three"):
+        storage.write_bytes(storage.join(memory, name, "x"), b"." * (1 << 20))
+    one, _ = (node_cache.local_folder(storage.join(memory, "one"), "v") for _ in range(2))
+    node_cache.release(one)
+    node_cache.local_folder(storage.join(memory, "two"), "v")
+    assert one.exists()
+    node_cache.release(one)
+    node_cache.local_folder(storage.join(memory, "three"), "v")
+    assert not one.exists()
+
+
 def test_a_local_folder_is_its_own_copy(tmp_path):
     assert node_cache.local_folder(str(tmp_path), "v1") == tmp_path
     assert node_cache.local_folder(f"file://{tmp_path}", "v1") == tmp_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from pipeline.config import BadInput
 from serve import api
 from serve.errors import CODES, REFUSALS
 from serve.limits import Limits
+from serve.scheduling import Kind
+from serve.service import Service
 
-from .conftest import REPLIES, Asking, ask, serving
+from .conftest import REPLIES, Asking, ask, run, serving
 
 OPENAPI = Path(api.__file__).with_name("openapi.json")
 CONTEXT = ["hi , what do you do ?", "i paint", "and what else ?"]
@@ -73,6 +76,37 @@ def test_a_pool_is_ranked(client, engine):
     assert body["pool"] == {"name": "replies", "version": "v-1", "missing_shards": []}
     assert body["model"] == engine.engine.model.fingerprint
     assert body["certified"] is True
+
+
+def test_a_list_with_a_refused_request_leaves_no_work(engine):
+    queue, may_end = engine.service.queue, threading.Event()
+
+    def wait(rows: list[Any]) -> list[Any]:
+        assert may_end.wait(60)
+        return rows
+
+    waiting = queue.run(Kind("wait", wait, 1.0), [1], [1.0], time.monotonic() + 60)
+    good = {"context": CONTEXT, "candidates": TEXTS}
+    with TestClient(api.create_app(engine.service)) as client, ThreadPoolExecutor(1) as thread:
+        for _ in range(3):  # so that the queue knows how long a request takes
+            assert client.post("/rank", json=good).status_code == 200
+        thread.submit(run, waiting)
+        refused = client.post("/rank", json=[good, {"context": CONTEXT, "pool": "nope"}])
+        left_s = queue.waiting_s
+        may_end.set()
+    assert (refused.status_code, left_s) == (404, 0.0)
+
+
+def test_the_service_describes_its_champion_while_a_candidate_answers(tiny_ranker, engine, asking):
+    candidate = asking(tiny_ranker("poly", 1)).engine
+    service = Service(lambda: engine.engine, 60.0, candidate=lambda: candidate)
+    client = TestClient(api.create_app(service))
+    answer = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
+    assert answer["model"] == candidate.model.fingerprint
+    champion = engine.engine.model.fingerprint
+    assert client.get("/info").json()["model"]["fingerprint"] == champion
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == [champion]
+    service.close()
 
 
 def test_a_candidate_may_have_an_id_of_its_own(client):
@@ -168,6 +202,7 @@ MANY = ["x"] * 1001
         ({"candidates": None}, None, "candidates, pool: exactly one"),
         ({"candidates": None, "pool": ""}, "pool", "at least 1"),
         ({"candidates": None, "pool": 3}, "pool", "string"),
+        ({"candidates": None, "pool": "p" * 201}, "pool", "at most 200"),
         ({"top_k": "3"}, "top_k", "integer"),
         ({"top_k": 0}, "top_k", "greater than or equal to 1"),
         ({"top_k": -1}, "top_k", "greater than or equal to 1"),

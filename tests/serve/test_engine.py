@@ -8,15 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from jobs import embed_pool
+from pipeline import node_cache, storage
 from pipeline.artifact import draft
 from pipeline.config import BadInput
 from pipeline.models import inference
@@ -24,10 +27,13 @@ from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.lock import is_leased
+from pipeline.retrieval.pools.pool import Share
 from serve import app
 from serve.engine import Engine
 from serve.errors import Refusal
-from serve.service import CandidateText, RankQuery
+from serve.scheduling import Batch, WorkQueue
+from serve.service import CandidateText, RankQuery, Service
+from serve.shards import PoolShard
 
 from .conftest import REPLIES, run
 
@@ -85,6 +91,40 @@ def test_a_version_that_is_served_is_not_removed(tiny_ranker, tiny_pool):
     assert is_leased(str(pool.parent), "replies", "v-1")
     engine.close()
     assert not is_leased(str(pool.parent), "replies", "v-1")
+
+
+@pytest.fixture
+def remote_pool(tiny_ranker, tiny_pool, tmp_path, monkeypatch):
+    """The pool `replies` in an object store, and a cache of its own for this node."""
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path / "cache"))
+    storage.upload(Path(tiny_pool(tiny_ranker("poly"))), "memory://pools/replies")
+    yield "memory://pools/replies/v-1"
+    fsspec.filesystem("memory").store.clear()
+
+
+def copies(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("opened_by", ["engine", "shard"])
+def test_a_version_that_is_no_longer_served_may_leave_the_nodes_disk(
+    tiny_ranker, remote_pool, tmp_path, monkeypatch, opened_by
+):
+    served: Engine | PoolShard
+    if opened_by == "engine":
+        served = Engine(tiny_ranker("poly").uri, [remote_pool])
+    else:
+        served = PoolShard(Share(0, 2), most_waiting_s=60.0)
+        served.preload(remote_pool)
+    (copy,) = copies(tmp_path / "cache")
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(2**-30))
+    storage.write_bytes("memory://pools/other/x", b"1")
+    node_cache.local_folder("memory://pools/other", "v")
+    assert copy.exists()
+    served.close()
+    storage.write_bytes("memory://pools/another/x", b"1")
+    node_cache.local_folder("memory://pools/another", "v")
+    assert not copy.exists()
 
 
 SHARED_BYTES = r"""
@@ -173,6 +213,46 @@ def test_a_pool_that_is_not_served_is_refused_by_name(tiny_ranker, tiny_pool, as
     assert refused.value.code == "unknown_pool"
     with pytest.raises(Refusal, match="there are: none"):
         asking(model).rank_pool(CONTEXT, "replies", 1)
+
+
+def test_a_pool_that_is_not_served_leaves_nothing_in_the_work_queue(
+    tiny_ranker, asking, monkeypatch
+):
+    """It keeps the time of a request for each name that it admits."""
+    one = asking(tiny_ranker("poly"))
+    monkeypatch.setattr(WorkQueue, "waiting_s", 1e6)  # it admits nothing
+    with pytest.raises(Refusal) as refused:
+        one.rank_pool(CONTEXT, "nope", 1)
+    assert refused.value.code == "unknown_pool"
+
+
+def test_a_tokenization_that_waits_for_another_one_says_so(tiny_ranker, asking, monkeypatch):
+    engine = asking(tiny_ranker("poly")).engine
+    batches: list[Batch] = []
+    service = Service(lambda: engine, 60.0, batches.append)
+    entered, may_end = threading.Event(), threading.Event()
+    rows_of = engine.ranker.context_rows
+
+    def slow_rows_of(contexts):
+        entered.set()
+        assert may_end.wait(60)
+        return rows_of(contexts)
+
+    monkeypatch.setattr(engine.ranker, "context_rows", slow_rows_of)
+    query = RankQuery(CONTEXT, [CandidateText("a", "b")], None, 1)
+
+    async def two():
+        deadline = time.monotonic() + 60
+        first = asyncio.ensure_future(service.rank(query, deadline))
+        await asyncio.to_thread(entered.wait, 60)
+        second = asyncio.ensure_future(service.rank(query, deadline))
+        await asyncio.sleep(0)  # so that it has handed in its context
+        may_end.set()
+        await asyncio.gather(first, second)
+
+    run(two())
+    service.close()
+    assert all(batch.waited_s > 0 for batch in batches if batch.kind == "tokenize")
 
 
 @pytest.mark.parametrize("architecture", ["bi", "poly", "cross", "convert"])
@@ -270,6 +350,17 @@ def test_a_pool_of_another_model_is_refused(tiny_ranker, tiny_pool, refusal, oth
     embedder, other = tiny_ranker("poly"), tiny_ranker(*other)
     said = refusal(other.uri, tiny_pool(embedder))
     assert re.search(f"by the model {embedder.fingerprint}, not by .*{other.fingerprint}", said)
+
+
+def test_a_second_stage_that_scores_no_pairs_is_refused_before_the_start(tiny_ranker):
+    model = tiny_ranker("poly").uri
+    with pytest.raises(BadInput, match="architecture: 'poly' scores no pairs"):
+        app.build(app.Args(model=model, second_stage=model))
+
+
+def test_a_candidate_that_cannot_be_served_yet_is_logged_before_the_start(tiny_ranker, caplog):
+    app.build(app.Args(model=tiny_ranker("poly").uri, candidate="nowhere/ranker"))
+    assert "candidate: not served until it can be" in caplog.text
 
 
 def test_two_pools_of_one_name_are_refused(tiny_ranker, tiny_pool, refusal):

@@ -103,7 +103,9 @@ def test_json_is_json_by_any_of_its_names(client, media):
 # Deadlines
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "60001", "9" * 100])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "soon", "1.5", "60001", "9" * 100, "000000001" + "0" * 4_300]
+)
 def test_a_timeout_that_is_not_allowed_is_named(client, value):
     response = client.post("/rank", json=GOOD, headers={"x-timeout-ms": value})
     assert (response.status_code, response.json()["error"]["field"]) == (422, "x-timeout-ms")
@@ -147,6 +149,14 @@ def test_a_token_is_needed_where_some_are_set(service):
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
 
 
+def test_health_and_the_playground_need_no_token_under_a_route_prefix_either(service):
+    app = api.create_app(service, token_hashes=[HASH])
+    client = TestClient(app, root_path="/prefix")
+    for path in ("/prefix/health", "/prefix/ready", "/prefix/"):
+        assert client.get(path).status_code == 200, path
+    assert client.get("/prefix/info").status_code == 401
+
+
 def test_token_hashes_come_from_the_environment():
     assert guard.token_hashes(f" {HASH.upper()} , {'0' * 64}") == [HASH, "0" * 64]
     assert guard.token_hashes("") == []
@@ -184,6 +194,28 @@ def test_texts_are_not_logged(client, caplog):
     assert client.post("/rank", json=asked).status_code == 200
     assert "/rank 200" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_route_that_fails_has_its_line_in_the_log_and_its_id(service, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(service.queue, "admit", None)
+    client = TestClient(api.create_app(service))
+    response = client.post("/rank", json=GOOD, headers={"x-request-id": "a-1"})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+    assert response.headers["x-request-id"] == "a-1"
+    assert "a-1 POST /rank 500" in caplog.text
+    assert "TypeError" in caplog.text
+
+
+def test_a_replica_writes_its_access_lines(client, capsys):
+    log = logging.getLogger("polyrank.serve")
+    level, handler = log.level, guard.log_to_stderr()
+    try:
+        client.get("/health")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert "GET /health 200" in capsys.readouterr().err
 
 
 def test_a_full_disk_for_logs_costs_no_answer(client, caplog, capsys):
@@ -344,6 +376,19 @@ def test_a_proxy_refuses_for_a_moment_what_a_full_replica_would(monkeypatch):
         assert len(asked) == reaches
     client.post("/embed", json=GOOD)
     assert asked == ["/rank", "/rank", "/embed"]
+
+
+def test_a_proxy_forgets_paths_that_were_full(monkeypatch):
+    async def full(request: Any) -> JSONResponse:
+        return overloaded(waiting_s=2.5, most_waiting_s=2.0).response()
+
+    proxy = Guard(Starlette(routes=[Route("/{path}", full, methods=["POST"])]), is_proxy=True)
+    client = TestClient(proxy)
+    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    for number in range(20):
+        clock.now += 1
+        assert client.post(f"/{number}", json=GOOD).status_code == 429
+    assert list(proxy._full_until) == ["/19"]
 
 
 def test_a_full_replica_refuses_before_it_reads_the_request(tiny_ranker, asking, monkeypatch):

@@ -1,16 +1,19 @@
-"""The work queue: who is computed when, with whom, and who is not."""
+"""The work queue: who is computed when, with whom, and who is not. The masks of filters."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from serve.errors import Refusal
+from serve.masks import Masks
 from serve.scheduling import Batch, Kind, WorkQueue
 
 from .conftest import run
@@ -217,3 +220,30 @@ def test_the_watch_hears_of_every_batch():
     run(queue.run(Kind("k", lambda rows: rows, 3), [1, 2, 3, 4], [1] * 4, soon()))
     queue.close()
     assert [(batch.kind, batch.rows, batch.units) for batch in heard] == [("k", 3, 3), ("k", 1, 1)]
+
+
+# Masks of filters
+
+
+def test_masks_are_kept_up_to_a_number_of_bytes():
+    masks, made = Masks(most_bytes=25), Counter[str]()
+
+    def make(name: str) -> np.ndarray:
+        made[name] += 1
+        return np.ones(10, bool)
+
+    for name in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b
+        run(masks.get(name, lambda name=name: make(name)))
+    assert made == {"a": 1, "b": 2, "c": 1}
+    assert masks.bytes == 20
+
+
+def test_a_filter_reads_the_rows_beside_the_event_loop():
+    threads: list[int] = []
+
+    def make() -> np.ndarray:
+        threads.append(threading.get_ident())
+        return np.ones(1, bool)
+
+    run(Masks().get("a", make))
+    assert threads != [threading.get_ident()]

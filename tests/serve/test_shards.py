@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from pipeline.config import BadInput
+from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import Pool, Share
 from serve import api
 from serve.engine import Engine
+from serve.errors import Refusal
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
 from .conftest import REPLIES, Asking
@@ -139,6 +142,21 @@ def test_a_missing_shard_is_refused_or_said(sharded, shards):
     assert answering.post("/rank", json=asked).status_code == 503  # nobody is left
 
 
+@pytest.mark.parametrize("on_missing", ["refuse", "answer"])
+def test_a_missing_shard_is_counted_whether_or_not_there_is_an_answer(
+    model, version, sharded, shards, on_missing
+):
+    missing = []
+    pool = ShardedPool(version, shards, 60.0, on_missing, lambda *shard: missing.append(shard))
+    one = Asking(Engine(model.uri, sharded=[pool]))
+    sharded()  # brings the shard back at the end
+    shards[1].is_gone = True
+    with suppress(Refusal):
+        one.rank_pool(CONTEXT, "replies", 3)
+    one.service.close()
+    assert missing == [("replies", 1)]
+
+
 def test_what_a_shard_refuses_is_the_services_refusal(sharded):
     client = TestClient(api.create_app(sharded().service))
     asked = {"context": CONTEXT, "pool": "replies", "where": {"lang": ["en"]}}
@@ -153,6 +171,55 @@ def test_a_shard_that_is_new_opens_what_it_is_asked_for(sharded, shards):
     old, shards[1].shard = shards[1].shard, PoolShard(Share(1, len(shards)), 60.0)
     old.close()
     assert [one.id for one in service.rank_pool(CONTEXT, "replies", 12)] == before
+
+
+def test_a_shard_that_cannot_open_the_version_is_missing(model, version, shards, tmp_path):
+    copy = tmp_path / "pools" / "replies" / "v-1"
+    shutil.copytree(version, copy)
+    pool = ShardedPool(str(copy), shards, 60.0, "refuse")
+    one = Asking(Engine(model.uri, sharded=[pool]))
+    shutil.rmtree(copy)
+    old, shards[1].shard = shards[1].shard, PoolShard(Share(1, len(shards)), 60.0)
+    old.close()
+    with pytest.raises(Refusal) as refused:
+        one.rank_pool(CONTEXT, "replies", 3)
+    one.service.close()
+    assert refused.value.code == "shard_missing"
+    assert str(copy) not in refused.value.message
+
+
+class Silent(InProcess):
+    """It opens versions, and answers nothing."""
+
+    async def search(self, query):
+        await asyncio.Event().wait()
+
+
+def test_a_request_that_is_too_short_for_its_shards_is_too_late(model, version, shards):
+    silent = Silent(Share(0, 1))
+    pool = ShardedPool(version, [silent], 60.0, "answer")
+    one = Asking(Engine(model.uri, sharded=[pool]))
+    response = TestClient(api.create_app(one.service)).post(
+        "/rank", json={"context": CONTEXT, "pool": "replies"}, headers={"x-timeout-ms": "300"}
+    )
+    one.service.close()
+    silent.shard.close()
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
+
+
+def test_a_shard_keeps_the_versions_of_each_pool(version, tmp_path):
+    for name, numbers in (("replies", 5), ("articles", 1)):
+        for number in range(numbers):
+            shutil.copytree(version, tmp_path / name / f"v-{number}")
+    shard = PoolShard(Share(0, 2), 60.0)
+    shard.preload(str(tmp_path / "articles" / "v-0"))
+    for number in range(5):
+        shard.preload(str(tmp_path / "replies" / f"v-{number}"))
+    assert is_leased(str(tmp_path), "articles", "v-0")
+    assert [is_leased(str(tmp_path), "replies", f"v-{at}") for at in range(5)] == [False] + 4 * [
+        True
+    ]
+    shard.close()
 
 
 def test_a_damaged_shard_or_another_models_is_refused(tiny_ranker, version, tmp_path, shards):

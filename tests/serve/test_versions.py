@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ import pytest
 
 from pipeline.artifact import read_artifact
 from pipeline.config import BadInput
+from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
-from serve.versions import Decider, Follower, Report, Targets, Versions, resolve
+from serve.follower import Follower, _close_later
+from serve.versions import Decider, Decision, Report, Targets, Versions, resolve
 
 
 @pytest.fixture
@@ -120,7 +125,8 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     """Seconds pass when a test says so."""
     made = Clock()
-    monkeypatch.setattr("serve.versions.time", made)
+    for module in ("serve.versions", "serve.follower"):
+        monkeypatch.setattr(f"{module}.time", made)
     return made
 
 
@@ -131,6 +137,19 @@ def replica(name: str, decider: Decider, load: Callable[[Versions], Any]) -> Fol
 def engine_of(versions: Versions) -> Any:
     """The real one: it checks the vectors."""
     return Engine(versions.model, versions.pools)
+
+
+class Network:
+    """Loads engines, unless a test says that the network is down."""
+
+    def __init__(self) -> None:
+        self.is_down, self.loads = True, 0
+
+    def load(self, versions: Versions) -> Any:
+        self.loads += 1
+        if self.is_down:
+            raise OSError("connection reset")
+        return engine_of(versions)
 
 
 def started(follower: Follower) -> Follower:
@@ -179,6 +198,58 @@ def test_a_new_replica_starts_with_what_is_decided(model, pools, publish, clock)
     assert (served(one), served(two)) == ("v-1", "v-1")
 
 
+def test_a_replica_that_loads_for_long_is_waited_for(model, pools, publish, clock):
+    publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    may_end, began, reported = threading.Event(), threading.Event(), threading.Event()
+
+    def load_slowly(versions: Versions) -> Any:
+        began.set()
+        assert may_end.wait(60)
+        return engine_of(versions)
+
+    def ask(report: Report) -> Decision:
+        decision = decider.follow(report)
+        reported.set()
+        return decision
+
+    one = replica("one", decider, engine_of)
+    slow = Follower("slow", ask, load_slowly, poll_s=0.01)
+    starting = threading.Thread(target=slow.start)
+    starting.start()
+    assert began.wait(60)
+    for _ in range(12):
+        clock.now += 1
+        reported.clear()
+        assert reported.wait(60)
+        one._step()
+    assert one.loaded is None
+    may_end.set()
+    starting.join(60)
+    one._step()
+    slow.close()
+    assert (served(one), served(slow)) == ("v-1", "v-1")
+
+
+def test_a_replica_that_cannot_load_what_others_serve_tries_once_a_minute(
+    model, pools, publish, clock
+):
+    publish(model, "v-1")
+    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    one = started(replica("one", decider, engine_of))
+    two = replica("two", decider, network.load)
+    for _ in range(59):
+        clock.now += 1
+        one._step()
+        two._step()
+    assert network.loads == 1
+    network.is_down = False
+    for _ in range(3):
+        clock.now += 1
+        two._step()
+    assert (served(two), network.loads) == ("v-1", 2)
+
+
 def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 0xFF
@@ -218,7 +289,169 @@ def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish
     flip_a_byte(next((bad / "vectors").glob("*.npy")))
     decider = Decider(targets(model, pools), poll_s=1.0)
     with pytest.raises(BadInput, match="no version to serve"):
-        started(replica("one", decider, engine_of))
+        replica("one", decider, engine_of).start()
+
+
+def test_the_successor_of_a_replica_that_could_not_load_tries_again(model, pools, publish, clock):
+    """The decider outlives both."""
+    publish(model, "v-1")
+    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    with pytest.raises(BadInput, match="connection reset"):
+        replica("one", decider, network.load).start()
+    network.is_down = False
+    clock.now += 6  # then the first one counts as dead
+    two = replica("two", decider, network.load)
+    two.start()
+    two.close()
+    assert served(two) == "v-1"
+    assert two.problems == ()
+
+
+def test_an_error_of_the_network_is_tried_again_later_and_a_damaged_version_is_not(
+    model, pools, publish, clock
+):
+    publish(model, "v-1")
+    network = Network()
+    network.is_down = False
+    one = started(replica("one", Decider(targets(model, pools), poll_s=1.0), network.load))
+    publish(model, "v-2")
+    network.is_down = True
+    for _ in range(10):
+        clock.now += 1
+        one._step()
+    assert (served(one), network.loads) == ("v-1", 2)
+    network.is_down = False
+    for _ in range(60):
+        clock.now += 1
+        one._step()
+    assert (served(one), network.loads) == ("v-2", 3)
+    bad = Path(publish(model, "v-3"))
+    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    for _ in range(200):
+        clock.now += 1
+        one._step()
+    assert (served(one), network.loads) == ("v-2", 4)
+
+
+def test_a_problem_ends_with_the_version_that_had_it(model, pools, publish, clock):
+    publish(model, "v-1")
+    one = started(replica("one", Decider(targets(model, pools), poll_s=1.0), engine_of))
+    bad = Path(publish(model, "v-2"))
+    flip_a_byte(next((bad / "vectors").glob("*.npy")))
+    for _ in range(2):
+        clock.now += 1
+        one._step()
+    assert one.problems
+    publish(model, "v-3")
+    for _ in range(3):
+        clock.now += 1
+        one._step()
+    assert (served(one), one.problems) == ("v-3", ())
+
+
+def test_a_replica_closes_what_another_one_refused(model, pools, publish, clock):
+    publish(model, "v-1")
+    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    network.is_down = False
+    one = started(replica("one", decider, engine_of))
+    two = started(replica("two", decider, network.load))
+    publish(model, "v-2")
+    network.is_down = True
+    for _ in range(2):
+        clock.now += 1
+        one._step()
+    assert is_leased(str(pools), "replies", "v-2")
+    two._step()
+    one._step()
+    for timer in threading.enumerate():
+        if isinstance(timer, threading.Timer) and timer.interval == 0:
+            timer.join(60)
+    assert not is_leased(str(pools), "replies", "v-2")
+    assert (served(one), served(two)) == ("v-1", "v-1")
+
+
+def test_an_engine_that_is_closed_takes_no_memory(model, pools, publish):
+    publish(model, "v-1")
+    engine = engine_of(resolve(targets(model, pools))[0])
+    reference = weakref.ref(engine)
+    timer = _close_later(engine, 60.0)
+    timer.cancel()
+    del engine
+    timer.function()
+    assert reference() is None
+
+
+def test_any_failure_to_load_is_a_problem_and_is_not_repeated_at_each_poll(
+    model, pools, publish, clock, caplog
+):
+    publish(model, "v-1")
+    loads: list[Versions] = []
+
+    def load(versions: Versions) -> Any:
+        loads.append(versions)
+        raise RuntimeError("out of memory")
+
+    one = replica("one", Decider(targets(model, pools), poll_s=1.0), load)
+    for _ in range(5):
+        clock.now += 1
+        one._step()
+    assert len(loads) == 1
+    assert one.problems == ("RuntimeError('out of memory')",)
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_a_decider_that_does_not_answer_is_a_problem_that_is_counted(caplog):
+    counted: list[tuple[str, ...]] = []
+    heard = threading.Event()
+
+    def ask(report: Report) -> Decision:
+        raise RuntimeError("the actor died")
+
+    def followed(problems: Sequence[str]) -> None:
+        counted.append(tuple(problems))
+        heard.set()
+
+    follower = Follower("one", ask, engine_of, 0.01, followed)
+    follower.start(until_loaded=False)
+    assert heard.wait(60)
+    follower.close()
+    assert counted[0] == follower.problems == ("RuntimeError('the actor died')",)
+    assert "the actor died" in caplog.text
+
+
+def test_versions_that_cannot_be_resolved_for_any_reason_are_a_problem(model, pools, monkeypatch):
+    monkeypatch.setattr("serve.versions.resolve", {}.__getitem__)
+    decision = Decider(targets(model, pools), poll_s=1.0).follow(Report("one", None))
+    assert decision.problems[0].startswith("TypeError(")
+
+
+def test_a_decider_with_nothing_to_serve_looks_once_a_poll(model, pools, clock, monkeypatch):
+    looks: list[Targets] = []
+
+    def resolve_nothing(targets: Targets, refused: Any) -> Any:
+        looks.append(targets)
+        raise BadInput("no version to serve")
+
+    monkeypatch.setattr("serve.versions.resolve", resolve_nothing)
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    for _ in range(10):
+        assert decider.follow(Report("one", None)).problems == ("no version to serve",)
+    assert len(looks) == 1
+
+
+def test_a_service_that_slept_starts_though_its_old_version_was_removed(
+    model, pools, publish, clock
+):
+    old = publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    started(replica("one", decider, engine_of))
+    publish(model, "v-2")
+    shutil.rmtree(old)
+    clock.now += 3600
+    two = replica("two", decider, engine_of)
+    for _ in range(2):
+        two._step()
+    assert served(two) == "v-2"
 
 
 def test_vectors_that_are_not_the_models_are_refused(model, pools, publish, clock):
@@ -273,14 +506,15 @@ def test_a_registry_that_does_not_answer_changes_nothing(model, pools, publish, 
             decider = Decider(Targets("models:/dialogue@champion", served.pools), poll_s=3600.0)
             old = decider.follow(Report("old", served))
             new = decider.follow(Report("new", None))
-            with pytest.raises(BadInput, match=r"models:/dialogue@champion: .*Read timed out"):
-                Decider(Targets("models:/dialogue@champion", served.pools), 1.0).follow(
-                    Report("first", None)
-                )
+            first = Decider(Targets("models:/dialogue@champion", served.pools), 1.0).follow(
+                Report("first", None)
+            )
         finally:
             mlflow.set_tracking_uri(before)
     assert old.decided == new.decided == served
     assert "models:/dialogue@champion" in new.problems[0]
+    assert first.decided is None
+    assert re.search("models:/dialogue@champion: .*Read timed out", first.problems[0])
 
 
 def test_a_candidate_is_tried_again_until_it_loads(tiny_ranker, model, pools, publish, clock):
@@ -290,9 +524,9 @@ def test_a_candidate_is_tried_again_until_it_loads(tiny_ranker, model, pools, pu
     follower = replica("one", Decider(targets(other, pools), 1.0), engine_of)
     for _ in range(2):
         clock.now += 1
-        with pytest.raises(BadInput, match="no version to serve"):
-            follower._step()
+        follower._step()
         assert follower.loaded is None
+        assert "no version to serve" in follower.problems[0]
     publish(other, "v-2")
     clock.now += 1
     started(follower)

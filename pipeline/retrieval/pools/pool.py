@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from pipeline import storage
+from pipeline import node_cache, storage
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput
@@ -116,6 +116,8 @@ class Pool:
     """[D, K] float64, of the sketches."""
     ends: tuple[int, ...]
     """Where each shard ends in the pool."""
+    folder: Path | None = None
+    """Its files on this node."""
 
     @classmethod
     def open(cls, uri: str | Path, check: Check = "once", share: Share | None = None) -> Pool:
@@ -137,6 +139,22 @@ class Pool:
         parts = share.rows_of_files(artifact)
         only = None if share.count == 1 else [ROTATION, *_files_of(artifact, list(parts))]
         folder = artifact.local(only)
+        try:
+            return cls._open(artifact, folder, parts, check, only)
+        except BaseException:
+            node_cache.release(folder)
+            raise
+
+    @classmethod
+    def _open(
+        cls,
+        artifact: Artifact,
+        folder: Path,
+        parts: dict[str, slice],
+        check: Check,
+        only: Sequence[str] | None,
+    ) -> Pool:
+        uri = artifact.uri
         rotation = _load(folder / ROTATION, np.float64, (artifact.manifest["dimensions"], None))
         if not is_orthonormal(rotation):
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
@@ -146,7 +164,12 @@ class Pool:
         shards = tuple(s.part(rows) for s, rows in zip(whole, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
         name = storage.name_of(uri[: -len(storage.name_of(uri)) - 1])
-        return cls(artifact, name, storage.name_of(uri), shards, rotation, ends)
+        return cls(artifact, name, storage.name_of(uri), shards, rotation, ends, folder)
+
+    def close(self) -> None:
+        """Lets the node's cache remove the files, if they are a copy there."""
+        if self.folder is not None:
+            node_cache.release(self.folder)
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -249,6 +272,14 @@ class Pool:
         """Further columns of the candidate at a place."""
         table, at = self._table_at(place)
         return {name: table[name][at].as_py() for name in names}
+
+    def rows_at(self, places: Ints, columns: Sequence[str] = ()) -> list[dict[str, str]]:
+        """id, text and further columns of the candidates at places in any order."""
+        order = np.argsort(places)
+        rows: list[dict[str, str]] = []
+        for shard, at in self._of_shards(places[order]):
+            rows += shard.rows.select(["id", "text", *columns]).take(pa.array(at)).to_pylist()
+        return [rows[place] for place in np.argsort(order).tolist()]
 
     def _table_at(self, place: int) -> tuple[pa.Table, int]:
         shard = bisect_right(self.ends, place)

@@ -38,7 +38,9 @@ def select(
     unwanted = pa.array(list(deny), pa.string())
     found = [np.empty(0, bool)]
     for rows in pool.rows:
-        among_N = ~pc.is_in(rows["id"], unwanted).to_numpy()
+        among_N = np.ones(rows.num_rows, bool)
+        if deny:
+            among_N &= ~pc.is_in(rows["id"], unwanted).to_numpy()
         for column, values in wanted.items():
             among_N &= pc.is_in(rows[column], pa.array(list(values), pa.string())).to_numpy()
         found.append(among_N)

@@ -90,6 +90,16 @@ def test_row_finds_every_place_across_shards(pools):
         pool.row(6)
 
 
+def test_rows_at_reads_places_in_any_order(pools):
+    pool = Pool.open(f"{pools}/p")
+    places = np.random.default_rng(0).permutation(len(pool))
+    names = ["content_hash"]
+    assert pool.rows_at(places, names) == [
+        {**pool.row(place)._asdict(), **pool.columns_at(place, names)} for place in places.tolist()
+    ]
+    assert pool.rows_at(places[:0]) == []
+
+
 def test_vectors_at_gathers_places_across_shards(pools):
     pool = Pool.open(f"{pools}/p")
     for places in ([0, 2, 3, 5], [4], [3], [], [0, 1, 2, 3, 4, 5]):

@@ -1,0 +1,164 @@
+"""The part of following versions that is in each replica: it loads what the decider proposes, and swaps.
+
+What is wanted and what is decided: `versions.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from pipeline.config import BadInput
+from serve.engine import Engine
+from serve.versions import RETRY_S, Decision, Report, Versions, log_failure, problem_of
+
+_START_POLL_S = 0.2  # between two questions of a replica that has nothing to serve yet
+_LEASE_S = 90.0  # an old version is released after this time, when its longest request has ended
+
+
+@dataclass
+class Follower:
+    """Follows a decider."""
+
+    replica: str
+    ask: Callable[[Report], Decision]
+    load: Callable[[Versions], Engine]
+    poll_s: float
+    followed: Callable[[Sequence[str]], None] = lambda problems: None
+    """Called with the problems after each question to the decider, also where it failed."""
+    problems: tuple[str, ...] = ()
+    _engine: Engine | None = None
+    _serving: Versions | None = None
+    _beside: tuple[Versions, Engine] | None = None
+    _retry_at: dict[str, float] = field(default_factory=dict)
+    """Keys of versions that could not be loaded, and when to try again."""
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self, until_loaded: bool = True) -> None:
+        """Starts to follow the decider, and returns when versions are loaded. Raises BadInput if none can be.
+
+        Without `until_loaded` it returns at once, and tries again at each poll."""
+        while until_loaded and not self._stop.is_set():
+            decision = self._step()
+            if self._engine is not None:
+                break
+            if self._beside is None and decision.decided is None and decision.proposed is None:
+                raise BadInput("; ".join(self.problems))
+            self._stop.wait(min(self.poll_s, _START_POLL_S))
+        threading.Thread(target=self._follow, name="follow-versions", daemon=True).start()
+
+    def close(self) -> None:
+        self._stop.set()
+        for engine in (self._engine, self._beside[1] if self._beside else None):
+            if engine is not None:
+                engine.close()
+
+    @property
+    def loaded(self) -> Engine | None:
+        """None: nothing is loaded yet, which only happens without `until_loaded`."""
+        return self._engine
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def _follow(self) -> None:
+        while not self._stop.wait(self.poll_s):
+            try:
+                self._step()
+            except Exception as error:  # such as a decider that restarts; the old versions stay
+                if (problem_of(error),) != self.problems:
+                    log_failure("cannot follow the decider", error)
+                self._set_problems((problem_of(error),))
+
+    def _step(self) -> Decision:
+        """Reports, loads what the decider answers, and serves what it has decided."""
+        decision = self._report()
+        for versions in (decision.decided, decision.proposed):
+            if versions is None or versions.key in (_key(self._serving), self._beside_key):
+                continue
+            if time.monotonic() < self._retry_at.get(versions.key, 0.0):
+                continue
+            try:
+                self._put_beside(versions, self._loaded(versions))
+            except Exception as error:
+                log_failure(f"cannot load {versions}", error)
+                self._retry_at[versions.key] = time.monotonic() + RETRY_S
+                may_pass = not isinstance(error, BadInput)
+                return self._report(versions, problem_of(error), may_pass)
+            decision = self._report()
+            break
+        decided = decision.decided
+        if self._beside is not None and _key(decided) == self._beside_key:
+            old, (self._serving, engine) = self._engine, self._beside
+            self._engine, self._beside = engine, None  # the swap, for all later requests
+            if old is not None:
+                _close_later(old)
+        elif self._serving is not None and self._beside_key != _key(decision.proposed):
+            self._close_beside()  # another replica refused it
+        return decision
+
+    def _loaded(self, versions: Versions) -> Engine:
+        """Reports while it loads, because a silent replica counts as dead."""
+        loading: Future[Engine] = Future()
+
+        def load() -> None:
+            try:
+                loading.set_result(self.load(versions))
+            except BaseException as error:
+                loading.set_exception(error)
+
+        threading.Thread(target=load, name="load-versions", daemon=True).start()
+        while not wait([loading], self.poll_s).done:
+            with suppress(Exception):  # a decider that restarts; the load goes on
+                self._report()
+        return loading.result()
+
+    def _put_beside(self, versions: Versions, engine: Engine) -> None:
+        self._close_beside()
+        self._beside = (versions, engine)
+
+    def _close_beside(self) -> None:
+        if self._beside is not None:
+            _close_later(self._beside[1], 0.0)
+            self._beside = None
+
+    def _report(
+        self, refused: Versions | None = None, problem: str = "", may_pass: bool = False
+    ) -> Decision:
+        report = Report(self.replica, self._serving, self._beside_key, refused, problem, may_pass)
+        decision = self.ask(report)
+        self._set_problems(decision.problems)
+        return decision
+
+    def _set_problems(self, problems: tuple[str, ...]) -> None:
+        self.problems = problems
+        self.followed(problems)
+
+    @property
+    def _beside_key(self) -> str:
+        return _key(self._beside[0]) if self._beside else ""
+
+
+def _key(versions: Versions | None) -> str:
+    return versions.key if versions else ""
+
+
+def _close_later(engine: Engine, seconds: float = _LEASE_S) -> threading.Timer:
+    """Closes an engine and frees its memory."""
+    engines = [engine]
+
+    def close() -> None:
+        engines.pop().close()
+        gc.collect()  # an engine refers to itself
+
+    timer = threading.Timer(seconds, close)
+    timer.daemon = True
+    timer.start()
+    return timer
