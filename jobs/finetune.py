@@ -44,6 +44,9 @@ class Config:
         # Compiled code draws other dropout than the first encoding of a chunk.
         require(not (self.loop.compile and self.finetune.chunk_examples), "loop.compile", True,
                 "false where finetune.chunk_examples is not 0")  # fmt: skip
+        workers, examples = self.resources.workers, self.finetune.batch_examples
+        require(examples % workers == 0, "finetune.batch_examples", examples,
+                f"a multiple of the {workers} workers")  # fmt: skip
 
 
 def run(config: Config, watch: Callable[[int, int], None] | None = None) -> program.Summary:

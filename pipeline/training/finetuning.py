@@ -69,9 +69,9 @@ class Finetuning:
 
     def build(self, rank: int, world: int) -> FinetuneTask:
         """Raises BadInput for settings that do not fit the encoder or the corpus."""
-        own, rest = divmod(self.finetune.batch_examples, world)
-        require(rest == 0, "finetune.batch_examples", self.finetune.batch_examples,
-                f"a multiple of the {world} workers")  # fmt: skip
+        batch_examples = self.finetune.batch_examples
+        require(batch_examples >= world, "finetune.batch_examples", batch_examples,
+                f"at least the {world} workers")  # fmt: skip
         self._check_teacher()
         ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
         ranker.precision = self.loop.precision  # of validation and mining, as of training
@@ -86,7 +86,7 @@ class Finetuning:
             set_dropout(network, self.finetune.dropout)
         miner = self._miner(ranker, rank, world)
         module, collator = self._objective(ranker, miner)
-        batches = Batches(self._rows(collator.columns, rank, world), collator, examples=own)
+        batches = Batches(self._rows(collator.columns, rank, world), collator, batch_examples)
         steps = self._steps(batches.steps_per_epoch, miner)
         chunk = self.finetune.chunk_examples
 
@@ -101,7 +101,7 @@ class Finetuning:
             steps=steps,
             optimize=optimize,
             save=ranker.save,
-            backward=cached_backward(module, chunk) if 0 < chunk < own else backward,
+            backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
             validation=self._validation(ranker, rank, world),
             refresh=miner,
             before_step=network.before_step,

@@ -119,7 +119,8 @@ class Workers:
     takes 1.7 s a step by two of one thread, 1.9 s by one of two."""
     min_workers: int = 0
     """Train on with this many workers while the cluster has no room for all of them; 0: wait for all.
-    jobs.pretrain: the global batch stays the same."""
+    jobs.pretrain: the global batch stays the same. jobs.finetune: where so many workers do not divide
+    the batch, it is rounded down: 63 of 64 examples on 7 workers."""
     cpus_per_worker: int = 0
     """Cores, and threads, of a worker; 0: the cluster's cores shared out among the workers."""
     gpu: bool = False
