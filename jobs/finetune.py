@@ -44,6 +44,8 @@ class Config:
         # Compiled code draws other dropout than the first encoding of a chunk.
         require(not (self.loop.compile and self.finetune.chunk_examples), "loop.compile", True,
                 "false where finetune.chunk_examples is not 0")  # fmt: skip
+        require(not self.resources.shard_weights, "resources.shard_weights", True,
+                "false, as only jobs.pretrain shards weights")  # fmt: skip
         workers, examples = self.resources.workers, self.finetune.batch_examples
         require(examples % workers == 0, "finetune.batch_examples", examples,
                 f"a multiple of the {workers} workers")  # fmt: skip

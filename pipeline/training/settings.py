@@ -126,8 +126,8 @@ class Workers:
     gpu: bool = False
     """One GPU per worker, NCCL between them; else CPU and gloo."""
     shard_weights: bool = False
-    """Weights, gradients and optimizer state are sharded over the workers (FSDP2), for encoders that
-    do not fit on one GPU; else every worker holds all of them."""
+    """jobs.pretrain: weights, gradients and optimizer state are sharded over the workers (FSDP2), for
+    encoders that do not fit on one GPU; else every worker holds all of them."""
     max_restarts: int = 3
     """Times that dead workers are replaced and go on from the last checkpoint."""
 

@@ -262,6 +262,10 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
         (["--finetune.batch-examples", 1], ["finetune.batch_examples: 1", ">= 2"]),
         (["--finetune.batch-examples", 10**6], ["too few for a batch of 1000000"]),
         (["--resources.workers", 3], ["finetune.batch_examples: 8", "a multiple of the 3 workers"]),
+        (
+            ["--resources.shard-weights", "true"],
+            ["resources.shard_weights: True", "only jobs.pretrain shards weights"],
+        ),
         (["--resources.workers", 0], ["resources.workers: 0", ">= 1"]),
         (["--ranker.architecture", "poly", "--ranker.m", 0], ["ranker.m: 0", "above 0"]),
         (["--ranker.architecture", "poly", "--ranker.m", "many"], ["ranker.m: 'many'", "int"]),
