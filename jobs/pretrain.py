@@ -119,10 +119,15 @@ def _check(config: Config) -> None:
             "empty with --continue-from, which has an encoder")  # fmt: skip
     if config.tokenizer:
         open_tokenizer(config.tokenizer)
-    workers, lanes = config.resources.workers, config.pretrain.lanes
-    require(not config.resources.shard_weights or lanes % workers == 0, "resources.workers", workers,
-            f"a divisor of {lanes}, the micro-batches of a step, with "
-            "resources.shard_weights")  # fmt: skip
+    workers, lanes = config.resources, config.pretrain.lanes
+    if workers.shard_weights:  # all ranks compute as many micro-batches, or one waits for ever
+        require(lanes % workers.workers == 0, "resources.workers", workers.workers,
+                f"a divisor of {lanes}, the micro-batches of a step, with "
+                "resources.shard_weights")  # fmt: skip
+        elastic = range(workers.min_workers or workers.workers, workers.workers)
+        require(not any(lanes % number for number in elastic), "resources.min_workers",
+                workers.min_workers, "0 with resources.shard_weights, unless each number up to "
+                f"{workers.workers} divides {lanes}, the micro-batches of a step")  # fmt: skip
 
 
 def _tokens(config: Config, number: int, given: Artifact) -> Artifact:

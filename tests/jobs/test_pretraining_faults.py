@@ -421,6 +421,17 @@ def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_
             ["--resources.workers", 3, "--resources.shard-weights", "true"],
             ["resources.workers: 3", "a divisor of 4"],
         ),
+        (
+            [
+                "--resources.workers",
+                4,
+                "--resources.min-workers",
+                2,
+                "--resources.shard-weights",
+                "true",
+            ],
+            ["resources.min_workers: 2", "each number up to 4 divides 4"],
+        ),
         (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
         (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
         (
