@@ -252,6 +252,33 @@ def test_sharded_weights_are_published_whole(run_job, command, whole, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=name)
 
 
+def test_a_run_that_stopped_early_can_be_continued(run_job_here, command, tmp_path):
+    """Weights that hardly move: the validation at step 10 is no better than that at step 5."""
+    more = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 5,
+            "--loop.stop-after-validations", 1)  # fmt: skip
+    first = run_job_here("pretrain", *command(tmp_path / "first", *more)).summary
+    assert first["counts"]["steps"] == 10
+    again = command(tmp_path / "again", "--continue-from", tmp_path / "first", *more)
+    assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 15
+
+
+def test_a_run_that_stopped_early_and_was_killed_trains_no_further_step(
+    run_job_here, command, tmp_path, monkeypatch
+):
+    more = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 5,
+            "--loop.stop-after-validations", 1)  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.training.launch.collect_model", interrupted)
+        assert run_job_here("pretrain", *command(tmp_path / "out", *more)).code == 130
+    summary = run_job_here("pretrain", *command(tmp_path / "out", *more)).summary
+    assert summary["counts"]["steps"] == summary["metrics"]["step"] == 10
+    assert summary["metrics"]["best_step"] == 5
+
+
+def interrupted(*given: object) -> None:
+    raise KeyboardInterrupt
+
+
 # Faults that are said in one line
 
 
