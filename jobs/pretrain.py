@@ -84,10 +84,10 @@ def run(config: Config) -> program.Summary:
     inputs |= {f"corpus.{number}": corpus.artifact for number, corpus in enumerate(corpora)}
     weights = config.weights or tuple(float(corpus.train_tokens) for corpus in corpora)
     recipe = Pretraining(corpora, weights, start, config.pretrain, config.loop)
-    if config.dry_run:
-        return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, best_device()))
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
+    if config.dry_run:
+        return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, best_device()))
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.published(_finished(out, config), already_there=True)
@@ -138,6 +138,9 @@ def _tokens(config: Config, number: int, given: Artifact) -> Artifact:
     if not tokenizer:
         raise BadInput(f"--corpus {given.uri}: not tokenized; allowed: a corpus of "
                        "jobs.tokenize_corpus, or --tokenizer")  # fmt: skip
+    if config.dry_run:
+        raise BadInput(f"--corpus {given.uri}: --dry-run writes nothing, so it knows no cost of a corpus "
+                       "that is not tokenized; allowed: a corpus of jobs.tokenize_corpus")  # fmt: skip
     output = f"{config.output.rstrip('/')}.tokens/{number}"
     kept = TokenizeConfig(
         max_context_tokens=config.pretrain.max_context_tokens - 2,

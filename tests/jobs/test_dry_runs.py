@@ -90,6 +90,15 @@ def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere
     assert found["cpu_hours"] > 0 and "measured on cpu" in found["basis"]
 
 
+def test_a_pretraining_is_not_estimated_before_its_corpus_is_tokenized(
+    run_job_here, tiny_ranker, convai2_corpus, nowhere
+):
+    tokenizer = tiny_ranker("bi").local() / "context_encoder"
+    refusal = run_job_here("pretrain", "--corpus", convai2_corpus.uri, "--tokenizer", tokenizer,
+                           "--output", nowhere, "--dry-run", "true").refusal  # fmt: skip
+    assert "allowed: a corpus of jobs.tokenize_corpus" in refusal
+
+
 def test_scores_measure_a_few_rows_here(tiny_ranker, convai2_corpus, nowhere):
     config = score_candidates.Config(
         corpus=convai2_corpus.uri, teacher=(tiny_ranker("bi").uri,), output=nowhere, dry_run=True,

@@ -485,6 +485,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_refuses_what_the_run_would_refuse(run_job_here, command, tmp_path):
+    argv = command(tmp_path / "out", "--dry-run", "true", workers=5)
+    assert "resources.workers: 5" in run_job_here("pretrain", *argv).refusal
+
+
 def test_a_dry_run_says_what_it_takes_and_writes_nothing(
     run_job_here, command, tmp_path, monkeypatch
 ):
