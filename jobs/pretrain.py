@@ -64,7 +64,7 @@ def run(config: Config) -> program.Summary:
     inputs: dict[str, Artifact | dict[str, object]] = {}
     start: Shape | Source = config.shape
     if config.start:
-        start, inputs["start"] = open_encoder(config.start)
+        start, inputs["start"] = open_encoder(config.start, "--start")
     if config.continue_from:
         inputs["continue_from"] = _with_state(config)
 
@@ -141,6 +141,7 @@ def _tokens(config: Config, number: int, given: Artifact) -> Artifact:
     if config.dry_run:
         raise BadInput(f"--corpus {given.uri}: --dry-run writes nothing, so it knows no cost of a corpus "
                        "that is not tokenized; allowed: a corpus of jobs.tokenize_corpus")  # fmt: skip
+    open_tokenizer(tokenizer, "--tokenizer" if config.tokenizer else "--start")
     output = f"{config.output.rstrip('/')}.tokens/{number}"
     kept = TokenizeConfig(
         max_context_tokens=config.pretrain.max_context_tokens - 2,

@@ -328,7 +328,11 @@ def test_a_corpus_without_a_train_split_is_refused(refused, tmp_path):
     ("changed", "said"),
     [
         ({}, "needed here: tokenizer"),
-        ({"--tokenizer": "none"}, "not a tokenizer"),
+        ({"--tokenizer": "none"}, "--tokenizer none: no such folder, nor to be had from the hub"),
+        (
+            {"--tokenizer": "", "--start": "none"},
+            "--start none: no such folder, nor to be had from the hub",
+        ),
         ({"--encoder.width": 15, "--encoder.heads": 2}, "shape.width: 15"),
         ({"--pretrain.steps": 0}, "pretrain.steps: 0"),
     ],
