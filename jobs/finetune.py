@@ -69,7 +69,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     if config.dry_run:
-        return cost.show("finetune", estimate_finetuning(recipe, config.resources, best_device()))
+        return cost.show("finetune", *estimate_finetuning(recipe, config.resources, best_device()))
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
