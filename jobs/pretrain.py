@@ -117,6 +117,18 @@ def _check(config: Config) -> None:
             f"none, or {len(config.corpus)}: one for each corpus")  # fmt: skip
     require(not (config.start and config.continue_from), "start", config.start,
             "empty with --continue-from, which has an encoder")  # fmt: skip
+    every = config.loop.validate_every_steps
+    for name, unused, why in (
+        (
+            "validate_every_epochs",
+            every > 0,
+            f"loop.validate_every_steps {every} decides, if not 0",
+        ),
+        ("new_weights_factor", True, "pre-training has one learning rate"),
+    ):
+        value, default = getattr(config.loop, name), getattr(LoopConfig, name)
+        require(not unused or value == default, f"loop.{name}", value,
+                f"{default}, the default, as {why}")  # fmt: skip
     if config.tokenizer:
         open_tokenizer(config.tokenizer)
     workers, lanes = config.resources, config.pretrain.lanes

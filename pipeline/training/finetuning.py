@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.artifact import Artifact, corpora_of
-from pipeline.config import BadInput, require
+from pipeline.config import require
 from pipeline.evaluation.questions import validation_questions
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
@@ -132,13 +132,14 @@ class Finetuning:
             require(not config.share_negatives, "finetune.share_negatives", True,
                     f"false with ranker.architecture {ranker.config.architecture!r}, which would score "
                     "every pair")  # fmt: skip
+        from_corpus = config.negatives_from in ("given", "both")
+        require(not from_corpus or has_candidates(self.corpus), "finetune.negatives_from",
+                config.negatives_from,
+                f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
+        if not ranker.config.has_vectors:
             return (PairModule(ranker.cross, config.distill),
                     PairCollator(ranker, config.negatives, teacher=taught))  # fmt: skip
         given = 0 if config.negatives_from == "batch" else config.negatives
-        if given and miner is None and not has_candidates(self.corpus):
-            raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
-                           f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
-                           "train/")  # fmt: skip
         module = DualModule(
             ranker.dual,
             config.negatives_from,

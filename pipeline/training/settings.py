@@ -73,7 +73,8 @@ class LoopConfig(OptimizationConfig):
 
     validate_every_epochs: float = 0.5
     """Validate so often, and after the last step; the weights of the best validation are the result.
-    0: never, the last weights are. Without a valid split nothing is validated."""
+    0: never, the last weights are, unless `validate_every_steps` is above 0. Without a valid split nothing
+    is validated."""
     validate_every_steps: int = 0
     """Validate so often, whatever the epochs; 0: `validate_every_epochs` decides."""
     stop_after_validations: int = 10

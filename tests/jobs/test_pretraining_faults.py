@@ -459,6 +459,11 @@ def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_
             ],
             ["resources.min_workers: 2", "each number up to 4 divides 4"],
         ),
+        (
+            ["--loop.validate-every-epochs", 0],
+            ["validate_every_epochs: 0", "validate_every_steps 2000"],
+        ),
+        (["--loop.new-weights-factor", 3], ["loop.new_weights_factor: 3", "one learning rate"]),
         (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
         (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
         (

@@ -258,6 +258,33 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
             ["--finetune.negatives-from", "given"],
             ["negatives_from: 'given'", "gives no candidates"],
         ),
+        (
+            ["--ranker.architecture", "cross", "--finetune.negatives-from", "given"],
+            ["negatives_from: 'given'", "gives no candidates"],
+        ),
+        (["--finetune.mine.top-k", 9], ["finetune.mine: ", "the defaults, unless"]),
+        (
+            [
+                "--ranker.architecture",
+                "convert",
+                "--ranker.quantised",
+                "false",
+                "--ranker.block-weights",
+                "int8",
+            ],
+            ["ranker.block_weights: 'int8'", "'float16' with ranker.quantised false"],
+        ),
+        (
+            [
+                "--ranker.architecture",
+                "convert",
+                "--ranker.earlier-turns",
+                0,
+                "--ranker.number-earlier-turns",
+                "true",
+            ],
+            ["ranker.number_earlier_turns: True", "false with ranker.earlier_turns 0"],
+        ),
         (["--loop.plateau-decay", 1], ["loop.plateau_decay: 1", "between 0 and 1"]),
         (["--finetune.batch-examples", 1], ["finetune.batch_examples: 1", ">= 2"]),
         (["--finetune.batch-examples", 10**6], ["too few for a batch of 1000000"]),
