@@ -10,7 +10,7 @@ from jobs import program
 from pipeline import cost
 from pipeline.artifact import Artifact, draft, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
-from pipeline.models.settings import PolyConfig, RankerConfig
+from pipeline.models.settings import ConvertConfig, PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.settings import LoopConfig, Workers
@@ -44,6 +44,17 @@ class Config:
         # Compiled code draws other dropout than the first encoding of a chunk.
         require(not (self.loop.compile and self.finetune.chunk_examples), "loop.compile", True,
                 "false where finetune.chunk_examples is not 0")  # fmt: skip
+        require(not self.resources.shard_weights, "resources.shard_weights", True,
+                "false, as only jobs.pretrain shards weights")  # fmt: skip
+        if isinstance(self.ranker, ConvertConfig):
+            int8, numbered = self.ranker.block_weights == "int8", self.ranker.number_earlier_turns
+            require(self.ranker.quantised or not int8, "ranker.block_weights", "int8",
+                    "'float16' with ranker.quantised false, which saves float32")  # fmt: skip
+            require(self.ranker.earlier_turns > 0 or not numbered, "ranker.number_earlier_turns", True,
+                    "false with ranker.earlier_turns 0")  # fmt: skip
+        workers, examples = self.resources.workers, self.finetune.batch_examples
+        require(examples % workers == 0, "finetune.batch_examples", examples,
+                f"a multiple of the {workers} workers")  # fmt: skip
 
 
 def run(config: Config, watch: Callable[[int, int], None] | None = None) -> program.Summary:
@@ -64,7 +75,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     if config.dry_run:
-        return cost.show("finetune", estimate_finetuning(recipe, config.resources, best_device()))
+        return cost.show("finetune", *estimate_finetuning(recipe, config.resources, best_device()))
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that

@@ -64,7 +64,7 @@ def run(config: Config) -> program.Summary:
     inputs: dict[str, Artifact | dict[str, object]] = {}
     start: Shape | Source = config.shape
     if config.start:
-        start, inputs["start"] = open_encoder(config.start)
+        start, inputs["start"] = open_encoder(config.start, "--start")
     if config.continue_from:
         inputs["continue_from"] = _with_state(config)
 
@@ -84,10 +84,10 @@ def run(config: Config) -> program.Summary:
     inputs |= {f"corpus.{number}": corpus.artifact for number, corpus in enumerate(corpora)}
     weights = config.weights or tuple(float(corpus.train_tokens) for corpus in corpora)
     recipe = Pretraining(corpora, weights, start, config.pretrain, config.loop)
-    if config.dry_run:
-        return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, best_device()))
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
+    if config.dry_run:
+        return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, best_device()))
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.published(_finished(out, config), already_there=True)
@@ -117,12 +117,29 @@ def _check(config: Config) -> None:
             f"none, or {len(config.corpus)}: one for each corpus")  # fmt: skip
     require(not (config.start and config.continue_from), "start", config.start,
             "empty with --continue-from, which has an encoder")  # fmt: skip
+    every = config.loop.validate_every_steps
+    for name, unused, why in (
+        (
+            "validate_every_epochs",
+            every > 0,
+            f"loop.validate_every_steps {every} decides, if not 0",
+        ),
+        ("new_weights_factor", True, "pre-training has one learning rate"),
+    ):
+        value, default = getattr(config.loop, name), getattr(LoopConfig, name)
+        require(not unused or value == default, f"loop.{name}", value,
+                f"{default}, the default, as {why}")  # fmt: skip
     if config.tokenizer:
         open_tokenizer(config.tokenizer)
-    workers, lanes = config.resources.workers, config.pretrain.lanes
-    require(not config.resources.shard_weights or lanes % workers == 0, "resources.workers", workers,
-            f"a divisor of {lanes}, the micro-batches of a step, with "
-            "resources.shard_weights")  # fmt: skip
+    workers, lanes = config.resources, config.pretrain.lanes
+    if workers.shard_weights:  # all ranks compute as many micro-batches, or one waits for ever
+        require(lanes % workers.workers == 0, "resources.workers", workers.workers,
+                f"a divisor of {lanes}, the micro-batches of a step, with "
+                "resources.shard_weights")  # fmt: skip
+        elastic = range(workers.min_workers or workers.workers, workers.workers)
+        require(not any(lanes % number for number in elastic), "resources.min_workers",
+                workers.min_workers, "0 with resources.shard_weights, unless each number up to "
+                f"{workers.workers} divides {lanes}, the micro-batches of a step")  # fmt: skip
 
 
 def _tokens(config: Config, number: int, given: Artifact) -> Artifact:
@@ -133,6 +150,10 @@ def _tokens(config: Config, number: int, given: Artifact) -> Artifact:
     if not tokenizer:
         raise BadInput(f"--corpus {given.uri}: not tokenized; allowed: a corpus of "
                        "jobs.tokenize_corpus, or --tokenizer")  # fmt: skip
+    if config.dry_run:
+        raise BadInput(f"--corpus {given.uri}: --dry-run writes nothing, so it knows no cost of a corpus "
+                       "that is not tokenized; allowed: a corpus of jobs.tokenize_corpus")  # fmt: skip
+    open_tokenizer(tokenizer, "--tokenizer" if config.tokenizer else "--start")
     output = f"{config.output.rstrip('/')}.tokens/{number}"
     kept = TokenizeConfig(
         max_context_tokens=config.pretrain.max_context_tokens - 2,

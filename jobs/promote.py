@@ -17,7 +17,7 @@ from pipeline.retrieval.pools import promotion, versions
 from pipeline.retrieval.pools.lock import locked
 from pipeline.retrieval.pools.pool import Pool
 
-_CANDIDATE, _PREVIOUS = "candidate", "previous"
+_CANDIDATE = "candidate"
 _LOCK_EXPIRES_S = 120.0
 
 
@@ -34,7 +34,8 @@ class Config:
     registered_model: str = ""
     """Name of a registered model in MLflow; `--model` means the same."""
     alias: str = "champion"
-    """The model's alias that moves; the alias `previous` then names the version that it leaves."""
+    """The model's alias that moves; the alias `previous` then names the version that it leaves,
+    or `previous-<alias>` if the alias is not champion."""
     pools: str = ""
     """Folder of all pools; with `--name`."""
     name: str = ""
@@ -43,7 +44,7 @@ class Config:
     """Of a model: a number or an alias; empty: candidate. Of a pool alone: such as v-0123456789ab."""
     rollback: bool = False
     """Back to the version before: the model's alias `previous` and that model's pool. Of a pool alone,
-    the version that was CURRENT before."""
+    the version that was CURRENT before. A second rollback undoes the first one."""
     corpus: str = ""
     """The test corpus, on which candidate and champion are compared. Always use the same one."""
     split: Literal["train", "valid", "test"] = "test"
@@ -116,7 +117,8 @@ def _promote_model(config: Config) -> program.Summary:
     failure in between, the same command does what is missing."""
     from pipeline import tracking
 
-    wanted = config.version or (_PREVIOUS if config.rollback else _CANDIDATE)
+    previous = tracking.previous_alias(config.alias)
+    wanted = config.version or (previous if config.rollback else _CANDIDATE)
     version, source = tracking.registered_version(config.registered_model, wanted)
     candidate = open_artifact(source, "ranker")
     before = tracking.version_of_alias(config.registered_model, config.alias)
@@ -184,7 +186,7 @@ def _version_of_model(config: Config, model: Artifact) -> str:
 def _pool_version(config: Config) -> str:
     """The version that a pool alone moves to."""
     current = versions.current_name(config.pools, config.name)
-    if config.rollback or config.version == _PREVIOUS:
+    if config.rollback or config.version == "previous":
         return promotion.version_before(config.pools, config.name)
     if not config.version and not (config.pin or config.unpin):
         raise BadInput("version: '' is not allowed; allowed: a version of the pool, or --rollback")

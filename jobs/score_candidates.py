@@ -44,7 +44,9 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
     from pipeline.training import teaching
+    from pipeline.training.tokenized_corpus import require_train
 
+    require_train(corpus)
     names = ["teacher", *(f"teacher-{number}" for number in range(2, len(teachers) + 1))]
     teaching.teachers_of(corpus, teachers, config.teaching)  # refuses before the draft
     if config.dry_run:

@@ -59,7 +59,8 @@ class Config:
         require(self.method in get_args(Method), "method", self.method, ", ".join(get_args(Method)))
         for condition in self.where:
             require("=" in condition[1:], "where", condition, "column=value")
-        require(self.cross_candidates >= self.top_k, "cross_candidates", self.cross_candidates,
+        enough = self.cross_candidates >= self.top_k
+        require(not self.cross or enough, "cross_candidates", self.cross_candidates,
                 f"top_k {self.top_k} at least")  # fmt: skip
         require(bool(self.cross) or not self.together, "together", True, "false without cross")
 

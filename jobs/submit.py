@@ -19,14 +19,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jobs import program
+from jobs import program, workflow
+from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.provenance import git_revision
 
+_JOB = ("python", "-m")
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("pipeline", "jobs", "serve")
 _PASSED = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 _GOING = ("PENDING", "RUNNING")
+_WRITTEN = ("output", "pools", "json", "html", "plot", "errors", "work")
+"""Options of jobs that name what they write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +126,7 @@ def _pack(config: Config) -> _Parcel:
         inside = Path(path).resolve().is_relative_to(Path.cwd())
         require(inside, "--", word, "files below the working directory")
         files[Path(path).resolve().relative_to(Path.cwd()).as_posix()] = Path(path)
-    entrypoint = shlex.join(["python", "-m", f"jobs.{verb}", *arguments])
+    entrypoint = shlex.join([*_JOB, f"jobs.{verb}", *arguments])
     parcel = _Parcel(entrypoint, files, environment(config.env))
     if parcel.bytes > config.max_upload_mib << 20:
         largest = max(files, key=lambda name: files[name].stat().st_size)
@@ -130,7 +134,25 @@ def _pack(config: Config) -> _Parcel:
             f"the upload has {parcel.bytes / 2**20:.1f} MiB (largest: {largest}), more than "
             f"--max-upload-mib {config.max_upload_mib}; put data where all nodes reach it and name its URI"
         )
+    _check_outputs(workflow.Step("", (*_JOB, f"jobs.{verb}", *arguments)))
     return parcel
+
+
+def _check_outputs(step: workflow.Step) -> None:
+    """Raises BadInput for options that the job does not take, and for outputs below its working directory,
+    which the cluster removes."""
+    config = step.config()
+    if step.verb == "workflow":
+        for inner in workflow.read_steps(config.file, config.set):
+            if inner.verb:  # other programs need be installed on the cluster alone
+                workflow.check(inner)
+                _check_outputs(inner)
+    for name in _WRITTEN:
+        uri = getattr(config, name, "")
+        lost = bool(uri) and storage.is_local(uri) and not Path(uri).is_absolute()
+        require(
+            not lost, name, uri, "a URI that all nodes reach, such as s3://…, or an absolute path"
+        )
 
 
 def _settings_of_workflow(verb: str, arguments: Sequence[str]) -> list[str]:

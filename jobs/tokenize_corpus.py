@@ -18,7 +18,8 @@ class Config:
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
     tokenizer: str
-    """A tokenizer (of jobs.train_tokenizer), or any `transformers` directory with a tokenizer.json."""
+    """A tokenizer (of jobs.train_tokenizer), any `transformers` directory with a tokenizer.json, or
+    a hub id."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the tokens: train/, valid/, tokenizer/ and manifest.json."""
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)

@@ -71,6 +71,16 @@ class Step:
         """Those of the job."""
         return self.command[2 if self.command[0] == "polyrank" else 3 :]
 
+    @property
+    def config_class(self) -> type:
+        """That of the job."""
+        found: type = importlib.import_module(f"jobs.{self.verb}").Config
+        return found
+
+    def config(self) -> Any:
+        """The job's settings. Raises BadInput for options that it does not take."""
+        return parse(self.config_class, self.options, f"python -m jobs.{self.verb}")
+
 
 def run(config: Config) -> program.Summary:
     steps = read_steps(config.file, config.set)
@@ -78,7 +88,7 @@ def run(config: Config) -> program.Summary:
     require(config.start_at in ("", *names), "start_at", config.start_at, ", ".join(names))
     skipped = names[: names.index(config.start_at)] if config.start_at else []
     for step in steps:
-        _check(step)
+        check(step)
     done: list[dict[str, Any]] = []
     for number, step in enumerate(steps, 1):
         if step.name in skipped:
@@ -142,7 +152,7 @@ def _replace(text: str, values: Mapping[str, str], where: str) -> str:
         raise BadInput(f"{where}: {error}; a dollar sign is written $$") from None
 
 
-def _check(step: Step) -> None:
+def check(step: Step) -> None:
     """Raises BadInput for a command that could not start, before any step runs."""
     if not step.verb:
         found = shutil.which(step.command[0], path=_environment()["PATH"])
@@ -151,14 +161,9 @@ def _check(step: Step) -> None:
     known = (_ROOT / "jobs" / f"{step.verb}.py").is_file()
     require(known, f"steps.{step.name}", step.verb, "a job, such as finetune")
     try:
-        parse(_config_of(step), step.options, f"python -m jobs.{step.verb}")
+        step.config()
     except BadInput as error:
         raise BadInput(f"steps.{step.name}: {error}") from None
-
-
-def _config_of(step: Step) -> type:
-    found: type = importlib.import_module(f"jobs.{step.verb}").Config
-    return found
 
 
 def _run(config: Config, step: Step) -> dict[str, Any]:
@@ -173,7 +178,7 @@ def _run(config: Config, step: Step) -> dict[str, Any]:
 
 def _estimate(step: Step) -> dict[str, Any]:
     """What the step's own --dry-run says, if it has one and its input exists."""
-    if not step.verb or "dry_run" not in {field.name for field in fields(_config_of(step))}:
+    if not step.verb or "dry_run" not in {field.name for field in fields(step.config_class)}:
         return {"step": step.name}
     code, last = _start((*step.command, "--dry-run", "true"))
     if code:

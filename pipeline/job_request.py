@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,16 +12,17 @@ from pipeline.config import flatten, identity
 def describe_request(
     kind: str, config: Any, inputs: Mapping[str, Mapping[str, Any]], unused: Collection[str] = ()
 ) -> dict[str, Any]:
-    """JSON-ready. `inputs`: a reference to each, with its `fingerprint`. Settings that are named like an
-    input, that are `NOT_IDENTITY` or `unused` do not count."""
+    """JSON-ready. `inputs`: a reference to each, with its `fingerprint`; those of a list are numbered, such
+    as corpus.0. Settings that are named like an input, that are `NOT_IDENTITY` or `unused` do not count."""
     settings = flatten(identity(config))
+    named_by_contents = {re.sub(r"\.\d+$", "", name) for name in inputs}
     return {
         "kind": kind,
         "inputs": {name: reference["fingerprint"] for name, reference in inputs.items()},
         "config": {
             name: value
             for name, value in settings.items()
-            if name not in inputs and name.partition(".")[0] not in unused
+            if name not in named_by_contents and name.partition(".")[0] not in unused
         },
     }
 

@@ -218,13 +218,26 @@ def version_of_alias(name: str, alias: str) -> str:
     return str(dict(mlflow.MlflowClient().get_registered_model(name).aliases).get(alias, ""))
 
 
+def previous_alias(alias: str) -> str:
+    """The alias of the version that another alias meant before."""
+    return "previous" if alias == "champion" else f"previous-{alias}"
+
+
 def move_alias(name: str, alias: str, version: str) -> None:
-    """Lets `name`@`alias` mean another version; `name`@`previous` then means the one before."""
-    client = mlflow.MlflowClient()
+    """Lets `name`@`alias` mean another version, and its `previous_alias` the one before.
+
+    The order is such that the same call completes one that was killed between the two. A move back is to the
+    version that the previous alias names, so that alias moves last; otherwise it moves first, as afterwards
+    nobody would know the version before.
+    """
+    client, previous = mlflow.MlflowClient(), previous_alias(alias)
     before = version_of_alias(name, alias)
+    moves = [(alias, version)]
     if before and before != version:
-        client.set_registered_model_alias(name, "previous", before)
-    client.set_registered_model_alias(name, alias, version)
+        is_back = version_of_alias(name, previous) == version
+        moves.insert(len(moves) if is_back else 0, (previous, before))
+    for moved, target in moves:
+        client.set_registered_model_alias(name, moved, target)
 
 
 def _earlier_run(draft: Draft) -> str:

@@ -53,7 +53,9 @@ def load(folder: Path, config: EncodeConfig, on: device) -> TextEncoder:
 
 
 def _ranker(folder: Path, config: EncodeConfig) -> Ranker:
-    if (folder / SETTINGS).exists() or (folder / SENTENCE_TRANSFORMERS).exists():
+    sentence_transformers = (folder, folder / "context")  # the second: with a folder for each side
+    theirs = any((one / SENTENCE_TRANSFORMERS).exists() for one in sentence_transformers)
+    if theirs or (folder / SETTINGS).exists():
         return from_anywhere.load(folder, config.max_tokens, config.max_tokens)
     encoder = Encoder.load(folder)
     tokens = config.max_tokens or encoder.positions

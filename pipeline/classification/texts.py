@@ -5,7 +5,7 @@ Which texts are trained on, which are asked, and which set the threshold:
     files            train           asked           threshold (only with texts out of scope)
     train and test   train           test            valid; without one, a tenth of train
     train and valid  train           valid           a tenth of train, which is not trained on
-    one of any name  eight tenths    one tenth       one tenth
+    any others       eight tenths    one tenth       one tenth
 
 Tenths are of every intent's texts, by a hash of the text: the same in every run, and equal texts of an
 intent stay together. Texts out of scope that are not asked help to set the threshold; none is trained on.
@@ -86,8 +86,8 @@ def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts
     where = " ".join(uris)
     if not kept:
         raise BadInput(f"--input {where}: no text with an intent")
-    if len(kept) == 1:
-        train, valid, asked = _cut(next(iter(kept.values())), where)
+    if len(kept) == 1 or kept.keys() <= {"train", None}:
+        train, valid, asked = _cut([row for rows in kept.values() for row in rows], where)
         asked_split = "tenth"
     else:
         train = [*kept.get(None, []), *kept.get("train", [])]

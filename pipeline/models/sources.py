@@ -67,20 +67,20 @@ class HubModel:
         return Path(found)
 
 
-def open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
+def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str, Any]]:
     """What a ranker starts from, and what a manifest says of it.
 
     An encoder: ours, a ranker's, any `transformers` directory, or a hub id. Or a tokenizer of ours, for a
-    ranker that starts from nothing else.
+    ranker that starts from nothing else. `option` names the URI in messages.
     """
     if storage.exists(storage.join(uri, MANIFEST)):
         artifact = open_artifact(uri, "encoder", "ranker", "tokenizer")
         source = Tower(artifact) if artifact.kind == "ranker" else artifact
         return source, artifact.reference()
-    if not storage.exists(uri) and storage.is_local(uri) and uri.count("/") <= 1:
-        return _open_hub_model(uri)
+    if _may_be_hub_id(uri):
+        return _open_hub_model(uri, option, "config.json")
     if not storage.exists(storage.join(uri, "config.json")):
-        raise BadInput(f"--encoder {uri}: not a model directory (config.json is missing)")
+        raise BadInput(f"{option} {uri}: not a model directory (config.json is missing)")
     return open_external(uri)
 
 
@@ -103,16 +103,19 @@ def open_text_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
     return open_encoder(uri)
 
 
-def open_tokenizer(uri: str) -> tuple[Source, dict[str, Any]]:
-    """A tokenizer, and what a manifest says of it: ours, an encoder's, or any `transformers` directory.
+def open_tokenizer(uri: str, option: str = "--tokenizer") -> tuple[Source, dict[str, Any]]:
+    """A tokenizer, and what a manifest says of it: ours, an encoder's, any `transformers` directory, or a
+    hub id. `option` names the URI in messages.
 
     Raises BadInput where there is none.
     """
     if storage.exists(storage.join(uri, MANIFEST)):
         artifact = open_artifact(uri, "tokenizer", "encoder")
         return artifact, artifact.reference()
+    if _may_be_hub_id(uri):
+        return _open_hub_model(uri, option, "tokenizer.json")
     if not storage.exists(storage.join(uri, "tokenizer.json")):
-        raise BadInput(f"--tokenizer {uri}: not a tokenizer (tokenizer.json is missing)")
+        raise BadInput(f"{option} {uri}: not a tokenizer (tokenizer.json is missing)")
     return open_external(uri)
 
 
@@ -136,14 +139,18 @@ def fetch_from_hub(name: str) -> Path:
         raise BadInput(f"{name}: no such folder, nor to be had from the hub ({reason})") from None
 
 
-def _open_hub_model(name: str) -> tuple[HubModel, dict[str, Any]]:
+def _may_be_hub_id(uri: str) -> bool:
+    return storage.is_local(uri) and uri.count("/") <= 1 and not storage.exists(uri)
+
+
+def _open_hub_model(name: str, option: str, needed: str) -> tuple[HubModel, dict[str, Any]]:
     try:
         revision = fetch_from_hub(name).name  # the folder of a snapshot is named after its commit
     except BadInput as error:
-        raise BadInput(f"--encoder {error}") from None
+        raise BadInput(f"{option} {error}") from None
     source = HubModel(name, revision)
-    if not (source.local() / "config.json").exists():
-        raise BadInput(f"--encoder {name}: not a model directory (config.json is missing)")
+    if not (source.local() / needed).exists():
+        raise BadInput(f"{option} {name}: not a model directory ({needed} is missing)")
     # The snapshot may hold more that somebody else has fetched.
     return source, _reference(name, source, _FROM_HUB)
 

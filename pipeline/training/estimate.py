@@ -67,23 +67,38 @@ def estimate_pretraining(
     }
 
 
-def estimate_finetuning(recipe: Finetuning, workers: Workers, device: torch.device) -> Estimate:
-    """Computes a few steps on `device` to measure its rate."""
-    task = recipe.build(0, 1)
+def estimate_finetuning(
+    recipe: Finetuning, workers: Workers, device: torch.device
+) -> tuple[Estimate, dict[str, Any]]:
+    """Computes a few steps of one worker on `device` to measure its rate; (estimate, what else there is to
+    say)."""
+    task = recipe.build(0, workers.workers)
     parameters = sum(value.numel() for value in task.ranker.parameters())
     pace = _measure(task, recipe.loop, device, workers)
     hours = task.steps * pace.seconds / pace.steps / 3600
-    cpu_hours, gpu_hours = _hours(hours, pace, device)
-    return Estimate(
+    cpu_hours, gpu_hours = _hours(hours * workers.workers, pace, device)
+    on_gpu = device.type == "cuda"
+    found = Estimate(
         input_files=len(recipe.corpus.paths("train/", ".parquet")),
         input_bytes=sum(entry["bytes"] for entry in recipe.corpus.manifest["files"]),
         rows=recipe.corpus.rows("train/"),
         steps=task.steps,
-        memory_bytes=parameters * _BYTES_PER_PARAMETER,
+        memory_bytes=torch.cuda.max_memory_allocated(device)
+        if on_gpu
+        else parameters * _BYTES_PER_PARAMETER,
         cpu_hours=cpu_hours,
         gpu_hours=gpu_hours,
         basis=_basis(pace, workers, device),
     )
+    return found, {
+        "memory_is": "the peak of these steps"
+        if on_gpu
+        else "of weights, gradients and moments; activations come on top",
+        "parameters": parameters,
+        "examples_per_worker": recipe.finetune.batch_examples // workers.workers,
+        "workers": workers.workers,
+        "hours": round(hours, 4),
+    }
 
 
 def _hours(hours: float, pace: _Pace, device: torch.device) -> tuple[float | None, float | None]:

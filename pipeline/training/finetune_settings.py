@@ -107,6 +107,8 @@ class FinetuneConfig:
         require(not self.share_negatives or self.negatives_from != "batch",
                 "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
                 "shares all that there are")  # fmt: skip
+        require(self.negatives_from == "mined" or self.mine == Mining(), "finetune.mine", self.mine,
+                "the defaults, unless finetune.negatives_from is 'mined'")  # fmt: skip
         require(0 <= self.label_smoothing < 1, "finetune.label_smoothing", self.label_smoothing,
                 "0 to below 1")  # fmt: skip
         require(self.folds >= 1, "finetune.folds", self.folds, ">= 1")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.artifact import Artifact, corpora_of
-from pipeline.config import BadInput, require
+from pipeline.config import require
 from pipeline.evaluation.questions import validation_questions
 from pipeline.models.ranker import Ranker, new_ranker
 from pipeline.models.settings import RankerConfig
@@ -69,9 +69,9 @@ class Finetuning:
 
     def build(self, rank: int, world: int) -> FinetuneTask:
         """Raises BadInput for settings that do not fit the encoder or the corpus."""
-        own, rest = divmod(self.finetune.batch_examples, world)
-        require(rest == 0, "finetune.batch_examples", self.finetune.batch_examples,
-                f"a multiple of the {world} workers")  # fmt: skip
+        batch_examples = self.finetune.batch_examples
+        require(batch_examples >= world, "finetune.batch_examples", batch_examples,
+                f"at least the {world} workers")  # fmt: skip
         self._check_teacher()
         ranker = new_ranker(self.ranker, self.encoder.local(), self.loop.seed)
         ranker.precision = self.loop.precision  # of validation and mining, as of training
@@ -86,7 +86,7 @@ class Finetuning:
             set_dropout(network, self.finetune.dropout)
         miner = self._miner(ranker, rank, world)
         module, collator = self._objective(ranker, miner)
-        batches = Batches(self._rows(collator.columns, rank, world), collator, examples=own)
+        batches = Batches(self._rows(collator.columns, rank, world), collator, batch_examples)
         steps = self._steps(batches.steps_per_epoch, miner)
         chunk = self.finetune.chunk_examples
 
@@ -101,7 +101,7 @@ class Finetuning:
             steps=steps,
             optimize=optimize,
             save=ranker.save,
-            backward=cached_backward(module, chunk) if 0 < chunk < own else backward,
+            backward=cached_backward(module, chunk) if 0 < chunk < batches.examples else backward,
             validation=self._validation(ranker, rank, world),
             refresh=miner,
             before_step=network.before_step,
@@ -132,13 +132,14 @@ class Finetuning:
             require(not config.share_negatives, "finetune.share_negatives", True,
                     f"false with ranker.architecture {ranker.config.architecture!r}, which would score "
                     "every pair")  # fmt: skip
+        from_corpus = config.negatives_from in ("given", "both")
+        require(not from_corpus or has_candidates(self.corpus), "finetune.negatives_from",
+                config.negatives_from,
+                f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
+        if not ranker.config.has_vectors:
             return (PairModule(ranker.cross, config.distill),
                     PairCollator(ranker, config.negatives, teacher=taught))  # fmt: skip
         given = 0 if config.negatives_from == "batch" else config.negatives
-        if given and miner is None and not has_candidates(self.corpus):
-            raise BadInput(f"finetune.negatives_from: {config.negatives_from!r} is not allowed; "
-                           f"allowed: 'batch', as {self.corpus.uri} gives no candidates in "
-                           "train/")  # fmt: skip
         module = DualModule(
             ranker.dual,
             config.negatives_from,

@@ -44,9 +44,11 @@ from pipeline.training.resuming import (
     last_whole,
     read_saved,
     read_saved_at,
+    read_start,
     unlisted_checkpoint,
     write_saved,
 )
+from pipeline.training.selection import Selection
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 
 if TYPE_CHECKING:
@@ -77,8 +79,10 @@ class _Assignment:
     workers: Workers
     threads: int
     draft: Draft
+    checkpoint: str
+    """URI of the run's last checkpoint, where Ray does not know of one; "": none."""
     start: str
-    """URI of the state that the run begins with where it has no checkpoint yet; "": none."""
+    """URI of the state of another run, which this one continues where it has no checkpoint; "": none."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +126,13 @@ def fit(
         if executors.current():
             threads = torch.get_num_threads()
             return _fit_in_this_process(
-                _Assignment(recipe, loop, workers, threads, draft, start), show
+                _Assignment(recipe, loop, workers, threads, draft, "", start), show
             )
         threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
-        start = unlisted_checkpoint(draft.path(_CHECKPOINTS, _RUN)) or start
+        unlisted = unlisted_checkpoint(draft.path(_CHECKPOINTS, _RUN))
         with listening(show) as messages:
             return _fit_on_cluster(
-                _Assignment(recipe, loop, workers, threads, draft, start), messages
+                _Assignment(recipe, loop, workers, threads, draft, unlisted, start), messages
             )
 
 
@@ -167,7 +171,6 @@ def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
     """On one rank. It restarts nothing; the same job, started again, goes on from the last checkpoint."""
     folder = assignment.draft.path(_CHECKPOINTS, _RUN)
     kept = storage.list_folders(folder)
-    last: dict[str, float] = {}
 
     def keep(local: Path, metrics: dict[str, float]) -> None:
         kept.append(storage.join(folder, f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"))
@@ -175,12 +178,11 @@ def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
         shutil.rmtree(local)
         while len(kept) > assignment.loop.keep_checkpoints:
             storage.delete(kept.pop(0))
-        last.update(metrics)
 
-    assignment = replace(assignment, start=last_whole(kept) or assignment.start)
+    assignment = replace(assignment, checkpoint=last_whole(kept))
     with torch.random.fork_rng(devices=[]):
-        _train_rank(_Rank(assignment, 0, 1, best_device(), show, keep, lambda: None))
-    return Trained({"step": 0.0, **last}, kept[-1] if kept else "")
+        metrics = _train_rank(_Rank(assignment, 0, 1, best_device(), show, keep, lambda: None))
+    return Trained(metrics, kept[-1] if kept else "")
 
 
 @contextmanager
@@ -279,8 +281,8 @@ class _Rank:
         return self.assignment.recipe.build(self.number, self.world)
 
 
-def _train_rank(rank: _Rank) -> None:
-    """Builds the rank's task, restores the last checkpoint, trains, saves."""
+def _train_rank(rank: _Rank) -> dict[str, float]:
+    """Builds the rank's task, restores the last checkpoint, trains, saves; returns the last metrics."""
     assignment, device = rank.assignment, rank.device
     if device.type == "cpu":
         cpu.keep_memory()
@@ -302,6 +304,7 @@ def _train_rank(rank: _Rank) -> None:
             task.save(Path(folder))
             storage.delete(assignment.draft.path("_model"))
             storage.upload(Path(folder), assignment.draft.path("_model"))
+    return reports.metrics
 
 
 class _Reports:
@@ -309,17 +312,23 @@ class _Reports:
 
     def __init__(self, rank: _Rank) -> None:
         self._rank = rank
-        self._metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        """The last ones."""
         self._pace = Pace(rank.device, 0)
         self._tidied = 0
 
     def resume(self) -> Saved | None:
         """The last checkpoint of this run, or the state that it starts from."""
-        saved = self._rank.saved()
-        if saved is None and self._rank.assignment.start:
-            saved = read_saved_at(self._rank.assignment.start)
+        saved, assignment = self._rank.saved(), self._rank.assignment
+        if saved is None and assignment.checkpoint:
+            saved = read_saved_at(assignment.checkpoint)
+        if saved is None and assignment.start:
+            saved = read_start(assignment.start)
         first = saved.state["step"] if saved else 0
-        self._metrics["step"] = self._tidied = first
+        self._tidied = first
+        self.metrics = {"step": float(first)}
+        if saved:  # a finished run that was killed before it published trains no further step
+            self.metrics |= Selection.of(saved.state["selection"]).best
         self._pace = Pace(self._rank.device, first)
         return saved
 
@@ -332,7 +341,7 @@ class _Reports:
             metrics["mfu"] = metrics.pop("flops_per_s") / (self._rank.world * self._peak)
         if self._rank.number == 0:
             self._rank.send(progress.step, metrics)
-        self._metrics.update(metrics, step=progress.step)
+        self.metrics.update(metrics, step=progress.step)
 
     @functools.cached_property
     def _peak(self) -> float:
@@ -346,7 +355,7 @@ class _Reports:
         """Every rank saves its cursor; rank 0 what is the same on all."""
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         write_saved(folder, state, cursor, self._rank.number, self._rank.world)
-        self._rank.keep(folder, dict(self._metrics))
+        self._rank.keep(folder, dict(self.metrics))
 
     def bad_batch(self, step: int, batch: Any) -> str:
         where = self._rank.assignment.draft.path(

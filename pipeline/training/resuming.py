@@ -51,6 +51,14 @@ def read_saved_at(uri: str) -> Saved:
         return read_saved(Path(local))
 
 
+def read_start(uri: str) -> Saved:
+    """The state of another run, which a new run continues: validations that the other one waited for in vain
+    do not count against this one. Raises BadInput for a state that is not whole."""
+    saved = read_saved_at(uri)
+    selection = {**saved.state["selection"], "without_better": 0}
+    return Saved({**saved.state, "selection": selection}, saved.cursors)
+
+
 def last_whole(checkpoints: list[str]) -> str:
     """The newest that can be read, of folders that are named by the time; "": none."""
     for checkpoint in reversed(checkpoints):

@@ -47,6 +47,14 @@ class Selection:
     """Of the best validation, on the CPU; empty before the first."""
 
     @property
+    def best(self) -> dict[str, float]:
+        """The best validation, to be shown; empty before the first."""
+        if not self.best_metrics:
+            return {}
+        best = {f"best_valid_{name}": value for name, value in self.best_metrics.items()}
+        return {**best, "best_step": float(self.best_step)}
+
+    @property
     def stop(self) -> bool:
         return 0 < self.patience <= self.without_better
 
@@ -66,13 +74,19 @@ class Selection:
                 name: value.detach().to("cpu", copy=True) for name, value in weights.items()
             }
         shown = {f"valid_{name}": value for name, value in measured.metrics.items()}
-        best = {f"best_valid_{name}": value for name, value in self.best_metrics.items()}
-        return {**shown, **best, "best_step": float(self.best_step)}
+        return {**shown, **self.best}
 
     def state(self) -> dict[str, Any]:
         return {
             name: value for name, value in vars(self).items() if name not in ("decay", "patience")
         }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Selection:
+        """What a `state` holds, for a look at it."""
+        selection = cls(decay=1.0, patience=0)
+        selection.load(state)
+        return selection
 
     def load(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

@@ -73,7 +73,8 @@ class LoopConfig(OptimizationConfig):
 
     validate_every_epochs: float = 0.5
     """Validate so often, and after the last step; the weights of the best validation are the result.
-    0: never, the last weights are. Without a valid split nothing is validated."""
+    0: never, the last weights are, unless `validate_every_steps` is above 0. Without a valid split nothing
+    is validated."""
     validate_every_steps: int = 0
     """Validate so often, whatever the epochs; 0: `validate_every_epochs` decides."""
     stop_after_validations: int = 10
@@ -119,14 +120,15 @@ class Workers:
     takes 1.7 s a step by two of one thread, 1.9 s by one of two."""
     min_workers: int = 0
     """Train on with this many workers while the cluster has no room for all of them; 0: wait for all.
-    jobs.pretrain: the global batch stays the same."""
+    jobs.pretrain: the global batch stays the same. jobs.finetune: where so many workers do not divide
+    the batch, it is rounded down: 63 of 64 examples on 7 workers."""
     cpus_per_worker: int = 0
     """Cores, and threads, of a worker; 0: the cluster's cores shared out among the workers."""
     gpu: bool = False
     """One GPU per worker, NCCL between them; else CPU and gloo."""
     shard_weights: bool = False
-    """Weights, gradients and optimizer state are sharded over the workers (FSDP2), for encoders that
-    do not fit on one GPU; else every worker holds all of them."""
+    """jobs.pretrain: weights, gradients and optimizer state are sharded over the workers (FSDP2), for
+    encoders that do not fit on one GPU; else every worker holds all of them."""
     max_restarts: int = 3
     """Times that dead workers are replaced and go on from the last checkpoint."""
 

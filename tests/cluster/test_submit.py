@@ -104,9 +104,10 @@ def test_a_wrong_address_a_wrong_token_and_another_ray_are_one_line_each(
 
 def test_only_what_must_travel_is_sent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "more.yaml").write_text("a: 1\n")
+    (tmp_path / "more.yaml").write_text("name: articles\n")
     (tmp_path / "model.safetensors").write_bytes(b"0" * 100)
-    command = ("embed_pool", "--config", "more.yaml", "--pools=s3://lake/pools")
+    command = ("embed_pool", "--config", "more.yaml", "--pools=s3://lake/pools",
+               "--model", "s3://lake/ranker", "--candidates", "s3://lake/articles.csv")  # fmt: skip
     sent = submit._pack(submit.Config(command=command)).files
     assert {"more.yaml", "jobs/embed_pool.py", "pipeline/storage.py", "serve/openapi.json"} <= set(
         sent
@@ -117,10 +118,11 @@ def test_only_what_must_travel_is_sent(tmp_path, monkeypatch):
 def test_the_settings_that_a_workflow_names_travel_with_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "poly.yaml").write_text("a: 1\n")
+    (tmp_path / "own" / "poly.yaml").write_text("loop:\n  seed: 1\n")
     (tmp_path / "own" / "secret.pem").write_text("key")
     command = (
-        "steps: {a: python -m jobs.finetune --config own/poly.yaml --corpus own/secret.pem own}"
+        "steps: {a: python -m jobs.finetune --config own/poly.yaml --corpus own/secret.pem"
+        " --encoder own --output s3://lake/ranker}"
     )
     (tmp_path / "own" / "w.yaml").write_text(command)
     sent = submit._pack(submit.Config(command=("workflow", "own/w.yaml"))).files
@@ -135,11 +137,20 @@ def test_the_settings_that_a_workflow_names_travel_with_it(tmp_path, monkeypatch
      (("embed_pool", "--candidates", "folder"), {}, "folder: a folder of this machine; allowed: a URI"),
      (("embed_pool", "--candidates", "big.csv"), {"max_upload_mib": 3},
       r"the upload has \d.\d MiB \(largest: big.csv\), more than --max-upload-mib 3"),
+     (("train_tokenizer", "--corpus", "s3://lake/c", "--output", "tokenizer"), {},
+      "output: 'tokenizer' is not allowed; allowed: a URI that all nodes reach"),
+     (("evaluate", "--model", "s3://m", "--corpus", "s3://c", "--json", "found.json"), {}, "json: "),
+     (("workflow", "flow.yaml", "--set", "lake=lake"), {}, "output: 'lake/tokenizer' is not allowed"),
+     (("inspect", "--corpse", "s3://c"), {}, "--corpse: unknown option"),
      (("inspect",), {"env": ("NOT_THERE",)}, "--env NOT_THERE: no such variable")],
 )  # fmt: skip
 def test_what_cannot_travel_is_refused(tmp_path, monkeypatch, command, settings, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "flow.yaml").write_text(
+        "variables: {lake: s3://lake}\n"
+        "steps: {a: 'python -m jobs.train_tokenizer --corpus s3://c --output ${lake}/tokenizer'}\n"
+    )
     (tmp_path / "big.csv").write_bytes(b"0" * (3 << 20))
     with pytest.raises(BadInput, match=f"^{message}"):
         submit._pack(submit.Config(command=command, **settings))

@@ -86,9 +86,9 @@ def test_an_unknown_verb_is_refused_with_the_nearest_one(polyrank):
 
 
 def test_dashes_in_a_verb_and_what_stands_after_two_dashes(polyrank):
-    code, out, _ = polyrank("submit", "--dry-run", "--", "embed_pool", "--name", "x")
+    code, out, _ = polyrank("submit", "--dry-run", "--", "inspect", "--pool", "x")
     assert code == 0
-    assert json.loads(out.splitlines()[-1])["entrypoint"] == "python -m jobs.embed_pool --name x"
+    assert json.loads(out.splitlines()[-1])["entrypoint"] == "python -m jobs.inspect --pool x"
     assert polyrank("embed-pool", "--help")[1].startswith("usage: polyrank embed_pool ")
 
 

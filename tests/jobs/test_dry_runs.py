@@ -114,10 +114,43 @@ def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere
         ranker=ranker_config({"architecture": "bi", "max_context_tokens": 48}),
         finetune=FinetuneConfig(batch_examples=8, epochs=2.0),
     )  # fmt: skip
-    found = finetune.run(config)["estimate"]
+    said = finetune.run(config)
+    found = said["estimate"]
     rows = convai2_corpus.rows("train/")
     assert found["steps"] == round(2 * rows / 8) or abs(found["steps"] - 2 * rows / 8) <= 2
     assert found["cpu_hours"] > 0 and "measured on cpu" in found["basis"]
+    assert "activations come on top" in said["memory_is"]
+    assert found["memory_bytes"] == 16 * said["parameters"]
+
+
+def test_a_training_of_several_workers_measures_the_share_of_one(
+    run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
+):
+    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.05)
+    compute, batches = estimate._compute, []
+    monkeypatch.setattr(
+        estimate,
+        "_compute",
+        lambda task, *more: (batches.append(task.batches), compute(task, *more))[1],
+    )
+    said = run_job_here(
+        "finetune", "--corpus", convai2_corpus.uri, "--encoder", tiny_ranker("bi").uri,
+        "--output", nowhere, "--dry-run", "true", "--ranker.architecture", "bi",
+        "--ranker.max-context-tokens", 48, "--finetune.batch-examples", 8, "--resources.workers", 2,
+        "--resources.cpus-per-worker", 1,
+    ).summary  # fmt: skip
+    assert [one.examples for one in batches] == [4]
+    assert (said["examples_per_worker"], said["workers"]) == (4, 2)
+    assert said["estimate"]["cpu_hours"] == pytest.approx(2 * said["hours"], abs=1e-3)
+
+
+def test_a_pretraining_is_not_estimated_before_its_corpus_is_tokenized(
+    run_job_here, tiny_ranker, convai2_corpus, nowhere
+):
+    tokenizer = tiny_ranker("bi").local() / "context_encoder"
+    refusal = run_job_here("pretrain", "--corpus", convai2_corpus.uri, "--tokenizer", tokenizer,
+                           "--output", nowhere, "--dry-run", "true").refusal  # fmt: skip
+    assert "allowed: a corpus of jobs.tokenize_corpus" in refusal
 
 
 def test_scores_measure_a_few_rows_here(tiny_ranker, convai2_corpus, nowhere):

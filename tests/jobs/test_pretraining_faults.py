@@ -252,6 +252,33 @@ def test_sharded_weights_are_published_whole(run_job, command, whole, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=name)
 
 
+def test_a_run_that_stopped_early_can_be_continued(run_job_here, command, tmp_path):
+    """Weights that hardly move: the validation at step 10 is no better than that at step 5."""
+    more = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 5,
+            "--loop.stop-after-validations", 1)  # fmt: skip
+    first = run_job_here("pretrain", *command(tmp_path / "first", *more)).summary
+    assert first["counts"]["steps"] == 10
+    again = command(tmp_path / "again", "--continue-from", tmp_path / "first", *more)
+    assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 15
+
+
+def test_a_run_that_stopped_early_and_was_killed_trains_no_further_step(
+    run_job_here, command, tmp_path, monkeypatch
+):
+    more = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 5,
+            "--loop.stop-after-validations", 1)  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.training.launch.collect_model", interrupted)
+        assert run_job_here("pretrain", *command(tmp_path / "out", *more)).code == 130
+    summary = run_job_here("pretrain", *command(tmp_path / "out", *more)).summary
+    assert summary["counts"]["steps"] == summary["metrics"]["step"] == 10
+    assert summary["metrics"]["best_step"] == 5
+
+
+def interrupted(*given: object) -> None:
+    raise KeyboardInterrupt
+
+
 # Faults that are said in one line
 
 
@@ -421,6 +448,22 @@ def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_
             ["--resources.workers", 3, "--resources.shard-weights", "true"],
             ["resources.workers: 3", "a divisor of 4"],
         ),
+        (
+            [
+                "--resources.workers",
+                4,
+                "--resources.min-workers",
+                2,
+                "--resources.shard-weights",
+                "true",
+            ],
+            ["resources.min_workers: 2", "each number up to 4 divides 4"],
+        ),
+        (
+            ["--loop.validate-every-epochs", 0],
+            ["validate_every_epochs: 0", "validate_every_steps 2000"],
+        ),
+        (["--loop.new-weights-factor", 3], ["loop.new_weights_factor: 3", "one learning rate"]),
         (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
         (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
         (
@@ -445,6 +488,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     refusal = run_job_here("pretrain", *command(tmp_path / "out", *more, *options)).refusal
     assert [part for part in parts if part not in refusal] == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(run_job_here, command, tmp_path):
+    argv = command(tmp_path / "out", "--dry-run", "true", workers=5)
+    assert "resources.workers: 5" in run_job_here("pretrain", *argv).refusal
 
 
 def test_a_dry_run_says_what_it_takes_and_writes_nothing(

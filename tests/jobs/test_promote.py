@@ -109,6 +109,55 @@ def test_an_alias_moves_and_moves_back(run_job_here, tiny_ranker, tracking_uri):
     assert refused.code == 2 and "replies-model, version 7" in refused.stderr
 
 
+def test_a_second_rollback_undoes_the_first(run_job_here, tiny_ranker, tracking_uri):
+    one = tracking.register("to-and-fro", tiny_ranker("bi"), "champion")
+    two = tracking.register("to-and-fro", tiny_ranker("poly"), "candidate")
+    run_job_here("promote", "--model", "to-and-fro")
+    back = ("promote", "--model", "to-and-fro", "--rollback")
+    assert [run_job_here(*back).summary["version"] for _ in range(2)] == [one, two]
+
+
+def test_each_alias_has_a_previous_version_of_its_own(run_job_here, tiny_ranker, tracking_uri):
+    one = tracking.register("staged", tiny_ranker("bi"), "champion")
+    tracking.register("staged", tiny_ranker("bi"), "staging")
+    two = tracking.register("staged", tiny_ranker("poly"), "candidate")
+    run_job_here("promote", "--model", "staged", "--alias", "staging")
+    assert aliases_of("staged") == {
+        "champion": one, "staging": two, "previous-staging": one, "candidate": two,
+    }  # fmt: skip
+    run_job_here("promote", "--model", "staged", "--alias", "staging", "--rollback")
+    assert aliases_of("staged") == {
+        "champion": one, "staging": one, "previous-staging": two, "candidate": two,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rollback", [True, False])
+def test_a_promotion_that_is_killed_between_two_aliases_is_completed_by_the_same_command(
+    run_job_here, tiny_ranker, tracking_uri, monkeypatch, rollback
+):
+    name = f"killed-{rollback}"
+    one = tracking.register(name, tiny_ranker("bi"), "champion")
+    two = tracking.register(name, tiny_ranker("poly"), "candidate")
+    command = ["promote", "--model", name]
+    if rollback:
+        run_job_here(*command)
+        command.append("--rollback")
+    moved, set_alias = [], mlflow.MlflowClient.set_registered_model_alias
+
+    def dies_after_one(client, *given):
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(given)
+        set_alias(client, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "set_registered_model_alias", dies_after_one)
+        assert run_job_here(*command).code == 130
+    run_job_here(*command)
+    assert aliases_of(name)["champion"] == (one if rollback else two)
+    assert aliases_of(name)["previous"] == one
+
+
 def test_model_and_pool_move_together_and_back(
     run_job_here, embed, tiny_ranker, tmp_path, tracking_uri
 ):

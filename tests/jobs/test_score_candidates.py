@@ -191,6 +191,19 @@ def test_a_student_learns_from_what_was_scored(
     assert found == {"train/a.parquet": [1], "train/b.parquet": [0]}
 
 
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_a_corpus_without_a_train_split_is_refused(
+    run_job_here, convai2_corpus, tiny_ranker, tmp_path, dry_run
+):
+    out = draft(str(tmp_path / "corpus"), "corpus", TeachingConfig(), {})
+    table = pq.read_table(convai2_corpus.files("valid/", ".parquet")[0], partitioning=None)
+    out.publish([out.write_table("valid/a.parquet", table)], {})
+    argv = arguments(tmp_path / "corpus", [tiny_ranker("cross").uri], tmp_path / "out")
+    refusal = run_job_here("score_candidates", *argv, "--dry-run", dry_run).refusal
+    assert "the corpus has no examples in train/" in refusal
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_what_cannot_teach_or_be_taught_is_refused(
     run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path
 ):

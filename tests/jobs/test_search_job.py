@@ -124,7 +124,7 @@ def test_a_cross_encoder_puts_the_best_in_order(search, tiny_ranker, together):
 
 
 def test_more_than_there_are_shows_all(search):
-    results = search("--context", "hello", "--top-k", 50).summary["results"]
+    results = search("--context", "hello", "--top-k", 200).summary["results"]
     assert sorted(row["id"] for row in results) == [f"t{n}" for n in range(6)]
 
 
@@ -164,7 +164,10 @@ def test_a_second_stage_needs_a_cross_encoder(search, tiny_ranker):
             ("--context", "a", "--where", "kind=hat"),
             "where: 'kind' is not allowed; allowed: columns",
         ),
-        (("--context", "a", "--cross-candidates", "5"), "cross_candidates: 5 is not allowed"),
+        (
+            ("--context", "a", "--cross", "x", "--cross-candidates", "5"),
+            "cross_candidates: 5 is not allowed",
+        ),
         (
             ("--context", "a", "--together", "true"),
             "together: True is not allowed; allowed: false without cross",

@@ -75,6 +75,19 @@ def test_the_same_again_is_done_already_and_elsewhere_gives_the_same_files(train
     )
 
 
+def test_a_corpus_is_known_by_its_contents_however_its_path_is_spelled(
+    train, convai2_corpus, reddit_corpus, monkeypatch
+):
+    first = train("--tokenizer.vocabulary", 300).summary
+    corpus = Path(convai2_corpus.uri)
+    monkeypatch.chdir(corpus.parent)
+    for spelled in (corpus.name, f"{corpus}/", f"{corpus.parent}/./{corpus.name}"):
+        again = train("--tokenizer.vocabulary", 300, corpora=(spelled,)).summary
+        assert again == {**first, "already_done": True}
+    other = train("--tokenizer.vocabulary", 300, corpora=(reddit_corpus.uri,)).refusal
+    assert "corpus.0: " in other
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

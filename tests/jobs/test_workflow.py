@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 THREE = """
 variables: {folder: , name: "${folder}/made"}
 steps:
-  first: python -m jobs.submit --dry-run --command inspect
+  first: python -m jobs.submit --dry-run -- inspect --pool x
   second: cp ${folder}/input ${name}     # nothing of a job's
   third: touch ${folder}/third
 """

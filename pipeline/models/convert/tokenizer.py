@@ -184,7 +184,8 @@ class ConvertTokenizer:
         return [self._context(turns, max_tokens) for turns in contexts]
 
     def _context(self, turns: Sequence[str], max_tokens: int) -> list[int]:
-        *earlier, newest = turns
+        *before, newest = turns
+        earlier = [turn.strip() for turn in before if turn.strip()]
         row = self._subwords.ids(newest, max_tokens)
         joined = join_earlier(earlier, self._earlier, self._numbered)
         if joined:

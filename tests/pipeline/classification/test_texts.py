@@ -87,6 +87,14 @@ def test_a_file_of_another_name_beside_a_test_file_is_for_training(read):
     assert (len(found.train), len(found.asked)) == (6, 1)
 
 
+def test_files_without_one_to_ask_are_cut_together(read):
+    found = read({
+        "train.csv": HEAD + rows("pay", 20) + rows("block", 10),
+        "faq.csv": HEAD + rows("pay", 20, 20) + rows("block", 10, 10),
+    })  # fmt: skip
+    assert (len(found.train), len(found.asked), found.asked_split) == (48, 6, "tenth")
+
+
 def clinc(**parts: list[list[str]]) -> str:
     return json.dumps(parts)
 

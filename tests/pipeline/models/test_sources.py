@@ -14,7 +14,8 @@ from pipeline.config import BadInput
 from pipeline.models import sources
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import BiConfig, PolyConfig
-from pipeline.models.sources import open_encoder, open_external
+from pipeline.models.sources import open_encoder, open_external, open_tokenizer
+from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.finetuning import Finetuning
@@ -91,6 +92,9 @@ def test_a_model_of_the_hub_is_fetched_by_every_node_at_one_commit(tiny, tmp_pat
     assert there.parent.parent.name == f"node-{before + 1}"
     _, same = open_encoder(str(tiny.encoder_folder()))
     assert reference == {**same, "uri": "somebody/model"}
+    tokenizer, reference = open_tokenizer("somebody/model")
+    assert Tokenizer.load(tokenizer.local()).ids(["w1"])
+    assert reference == {**same, "uri": "somebody/model"}
 
 
 def test_what_the_hub_has_not_is_refused(tmp_path, monkeypatch):
@@ -107,6 +111,8 @@ def test_what_the_hub_has_not_is_refused(tmp_path, monkeypatch):
         open_encoder("empty")  # bert-base-uncased has no owner either
     with pytest.raises(BadInput, match=r"a/empty: not a model directory \(config.json is miss"):
         open_encoder("a/empty")
+    with pytest.raises(BadInput, match=r"--start a/empty: .* \(tokenizer.json is missing"):
+        open_tokenizer("a/empty", "--start")
 
 
 def test_recipes_build_on_other_nodes_than_the_drivers(tiny, tmp_path, node):

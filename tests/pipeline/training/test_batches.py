@@ -52,8 +52,9 @@ def rows_of(corpus, rank=0, world=1, seed=0):
     return Rows.of(corpus, "train", Lengths.columns, rank, world, seed)
 
 
-def batches_of(corpus, rank=0, world=1, seed=0, **settings):
-    return Batches(rows_of(corpus, rank, world, seed), Lengths(), **settings)
+def batches_of(corpus, rank=0, world=1, seed=0, *, examples, **settings):
+    """With so many examples for each rank."""
+    return Batches(rows_of(corpus, rank, world, seed), Lengths(), examples * world, **settings)
 
 
 def take(batches, count, cursor=None):
@@ -141,6 +142,26 @@ def test_with_other_workers_as_many_steps_of_an_epoch_are_left(corpora, before, 
     second = batches_of(corpora(61), after - 1, after, examples=6 // after, window_rows=15)
     left = [at for _, at in take(second, 12, cursor) if at.epoch == 0]
     assert done + len(left) == second.steps_per_epoch == 10
+
+
+def test_a_rest_that_workers_cannot_share_is_left_out_of_the_batch(corpora):
+    """Of 64 rows in a step, 7 workers take 9 each. The run is as long as it was."""
+    shares = [Batches(rows_of(corpora(300), rank, 7), Lengths(), 64) for rank in range(7)]
+    assert {share.examples for share in shares} == {9}
+    assert {share.steps_per_epoch for share in shares} == {300 // 64}
+    read = [number for share in shares for number in numbers(epoch_of(share))]
+    assert len(set(read)) == len(read) == 300 // 7 // 9 * 63
+
+
+def test_a_worker_less_skips_the_rows_that_were_read(corpora):
+    """8 workers read three batches of 64 of 300 rows; 7 read the rest in batches of 63."""
+    before = Batches(rows_of(corpora(300), 0, 8), Lengths(), 64, window_rows=16)
+    _, cursor = take(before, 3)[-1]
+    after = Batches(rows_of(corpora(300), 0, 7), Lengths(), 64, window_rows=18)
+    walk = after.start([cursor] * 8)
+    first = next(at for _, at in walk)
+    walk.close()
+    assert first == Cursor(epoch=0, window=1, batch=2, world=7)
 
 
 @pytest.mark.parametrize("window_rows", [5, 20, 4096])
@@ -246,7 +267,7 @@ class Broken(Lengths):
 
 
 def test_an_error_in_the_thread_reaches_the_loop(corpora):
-    batches = Batches(rows_of(corpora(50)), Broken(), examples=5)
+    batches = Batches(rows_of(corpora(50)), Broken(), 5)
     with pytest.raises(RuntimeError, match="cannot collate"):
         next(batches.start())
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline.config import BadInput
+from pipeline.evaluation.questions import Question, Questions
 from pipeline.models import inference
 from pipeline.models.convert.tokenizer import save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
@@ -18,6 +19,7 @@ from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
 from pipeline.training.objectives import DualModule
 from pipeline.training.settings import LoopConfig
+from pipeline.training.validation import Validation
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -79,6 +81,24 @@ def test_the_loss_is_the_sum_of_what_each_encoding_of_a_context_ranks(vocabulary
     found, _ = inference.context_vectors(ranker, [row["context"] for row in ROWS])
     ranked = np.where(excluded_BC, -np.inf, found[:, 0].numpy() @ h_y.T).argmax(axis=1)
     assert shown["accuracy"].item() == pytest.approx((ranked == np.arange(4)).mean())
+
+
+def test_the_validation_loss_scales_cosines_as_the_training_loss_does(vocabulary):
+    config = ConvertConfig(**{**SMALL, "earlier_turns": 0, "quantised": False})
+    ranker = new_ranker(config, vocabulary, seed=0)
+    ranker.precision = "fp32"
+    ranker.network.before_step(7)
+    scale = 1 + (np.sqrt(16) - 1) * 7 / 20
+    asked = [Question(f"e{n}", [f"w{n}"], [f"w{n + 1}", f"w{n + 2}"], n % 2) for n in range(6)]
+    losses, hits = [], []
+    for question in asked:
+        vectors, _ = inference.context_vectors(ranker, [question.context])
+        candidates = inference.candidate_vectors(ranker, question.candidates).double().numpy()
+        scores = scale * candidates @ vectors[0, 0].double().numpy()
+        losses.append(np.log(np.exp(scores - scores[question.label]).sum()))
+        hits.append(scores.argmax() == question.label)
+    found = Validation(ranker, Questions.of(asked), 0, 1)().metrics
+    assert found == {"r1": pytest.approx(np.mean(hits)), "loss": pytest.approx(np.mean(losses))}
 
 
 def finetuning(tiny, vocabulary, rows, loop, **settings):

@@ -708,10 +708,17 @@ def refused(tiny, world=1, **settings):
     return str(caught.value)
 
 
-def test_a_batch_that_workers_cannot_share_is_refused(tiny):
-    message = refused(tiny, world=3, batch_examples=8)
+def test_training_goes_on_with_workers_that_do_not_divide_the_batch(tiny):
+    """Elastic training on 4 to 8 workers may come down to any number between them."""
+    tasks = [recipe(tiny, batch_examples=8).build(0, world) for world in (1, 2, 3, 5, 8)]
+    assert [task.batches.examples for task in tasks] == [8, 4, 2, 1, 1]
+    assert {task.steps for task in tasks} == {15}
+
+
+def test_a_batch_with_fewer_examples_than_workers_is_refused(tiny):
+    message = refused(tiny, world=9, batch_examples=8)
     assert message == ("finetune.batch_examples: 8 is not allowed; "
-                       "allowed: a multiple of the 3 workers")  # fmt: skip
+                       "allowed: at least the 9 workers")  # fmt: skip
 
 
 def test_a_corpus_smaller_than_a_batch_is_refused(tiny):
