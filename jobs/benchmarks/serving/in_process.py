@@ -17,6 +17,12 @@ class InProcess:
         self._engine = Engine(args.model, args.pools, args.precision)
         self._pool, self._top_k = pool, top_k
 
+    def once(self, context: Sequence[str]) -> float:
+        """Seconds of one ranking."""
+        began = time.perf_counter()
+        self._rank([context])
+        return time.perf_counter() - began
+
     def one_by_one(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
         """Seconds of each ranking."""
         return [took for took, _ in self._for(seconds, contexts, 1)]

@@ -12,11 +12,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
 
 from pipeline.arrays import Floats, Ints
+from pipeline.config import BadInput
 
 Ask = Callable[[float], Awaitable[None]]
 NO_ANSWER = 0
@@ -84,6 +87,26 @@ def poisson(url: str, bodies: Sequence[bytes], steps: Sequence[Step], seed: int 
 def clients(url: str, bodies: Sequence[bytes], count: int, seconds: float) -> Heard:
     """So many clients; each asks again as soon as it has its answer."""
     return _run(url, bodies, lambda ask: _one_after_another(ask, count, seconds))
+
+
+class Client:
+    """Asks one request after the other over one connection. No thread or event loop takes time beside it."""
+
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        self._path = address.path
+        self._connection = HTTPConnection(str(address.hostname), address.port, timeout=_WAIT_S)
+
+    def ask(self, body: bytes) -> float:
+        """Seconds until the answer was there. Raises BadInput for a status that is not 200."""
+        began = time.perf_counter()
+        self._connection.request("POST", self._path, body, {"content-type": "application/json"})
+        answer = self._connection.getresponse()
+        answer.read()
+        seconds = time.perf_counter() - began
+        if answer.status != 200:
+            raise BadInput(f"{self._path}: status {answer.status}")
+        return seconds
 
 
 async def _on_time(ask: Ask, due: Iterable[float]) -> None:
