@@ -29,7 +29,8 @@ class Config:
     ALIASES = MappingProxyType({"name": "part"})
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
     part: Literal[
-        "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain", "search", "serve",
+        "cluster", "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain", "search",
+        "serve",
     ]  # fmt: skip
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
@@ -168,6 +169,10 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import intents
 
         rows = intents.measure(config.size, Path(config.data), work)
+    elif config.part == "cluster":
+        from jobs.benchmarks import object_store
+
+        rows = object_store.measure(config.size, work)
     elif config.part == "embed":
         from jobs.benchmarks import embed
 

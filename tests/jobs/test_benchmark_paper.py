@@ -54,7 +54,7 @@ def test_table_5_has_every_model_among_1000_and_100000(
 
 
 @pytest.mark.parametrize(
-    ("option", "missing"), [("--encoder", "corpus: ()"), ("--corpus", "encoder: ''")]
+    ("option", "missing"), [("--encoder", "corpus: ()"), ("--corpus", "encoder: ()")]
 )
 def test_what_is_needed_is_asked_for(run_job_here, option, missing, tmp_path):
     done = run_job_here("benchmark", "--name", "paper", option, "somewhere", "--work", tmp_path)

@@ -57,7 +57,7 @@ EXCLUDED = {
     "prepare_corpus": {"output", "expect", "dry_run"} | READING,
     "pretrain": {"output", "dry_run", "keep_training_state", "pretrain.steps"} | LOOP | WORKERS,
     "score_candidates": {"output", "dry_run"} | ACTORS,
-    "train_tokenizer": {"output"},
+    "train_tokenizer": {"output", "dry_run"},
 }  # fmt: skip
 
 

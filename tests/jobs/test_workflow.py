@@ -93,7 +93,7 @@ def test_the_workflows_that_are_shipped_are_commands(file, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = read_steps(str(file))
     for step in steps:
-        workflow._check(step)
+        workflow.check(step)
     verbs = [step.verb for step in steps]
     path = ["prepare_corpus", "pretrain", "finetune", "embed_pool", "promote"]
     assert [verb for verb in dict.fromkeys(verbs) if verb in path] == path

@@ -186,8 +186,13 @@ class ConvertTokenizer:
     def _context(self, turns: Sequence[str], max_tokens: int) -> list[int]:
         *before, newest = turns
         earlier = [turn.strip() for turn in before if turn.strip()]
+        return self.context_row(
+            newest, join_earlier(earlier, self._earlier, self._numbered), max_tokens
+        )
+
+    def context_row(self, newest: str, joined: str, max_tokens: int) -> list[int]:
+        """A context whose earlier turns are one text already."""
         row = self._subwords.ids(newest, max_tokens)
-        joined = join_earlier(earlier, self._earlier, self._numbered)
         if joined:
             return [*row, self.pad, *self._subwords.ids(joined, max_tokens)]
         return row or [self.pad]

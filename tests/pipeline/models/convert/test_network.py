@@ -18,6 +18,7 @@ from pipeline.models.convert.network import ConvertNetwork
 from pipeline.models.convert.tokenizer import (
     VOCABULARY,
     ConvertTokenizer,
+    join_earlier,
     save_vocabulary,
 )
 from pipeline.models.explanation import attention_to_tokens, candidate_weights
@@ -322,7 +323,9 @@ def test_whole_texts_are_encoded_as_by_the_graph(golden, weights):
     encodings = []
     for case in cases:
         tokenizer = ConvertTokenizer(about["vocabulary"], 7, 10, case["prefixes"])
-        context = tokenizer.contexts([[*case["earlier"], case["context"]]], 200)
+        # The graph joins earlier turns as they are; we drop empty ones, and spaces around them, before.
+        joined = join_earlier(case["earlier"], 10, case["prefixes"])
+        context = [tokenizer.context_row(case["context"], joined, 200)]
         with torch.no_grad():
             h, _ = network.encode_contexts(tokenizer.batch(context))
             views = network.context_views(tokenizer.batch(context))
