@@ -23,8 +23,8 @@ from jobs.demo_stages import SECONDS, stage
 from pipeline import storage
 from pipeline.config import BadInput
 
-_COMMENTS = {"small": 200_000, "full": 2_000_000}
-_ROUNDS = {"small": 1, "full": 3}
+_COMMENTS = {"small": 60_000, "full": 200_000}
+_ROUNDS = {"small": 1, "full": 2}
 _DELAY_S = 0.02
 _RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "convert_small.yaml"
 _BUCKET = "s3://lake"
@@ -75,8 +75,8 @@ def _path(data: str, out: str) -> Iterator[str]:
         "--loop.warmup-steps", "5", "--loop.validate-every-epochs", "0",
         "--loop.checkpoint-every-steps", "25", "--output", f"{out}/ranker")  # fmt: skip
     run("evaluation", "evaluate", "--model", f"{out}/ranker", "--corpus", f"{out}/corpus", "--protocol",
-        "polyai", "--max-examples", "500")  # fmt: skip
-    run("pool", "embed_pool", "--model", f"{out}/ranker", "--candidates", f"{out}/corpus/valid",
+        "polyai", "--split", "train", "--max-examples", "500")  # fmt: skip
+    run("pool", "embed_pool", "--model", f"{out}/ranker", "--candidates", f"{out}/corpus/train",
         "--embed.text-column", "response", "--embed.id-column", "example_id", "--pools", f"{out}/pools",
         "--name", "replies")  # fmt: skip
 
@@ -99,7 +99,8 @@ def _reach(address: str) -> None:
     import boto3
 
     os.environ |= {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-                   "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}  # fmt: skip
+                   "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+                   "POLYRANK_AUTHOR_SALT": "made-up authors"}  # fmt: skip
     boto3.client("s3").create_bucket(Bucket=_BUCKET.removeprefix("s3://"))
 
 
