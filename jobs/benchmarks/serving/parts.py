@@ -26,6 +26,7 @@ from jobs.benchmarks.serving import pictures, services
 from jobs.benchmarks.serving.in_process import InProcess
 from jobs.benchmarks.serving.inputs import contexts_and_texts, embedded_pool, peer_models
 from jobs.benchmarks.serving.load import Client, Heard, Step, clients, poisson
+from jobs.benchmarks.serving.noop import Noop
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, require
 from serve.app import Args
@@ -138,7 +139,7 @@ class _Service:
         served, worked, empty = list[float](), list[float](), list[float]()
         with (
             services.ranking(self.port, self.args) as url,
-            services.deployed(self.port, "noop", services.Noop.bind()) as noop,  # type: ignore[attr-defined]
+            services.deployed(self.port, "noop", Noop.bind()) as noop,  # type: ignore[attr-defined]
             services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
         ):
             ranking, nothing = Client(f"{url}/rank"), Client(f"{noop}/")

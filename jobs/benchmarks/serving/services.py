@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil
 import ray
-from fastapi import FastAPI
-from pydantic import BaseModel
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
@@ -30,27 +28,6 @@ from serve import app
 _CPUS = 8  # logical: some parts have several replicas, which are asked in turn
 _START_S = 120.0
 _quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-
-
-class Asked(BaseModel):
-    """What the empty deployment reads: the service's own question."""
-
-    context: list[str]
-    pool: str
-    top_k: int
-
-
-_noop_app = FastAPI()
-
-
-@serve.deployment(ray_actor_options={"num_cpus": 1}, max_ongoing_requests=512)
-@serve.ingress(_noop_app)
-class Noop:
-    """FastAPI on Ray Serve that does no work."""
-
-    @_noop_app.post("/")
-    async def answer(self, asked: Asked) -> dict[str, int]:
-        return {"top_k": asked.top_k}
 
 
 @contextmanager
