@@ -56,6 +56,7 @@ def in_process(run_job_here, monkeypatch):
     return asked
 
 
+@pytest.mark.slow
 def test_a_bare_step_moves_the_weights_as_the_job_does(recipe):
     task = recipe.build(0, 1)
     theirs = copy.deepcopy(task.module)

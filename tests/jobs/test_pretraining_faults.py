@@ -252,6 +252,7 @@ def test_sharded_weights_are_published_whole(run_job, command, whole, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_can_be_continued(run_job_here, command, tmp_path):
     """Weights that hardly move: the validation at step 10 is no better than that at step 5."""
     more = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 5,
@@ -262,6 +263,7 @@ def test_a_run_that_stopped_early_can_be_continued(run_job_here, command, tmp_pa
     assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 15
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_and_was_killed_trains_no_further_step(
     run_job_here, command, tmp_path, monkeypatch
 ):
@@ -347,6 +349,7 @@ def line_of(finished) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_bad_input_that_a_worker_finds_is_not_tried_again(faulty, tmp_path):
     finished, attempts = faulty("bad input", tmp_path / "out")
     assert "pretrain.made_up: 1 is not allowed" in finished.refusal
