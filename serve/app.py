@@ -154,9 +154,8 @@ class Ranker:
         self._follower.start()
         self._candidate = self._following(_CANDIDATE)
         if args.candidate:
-            self._candidate.start(
-                until_loaded=False
-            )  # the champion answers until the candidate is loaded
+            # The champion answers until the candidate is loaded.
+            self._candidate.start(until_loaded=False)
         limits = args.limits
         self._service = Service(
             lambda: self._follower.engine,

@@ -28,9 +28,8 @@ class Masks:
                 return mask
         mask = await asyncio.get_running_loop().run_in_executor(None, make)
         with self._lock:
-            mask = self._masks.setdefault(
-                key, mask
-            )  # one array: equal filters are searched together
+            # One array, because equal filters are searched together.
+            mask = self._masks.setdefault(key, mask)
             self._masks.move_to_end(key)
             while len(self._masks) > 1 and self.bytes > self._most_bytes:
                 self._masks.popitem(last=False)

@@ -27,9 +27,7 @@ from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
 from pipeline.retrieval.pools.pool import CURRENT, KIND
 
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
-RETRY_S = (
-    60.0  # a failure that may pass, such as one of the network, is tried again after this time
-)
+RETRY_S = 60.0  # until a failure that may pass, such as one of the network, is tried again
 
 _log = logging.getLogger("polyrank.serve")
 
@@ -215,9 +213,7 @@ class Decider:
         self._refused = {key: one for key, one in self._refused.items() if now < one.until}
         if report.refused:
             self._refuse(report.refused, report, now)
-        elif (
-            is_new and self._decided is None
-        ):  # it may be able to load what its predecessor was not
+        elif is_new and self._decided is None:  # it may load what its predecessor could not
             self._refused = {}
             self._looked = -self._poll_s
         if now - self._looked >= self._poll_s:
