@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +33,10 @@ _BUCKET = "s3://lake"
 
 def measure(size: str, work: Path) -> list[BenchmarkRow]:
     """Both sides in turn. What the jobs make is the same on both, which their fingerprints show."""
+    if not (find_spec("moto") and find_spec("boto3")):
+        raise BadInput(
+            "the packages moto and boto3 are not installed: pip install 'polyrank[bench]'"
+        )
     sides: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
     made = set[tuple[str, ...]]()
     with _store(), cluster.session():
