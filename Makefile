@@ -10,7 +10,7 @@ BIN := .venv/bin
 
 DEMO ?= .demo
 RESULTS := jobs/benchmarks/results
-BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper
+BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper profile
 
 .PHONY: demo test test-fast test-long cluster-test benchmark lint openapi kuberay clean
 
@@ -34,6 +34,7 @@ cluster-test: .venv/installed
 # extra `bench`. A part that cannot run here says why, and the others go on.
 DATA_OF_search := --model $(DEMO)/rankers/poly --corpus $(DEMO)/corpora/convai2
 DATA_OF_serve := $(DATA_OF_search)
+DATA_OF_profile := $(DATA_OF_search)
 DATA_OF_finetune := --encoder $(or $(ENCODER),$(DEMO)/encoder) --corpus $(DEMO)/corpora/convai2
 DATA_OF_paper := $(DATA_OF_finetune)
 DATA_OF_convert := --corpus $(DEMO)/corpora/reddit

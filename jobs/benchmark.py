@@ -29,8 +29,8 @@ class Config:
     ALIASES = MappingProxyType({"name": "part"})
     PASSED_ON = ("overrides", ("ranker", "finetune", "pretrain", "loop", "resources"))
     part: Literal[
-        "cluster", "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain", "search",
-        "serve",
+        "cluster", "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain",
+        "profile", "search", "serve",
     ]  # fmt: skip
     """The part; the first argument, with or without its name."""
     size: Literal["small", "full"] = "small"
@@ -49,14 +49,14 @@ class Config:
     """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default; several
     for --table encoders. For serve: one of sentence-transformers, to measure its own services beside ours."""
     corpus: tuple[str, ...] = ()
-    """For convert and finetune: a corpus. For paper: corpora, of a task each. For search and serve: the first
-    one's contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample corpora; for
-    pretrain it may be tokenized."""
+    """For convert and finetune: a corpus. For paper: corpora, of a task each. For profile, search and serve:
+    the first one's contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample
+    corpora; for pretrain it may be tokenized."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
-    """For search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model that was
-    trained on the corpus; without one nothing is ranked."""
+    """For profile, search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model
+    that was trained on the corpus; without one nothing is ranked."""
     only: tuple[str, ...] = ()
     """For paper: names of the table's rows; for finetune: bf16 or fp32; for serve: overhead, throughput,
     load, burst, scaling, rerank, embed; none: all."""
@@ -92,7 +92,7 @@ class Config:
             self.encoder,
             "one, but for --table encoders",
         )
-        if self.part in ("search", "serve"):
+        if self.part in ("profile", "search", "serve"):
             for name in ("model", "corpus"):
                 value = getattr(self, name)
                 require(bool(value), name, value, f"its URI, for {self.part}")
@@ -143,6 +143,13 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import search
 
         rows = search.measure(config.size, model, asked, work)
+    elif config.part == "profile":
+        model = open_artifact(config.model, "ranker")
+        asked = [open_artifact(uri, "corpus") for uri in config.corpus]
+
+        from jobs.benchmarks import hot_paths
+
+        rows = hot_paths.measure(config.size, model, asked, work)
     elif config.part == "serve":
         model = open_artifact(config.model, "ranker")
         asked = [open_artifact(uri, "corpus") for uri in config.corpus]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.benchmarks import growth
+from jobs.benchmarks import growth, shares
 from jobs.benchmarks.growth import Curve
 from jobs.benchmarks.targets import BY_ROW, TARGETS, Target
 from pipeline.config import BadInput, require
@@ -39,8 +39,10 @@ SECTIONS = {
     "intents": "Intents",
     "cluster": "Clusters",
     "gpu": "GPUs",
+    "profile": "Where the time goes",
 }
 PICTURES = {
+    "profile": ((f"jobs/benchmarks/results/{shares.PICTURE}", "Parts of the time of each path"),),
     "serve": (
         ("serve/measured/load.png", "p50 and p99 by requests a second"),
         ("serve/measured/burst.png", "Latency and answers while a crowd comes and goes"),
@@ -330,6 +332,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.output.write_text(page(found))
     (options.results / PICTURE).write_text(picture(compared))
     curves = growth.curves(row for rows in found.values() for row in rows)
+    (options.results / shares.PICTURE).write_text(
+        shares.picture(shares.with_shares(found["profile"]))
+    )
     (options.results / growth.PICTURE).write_text(growth.picture(curves))
     print(f"{os.path.relpath(options.output)}: {sum(map(len, found.values()))} rows")
 

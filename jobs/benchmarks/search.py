@@ -56,7 +56,9 @@ def measure(
     if ranker.config.vectors_per_context < 2:
         raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: a ranker "
                        "with several vectors per context")  # fmt: skip
-    contexts, texts = _texts(corpora, max(_CHECKED[size], _QUESTIONS[size]), _EMBEDDED[size])
+    contexts, texts = questions_and_texts(
+        corpora, max(_CHECKED[size], _QUESTIONS[size]), _EMBEDDED[size]
+    )
     folder = (
         work
         / "search"
@@ -67,9 +69,9 @@ def measure(
     real_ND = _embedded(folder / "texts.npy", ranker, texts)
     questions = inference.context_vectors(ranker, contexts)[0].numpy()
     with cluster.session(for_tasks=True):
-        pool = _pool(folder / "pool", model, real_ND, _CANDIDATES[size])
-        whole = _pool(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
-        few = _pool(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
+        pool = pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
+        whole = pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
+        few = pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
     asked, rounds = questions[: _QUESTIONS[size]], _ROUNDS[size]
     checks = _check(pool, few, questions)
     return [*_times(pool, whole, asked, rounds, checks), _poly_over_bi(few, asked, rounds)]
@@ -206,7 +208,7 @@ def _check(pool: Pool, few: Pool, questions: Floats) -> dict[str, dict[str, Any]
 # What is searched
 
 
-def _texts(
+def questions_and_texts(
     corpora: Sequence[Artifact], contexts: int, texts: int
 ) -> tuple[list[list[str]], list[str]]:
     """(contexts of the first corpus' last split, turns and answers of all, each once)"""
@@ -241,7 +243,7 @@ def _embedded(file: Path, ranker: Ranker, texts: list[str]) -> Floats:
     return vectors
 
 
-def _pool(
+def pool_of(
     folder: Path, model: Artifact, real_ND: Floats, count: int, dtype: Dtype = "bfloat16"
 ) -> Pool:
     """With an index of neighbours; shards one by one, so that a million take little memory."""

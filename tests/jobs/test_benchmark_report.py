@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.benchmarks import growth, measure, report
+from jobs.benchmarks import growth, measure, report, shares
 from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.targets import BY_ROW, TARGETS
 from pipeline.config import BadInput
@@ -36,6 +36,8 @@ def test_the_page_and_its_picture_are_those_of_the_files():
     assert ET.fromstring(made).tag.endswith("svg")
     curves = growth.curves(row for rows in found.values() for row in rows)
     assert (report.RESULTS / growth.PICTURE).read_text() == growth.picture(curves)
+    parts = shares.with_shares(found["profile"])
+    assert (report.RESULTS / shares.PICTURE).read_text() == shares.picture(parts)
 
 
 def test_every_target_of_the_issue_has_its_bound_here(shared):
@@ -123,6 +125,18 @@ def test_the_slope_of_a_power_is_its_exponent(tmp_path):
     assert "| `a` | 10 rows: 94.9 seconds | 5,000 rows: 1,060,660 seconds | 1.50 |" in report.page(
         report.read(tmp_path)
     )
+
+
+def test_the_parts_of_a_path_fill_its_bar_and_each_is_named():
+    parts = {"products <bf16>": 0.7, "norms": 0.285, "the rest": 0.015}
+    row = {"row": "profile.a", "ours": 2.5, "unit": "ms a text", "detail": {"shares": parts}}
+    other = {"row": "b", "ours": 1.0, "unit": "ms", "detail": {}}
+    made = ET.fromstring(shares.picture(shares.with_shares([row, other])))
+    widths = [float(bar.attrib["width"]) for bar in made.findall(".//{*}g/{*}rect")]
+    assert [width / sum(widths) for width in widths] == pytest.approx([*parts.values()], abs=1e-3)
+    words = " ".join(made.itertext())
+    assert all(name in words for name in (*parts, "profile.a", "70 %"))
+    assert len(made.findall(".//{*}g")) == 1
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path):

@@ -1,0 +1,137 @@
+"""Where the time of the three hottest paths goes: embedding texts, searching a pool, starting a job.
+
+One thread, so that the parts add up. A part of a path is the time of the operations of PyTorch that make it,
+without those that they call; what no part names is "the rest", Python's own time included.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from jobs import cluster
+from jobs.benchmarks import search
+from jobs.benchmarks.measure import BenchmarkRow
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput, digest
+from pipeline.models import inference
+from pipeline.models.ranker import load_ranker
+from pipeline.retrieval.search import top_rows
+
+_TEXTS = {"small": 512, "full": 4096}
+_CANDIDATES = {"small": 100_000, "full": 1_000_000}
+_QUESTIONS = {"small": 8, "full": 32}
+
+# The first word that stands in an operation's name decides.
+_EMBEDDING = {
+    "attention": ("attention", "softmax"),
+    "matrix products": ("linear", "mm", "matmul"),
+    "activation": ("gelu", "relu", "silu"),
+    "norms": ("norm",),
+    "look-up": ("embedding",),
+}
+_SEARCH = {
+    "matrix products": ("mm", "matmul"),
+    "highest product of a row": ("amax", "maximum"),
+    "bounds from lengths": ("addcmul", "mul", "add", "clamp"),
+}
+_IMPORTED = ("torch", "transformers", "ray", "pyarrow", "mlflow")
+# What a worker of the demo's trainings imports.
+_STARTS = "import ray, pipeline.training.finetuning"
+
+
+def measure(
+    size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
+) -> list[BenchmarkRow]:
+    """A row for each path: its milliseconds, with the share of each part in `detail["shares"]`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [*_on_one_thread(size, model, corpora, work), _start()]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _on_one_thread(
+    size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
+) -> list[BenchmarkRow]:
+    ranker = load_ranker(model.local())
+    if ranker.config.vectors_per_context < 2:
+        raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: a ranker "
+                       "with several vectors per context")  # fmt: skip
+    inference.prepare(ranker, torch.device("cpu"))
+    contexts, texts = search.questions_and_texts(corpora, _QUESTIONS[size], _TEXTS[size])
+    folder = work / "hot_paths" / digest([model.fingerprint, size])
+    folder.mkdir(parents=True, exist_ok=True)
+    rows_NT = ranker.candidate_rows(texts)
+    inference.row_vectors(ranker, rows_NT[:64])  # the first pass allocates
+    embedding = _profiled(lambda: inference.row_vectors(ranker, rows_NT), _EMBEDDING)
+    began = time.perf_counter()
+    ranker.candidate_rows(texts)
+    embedding["subwords"] = 1e3 * (time.perf_counter() - began)
+    real_ND = inference.row_vectors(ranker, rows_NT).numpy()
+    questions = inference.context_vectors(ranker, contexts)[0].numpy()
+    with cluster.session(for_tasks=True):
+        pool = search.pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
+    rows = [_row("profile.embed", embedding, len(texts), "text")]
+    for method in ("exact", "pruned"):
+
+        def ask(method: str = method) -> None:
+            for vectors_MD in questions:
+                top_rows(pool, vectors_MD[None], 10, method=method)  # type: ignore[arg-type]
+
+        ask()  # the first pass maps pages
+        parts = _profiled(ask, _SEARCH)
+        rows.append(_row(f"profile.search.{method}", parts, len(questions), "question"))
+    return rows
+
+
+def _profiled(work: Callable[[], object], parts: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Milliseconds of each part, of a run that is profiled; the whole is that of a run without."""
+    began = time.perf_counter()
+    work()
+    whole = 1e3 * (time.perf_counter() - began)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        work()
+    found = dict.fromkeys(parts, 0.0)
+    for event in profiled.key_averages():
+        part = _part(event.key, parts)
+        if part:
+            found[part] += event.self_cpu_time_total / 1e3
+    found["the rest"] = max(0.0, whole - sum(found.values()))
+    return found
+
+
+def _part(operation: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """ "" for an operation that belongs to none."""
+    return next((part for part, words in parts.items() if any(w in operation for w in words)), "")
+
+
+def _start() -> BenchmarkRow:
+    """What a process imports before it trains; the parts are the packages, with what they import first."""
+    command = [sys.executable, "-X", "importtime", "-c", _STARTS]
+    subprocess.run(command, check=True, capture_output=True)  # the files are in memory from now on
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stderr.splitlines()
+    parts = dict.fromkeys((*_IMPORTED, "the rest"), 0.0)
+    for line in lines:
+        if line.startswith("import time:") and line[12:].split("|")[0].strip().isdigit():
+            alone, _, module = (field.strip() for field in line[12:].split("|"))
+            package = module.partition(".")[0]
+            parts[package if package in parts else "the rest"] += int(alone) / 1e3
+    return _row("profile.start", parts, 1, "process")
+
+
+def _row(name: str, parts: Mapping[str, float], count: int, of: str) -> BenchmarkRow:
+    whole = sum(parts.values())
+    shares = {part: round(ms / whole, 3) for part, ms in parts.items() if ms > 0.005 * whole}
+    ordered = dict(sorted(shares.items(), key=lambda share: (share[0] == "the rest", -share[1])))
+    note = ", ".join(f"{part} {np.round(100 * share):.0f} %" for part, share in ordered.items())
+    detail = {"shares": ordered, "threads": 1, "note": f"{note}."}
+    return BenchmarkRow(name, whole / count, f"ms a {of}", detail=detail)
