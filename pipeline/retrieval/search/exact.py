@@ -45,9 +45,9 @@ _FEW_ALLOWED = 1 / 64
 _CENTRES = {"vectors": 64, "sketch": 32}
 # Several contexts are bound by the products, and share them out.
 _LEAST_CENTRES = 16
-# Without AMX all passes are bound by the products: 16 were the fastest of 64, 32 and 16 centres, however far a
-# context's vectors lie apart (a million candidates, a core of a Zen 5: 158 ms in place of 308 with 64), and 8
-# for each of 16 contexts.
+# Without AMX all passes are bound by the products: of 64, 32 and 16 centres, 16 were fastest, however far
+# a context's vectors lie apart (a million candidates, a core of a Zen 5: 158 ms in place of 308 with 64), and
+# 8 for each of 16 contexts.
 _CENTRES_WITHOUT_AMX, _LEAST_WITHOUT_AMX = 16, 8
 _CONTEXTS = 16  # at once
 _SECTION_ROWS = 1 << 20  # bounds in memory, for each context
