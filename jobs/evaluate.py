@@ -18,7 +18,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.evaluation import none, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
-from pipeline.evaluation.questions import Source, questions
+from pipeline.evaluation.questions import CandidateSource, questions
 from pipeline.evaluation.results import Measurement, Result, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
@@ -51,7 +51,7 @@ class Config:
     given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100; labels: sampled, all
     that the split has. Pairs of your own: polyai. Texts and their labels: labels, where R@1 is the
     accuracy."""
-    source: Source | Literal["protocol"] = "protocol"
+    source: CandidateSource | Literal["protocol"] = "protocol"
     """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
     responses of a block of C random examples; others: the response among the corpus' others/."""
     candidates_per_question: int = 0

@@ -72,7 +72,7 @@ def store_refusal(error: BaseException) -> str | None:
     text = " ".join(str(failure).split())
     for codes, meaning in _STORE_REFUSALS.items():
         if failure is not None and (found := re.search(codes, text)):
-            place = re.search(r"for key '(.*?)' in bucket '(.*?)'", text)
+            place = re.search(r"(?:for|with) key '(.*?)' in bucket '(.*?)'", text)
             where = f"{place[2]}/{place[1]}" if place else text.partition(": ")[0]
             return f"{where}: {meaning} ({found[0]})"
     return None

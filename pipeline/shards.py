@@ -252,7 +252,7 @@ def _run(
                 outcomes = _on_cluster(missing, run, died_on)
             failed = _failures(outcomes, label, lambda task: bar.update(size[task]))
             done = draft.marks()
-    records = {name: done.record(name, kind) for name in tasks if name in done}
+    records = done.records((name for name in tasks if name in done), kind)
     costs = {name: record.cost for name, record in records.items()}
     task_costs.report(task_costs.Stage(label, costs, failed, died_on))
     if failed:

@@ -66,6 +66,9 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
 def _arrow_root(root: str, query: str) -> tuple[pafs.FileSystem, str] | None:
     """pyarrow's file system of a bucket, one for the life of the process: each has connections and
     credentials of its own, and looks for the bucket's region. None: pyarrow does not know the scheme."""
+    if root.startswith("s3://"):
+        # A small file is then one request, not the three of an upload in parts.
+        query = f"{query or '?'}{'&' if query else ''}allow_delayed_open=true"
     try:
         filesystem, path = pafs.FileSystem.from_uri(f"{root}/{query}")
         return filesystem, path

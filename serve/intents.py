@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipeline.artifact import Artifact
 from pipeline.classification.classifier import Classified, open_classifier
-from pipeline.classification.encoder import TextEncoder
+from pipeline.classification.encoder import FrozenEncoder
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
 from pipeline.resources import best_device
@@ -27,7 +27,7 @@ class Intents:
         self.artifact, self.classifier = open_classifier(uri)
         if self.classifier.encoder_fingerprint == model.fingerprint:
             ranker.config.require_vectors()
-            self.encoder = TextEncoder(ranker, self.classifier.encode)
+            self.encoder = FrozenEncoder(ranker, self.classifier.encode)
         else:
             head = replace(
                 self.classifier, encode=replace(self.classifier.encode, precision=precision)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.classification import encoder
-from pipeline.classification.encoder import TextEncoder
+from pipeline.classification.encoder import FrozenEncoder
 from pipeline.classification.head import Head
 from pipeline.classification.settings import KIND, EncodeConfig, HeadConfig
 from pipeline.config import BadInput, from_dict, require
@@ -105,7 +105,7 @@ class Classifier:
                            f"trained on {self.encoder_fingerprint}")  # fmt: skip
         return source
 
-    def load_encoder(self, on: torch.device) -> TextEncoder:
+    def load_encoder(self, on: torch.device) -> FrozenEncoder:
         """As `open_encoder`, loaded, on a device."""
         return encoder.load(self.open_encoder().local(), self.encode, on)
 

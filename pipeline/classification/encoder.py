@@ -19,7 +19,7 @@ from pipeline.models.transformer import Encoder
 
 
 @dataclass(frozen=True)
-class TextEncoder:
+class FrozenEncoder:
     """Texts to vectors of F numbers."""
 
     ranker: Ranker
@@ -42,14 +42,14 @@ class TextEncoder:
         return self.row_vectors(self.rows(texts))
 
 
-def load(folder: Path, config: EncodeConfig, on: device) -> TextEncoder:
+def load(folder: Path, config: EncodeConfig, on: device) -> FrozenEncoder:
     """The model of a folder, on a device, in the precision that the settings name.
 
     Raises BadInput for a model that gives texts no vectors of their own.
     """
     ranker = _ranker(folder, config)
     ranker.config.require_vectors()
-    return TextEncoder(inference.prepare(ranker, on, config.precision), config)
+    return FrozenEncoder(inference.prepare(ranker, on, config.precision), config)
 
 
 def _ranker(folder: Path, config: EncodeConfig) -> Ranker:

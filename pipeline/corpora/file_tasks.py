@@ -23,7 +23,7 @@ from pipeline.records import FileEntry, TaskRecord
 
 ROWS_PER_SHARD = 250_000
 
-Row = dict[str, Any]
+ParsedRow = dict[str, Any]
 
 
 class Account:
@@ -61,7 +61,7 @@ class FileRecord(TaskRecord):
     """The file's URI."""
 
 
-Parser = Callable[[str, raw.Reading, Account], Iterator[Row]]
+Parser = Callable[[str, raw.Reading, Account], Iterator[ParsedRow]]
 
 
 def prepare(
@@ -119,7 +119,7 @@ def _convert(
     rows_per_shard: int,
 ) -> FileRecord:
     account = Account()
-    waiting: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    waiting: dict[str, list[ParsedRow]] = {split: [] for split in SPLITS}
     files: list[FileEntry] = []
     counts: Counter[str] = Counter()
 

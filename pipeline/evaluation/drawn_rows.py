@@ -15,7 +15,7 @@ from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Artifact
 
-Row = dict[str, Any]
+DrawnRow = dict[str, Any]
 _COLUMNS = ["example_id", "group_id", "context", "response", "candidates", "label"]
 _FILES_AT_ONCE = 16  # an object store answers in a tenth of a second each
 
@@ -25,7 +25,7 @@ def draw_places(rows: int, count: int, seed: int) -> list[int]:
     return random.Random(f"examples {seed}").sample(range(rows), min(rows, count))
 
 
-def read_rows(corpus: Artifact, split: str, places: Sequence[int]) -> list[Row]:
+def read_rows(corpus: Artifact, split: str, places: Sequence[int]) -> list[DrawnRow]:
     """The examples at some places of a split, in the order of `places`."""
     order = np.argsort(places)
     wanted = np.asarray(places, np.int64)[order]
@@ -38,7 +38,7 @@ def read_rows(corpus: Artifact, split: str, places: Sequence[int]) -> list[Row]:
         first = end
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         tables = list(pool.map(lambda part: _read(*part), parts))
-    rows: list[Row] = [row for table in tables for row in table.to_pylist()]
+    rows: list[DrawnRow] = [row for table in tables for row in table.to_pylist()]
     return [rows[at] for at in np.argsort(order)]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.evaluation.questions import Source
+from pipeline.evaluation.questions import CandidateSource
 
 Name = Literal["convai2", "dstc7", "ubuntu", "wikipedia", "polyai", "labels"]
 
@@ -27,7 +27,7 @@ ALL = 1_000_000_000
 class Protocol:
     """Where candidates come from, how many there are, and what is counted."""
 
-    source: Source
+    source: CandidateSource
     candidates: int
     """C, the right one among them; `ALL`: every response of the split."""
     recall_at: tuple[int, ...]

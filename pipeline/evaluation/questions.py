@@ -30,9 +30,9 @@ from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.evaluation.drawn_rows import Row, draw_places, read_rows
+from pipeline.evaluation.drawn_rows import DrawnRow, draw_places, read_rows
 
-Source = Literal["given", "sampled", "blocks", "others"]
+CandidateSource = Literal["given", "sampled", "blocks", "others"]
 
 
 NO_TEXT = -1
@@ -133,7 +133,7 @@ class Questions:
 def questions(
     corpus: Artifact,
     split: str,
-    source: Source,
+    source: CandidateSource,
     candidates: int,
     max_examples: int,
     seed: int,
@@ -195,7 +195,7 @@ def _count(corpus: Artifact, split: str) -> int:
 def _asked(
     corpus: Artifact,
     split: str,
-    source: Source,
+    source: CandidateSource,
     candidates: int,
     places: Sequence[int],
     seed: int,
@@ -212,7 +212,7 @@ def _asked(
     return _among_others(corpus, rows, candidates)
 
 
-def _given(row: Row, candidates: int, seed: int) -> Question:
+def _given(row: DrawnRow, candidates: int, seed: int) -> Question:
     name, texts, label = f"example {row['example_id']}", row["candidates"], row["label"]
     if texts is None or label is None:
         raise BadInput(f"{name}: no candidates; allowed: a corpus that gives them, or "
@@ -227,7 +227,7 @@ def _given(row: Row, candidates: int, seed: int) -> Question:
     return _shuffled(row, texts, label, random.Random(f"{row['example_id']} {seed}"))
 
 
-def _sampled(row: Row, pool: list[str], candidates: int, seed: int) -> Question:
+def _sampled(row: DrawnRow, pool: list[str], candidates: int, seed: int) -> Question:
     rng = random.Random(f"{row['example_id']} {seed}")
     wrong: list[str] = []
     while len(wrong) < candidates - 1:
@@ -237,7 +237,7 @@ def _sampled(row: Row, pool: list[str], candidates: int, seed: int) -> Question:
     return _shuffled(row, [*wrong[: candidates - 1], row["response"]], candidates - 1, rng)
 
 
-def _shuffled(row: Row, texts: list[str], label: int, rng: random.Random) -> Question:
+def _shuffled(row: DrawnRow, texts: list[str], label: int, rng: random.Random) -> Question:
     order = list(range(len(texts)))
     rng.shuffle(order)
     shuffled = [texts[place] for place in order]
@@ -258,7 +258,7 @@ def _blocks(
     return Questions.of(itertools.islice(_in_blocks(rows, size, seed), asked))
 
 
-def _in_blocks(rows: Sequence[Row], size: int, seed: int) -> Iterator[Question]:
+def _in_blocks(rows: Sequence[DrawnRow], size: int, seed: int) -> Iterator[Question]:
     for start in range(0, len(rows), size):
         block = list(rows[start : start + size])
         rng = random.Random(f"block {start} {seed}")
@@ -272,7 +272,7 @@ def _in_blocks(rows: Sequence[Row], size: int, seed: int) -> Iterator[Question]:
             yield Question(block[label]["example_id"], block[label]["context"], texts, label)
 
 
-def _among_others(corpus: Artifact, rows: Sequence[Row], candidates: int) -> Questions:
+def _among_others(corpus: Artifact, rows: Sequence[DrawnRow], candidates: int) -> Questions:
     files = corpus.files("others/", ".parquet")
     if not files:
         raise BadInput(f"{corpus.uri}: no others/; allowed: a corpus for article search "

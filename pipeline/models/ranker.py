@@ -48,7 +48,7 @@ from pipeline.models.tokens import RowTokenizer, Tokenizer
 from pipeline.models.transformer import Encoder
 
 OnEncoder = DualEncoder | CrossEncoder
-Network = OnEncoder | ConvertNetwork
+RankerNetwork = OnEncoder | ConvertNetwork
 RankerOnEncoder = BiConfig | PolyConfig | CrossConfig
 
 NETWORKS: dict[type[DualConfig], type[DualEncoder]] = {
@@ -65,7 +65,9 @@ _ONLY = "encoder"  # folder of a cross-encoder's tower
 class Ranker(nn.Module):
     """A scorer with its tokenizer and its settings."""
 
-    def __init__(self, config: RankerConfig, tokenizer: RowTokenizer, network: Network) -> None:
+    def __init__(
+        self, config: RankerConfig, tokenizer: RowTokenizer, network: RankerNetwork
+    ) -> None:
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer

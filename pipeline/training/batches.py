@@ -31,7 +31,7 @@ from pipeline.config import BadInput
 
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
-Row = dict[str, Any]
+ExampleRow = dict[str, Any]
 PLACE = "place_in_split"
 """A column that no file has: the row's number in the split, with the files in the order of `Rows.files`."""
 
@@ -53,7 +53,7 @@ class Collator(Protocol[BatchT_co]):
     def columns(self) -> Sequence[str]:
         """Columns of the corpus that `prepare` needs."""
 
-    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[Any]:
+    def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[Any]:
         """What batches are made of: one item per row of a window, which come in random order."""
 
     def collate(self, items: list[Any], generator: torch.Generator) -> BatchT_co:

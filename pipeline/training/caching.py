@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.training.loop import Autocast, Backward
-from pipeline.training.meter import Shown
+from pipeline.training.meter import StepMetrics
 from pipeline.training.objectives import Objective
 
 
-def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, Shown]:
+def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, StepMetrics]:
     """The whole batch at once."""
     with autocast:
         loss, shown = model(batch)
@@ -36,7 +36,7 @@ def cached_backward(objective: Objective, chunk_examples: int) -> Backward:
     Both encodings of a chunk draw the same dropout, which follows from torch's generator.
     """
 
-    def run(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, Shown]:
+    def run(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, StepMetrics]:
         parts = [
             batch.part(start, start + chunk_examples)
             for start in range(0, len(batch), chunk_examples)

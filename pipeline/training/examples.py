@@ -15,7 +15,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokenizer, Tokens
-from pipeline.training.batches import PLACE, Row
+from pipeline.training.batches import PLACE, ExampleRow
 
 TEACHER = "teacher_scores"
 """Column of a corpus: a score for each of `candidates`, of a model to learn from."""
@@ -118,7 +118,7 @@ class _Candidate(NamedTuple):
 
 
 def _choose(
-    row: Row, others: Sequence[str], count: int, generator: torch.Generator
+    row: ExampleRow, others: Sequence[str], count: int, generator: torch.Generator
 ) -> list[_Candidate]:
     """The right candidate, then wrong ones: given if there are any, else other responses.
 
@@ -146,7 +146,7 @@ class _Item(NamedTuple):
     """The response, then wrong ones."""
 
 
-def _chosen(rows: list[Row], count: int, generator: torch.Generator) -> list[_Item]:
+def _chosen(rows: list[ExampleRow], count: int, generator: torch.Generator) -> list[_Item]:
     others = [row["response"] for row in rows]
     return [_Item(row["context"], _choose(row, others, count, generator)) for row in rows]
 
@@ -189,7 +189,7 @@ class DualCollator:
         self.columns = ("context", "response", *([source] if negatives else []),
                         *([TEACHER] if teacher else []))  # fmt: skip
 
-    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Item]:
+    def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
         if self._mined is not None:
             rows = [{**row, "candidates": self._mined(row[PLACE])} for row in rows]
         return _chosen(rows, self._negatives, generator)
@@ -218,7 +218,7 @@ class PairCollator:
         self._negatives = negatives
         self.columns = ("context", "response", "candidates", *([TEACHER] if teacher else []))
 
-    def prepare(self, rows: list[Row], generator: torch.Generator) -> list[_Item]:
+    def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
         return _chosen(rows, self._negatives, generator)
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> PairBatch:

@@ -27,7 +27,7 @@ from pipeline.training.checkpoints import (
     training_state,
     weights_of,
 )
-from pipeline.training.meter import UNSAVED, Meter, Shown
+from pipeline.training.meter import UNSAVED, Meter, StepMetrics
 from pipeline.training.optimization import Optimization
 from pipeline.training.selection import Measured, Selection
 from pipeline.training.settings import LoopConfig
@@ -37,7 +37,7 @@ Cursor = Any
 """JSON-ready: where a rank stands in its batches."""
 
 
-Backward = Callable[[nn.Module, Any, Autocast], tuple[Tensor, Shown]]
+Backward = Callable[[nn.Module, Any, Autocast], tuple[Tensor, StepMetrics]]
 """(model, batch, autocast) → the loss, whose gradients are added up, and numbers to show."""
 
 

@@ -19,7 +19,7 @@ class Weighted(NamedTuple):
     weight: float
 
 
-Shown = Mapping[str, Tensor | Weighted]
+StepMetrics = Mapping[str, Tensor | Weighted]
 """Numbers to show by name; a plain tensor is a mean that counts once a step."""
 
 UNSAVED = "minutes_unsaved"
@@ -56,7 +56,7 @@ class Meter:
         self._waited_s += time.perf_counter() - began
         return result
 
-    def add(self, shown: Shown, work: Mapping[str, float]) -> None:
+    def add(self, shown: StepMetrics, work: Mapping[str, float]) -> None:
         for name, value in shown.items():
             total, weight = value if isinstance(value, Weighted) else (value, 1.0)
             total = total.detach()

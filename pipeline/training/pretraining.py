@@ -25,7 +25,7 @@ from pipeline.models.shape import Shape
 from pipeline.models.sources import Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.training.loop import Autocast, Task
-from pipeline.training.meter import Shown, Weighted
+from pipeline.training.meter import StepMetrics, Weighted
 from pipeline.training.optimization import optimization
 from pipeline.training.pretraining_batches import (
     MicroBatch,
@@ -77,7 +77,7 @@ class _Accumulation:
 
     def __call__(
         self, model: nn.Module, batch: StepBatch, autocast: Autocast
-    ) -> tuple[Tensor, Shown]:
+    ) -> tuple[Tensor, StepMetrics]:
         predicted = sum(part.predicted_count for part in batch.parts)
         pairs = sum(part.pair_count for part in batch.parts)
         device = batch.parts[0].tokens.ids_BT.device

@@ -59,7 +59,7 @@ class LanePosition(TypedDict):
     """(epoch, window, micro-batch in it) of the next one of each corpus."""
 
 
-Cursor = dict[str, LanePosition]
+LaneCursor = dict[str, LanePosition]
 """The positions of a worker's lanes, by the lane's number; JSON-ready."""
 
 
@@ -207,7 +207,9 @@ class PretrainingBatches:
         lanes = tuple(range(rank, config.lanes, world))
         return cls(readers, shares, _Collator.of(corpora, weights, config), lanes, seed)
 
-    def start(self, cursors: Sequence[Cursor] = ()) -> Generator[tuple[list[MicroBatch], Cursor]]:
+    def start(
+        self, cursors: Sequence[LaneCursor] = ()
+    ) -> Generator[tuple[list[MicroBatch], LaneCursor]]:
         """(the micro-batches of a step, the cursor after it) for ever, prepared in a thread of their own.
 
         `cursors`: those of all workers of the run that saved them, of whatever number; none: from the
@@ -215,7 +217,7 @@ class PretrainingBatches:
         """
         return ahead(self._walk(self._positions(cursors)), depth=_STEPS_AHEAD)
 
-    def _positions(self, cursors: Sequence[Cursor]) -> dict[int, LanePosition]:
+    def _positions(self, cursors: Sequence[LaneCursor]) -> dict[int, LanePosition]:
         count = self.collator.config.lanes
         beginning = LanePosition(micro_batches=0, corpora=[[0, 0, 0] for _ in self.readers])
         saved = {int(lane): at for cursor in cursors for lane, at in cursor.items()}
@@ -236,7 +238,7 @@ class PretrainingBatches:
 
     def _walk(
         self, positions: dict[int, LanePosition]
-    ) -> Iterator[tuple[list[MicroBatch], Cursor]]:
+    ) -> Iterator[tuple[list[MicroBatch], LaneCursor]]:
         threads = ThreadPoolExecutor(1, thread_name_prefix="windows")
         try:
             streams = {

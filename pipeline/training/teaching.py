@@ -30,7 +30,7 @@ from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
 from pipeline.records import TaskRecord
 from pipeline.resources import best_device
 from pipeline.shards import Work, run_tasks_on_actors
-from pipeline.training.batches import Row
+from pipeline.training.batches import ExampleRow
 from pipeline.training.examples import TEACHER
 from pipeline.training.settings import TeachingConfig
 
@@ -157,7 +157,7 @@ def _score_shard(
 
 
 def _add_candidates(
-    rows: list[Row],
+    rows: list[ExampleRow],
     texts: Sequence[str],
     rankers: Sequence[Ranker],
     config: TeachingConfig,
@@ -182,7 +182,7 @@ def _add_candidates(
         row["label"] = label
 
 
-def _add_scores(rows: list[Row], rankers: Sequence[Ranker], batch_tokens: int) -> None:
+def _add_scores(rows: list[ExampleRow], rankers: Sequence[Ranker], batch_tokens: int) -> None:
     contexts = [row["context"] for row in rows]
     candidates = [row["candidates"] for row in rows]
     each = [own_scores(ranker, contexts, candidates, batch_tokens) for ranker in rankers]

@@ -44,6 +44,14 @@ def test_files_are_written_listed_read_and_deleted_as_they_are_locally(bucket):
     assert storage.list_files(bucket) == []
 
 
+@pytest.mark.parametrize("size", [0, 1, 1_000_000])
+def test_a_small_file_is_written_by_one_request(s3, bucket, size):
+    with s3.counted() as requests:
+        storage.write_bytes(storage.join(bucket, "a", "b"), b"x" * size)
+    assert requests == {"PUT": 1}
+    assert storage.read_bytes(storage.join(bucket, "a", "b")) == b"x" * size
+
+
 @pytest.mark.parametrize("name", ["RC_2011-01.zst", "a.gz", "a.bz2", "a.csv"])
 def test_what_is_called_compressed_is_stored_as_it_is(bucket, tmp_path, name):
     (tmp_path / name).write_bytes(b"bytes")

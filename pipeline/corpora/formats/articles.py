@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.config import require
-from pipeline.corpora.file_tasks import Row
+from pipeline.corpora.file_tasks import ParsedRow
 
 ROWS_PER_SHARD = 50_000  # of some 4,000 characters in a search: 0.2 GB in a task's memory
 
@@ -52,14 +52,14 @@ class Article(NamedTuple):
     paragraphs: list[str]
 
 
-def pair_rows(common: Row, sentences: list[str]) -> Iterator[Row]:
+def pair_rows(common: ParsedRow, sentences: list[str]) -> Iterator[ParsedRow]:
     """The examples of `pairs`; `common` holds the columns that all rows of an article share."""
     for number, (sentence, following) in enumerate(itertools.pairwise(sentences)):
         name = f"{common['group_id']}/{number}"
         yield {**common, "example_id": name, "context": [sentence], "response": following}
 
 
-def search_rows(common: Row, sentences: list[str], options: Search) -> Iterator[Row]:
+def search_rows(common: ParsedRow, sentences: list[str], options: Search) -> Iterator[ParsedRow]:
     """The examples of `search`, the same ones whenever the article is read."""
     rng = random.Random(f"query {common['group_id']}")
     for query in rng.sample(range(len(sentences)), k=min(options.queries, len(sentences))):

@@ -61,7 +61,7 @@ def prepare(
 
 def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
-) -> Iterator[file_tasks.Row]:
+) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file: one per answer."""
     name = raw.plain_name(uri)
     read = _json_turns if name.endswith(".json") else _text_turns

@@ -78,7 +78,7 @@ def parse(
     account: file_tasks.Account,
     options: Options,
     answers: Answers,
-) -> Iterator[file_tasks.Row]:
+) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file: one per dialogue, and those that `augment` adds.
 
     Raises BadInput for a test file without its answers.

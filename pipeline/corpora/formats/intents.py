@@ -134,7 +134,7 @@ def parse(
     account: file_tasks.Account,
     corpus: Corpus,
     options: Options = _AS_PUBLISHED,
-) -> Iterator[file_tasks.Row]:
+) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, one per text."""
     layout = _LAYOUTS[corpus][2]
     for found in layout(uri, reading, account):

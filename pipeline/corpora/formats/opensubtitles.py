@@ -74,7 +74,7 @@ def prepare(
 
 def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
-) -> Iterator[file_tasks.Row]:
+) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file: at most one per line, whose cleaned text is the response."""
     name = raw.plain_name(uri)
     earlier = deque[str](maxlen=options.earlier_lines + 1)

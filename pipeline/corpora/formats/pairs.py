@@ -129,7 +129,7 @@ def prepare(
 
 def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options, root: str
-) -> Iterator[file_tasks.Row]:
+) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
     name, named = uri.removeprefix(root), _split_of_file(uri, options)
     is_turn = re.compile(re.escape(options.context_column) + r"/\d+").fullmatch

@@ -62,7 +62,7 @@ def prepare(
 
 def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
-) -> Iterator[file_tasks.Row]:
+) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file."""
     file = _PREFIX.sub("", raw.plain_name(uri))
     seen: set[str] = set()  # some 100 bytes an article

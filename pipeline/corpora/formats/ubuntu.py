@@ -68,7 +68,7 @@ def prepare(
 
 def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
-) -> Iterator[file_tasks.Row]:
+) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file: one per right answer."""
     name = raw.plain_name(uri)
     for line, turns, answers in _questions(uri, reading, account):

@@ -62,7 +62,7 @@ def prepare(
 
 def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
-) -> Iterator[file_tasks.Row]:
+) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, or of a part of a dump."""
     read = wikipedia_xml if wikipedia_xml.is_dump(uri) else wikipedia_extracted
     seen: set[str] = set()  # some 100 bytes an article

@@ -61,7 +61,8 @@ def read_dumps(
     stack = ExitStack()
     bar = stack.enter_context(progress.bar(_LABEL, None, unit="comment"))
     known = {task for task in done if task.startswith("block")}
-    bar.update(sum(done.record(task, TaskRecord).counts["records"] for task in known))
+    before = done.records(known, TaskRecord).values()
+    bar.update(sum(record.counts["records"] for record in before))
     if todo:
         parsed = Counter(_file_of(task) for task in known)
         ends: dict[str, DumpRecord] = {}
@@ -81,12 +82,12 @@ def read_dumps(
         done = draft.marks()
     stack.close()
     dumps = [f"file-{index:05d}" for index in range(len(files))]
-    of_dumps = {task: done.record(task, DumpRecord) for task in dumps}
+    of_dumps = done.records(dumps, DumpRecord)
     for dump in of_dumps.values():
         if dump.cut_off and reading.truncated == "stop":
             raise raw.cut_off_input(raw.CutOff(dump.cut_off), dump.lines)
     names = sorted(task for task in done if task.startswith("block"))
-    blocks = {task: done.record(task, TaskRecord) for task in names}
+    blocks = done.records(names, TaskRecord)
     costs = {task: record.cost for task, record in blocks.items()}
     task_costs.report(task_costs.Stage(_LABEL, costs))
     return {**blocks, **of_dumps}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,7 @@ from pipeline.retrieval.pools.candidates import arrow_file, npy_file
 from pipeline.retrieval.pools.pool import ROTATION
 from pipeline.retrieval.pools.sketch import MISSED, fit_rotation, sketch
 from pipeline.retrieval.pools.vector_format import LENGTH, Layer, decode
+from pipeline.retrieval.pools.verdict_tasks import ahead
 
 # The rotation of 65,536 rows misses as much of a pool as that of all its rows does.
 _SAMPLE_SHARDS, _SAMPLE_ROWS = 64, 1024
@@ -59,11 +61,20 @@ def require_faiss() -> None:
 
 def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list[FileEntry]:
     """Writes a shard's rows and vectors; returns the files' entries for the manifest."""
-    return [
-        draft.write_file(f"rows/{name}.arrow", arrow_file(rows), len(rows)),
-        draft.write_file(f"vectors/{name}.npy", npy_file(vectors.matrix), len(rows)),
-        draft.write_file(f"norms/{name}.npy", npy_file(vectors.norms), len(rows)),
-    ]
+    files = {
+        f"rows/{name}.arrow": arrow_file(rows),
+        f"vectors/{name}.npy": npy_file(vectors.matrix),
+        f"norms/{name}.npy": npy_file(vectors.norms),
+    }
+    return _write_together(draft, files, len(rows))
+
+
+def _write_together(
+    draft: Draft, files: Mapping[str, bytes | pa.Buffer], rows: int
+) -> list[FileEntry]:
+    """At the same time: an object store answers each after 20 to 100 ms."""
+    with ThreadPoolExecutor(len(files)) as pool:
+        return list(pool.map(lambda name: draft.write_file(name, files[name], rows), files))
 
 
 def index(
@@ -92,25 +103,26 @@ def index(
 
 
 def _fit(draft: Draft, names: Sequence[str], dimensions: int) -> Floats:
-    sample = [np.empty((0, dimensions), np.float32)]
-    for name in names[:: -(-len(names) // _SAMPLE_SHARDS) or 1]:
-        layer = _read_vectors(draft, name)
-        sample.append(decode(layer.take(slice(None, None, -(-len(layer.matrix) // _SAMPLE_ROWS)))))
-    return fit_rotation(np.concatenate(sample))
+    def read(name: str) -> Floats:
+        layer, _ = _read_vectors(draft, name)
+        return decode(layer.take(slice(None, None, -(-len(layer.matrix) // _SAMPLE_ROWS))))
+
+    some = names[:: -(-len(names) // _SAMPLE_SHARDS) or 1]
+    return fit_rotation(np.concatenate([np.empty((0, dimensions), np.float32), *ahead(read, some)]))
 
 
 def _sketch(draft: Draft, task: str, name: str) -> SketchRecord:
-    rotation = np.load(io.BytesIO(storage.read_bytes(draft.path(ROTATION))), allow_pickle=False)
-    layer = _read_vectors(draft, name)
+    layer, rotation = _read_vectors(draft, name, ROTATION)
     found = sketch(decode(layer, np.float64), rotation)
     rows = len(found.matrix)
     lengths = layer.norms[LENGTH].astype(np.float64)
     missed = found.norms[MISSED].astype(np.float64) / np.maximum(lengths, 1e-300)
+    files = {
+        f"sketch/{name}.npy": npy_file(found.matrix),
+        f"sketch_norms/{name}.npy": npy_file(found.norms),
+    }
     return SketchRecord(
-        files=[
-            draft.write_file(f"sketch/{name}.npy", npy_file(found.matrix), rows),
-            draft.write_file(f"sketch_norms/{name}.npy", npy_file(found.norms), rows),
-        ],
+        files=_write_together(draft, files, rows),
         statistics={
             "shard": name,
             "rows": rows,
@@ -124,7 +136,7 @@ def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> TaskRecord:
     import faiss
 
     faiss.omp_set_num_threads(1)  # the other cores have tasks of their own
-    vectors_ND = np.concatenate([decode(_read_vectors(draft, name)) for name in names])
+    vectors_ND = np.concatenate([decode(_read_vectors(draft, name)[0]) for name in names])
     width = vectors_ND.shape[1]
     group = next(size for size in (3, 2, 1) if width % size == 0)
     index = faiss.IndexPQFastScan(width, width // group, _BITS, faiss.METRIC_INNER_PRODUCT)
@@ -137,6 +149,13 @@ def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> TaskRecord:
     return TaskRecord(files=[draft.write_file(name, data, len(vectors_ND))])
 
 
-def _read_vectors(draft: Draft, name: str) -> Layer:
-    paths = (draft.path(folder, f"{name}.npy") for folder in ("vectors", "norms"))
-    return Layer(*(np.load(io.BytesIO(storage.read_bytes(p)), allow_pickle=False) for p in paths))
+def _read_vectors(draft: Draft, name: str, also: str = "") -> tuple[Layer, Floats]:
+    """(a shard's vectors, the array in the file `also`), read at the same time."""
+
+    def load(file: str) -> Any:
+        return np.load(io.BytesIO(storage.read_bytes(draft.path(file))), allow_pickle=False)
+
+    files = [f"vectors/{name}.npy", f"norms/{name}.npy", *([also] if also else [])]
+    with ThreadPoolExecutor(len(files)) as pool:
+        matrix, norms, *more = pool.map(load, files)
+    return Layer(matrix, norms), more[0] if more else np.empty(0, np.float32)

@@ -106,8 +106,8 @@ def stage(
 
 
 def read_rows(draft: Draft, part: str) -> pa.Table:
-    with storage.open_input(draft.path(_FOLDER, f"{part}.arrow")) as stream:
-        return pa.ipc.open_file(stream).read_all()
+    data = storage.read_bytes(draft.path(_FOLDER, f"{part}.arrow"))
+    return pa.ipc.open_file(pa.BufferReader(data)).read_all()
 
 
 def read_keys(draft: Draft, part: str) -> Keys:

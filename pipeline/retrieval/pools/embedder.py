@@ -81,7 +81,7 @@ class Embedder:
     def __call__(self, draft: Draft, name: str, slices: Slices) -> EmbedRecord:
         """Writes a shard's rows and vectors."""
         started = time.time()
-        rows, places_N, salvaged_N = _read(draft, slices)
+        rows, places_N, salvaged_N = _read(draft, slices, self._unfinished is not None)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
         copied_N = self._copy(rows, places_N, vectors_ND)
         copied_N |= self._salvage(rows, np.where(copied_N, NEW, salvaged_N), vectors_ND)
@@ -197,18 +197,19 @@ class Embedder:
         ]
 
 
-def _read(draft: Draft, slices: Slices) -> tuple[pa.Table, Ints, Ints]:
+def _read(draft: Draft, slices: Slices, salvages: bool) -> tuple[pa.Table, Ints, Ints]:
     """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
 
-    A place is NEW where the text is not there.
+    A place is NEW where the text is not there. `salvages`: whether there are unfinished builds.
     """
     tables, places, salvaged = [], [], []
     for part, start, end in slices:
         verdict = verdicts.read_verdicts(draft, part)[start:end]
-        keep = verdict >= NEW
+        keep, nowhere = verdict >= NEW, np.full(len(verdict), NEW, np.int64)
         tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
         places.append(verdict[keep])
-        salvaged.append(verdicts.read_salvaged(draft, part)[start:end][keep])
+        unfinished = verdicts.read_salvaged(draft, part)[start:end] if salvages else nowhere
+        salvaged.append(unfinished[keep])
     rows = pa.concat_tables(tables).combine_chunks()
     return rows, np.concatenate(places), np.concatenate(salvaged)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,14 +65,15 @@ def make(draft: Draft, rows: PlanInput, rows_per_shard: int, wanted: Wanted) -> 
     kept = found.changes.new + found.changes.changed + found.changes.same
     size = min(rows_per_shard, max(_LEAST_ROWS, -(-kept // _LEAST_SHARDS)))
     shards = _cut(draft, parts, size)
-    repeated = found.samples[SAME_ID][:1]
+    repeated = _rows_at(draft, parts, found.samples[SAME_ID][:1])
+    first = _rows_at(draft, parts, found.first)
     return Plan(
         shards={f"part-{number:05d}": slices for number, slices in enumerate(shards)},
         changes=found.changes,
         known=found.known,
         dropped=_drop(draft, parts, found),
-        first=tuple(_row(draft, parts, place)[1] for place in found.first),
-        repeated_id=_row(draft, parts, repeated[0])[0] if repeated else "",
+        first=tuple(text for _, text in first),
+        repeated_id=repeated[0][0] if repeated else "",
         present=tuple(found.present),
         salvaged=found.salvaged,
     )
@@ -113,8 +114,8 @@ def _drop(draft: Draft, parts: Files, found: Verdicts) -> dict[str, int]:
     """Counts what is dropped by reason, and names the first ones."""
     rejects = raw.Rejects()
     for verdict, reason in REASONS.items():
-        for place in found.samples[verdict]:
-            name, text = _row(draft, parts, place)
+        places = found.samples[verdict]
+        for place, (name, text) in zip(places, _rows_at(draft, parts, places), strict=True):
             rejects.add(reason, "all candidates", place + 1, f"id {name!r}: {text!r}")
         if reason in found.dropped:
             rejects.counts[reason] = found.dropped[reason]
@@ -122,11 +123,17 @@ def _drop(draft: Draft, parts: Files, found: Verdicts) -> dict[str, int]:
     return dict(rejects.counts)
 
 
-def _row(draft: Draft, parts: Files, place: int) -> tuple[str, str]:
-    """(id, text)"""
-    start = number = 0
-    while place >= start + parts[number][1]:
-        start += parts[number][1]
-        number += 1
-    row = candidates.read_rows(draft, parts[number][0]).slice(place - start, 1)
-    return row["id"][0].as_py(), row["text"][0].as_py()
+def _rows_at(draft: Draft, parts: Files, places: Sequence[int]) -> list[tuple[str, str]]:
+    """(id, text) of each place among all candidates. A part is read once, and one is held at a time."""
+    found: dict[int, tuple[str, str]] = {}
+    waiting = sorted(set(places))
+    end = 0
+    for part, rows in parts:
+        start, end = end, end + rows
+        here = [place - start for place in waiting if start <= place < end]
+        if here:
+            some = candidates.read_rows(draft, part).select(["id", "text"]).take(here).to_pylist()
+            found |= {
+                start + at: (row["id"], row["text"]) for at, row in zip(here, some, strict=True)
+            }
+    return [found[place] for place in places]

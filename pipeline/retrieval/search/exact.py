@@ -30,6 +30,7 @@ from pipeline.retrieval.pools.vector_format import Layer, decode
 from pipeline.retrieval.search import approximate
 from pipeline.retrieval.search.bounds import (
     Columns,
+    has_amx,
     in_parallel,
     sketch_columns,
     upper_bounds,
@@ -40,10 +41,14 @@ from pipeline.retrieval.search.bounds import (
 _SMALL_POOL = 32_768
 # Where less of a pool is allowed, its rows are picked out instead of going through all.
 _FEW_ALLOWED = 1 / 64
-# Centres of a context that is alone in a pass, which has its bytes to wait for; several contexts are bound
-# by the products, and share them out.
+# Centres of a context that is alone in a pass, which with AMX has its bytes to wait for.
 _CENTRES = {"vectors": 64, "sketch": 32}
+# Several contexts are bound by the products, and share them out.
 _LEAST_CENTRES = 16
+# Without AMX all passes are bound by the products: of 64, 32 and 16 centres, 16 were fastest, however far
+# a context's vectors lie apart (a million candidates, a core of a Zen 5: 158 ms in place of 308 with 64), and
+# 8 for each of 16 contexts.
+_CENTRES_WITHOUT_AMX, _LEAST_WITHOUT_AMX = 16, 8
 _CONTEXTS = 16  # at once
 _SECTION_ROWS = 1 << 20  # bounds in memory, for each context
 _BLOCK_ROWS = 1 << 14
@@ -283,8 +288,9 @@ def _pass_over_all(pool: Pool, best: Sequence[_Best], method: Method) -> None:
     if method == "auto":
         method = "pruned" if len(best) == 1 and len(pool) >= _SMALL_POOL else "exact"
     steps = ["vectors"] if method == "exact" else ["sketch", "vectors"]
-    centres = max(_CENTRES[steps[0]] // len(best), _LEAST_CENTRES)
-    columns = _columns(pool, [one.vectors_MD for one in best], steps[0], centres)
+    columns = _columns(
+        pool, [one.vectors_MD for one in best], steps[0], _centres(steps[0], len(best))
+    )
     for one in best:
         one.steps(steps)
     for first, rows, blocks in _sections(pool, steps[0]):
@@ -294,6 +300,13 @@ def _pass_over_all(pool: Pool, best: Sequence[_Best], method: Method) -> None:
             one.take_section(first, bounds_N)
     for one in best:
         one.certified = True
+
+
+def _centres(layer: str, contexts: int) -> int:
+    """By how many centres each of the contexts bounds the rows of a layer."""
+    if has_amx():
+        return max(_CENTRES[layer] // contexts, _LEAST_CENTRES)
+    return max(_CENTRES_WITHOUT_AMX // contexts, _LEAST_WITHOUT_AMX)
 
 
 def _bound(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import executors, storage
-from pipeline.artifact import Draft
+from pipeline.artifact import Draft, task_marks
 from pipeline.config import from_dict, to_dict
 from pipeline.retrieval.pools import candidates, plan, verdict_tasks, verdicts
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
@@ -254,7 +254,7 @@ def test_no_task_has_more_than_a_bucket_or_a_group_of_rows(make):
     assert made.rows == len(one_by_one(rows)[0])
     counts = {
         task: json.loads(record)["counts"]["records"]
-        for task, record in make.out.marks().records.items()
+        for task, record in task_marks(make.out.staging).items()
         if "-keys-" in task or "-verdicts-" in task
     }
     of_candidates = [count for task, count in counts.items() if "-candidates-" in task]

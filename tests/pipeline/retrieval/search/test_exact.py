@@ -18,8 +18,8 @@ from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.pool import Pool, Shard
 from pipeline.retrieval.pools.sketch import fit_rotation, sketch
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, decode, encode
+from pipeline.retrieval.search import bounds, search, top_rows, weights_of_vectors
 from pipeline.retrieval.search import exact as module
-from pipeline.retrieval.search import search, top_rows, weights_of_vectors
 
 METHODS = ["exact", "pruned"]
 DTYPES = list(FILE_DTYPES)
@@ -113,10 +113,9 @@ def test_finds_what_float64_over_all_rows_finds(method, task, data):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_BLOCK_ROWS", "_SECTION_ROWS", "_SEEDS", "_GATHERED_ROWS"):
             patch.setattr(module, name, data.draw(st.integers(1, 30)))
-        patch.setattr(
-            module, "_CENTRES", dict.fromkeys(module._CENTRES, data.draw(st.integers(1, 64)))
-        )
-        patch.setattr(module, "_LEAST_CENTRES", data.draw(st.integers(1, 4)))
+        centres, amx = data.draw(st.integers(1, 64)), data.draw(st.booleans())
+        patch.setattr(module, "_centres", lambda layer, contexts: centres)
+        patch.setattr(bounds, "has_amx", lambda: amx)
         patch.setattr(module, "_CONTEXTS", data.draw(st.integers(1, 9)))
         found = top_rows(pool, vectors, top_k, mask, attention, method, among)
     check(pool, vectors, mask, found, top_k, attention, among)
@@ -143,9 +142,11 @@ def test_both_methods_and_the_plain_order_agree_to_the_last_tie(task):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("q", [1, 16])
-def test_thousands_of_rows_of_many_dimensions(method, dtype, q):
+@pytest.mark.parametrize(("q", "amx"), [(1, False), (16, True), (16, False)])
+def test_thousands_of_rows_of_many_dimensions(monkeypatch, method, dtype, q, amx):
     """As vectors of texts are: most of the energy in some directions, context vectors alike."""
+    for where in (bounds, module):
+        monkeypatch.setattr(where, "has_amx", lambda: amx)
     rng = np.random.default_rng(5)
     scale = 1 / np.sqrt(1 + np.arange(200))
     rows = rng.normal(size=(4500, 200)) * scale
