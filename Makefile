@@ -1,6 +1,6 @@
 # make demo                         the whole path on sample corpora; make demo KEEP=1 leaves it up
 # make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
-# make test-fast                    those without Ray and processes, before a commit
+# make test-fast                    those without Ray, processes and whole jobs, before a commit
 # make test                         the tests of CI
 # make test-long                    those that train several times, kill nodes, or run a whole benchmark
 # make cluster-test                 nodes that die, on a cluster of four in this machine

@@ -75,8 +75,10 @@ _RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `make test-fast` leaves out: tests with a Ray (`ray`), and those that start other
-    processes, themselves or by a fixture (`slow`)."""
+    processes, themselves or by a fixture, or that are about whole jobs (`slow`)."""
     for item in items:
+        if item.path.is_relative_to(ROOT / "tests" / "jobs"):
+            item.add_marker("slow")
         if _RAY & set(getattr(item, "fixturenames", ())):
             item.add_marker("ray")
         definitions = item._fixtureinfo.name2fixturedefs.values()

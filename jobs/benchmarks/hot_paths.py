@@ -25,7 +25,7 @@ from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.search import top_rows
 
-_TEXTS = {"small": 512, "full": 4096}
+_TEXTS = {"small": 4096, "full": 16_384}
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}
 _QUESTIONS = {"small": 8, "full": 32}
 
@@ -40,6 +40,7 @@ _EMBEDDING = {
 _SEARCH = {
     "matrix products": ("mm", "matmul"),
     "highest product of a row": ("amax", "maximum"),
+    "rows to the cache": ("copy_",),
     "bounds from lengths": ("addcmul", "mul", "add", "clamp"),
 }
 _IMPORTED = ("torch", "transformers", "ray", "pyarrow", "mlflow")

@@ -197,6 +197,7 @@ def theirs(name):
     return name.removeprefix("mlm.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_gradients_do_not_depend_on_ranks_or_micro_batches(recipes, ranks, tmp_path, objective):
     """Of four micro-batches with unequal numbers of predicted tokens; float32 against float64."""

@@ -164,6 +164,7 @@ def ranks(folder):
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(WORLD)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind, chunk):

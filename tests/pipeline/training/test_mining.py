@@ -240,6 +240,7 @@ def measure_memory(folder, number):
         (folder / "grown").write_text(str(kib("VmHWM") - before))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_split(tiny, tmp_path):
     """5,000 rows with 80 MB of texts, in row groups of 4 MB; MiB above what 250 rows need, 13 measured."""
     text = "a" * 8_000

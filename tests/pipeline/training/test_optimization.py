@@ -113,6 +113,7 @@ def test_a_run_that_is_resumed_anneals_as_if_it_had_not_been_killed():
             assert torch.equal(value, whole.module.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_a_resumed_run_lets_go_of_the_checkpoint():
     """It is as large as the model and the optimizer's moments, for the whole run."""
     held, alive = [], []

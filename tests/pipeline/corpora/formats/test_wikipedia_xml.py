@@ -320,6 +320,7 @@ def test_a_dump_that_is_cut_off_is_refused_until_it_is_told_to_keep_what_is_ther
 # Real dumps
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_real_dump_is_read_to_its_last_page(shared: Path):
     """The facts are those of a search for tags: 206 pages, 205 in the main namespace, 100 redirects."""
