@@ -94,8 +94,8 @@ TARGETS = (
     Target(
         "search.exact_1m_m64.vs_plain_torch", least=8.0,
         what="exact search of one million over softmax(C·Yᵀ) in plain PyTorch, 64 vectors a context",
-        limit="41 ms are bf16 products and 34 ms reading the matrix. They overlap to 58 ms of 71. Without AMX "
-        "it is 96 ms, 6.2 times plain PyTorch.",
+        limit="41 ms are bf16 products and 34 ms reading the matrix. They overlap to 58 ms of 71. "
+        "Without AMX it is 96 ms, 6.2 times plain PyTorch.",
     ),
     Target(
         "search.exact_1m_m64.time_over_read_floor", most=3.0, of="ours",
