@@ -93,8 +93,11 @@ def plot(given: Answers, labels: tuple[str, ...]) -> bytes:
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares_RR, cmap="Blues", vmin=0, vmax=1)
-    axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=7)
-    axes.set_yticks(range(len(shown)), shown, fontsize=7)
+    across, down = (
+        [name.replace("$", r"\$") for name in names] for names in (columns, shown)
+    )  # no formulas
+    axes.set_xticks(range(len(columns)), across, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(shown)), down, fontsize=7)
     axes.set_xlabel("answered")
     axes.set_ylabel("intent")
     title = f"{len(shown)} of {len(labels)} intents, the worst" if len(columns) > len(shown) else ""

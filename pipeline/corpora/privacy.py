@@ -77,8 +77,11 @@ _PROFILE = r"^[uU]_"
 # be cut off at the end.
 _NAMES_IN_JSON = (
     (r"""("[A-Za-z_]*author[A-Za-z_]*"\s*:\s*)"(?:[^"\\]|\\.)*(?:"|$)""", r'\1"<user>"'),
-    (r"""("(?:subreddit|name|display_name)"\s*:\s*)"u_(?:[^"\\]|\\.)*(?:"|$)""", r'\1"u_<user>"'),
-    (r"(/r/u_|/user/)[A-Za-z0-9_-]+", r"\1<user>"),
+    (
+        r"""("(?:subreddit|name|display_name)"\s*:\s*)"[uU]_(?:[^"\\]|\\.)*(?:"|$)""",
+        r'\1"u_<user>"',
+    ),
+    (r"(/r/[uU]_|/user/)[A-Za-z0-9_-]+", r"\1<user>"),
 )
 
 

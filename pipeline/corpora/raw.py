@@ -170,7 +170,8 @@ def slices(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def read_lines(
     uri: str, reading: Reading, notes: list[str] | None = None
 ) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text without its line end) of a whole text file, blank lines too.
+    """(line number from 1, text without its line end) of a whole text file, blank lines too, without the
+    mark that some programs begin UTF-8 with.
 
     Bytes that are no UTF-8 become U+FFFD. Lines end at \\n only: U+2028 is text.
     Raises BadInput for a stream that is cut off, unless those are kept: then `notes` say so.
@@ -180,7 +181,10 @@ def read_lines(
         for block in line_blocks(uri, 1 << 24):
             for line in block.decode("utf-8", errors="replace").removesuffix("\n").split("\n"):
                 number += 1
-                yield number, line.removesuffix("\r")
+                yield (
+                    number,
+                    (line.removeprefix("\ufeff") if number == 1 else line).removesuffix("\r"),
+                )
     except CutOff as error:
         if reading.truncated == "stop":
             raise cut_off_input(error, number) from None

@@ -23,6 +23,7 @@ _ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Mt|Jr|Sr|No|Vol|vs|etc|ca|cf|approx|Inc|Ltd|Co|Corp|Gen|Col|Sgt|Lt"
     r"|Rev|Hon|Gov|Sen|Rep|Fig|e\.g|i\.e)|\b[A-Za-z])\.$"
 )
+_LONGEST_ABBREVIATION = 12  # characters, with what stands before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,9 @@ def split_sentences(paragraph: str) -> list[str]:
     found: list[str] = []
     start = 0
     for end in _SENTENCE_END.finditer(paragraph):
-        text = paragraph[start : end.start()]
-        if not _ABBREVIATION.search(text):
+        # Of a list of initials, the whole text before each would take the square of the time.
+        last = paragraph[max(start, end.start() - _LONGEST_ABBREVIATION) : end.start()]
+        if not _ABBREVIATION.search(last):
             found.append(paragraph[start : end.end()].strip())
             start = end.end()
     found.append(paragraph[start:].strip())

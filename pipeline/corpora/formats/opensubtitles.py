@@ -36,6 +36,8 @@ from pipeline.records import TaskRecord
 # One word and a colon, where the line or a sentence of it begins; that sentence's end goes with it.
 _SPEAKER = re.compile(r"(?:^|[.!?]\s)\w+:")
 _SOUND = re.compile(r"[\[(].*?[\])]")
+# No subtitle is longer, and `_SOUND` takes the square of the time on a line of opening brackets.
+_MAX_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def parse(
             earlier.clear()
             split = split_of(thread_hashes(pa.array([part])), options.train_share)[0]
         account.records += 1
-        if raw.is_overlong(line):
+        if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
             account.malformed.add("line too long", uri, at, line)
             continue
         text = clean(line)

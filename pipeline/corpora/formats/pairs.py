@@ -133,17 +133,24 @@ def parse(
     """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
     name, named = uri.removeprefix(root), _split_of_file(uri, options)
     is_turn = re.compile(re.escape(options.context_column) + r"/\d+").fullmatch
+    known = set(options.columns.values())
+
+    def shown(row: dict[str, Any]) -> str:
+        """Without the columns that nobody named, which may hold anything about anybody."""
+        some = {name: value for name, value in row.items() if name in known or is_turn(name)}
+        return json.dumps(some, ensure_ascii=False, default=str)
+
     rows = tables.read(uri, options.columns, reading, account, is_turn, options)
     for at, row in rows:
         try:
             example = _example(row, options, f"{name}/{at}", named)
         except Malformed as reason:
-            account.malformed.add(str(reason), uri, at, _shown(row))
+            account.malformed.add(str(reason), uri, at, shown(row))
             continue
         if empty := next(
             (side for side in ("context", "response") if _is_blank(example[side])), ""
         ):
-            account.dropped.add(f"empty {empty}", uri, at, _shown(row))
+            account.dropped.add(f"empty {empty}", uri, at, shown(row))
         else:
             yield example
 
@@ -158,10 +165,6 @@ def _split_of_file(uri: str, options: Options) -> Split | None:
 
 def _is_blank(side: str | list[str]) -> bool:
     return not "".join(side).strip()
-
-
-def _shown(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False, default=str)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -155,36 +156,47 @@ def require_columns(
 def text_lines(
     uri: str, reading: raw.Reading, account: file_tasks.Account
 ) -> Iterator[tuple[int, str]]:
-    """A file's lines, without the mark that some programs begin UTF-8 with."""
-    for at, line in raw.read_lines(uri, reading, account.notes):
-        yield at, line.removeprefix("\ufeff") if at == 1 else line
+    """A file's lines."""
+    yield from raw.read_lines(uri, reading, account.notes)
 
 
 def csv_records(
     uri: str, lines: Lines, account: file_tasks.Account, delimiter: str = ",", quotes: bool = True
 ) -> Iterator[tuple[int, list[str]]]:
-    """(first line, fields) of each record of CSV that is not blank; broken ones are set aside."""
+    """(first line, fields) of each record of CSV that is not blank; broken ones are set aside.
+
+    A quote that is never closed takes all lines behind it. Only its own line is set aside; the others are
+    read again.
+    """
     taken = list[tuple[int, str]]()
+    again = deque[tuple[int, str]]()
+    fresh = iter(lines)
 
     def text() -> Iterator[str]:
-        for at, line in lines:
-            taken.append((at, line))
-            yield line + "\n"
+        while (here := again.popleft() if again else next(fresh, None)) is not None:
+            taken.append(here)
+            yield here[1] + "\n"
+
+    def read() -> Iterator[list[str]]:
+        return csv.reader(
+            text(),
+            delimiter=delimiter,
+            quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
+            strict=True,
+        )
 
     csv.field_size_limit(raw.MAX_LINE_BYTES)
-    records = csv.reader(
-        text(),
-        delimiter=delimiter,
-        quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
-        strict=True,
-    )
+    records = read()
     while True:
         taken.clear()
         try:
             fields = next(records, None)
             fault = next((fault for _, line in taken if (fault := _fault(line))), "")
-        except csv.Error as error:  # the next record begins on the next line
+        except csv.Error as error:
             fields, fault = [], f"not CSV: {error}"
+            again.extendleft(reversed(taken[1:]))
+            del taken[1:]
+            records = read()
         if fields is None:
             return
         if fault:

@@ -319,7 +319,7 @@ def _rejected(corpus: Artifact) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     files = storage.list_files(storage.join(corpus.uri, "rejected"))
     for uri in spread(files, _REJECT_FILES) if files else []:
-        for line in storage.read_bytes(uri).decode().splitlines():
+        for line in storage.read_bytes(uri).splitlines():
             sample = json.loads(line)
             if len(found[sample["reason"]]) < _REJECTS:
                 found[sample["reason"]].append(sample)

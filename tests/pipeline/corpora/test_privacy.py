@@ -108,6 +108,8 @@ PLAIN = Privacy(redact=False, authors="plain", salt="")
         ('{"body":"hi","author":"Jo_', '{"body":"hi","author":"<user>"'),
         ('{"subreddit":"u_Jo_9","author":null}', '{"subreddit":"u_<user>","author":null}'),
         ('{"permalink":"/r/u_Jo_9/comments/"}', '{"permalink":"/r/u_<user>/comments/"}'),
+        ('{"subreddit":"U_Jo_9","author":null}', '{"subreddit":"u_<user>","author":null}'),
+        ('{"permalink":"/r/U_Jo_9/comments/"}', '{"permalink":"/r/U_<user>/comments/"}'),
         ('{"subreddit":"umbrellas","body":"the author"}', '{"subreddit":"umbrellas","body":"the author"}'),
     ],
 )  # fmt: skip

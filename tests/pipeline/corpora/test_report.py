@@ -251,6 +251,15 @@ def test_every_reason_of_a_real_job_is_shown_with_a_few_samples(reddit_corpus):
         assert f"{number:,}" in shown and reason in shown
 
 
+def test_rejected_samples_may_hold_line_ends_of_unicode(publish):
+    sample = {"reason": "odd", "file": "x", "line": 1, "text": "one\u2028two\u0085three"}
+    corpus = publish([{}], dropped={"odd": 1})
+    written = Path(corpus.uri) / "rejected" / "x.jsonl"
+    written.parent.mkdir(exist_ok=True)
+    written.write_text(json.dumps(sample, ensure_ascii=False) + "\n")
+    assert look(corpus).rejected == {"odd": [sample]}
+
+
 # The page
 
 

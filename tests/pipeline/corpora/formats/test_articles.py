@@ -35,3 +35,8 @@ def test_sentences_are_the_text_without_a_character_lost(text):
     found = split_sentences(text)
     assert "".join("".join(found).split()) == "".join(text.split())
     assert all(part and part == part.strip() for part in found)
+
+
+def test_a_list_of_initials_is_one_sentence_and_takes_no_square_of_the_time():
+    text = "A. " * 200_000
+    assert split_sentences(text) == [text.strip()]

@@ -334,3 +334,9 @@ def test_genuine_records_give_the_contexts_and_candidates_of_parlai(shared, tmp_
             (row["context"], row["response"], row["candidates"], row["label"]) for row in rows
         ]
         assert not account.notes
+
+
+def test_the_mark_that_some_programs_begin_with_is_no_text(tmp_path):
+    plain, _ = read(tmp_path, TWO_DIALOGUES)
+    marked, account = read(tmp_path, "\ufeff" + TWO_DIALOGUES)
+    assert marked == plain and not account.malformed.counts

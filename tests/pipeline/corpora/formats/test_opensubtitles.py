@@ -93,8 +93,9 @@ def test_earlier_lines_may_be_of_any_length_and_empty_ones_do_not_part_a_pair(tm
     }  # fmt: skip
 
 
-def test_a_line_over_10_mib_is_set_aside_and_the_others_are_read(tmp_path):
-    rows, account = read(tmp_path, ["This is a line.", "word " * (11 << 18), "This is another."])
+@pytest.mark.parametrize("line", ["word " * (11 << 18), "(" * 1_000_000])
+def test_a_line_that_is_too_long_is_set_aside_and_the_others_are_read(tmp_path, line):
+    rows, account = read(tmp_path, ["This is a line.", line, "This is another."])
     assert [(row["context"], row["response"]) for row in rows] == [
         (["This is a line."], "This is another.")
     ]

@@ -409,3 +409,10 @@ def test_polyais_json_gives_its_turns_oldest_first(prepare_here, shared):
     )
     assert Counter(tuple(row["context"]) for row in found.rows) == by_hand
     assert {row["group_id"] for row in found.rows} == {line["thread_id"] for line in lines}
+
+
+def test_a_rejected_row_shows_no_column_that_nobody_named(tmp_path):
+    _, account = read(
+        tmp_path, [{"context": "hi", "response": "", "phone": "5550100", "who": "Jo"}]
+    )
+    assert json.loads(account.dropped.samples[0]["text"]) == {"context": "hi", "response": ""}
