@@ -11,6 +11,7 @@ from pipeline.arrays import Floats
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput, require
 from pipeline.models.precision import Precision
+from pipeline.registry import model_uri
 from pipeline.retrieval.methods import Method
 from pipeline.retrieval.pools.pool import Pool, describe
 
@@ -66,10 +67,10 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    model = open_artifact(config.model, "ranker")
+    model = open_artifact(model_uri(config.model), "ranker")
     pool = Pool.open(config.pool)
     pool.require_model(model)
-    cross_model = open_artifact(config.cross, "ranker") if config.cross else None
+    cross_model = open_artifact(model_uri(config.cross), "ranker") if config.cross else None
 
     import torch
 

@@ -36,8 +36,7 @@ def search(
     attention = ranker.config.search_attention
     among = None
     if where or allow is not None or deny:
-        values = {name: [v] if isinstance(v, str) else v for name, v in (where or {}).items()}
-        among = filters.select(pool, allow, deny, values)
+        among = filters.select(pool, allow, deny, where)
         if not among.any():
             return Ranking(())
     vectors_1MD, mask_1M = ranker.encode_contexts([context])

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from pipeline.arrays import Bools
 from pipeline.config import BadInput
+from pipeline.corpora.raw import is_text
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.pool import Pool
 
@@ -28,23 +29,40 @@ def select(
     `allow`: their ids, None: any; `deny`: ids of others. `where`: columns that the pool keeps to filter
     by (`--embed.filter-columns`), and the values that a row may have there.
 
-    Raises BadInput for a column that the pool does not keep.
+    A text instead of several stands for itself. Raises BadInput for a column that the pool does not keep,
+    and for an id or a value that is no text.
     """
     kept = columns(pool)
     if unknown := [column for column in where or {} if column not in kept]:
         raise BadInput(f"where: {unknown[0]!r} is not allowed; allowed: columns that the pool keeps "
                        f"to filter by ({', '.join(kept) or 'none'})")  # fmt: skip
-    wanted = dict(where or {}) if allow is None else {**(where or {}), "id": allow}
-    unwanted = pa.array(list(deny), pa.string())
+    wanted = {
+        column: _texts(f"where[{column!r}]", values) for column, values in (where or {}).items()
+    }
+    if allow is not None:
+        wanted["id"] = _texts("allow", allow)
+    unwanted = _texts("deny", deny)
     found = [np.empty(0, bool)]
     for rows in pool.rows:
         among_N = np.ones(rows.num_rows, bool)
-        if deny:
+        if len(unwanted):
             among_N &= ~pc.is_in(rows["id"], unwanted).to_numpy()
         for column, values in wanted.items():
-            among_N &= pc.is_in(rows[column], pa.array(list(values), pa.string())).to_numpy()
+            among_N &= pc.is_in(rows[column], values).to_numpy()
         found.append(among_N)
     return np.concatenate(found)
+
+
+def _texts(name: str, values: Collection[str]) -> pa.Array:
+    some = (
+        [values] if isinstance(values, str) or not isinstance(values, Collection) else list(values)
+    )
+    for value in some:
+        if not is_text(value):
+            raise BadInput(
+                f"{name}: {value!r} is not allowed; allowed: texts, as the pool keeps them"
+            )
+    return pa.array(some, pa.string())
 
 
 def columns(pool: Pool) -> list[str]:

@@ -112,3 +112,23 @@ def test_columns_come_along_from_the_candidates_as_text(tmp_path):
 def test_names_that_a_pool_has_already_are_refused(name):
     with pytest.raises(BadInput, match=r"embed.filter_columns: .* names of columns, but id, text"):
         EmbedConfig(filter_columns=(name,))
+
+
+def test_a_text_stands_for_itself_and_is_not_taken_apart(pool):
+    assert select(pool, deny="id1").tolist() == [True, False, True, True, True, True]
+    assert select(pool, allow="id1").tolist() == [False, True, False, False, False, False]
+    assert select(pool, where={"kind": "hat"}).tolist() == [False, False, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"where": {"size": 2}}, r"where\['size'\]: 2 is not allowed; allowed: texts"),
+        ({"where": {"size": [1]}}, r"where\['size'\]: 1 is not allowed"),
+        ({"allow": [1]}, "allow: 1 is not allowed"),
+        ({"deny": ["\ud800"]}, "deny: '.ud800' is not allowed"),
+    ],
+)
+def test_what_is_no_text_is_refused_in_one_line(pool, options, message):
+    with pytest.raises(BadInput, match=message):
+        select(pool, **options)
