@@ -20,9 +20,8 @@ from jobs import cluster
 from jobs.benchmarks import search
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput, digest
+from pipeline.config import digest
 from pipeline.models import inference
-from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.search import top_rows
 
 _TEXTS = {"small": 4096, "full": 16_384}
@@ -63,13 +62,10 @@ def measure(
 def _on_one_thread(
     size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
 ) -> list[BenchmarkRow]:
-    ranker = load_ranker(model.local())
-    if ranker.config.vectors_per_context < 2:
-        raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: a ranker "
-                       "with several vectors per context")  # fmt: skip
+    ranker = search.poly_encoder(model)
     inference.prepare(ranker, torch.device("cpu"))
     contexts, texts = search.questions_and_texts(corpora, _QUESTIONS[size], _TEXTS[size])
-    folder = work / "hot_paths" / digest([model.fingerprint, size])
+    folder = work / "hot_paths" / digest([model.fingerprint, _CANDIDATES[size], texts])
     folder.mkdir(parents=True, exist_ok=True)
     rows_NT = ranker.candidate_rows(texts)
     inference.row_vectors(ranker, rows_NT[:64])  # the first pass allocates
@@ -116,7 +112,7 @@ def _part(operation: str, parts: Mapping[str, Sequence[str]]) -> str:
 
 
 def _start() -> BenchmarkRow:
-    """What a process imports before it trains; the parts are the packages, with what they import first."""
+    """What a process imports before it trains; each module counts for its package."""
     command = [sys.executable, "-X", "importtime", "-c", _STARTS]
     subprocess.run(command, check=True, capture_output=True)  # the files are in memory from now on
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stderr.splitlines()

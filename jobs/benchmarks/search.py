@@ -52,10 +52,7 @@ def measure(
     size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
 ) -> list[BenchmarkRow]:
     """All on the cores that this process may use."""
-    ranker = load_ranker(model.local())
-    if ranker.config.vectors_per_context < 2:
-        raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: a ranker "
-                       "with several vectors per context")  # fmt: skip
+    ranker = poly_encoder(model)
     contexts, texts = questions_and_texts(
         corpora, max(_CHECKED[size], _QUESTIONS[size]), _EMBEDDED[size]
     )
@@ -206,6 +203,15 @@ def _check(pool: Pool, few: Pool, questions: Floats) -> dict[str, dict[str, Any]
 
 # -------------------------------------------------------------------------------------------------
 # What is searched
+
+
+def poly_encoder(model: Artifact) -> Ranker:
+    """Raises BadInput for a ranker with one vector per context, or none."""
+    ranker = load_ranker(model.local())
+    if ranker.config.vectors_per_context < 2:
+        raise BadInput(f"model: {ranker.config.architecture!r} is not allowed; allowed: a ranker "
+                       "with several vectors per context")  # fmt: skip
+    return ranker
 
 
 def questions_and_texts(

@@ -34,7 +34,7 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> str:
 def _bar(row: Mapping[str, Any]) -> list[str]:
     shares: Mapping[str, float] = row["detail"]["shares"]
     whole, left = sum(shares.values()), float(_LEFT)
-    name, value = html.escape(row["row"]), f"{row['ours']:.3g} {html.escape(row['unit'])}"
+    name, value = html.escape(row["row"]), f"{_number(row['ours'])} {html.escape(row['unit'])}"
     lines = [
         f'<text x="{_LEFT - 8}" y="18" text-anchor="end">{name}</text>',
         f'<text x="{_LEFT - 8}" y="31" text-anchor="end" fill="#666">{value}</text>',
@@ -57,3 +57,7 @@ def _bar(row: Mapping[str, Any]) -> list[str]:
     if below:
         lines.append(f'<text x="{_LEFT}" y="46">{"   ".join(below)}</text>')
     return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

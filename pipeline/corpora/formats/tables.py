@@ -153,13 +153,6 @@ def require_columns(
             pass
 
 
-def text_lines(
-    uri: str, reading: raw.Reading, account: file_tasks.Account
-) -> Iterator[tuple[int, str]]:
-    """A file's lines."""
-    yield from raw.read_lines(uri, reading, account.notes)
-
-
 def csv_records(
     uri: str, lines: Lines, account: file_tasks.Account, delimiter: str = ",", quotes: bool = True
 ) -> Iterator[tuple[int, list[str]]]:

@@ -103,7 +103,7 @@ def _shown(text: str, options: Options) -> str:
 
 
 def _questions(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Question]:
-    lines = tables.text_lines(uri, reading, account)
+    lines = raw.read_lines(uri, reading, account.notes)
     first = next(((at, line) for at, line in lines if line.strip()), None)
     if first is None:
         return
