@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeline.artifact import Artifact
 
@@ -91,6 +93,8 @@ def run_in_processes(
 ) -> None:
     """Runs `work(folder, number)` in so many processes at once, and waits for them.
 
+    Several are the ranks of one process group.
+
     They are forks of a process that has imported torch and transformers, which takes 5 s of a processor.
     """
     context = multiprocessing.get_context("forkserver")
@@ -98,7 +102,7 @@ def run_in_processes(
         ["pipeline.training.finetuning", "pipeline.training.pretraining", "torch.nn.parallel"]
     )
     processes = [
-        context.Process(target=_work_in_process, args=(work, folder, number))
+        context.Process(target=_work_in_process, args=(work, folder, number, count, timeout_s))
         for number in range(count)
     ]
     try:
@@ -114,14 +118,30 @@ def run_in_processes(
     assert [process.exitcode for process in processes] == [0] * count, "\n".join(said)
 
 
-def _work_in_process(work: Callable[[Path, int], None], folder: Path, number: int) -> None:
+def _work_in_process(
+    work: Callable[[Path, int], None], folder: Path, number: int, count: int, timeout_s: float
+) -> None:
+    """Writes where it failed, or where each of its threads stood when the time was nearly over."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    try:
-        work(folder, number)
-    except BaseException:
-        (folder / f"failed-{number}").write_text(traceback.format_exc())
-        raise
+    with (folder / f"failed-{number}").open("w") as failed:
+        faulthandler.dump_traceback_later(0.9 * timeout_s, file=failed)
+        try:
+            if count > 1:
+                rendezvous = f"file://{folder}/rendezvous"
+                dist.init_process_group(
+                    "gloo", init_method=rendezvous, rank=number, world_size=count
+                )
+            work(folder, number)
+            if count > 1:
+                # Not in `work`: when its DistributedDataParallel dies after the group, the two wait for
+                # each other, now and then (3 times of 12).
+                dist.destroy_process_group()
+        except BaseException:
+            traceback.print_exc(file=failed)
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def free_port() -> int:

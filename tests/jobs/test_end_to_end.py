@@ -26,7 +26,6 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
-import torch.distributed as dist
 from ray import serve
 from ray.serve.schema import LoggingConfig
 from safetensors.torch import load_file
@@ -200,8 +199,6 @@ def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):
 
 def train_undisturbed(folder: Path, rank: int) -> None:
     """One of the ranks, without Ray; the first one saves what they have trained."""
-    rendezvous = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)
     recipe, device = pickle.loads((folder / "recipe").read_bytes()), torch.device("cpu")
     task = recipe.build(rank, WORKERS)
     prepare_for_training(task.module, device, recipe.loop.precision)
@@ -210,7 +207,6 @@ def train_undisturbed(folder: Path, rank: int) -> None:
     train(task, model, recipe.loop, device, rank, listener)
     if rank == 0:
         task.save(folder / "ranker")
-    dist.destroy_process_group()
 
 
 def test_a_training_that_was_killed_has_the_weights_of_one_that_was_not(made, tmp_path):

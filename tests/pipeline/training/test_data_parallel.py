@@ -71,9 +71,6 @@ def trained(recipe, rank, world, *, shard=False, disk=None, start=None):
 
 def work(folder, rank):
     """One of the two processes."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
-    )
     recipes = pickle.loads((folder / "recipes").read_bytes())
     found = {
         f"gradients {objective}": gradients(recipes[objective], rank, WORLD)
@@ -88,7 +85,6 @@ def work(folder, rank):
                 recipes["dropout"], rank, WORLD, shard=shard, start=folder / start / str(HALF)
             )
     torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -116,9 +116,6 @@ def mined(folder, own_rank, world, state=None):
 
 def work(folder, own_rank):
     """One of the two processes."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=own_rank, world_size=WORLD
-    )
     found = {
         kind if not chunk else f"{kind}/{chunk}": losses_and_gradients(
             folder, kind, own_rank, WORLD, chunk
@@ -142,7 +139,6 @@ def work(folder, own_rank):
     }
     found["mined"] = mined(folder, own_rank, WORLD)
     torch.save(found, folder / f"{own_rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
