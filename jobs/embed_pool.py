@@ -20,7 +20,7 @@ from pipeline.artifact import (
     open_artifact,
     request_of,
 )
-from pipeline.config import NOT_IDENTITY, Stopped, require, to_dict
+from pipeline.config import NOT_IDENTITY, Stopped, digest, require, to_dict
 from pipeline.corpora.privacy import REDACTION_RULES, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
@@ -102,7 +102,7 @@ def run(config: Config) -> program.Summary:
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         # A job that was killed after it made this version may have left old ones, and its lock.
         with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
-            _remove_old(config)
+            _remove_old(config, unfinished=False)  # those may be of another input, and go on
         return _summary(config, open_artifact(job.uri, KIND), True)
     candidates.require_columns(job.files, config.embed.columns, config.reading, config.embed)
     if config.gate.canaries:
@@ -115,9 +115,13 @@ def run(config: Config) -> program.Summary:
     return _summary(config, pool, there)
 
 
-def _remove_old(config: Config) -> None:
+def _remove_old(config: Config, unfinished: bool = True) -> None:
+    """`unfinished`: what killed builds have left goes, too."""
     limit = config.gate.max_removed_share
-    found = versions.remove_old(config.pools, config.name, config.keep, config.keep_days, limit)
+    found = versions.remove_old(
+        config.pools, config.name, config.keep, config.keep_days, limit, unfinished
+    )
+    versions.remove_dead_plans(config.pools)
     for version in found.removed:
         print(f"pool {config.name}: removed {version}")
     for version, rows in found.kept_larger:
@@ -156,6 +160,9 @@ def _job(config: Config) -> _Job:
         inputs["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
     if NUMERICS > 1:  # the first ones were not named
         inputs["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
+    if config.embed.repeated_ids == "first" and len(files) > 1:  # the order says whose text stays
+        order = digest([storage.name_of(file) for file in files])
+        inputs["order"] = {"uri": "", "kind": "order of files", "fingerprint": order}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"
     uri = storage.join(config.pools, config.name, version)
     return _Job(model, settings.architecture, files, inputs, version, uri)
@@ -206,12 +213,13 @@ def _compare(config: Config, job: _Job, pool: Artifact, current: Artifact) -> Ch
 
 @contextmanager
 def _scratch(config: Config, job: _Job) -> Iterator[Draft]:
-    """A draft that is removed at the end."""
-    uri = storage.join(config.pools, "_plans", f"{job.version}-{uuid.uuid4().hex[:8]}")
+    """A draft that is removed at the end; where this job is killed, by the next one."""
+    uri = storage.join(versions.plans(config.pools), f"{job.version}-{uuid.uuid4().hex[:8]}")
     out = draft(uri, KIND, config, job.inputs)
     assert isinstance(out, Draft)
     try:
-        yield out
+        with out.locked():
+            yield out
     finally:
         storage.delete(out.staging)
 
@@ -237,7 +245,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         print(f"pool {config.name}: computed in {precision}, the version before in "
               f"{previous.precision}: nothing is copied", flush=True)  # fmt: skip
     unfinished = find_shards(
-        versions.unfinished(config.pools, config.name, out.staging),
+        versions.drafts(config.pools, config.name, out.staging),
         job.model.fingerprint,
         versions.vector_settings(to_dict(config)),
         {"precision": precision, "numerics": NUMERICS},
@@ -263,6 +271,11 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
         estimate = f"about {minutes:.1f} minutes"
+    if previous is not None and previous.filter_columns != config.embed.filter_columns:
+        before = ", ".join(previous.filter_columns) or "none"
+        print(
+            f"pool {config.name}: filter columns before: {before}; so every candidate is another one"
+        )
     changes = ", ".join(f"{count:,} {what}" for what, count in asdict(plan.changes).items())
     print(
         f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({estimate})",

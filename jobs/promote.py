@@ -14,7 +14,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, require
 from pipeline.evaluation import protocols
 from pipeline.retrieval.pools import promotion, versions
-from pipeline.retrieval.pools.lock import locked
+from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.pool import Pool
 
 _CANDIDATE = "candidate"
@@ -96,23 +96,25 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    with _locked(config):
-        if not config.registered_model:
-            return {"dry_run": config.dry_run, "pool": _move_pool(config, _pool_version(config))}
-        return {"dry_run": config.dry_run, **_promote_model(config)}
+    with _locked(config) as lock:
+        if config.registered_model:
+            found = _promote_model(config, lock)
+        else:
+            found = {"pool": _move_pool(config, _pool_version(config), lock)}
+        return {"dry_run": config.dry_run, **found}
 
 
 @contextmanager
-def _locked(config: Config) -> Iterator[None]:
-    """Keeps jobs that publish a version of the pool away."""
+def _locked(config: Config) -> Iterator[Lock | None]:
+    """Keeps jobs that publish a version of the pool away; None where no pool is to move."""
     if not config.pools:
-        yield
+        yield None
         return
-    with locked(config.pools, config.name, _LOCK_EXPIRES_S):
-        yield
+    with locked(config.pools, config.name, _LOCK_EXPIRES_S) as lock:
+        yield lock
 
 
-def _promote_model(config: Config) -> program.Summary:
+def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
     """The pool first, then the alias: until both agree, services answer with the model they have. After a
     failure in between, the same command does what is missing."""
     from pipeline import tracking
@@ -129,7 +131,7 @@ def _promote_model(config: Config) -> program.Summary:
         _, source = tracking.registered_version(config.registered_model, before)
         summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
     if config.pools:
-        summary["pool"] = _move_pool(config, pool)
+        summary["pool"] = _move_pool(config, pool, lock)
     if not config.dry_run:
         tracking.move_alias(config.registered_model, config.alias, version)
     return summary
@@ -193,7 +195,7 @@ def _pool_version(config: Config) -> str:
     return config.version or current
 
 
-def _move_pool(config: Config, version: str) -> dict[str, Any]:
+def _move_pool(config: Config, version: str, lock: Lock | None) -> dict[str, Any]:
     before = versions.current_name(config.pools, config.name)
     uri = storage.join(config.pools, config.name, version)
     if not version:
@@ -203,6 +205,8 @@ def _move_pool(config: Config, version: str) -> dict[str, Any]:
     Pool.open(uri)
     pin = config.pin or config.rollback
     if not config.dry_run:
+        if lock:  # a comparison takes minutes, in which it may have been lost
+            lock.check()
         promotion.promote(config.pools, config.name, version)
         if pin or config.unpin:
             promotion.set_pin(config.pools, config.name, pin)

@@ -292,6 +292,11 @@ class Draft:
             yield
 
 
+def is_being_made(staging: str) -> bool:
+    """Whether a living job holds the lock of a draft (`Draft.locked`)."""
+    return locks.is_held(storage.join(staging, _LOCK))
+
+
 def task_marks(staging: str) -> dict[str, bytes]:
     """The records of a draft's finished tasks, JSON, by task."""
     tasks = _marked(staging)

@@ -121,6 +121,13 @@ def locked(folder: str, subject: str, expires_s: float) -> Iterator[Lock]:
         beat.stop()
 
 
+def is_held(folder: str) -> bool:
+    """Whether a living job holds the lock of this folder."""
+    last = max(_numbers(folder), default=0)
+    holder = read(_path(folder, last)) if last else None
+    return holder is not None and is_alive(holder)
+
+
 def _numbers(folder: str) -> list[int]:
     names = (storage.name_of(uri).removesuffix(".json") for uri in storage.walk_json(folder))
     return [int(name) for name in names if name.isdecimal()]

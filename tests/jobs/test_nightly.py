@@ -2,106 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jobs import embed_pool
-from pipeline import artifact, executors, storage
-from pipeline.retrieval.pools import candidates, embed, embedder
-from pipeline.retrieval.pools import versions as versions_module
+from pipeline import artifact, storage
+from pipeline.retrieval.pools import embedder, promotion
 from pipeline.retrieval.pools.lock import lease, locked
 from pipeline.retrieval.pools.pool import Pool
-from tests.helpers import INTERRUPTED
+from tests.jobs.nights import FIRST, changed, contents, current, embedded, versions
 
 pytestmark = pytest.mark.usefixtures("actors_in_process")
-
-Rows = dict[str, str]
-FIRST = {str(n): f"text {n}" for n in range(30)}
-
-
-@pytest.fixture
-def night(run_job_here, tiny_ranker, tmp_path):
-    """`night(rows, …)`: the job on a table of rows, into pool "p" of `tmp_path / "pools"`."""
-
-    def run(rows: Rows | list[tuple[str, str]], *options: object, model: str = ""):
-        pairs = rows.items() if isinstance(rows, dict) else rows
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in pairs))
-        return run_job_here(
-            "embed_pool", "--model", model or tiny_ranker("poly").uri, "--candidates", file,
-            "--pools", tmp_path / "pools", "--name", "p", *options
-        )  # fmt: skip
-
-    return run
-
-
-@pytest.fixture
-def pools(tmp_path) -> Path:
-    return tmp_path / "pools"
-
-
-@pytest.fixture(scope="module")
-def made_once(tracking_uri, tiny_ranker, tmp_path_factory) -> tuple[Path, dict]:
-    """Pools with the version that `night(FIRST)` makes, and its summary."""
-    folder = tmp_path_factory.mktemp("first-night")
-    rows = ({"id": name, "text": text} for name, text in FIRST.items())
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = embed_pool.Config(
-        model=tiny_ranker("poly").uri,
-        candidates=(str(folder / "rows.jsonl"),),
-        pools=str(folder / "pools"),
-        name="p",
-    )
-    with executors.in_this_process():
-        return folder / "pools", {"job": "embed_pool", **embed_pool.run(config)}
-
-
-@pytest.fixture
-def first_night(made_once, pools) -> Callable[[], dict]:
-    """What `night(FIRST).summary` is of empty pools: a copy of what it makes, as most tests begin so."""
-
-    def copy() -> dict:
-        made, summary = made_once
-        shutil.copytree(made, pools)
-        return json.loads(json.dumps(summary).replace(str(made), str(pools)))
-
-    return copy
-
-
-def current(pools: Path) -> str:
-    return (pools / "p" / "CURRENT").read_text().strip()
-
-
-def versions(pools: Path) -> list[str]:
-    return sorted(path.name for path in (pools / "p").glob("v-*"))
-
-
-def contents(uri: str) -> dict[str, tuple[str, list[float]]]:
-    """(text, vector) by id."""
-    pool = Pool.open(uri)
-    vectors = pool.vectors_at(np.arange(len(pool)))
-    rows = [pool.row(place) for place in range(len(pool))]
-    return {row.id: (row.text, v.tolist()) for row, v in zip(rows, vectors, strict=True)}
-
-
-def embedded(summary: dict) -> int:
-    """How many rows went through the model."""
-    return Pool.open(summary["output"]).artifact.manifest["embedded"]["rows"]
-
-
-def changed(rows: Rows) -> Rows:
-    """The next night's: two gone, one changed, one new."""
-    next_rows = {name: text for name, text in rows.items() if name not in ("3", "17")}
-    return {**next_rows, "5": "another text 5", "new": "new text"}
 
 
 # Incremental
@@ -415,6 +331,43 @@ def test_what_another_night_has_begun_goes(night, pools):
     assert versions(pools) == [summary["version"]]
 
 
+def test_a_version_whose_manifest_cannot_be_read_stops_neither_clean_up_nor_rollback(
+    night, first_night, pools
+):
+    first = first_night()
+    second = night(changed(FIRST)).summary
+    damaged = pools / "p" / "v-0123456789ab"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text('{"kind": "po')
+    finished = night(changed(FIRST) | {"third": "third night"}, "--keep", 2)
+    assert (
+        "a version is left alone" in finished.stdout
+        and "not a polyrank manifest" in finished.stdout
+    )
+    third = finished.summary["version"]
+    assert versions(pools) == sorted([damaged.name, second["version"], third])
+    assert first["version"] not in versions(pools)
+    assert promotion.version_before(str(pools), "p") == second["version"]
+
+
+def test_where_the_first_text_of_an_id_stays_other_orders_of_files_are_other_versions(
+    run_job_here, tiny_ranker, tmp_path
+):
+    for name, text in (("a", "old text"), ("b", "new text")):
+        (tmp_path / f"{name}.csv").write_text(f"id,text\n1,{text}\n2,{name} alone\n")
+
+    def texts(*names: str) -> dict[str, str]:
+        done = run_job_here(
+            "embed_pool", "--model", tiny_ranker("bi").uri, "--pools", tmp_path / "pools", "--name", "p",
+            "--candidates", f"[{','.join(str(tmp_path / f'{name}.csv') for name in names)}]",
+            "--embed.repeated-ids", "first", "--gate.max-changed-share", 1,
+        )  # fmt: skip
+        return {name: text for name, (text, _) in contents(done.summary["pool"]).items()}
+
+    assert texts("a", "b") == {"1": "old text", "2": "a alone"}
+    assert texts("b", "a") == {"1": "new text", "2": "b alone"}
+
+
 READER = """
 import json, sys, time
 from pathlib import Path
@@ -453,132 +406,3 @@ def test_a_reader_finds_a_whole_version_whenever_it_looks(night, first_night, po
     seen += map(json.loads, rest.splitlines())
     assert (seen[0], seen[-1]) == (known[0], known[-1])
     assert seen == [look for look in known if look in seen]
-
-
-def interrupted(finished) -> None:
-    """Ctrl-C says how to go on."""
-    assert finished.code == INTERRUPTED
-    lines = finished.stderr.splitlines()
-    assert "python -m jobs.embed_pool: interrupted; the same command resumes" in lines
-    assert "Traceback" not in finished.stderr
-
-
-def stop_after(shards: int, monkeypatch) -> None:
-    """Ends the job, as Ctrl-C does, when it has made so many shards."""
-    made, write = [], embedder.build.write_shard
-
-    def killed(*arguments):
-        made.append(arguments)
-        if len(made) > shards:
-            raise KeyboardInterrupt
-        return write(*arguments)
-
-    monkeypatch.setattr(embedder.build, "write_shard", killed)
-
-
-def test_what_a_killed_build_has_embedded_is_not_lost_when_the_input_changes(
-    night, pools, monkeypatch, tmp_path
-):
-    options = ("--embed.rows-per-shard", 5)
-    for rows in (
-        FIRST,
-        changed(FIRST),
-    ):  # two nights, each with an input of its own, and both killed
-        with monkeypatch.context() as patch:
-            stop_after(3, patch)
-            interrupted(night(rows, *options))
-    assert len([name for name in versions(pools) if name.endswith(".partial")]) == 2
-    third = changed(FIRST) | {"third": "third night"}
-    finished = night(third, *options)
-    # Each of the killed ones has made 3 shards of 5 rows. Of the first, "text 3" is gone, and "text 5"
-    # stands in no later one; the second has copied from the first what that had.
-    kept = {f"text {n}" for n in range(15)} | set(list(changed(FIRST).values())[:15])
-    expected = [text for text in third.values() if text not in kept]
-    assert (
-        f"{len(third) - len(expected)} texts were embedded by builds that were killed"
-        in finished.stdout
-    )
-    assert f"to embed {len(expected)} of {len(third)}" in finished.stdout
-    assert embedded(finished.summary) == len(expected) < 20
-    assert versions(pools) == [current(pools)]
-    monkeypatch.setattr(versions_module, "unfinished", lambda *_: [])
-    whole = night(third, *options, "--pools", tmp_path / "undisturbed").summary
-    assert embedded(whole) == len(third)
-    ours, theirs = contents(finished.summary["output"]), contents(whole["output"])
-    assert {name: text for name, (text, _) in ours.items()} == third
-    for name, (_, vector) in theirs.items():
-        np.testing.assert_allclose(ours[name][1], vector, atol=0.05)
-
-
-@pytest.mark.parametrize("change", ["model", "precision", "numerics", "removed"])
-def test_vectors_of_a_killed_build_that_would_differ_are_not_copied(
-    night, pools, monkeypatch, tiny_ranker, change
-):
-    before = ("--embed.precision", "fp32") if change == "precision" else ()
-    with monkeypatch.context() as patch:
-        stop_after(2, patch)
-        interrupted(night(FIRST, "--embed.rows-per-shard", 5, *before))
-    model, after = "", ()
-    if change == "model":
-        model = tiny_ranker("poly", seed=1).uri
-    elif change == "precision":
-        after = ("--embed.precision", "bf16")
-    elif change == "numerics":
-        monkeypatch.setattr(embed_pool, "NUMERICS", 2)
-    else:
-        made = embedder.UnfinishedVectors.at
-        monkeypatch.setattr(embedder.UnfinishedVectors, "at", lambda self, places: (
-            [path.unlink() for path in pools.glob("p/*.partial/vectors/part-00000.npy")],
-            made(self, places))[1])  # fmt: skip
-    summary = night(changed(FIRST), *after, model=model).summary
-    assert embedded(summary) == 29
-
-
-def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(
-    night, first_night, pools, monkeypatch
-):
-    first = first_night()
-    for module in (embed_pool, embed, versions_module):
-        monkeypatch.setattr(module, "NUMERICS", 2)
-    with monkeypatch.context() as patch:
-        stop_after(0, patch)
-        interrupted(night(FIRST))
-    second = night(FIRST).summary
-    assert (second["already_done"], embedded(second)) == (False, 30)
-    numerics = [Pool.open(run["output"]).artifact.manifest["numerics"] for run in (first, second)]
-    assert numerics == [1, 2]
-
-
-def test_a_build_is_not_resumed_with_other_numerics(night, monkeypatch, actors_in_process):
-    options = ("--embed.rows-per-shard", 5)
-    with monkeypatch.context() as patch:
-        stop_after(3, patch)
-        interrupted(night(FIRST, *options))
-    monkeypatch.setattr(embed, "NUMERICS", 2)
-    assert embedded(night(FIRST, *options).summary) == 30
-
-
-def test_a_full_disk_fails_the_night_and_the_next_run_goes_on(
-    night, first_night, pools, monkeypatch
-):
-    first = first_night()
-    write, calls = candidates.storage.write_bytes, []
-
-    def full(uri, data):
-        if "/vectors/" in uri:
-            calls.append(uri)
-            if len(calls) == 3:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        write(uri, data)
-
-    options = ("--embed.rows-per-shard", 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_bytes", full)
-        failed = night(changed(FIRST), *options)
-        assert failed.code == 1
-        assert "No space left on device" in failed.stderr
-    assert current(pools) == first["version"]
-    assert len(Pool.open(str(pools / "p"))) == 30
-    second = night(changed(FIRST), *options).summary
-    assert second["counts"]["candidates"] == 29
-    assert len(set(calls)) == 3  # the two shards before it were not written again

@@ -8,8 +8,8 @@ import mlflow
 import pytest
 
 from jobs import embed_pool, promote
-from pipeline import tracking
-from pipeline.config import BadInput
+from pipeline import storage, tracking
+from pipeline.config import BadInput, Stopped
 from pipeline.retrieval.pools.versions import current_name
 
 
@@ -202,6 +202,22 @@ def test_a_candidate_that_is_not_better_is_not_promoted(
     assert low <= done["comparison"]["difference"] <= high
     assert done["comparison"]["examples"] == convai2_corpus.counts["examples.valid"]
     assert aliases_of("rivals")["champion"] == two
+
+
+def test_a_promotion_that_has_lost_its_lock_moves_nothing(pools, monkeypatch):
+    folder, (first, _, third) = pools
+    opened = promote.Pool.open
+
+    def slowly(uri):
+        """Meanwhile another job, which takes this one for dead, takes the next number."""
+        number = 1 + max(int(path.stem) for path in folder.glob("_locks/replies/*.json"))
+        storage.write_bytes(str(folder / f"_locks/replies/{number:08d}.json"), b"{}")
+        return opened(uri)
+
+    monkeypatch.setattr(promote.Pool, "open", slowly)
+    with pytest.raises(Stopped, match="another job has taken over the lock"):
+        promote.run(promote.Config(pools=str(folder), name="replies", version=first))
+    assert current_name(str(folder), "replies") == third
 
 
 @pytest.mark.parametrize(

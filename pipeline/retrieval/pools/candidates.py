@@ -244,10 +244,17 @@ def _rows(
         ):
             reason = "a column to filter by has neither text nor a number"
         else:
-            known = [value if value is None else str(value) for value in values]
+            known = [_filter_text(value) for value in values]
             yield CandidateRow(str(name) if id_column else "", text, known)
             continue
         account.dropped.add(reason, uri, at, f"id {name!r}: {text!r}")
+
+
+def _filter_text(value: object) -> str | None:
+    """What a filter names: true, not Python's True."""
+    if isinstance(value, bool):
+        return json.dumps(value)
+    return value if value is None else str(value)
 
 
 def _parts(rows: Iterator[CandidateRow]) -> Iterator[list[CandidateRow]]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pipeline import storage
 from pipeline.actors import Actors
-from pipeline.artifact import MANIFEST, Draft
+from pipeline.artifact import Draft
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.formats import tables
@@ -84,13 +84,26 @@ class EmbedConfig(tables.TableFormat):
         return (self.id_column, self.text_column, *self.filter_columns)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What every shard answers for the gate: a build that is resumed goes on only where it is the same."""
+
+    previous: str
+    """URI of the version that the gate compares with; "": there is none."""
+    contexts: list[list[str]] | None
+    """The canaries; None: texts that the plan chooses."""
+    canary_texts: int
+    """How many it chooses."""
+    top_k: int
+    """Answers to each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord(TaskRecord):
     """What is known of a pool before the first text is embedded."""
 
     plan: Plan
-    previous: str
-    """URI of the version before; "": there is none."""
+    asked: Asked
     copies: bool
     """Whether its vectors are those that the model would make."""
     precision: Resolved
@@ -143,13 +156,20 @@ def prepare(
     settings and this precision.
     Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
+    before: Canaries | None = previous.artifact.manifest.get("canaries") if previous else None
+    contexts = _canaries(gate, before)
+    asked = Asked(
+        previous.artifact.uri if previous else "", contexts, gate.canary_texts, gate.top_k
+    )
     done = draft.marks()
     if _PLAN in done:
         record = done.record(_PLAN, PlanRecord)
-        if record.numerics != NUMERICS:  # its shards would not go with those to come
-            draft.forget_tasks()
-        elif not record.copies or storage.exists(storage.join(record.previous, MANIFEST)):
+        if (record.asked, record.numerics) == (asked, NUMERICS):
             return record
+        # Its shards would not go with those to come, or have not answered what the gate asks now.
+        print(f"{draft.uri}: begun anew, as CURRENT, the gate's canaries or polyrank have changed since "
+              "it was planned", flush=True)  # fmt: skip
+        draft.forget_tasks()
     began = time.perf_counter()
     staged = candidates.stage(
         draft, files, config.columns, config.max_text_bytes, reading, privacy, config
@@ -162,8 +182,6 @@ def prepare(
             raise BadInput("--candidates: no text to embed (no rows)")
         raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
     raw.check_share(draft, staged, reading)
-    before: Canaries | None = previous.artifact.manifest.get("canaries") if previous else None
-    contexts = _canaries(gate, before)
     known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
     texts = gate.canary_texts if contexts is None else 0
     rows = PlanInput(
@@ -181,7 +199,7 @@ def prepare(
         contexts = [[text[:_CANARY_CHARACTERS]] for text in plan.first]
     record = PlanRecord(
         plan=plan,
-        previous=previous.artifact.uri if previous else "",
+        asked=asked,
         copies=copies,
         precision=precision,
         canary_file=gate.canaries,
@@ -215,7 +233,7 @@ def embed(
         _embedder,
         model=model,
         batch_tokens=config.batch_tokens,
-        previous=prepared.previous if prepared.copies else "",
+        previous=prepared.asked.previous if prepared.copies else "",
         canaries=prepared.canaries,
         top_k=gate.top_k,
         sample=gate.sample,

@@ -8,10 +8,9 @@
 from __future__ import annotations
 
 from pipeline import storage
-from pipeline.artifact import read_artifact
 from pipeline.config import BadInput
-from pipeline.retrieval.pools.pool import KIND, make_current
-from pipeline.retrieval.pools.versions import PREVIOUS, current_name, is_version, previous_name
+from pipeline.retrieval.pools.pool import make_current
+from pipeline.retrieval.pools.versions import PREVIOUS, current_name, previous_name, read_versions
 
 _PINNED = "PINNED"
 
@@ -74,9 +73,8 @@ def newest_of_model(pools: str, name: str, fingerprint: str) -> str:
 def _made(pools: str, name: str, fingerprint: str = "") -> dict[str, str]:
     """When each published version was made; those of one model only, if its fingerprint is given."""
     found = {}
-    for uri in storage.list_folders(storage.join(pools, name)):
-        if is_version(uri):
-            manifest = read_artifact(uri, KIND).manifest
-            if fingerprint in ("", manifest["inputs"]["model"]["fingerprint"]):
-                found[storage.name_of(uri)] = str(manifest["created_at"])
+    for artifact in read_versions(pools, name):
+        manifest = artifact.manifest
+        if fingerprint in ("", manifest["inputs"]["model"]["fingerprint"]):
+            found[storage.name_of(artifact.uri)] = str(manifest["created_at"])
     return found

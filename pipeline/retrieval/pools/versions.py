@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from pipeline import storage
-from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
+from pipeline.artifact import MANIFEST, Artifact, is_being_made, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
 from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.retrieval.pools.lock import is_leased
@@ -68,6 +69,10 @@ class Version:
         return precision_of(self.artifact)
 
     @property
+    def filter_columns(self) -> tuple[str, ...]:
+        return tuple(self.artifact.manifest["config"]["embed"].get("filter_columns", ()))
+
+    @property
     def numerics(self) -> int:
         """See `pipeline.models.precision`."""
         return int(self.artifact.manifest.get("numerics", 1))
@@ -125,8 +130,8 @@ def vector_settings(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unfinished(pools: str, name: str, but: str) -> list[str]:
-    """The drafts that killed jobs have left, `but` for one: their URIs."""
+def drafts(pools: str, name: str, but: str = "") -> list[str]:
+    """The URIs of what killed jobs have left, `but` for one."""
     return [
         uri
         for uri in storage.list_folders(storage.join(pools, name))
@@ -153,32 +158,53 @@ class Removal:
     size."""
 
 
+def read_versions(pools: str, name: str) -> Iterator[Artifact]:
+    """A pool's published versions, in no order; one whose manifest cannot be read is named and left out."""
+    for uri in storage.list_folders(storage.join(pools, name)):
+        if is_version(uri):
+            try:
+                yield read_artifact(uri, KIND)
+            except BadInput as error:
+                print(f"pool {name}: a version is left alone: {error}", flush=True)
+
+
+def plans(pools: str) -> str:
+    """The folder of plans that are only looked at."""
+    return storage.join(pools, "_plans")
+
+
+def remove_dead_plans(pools: str) -> None:
+    """Removes the plans of jobs that were killed: they hold texts."""
+    for uri in storage.list_folders(plans(pools)):
+        if not is_being_made(uri):
+            storage.delete(uri)
+
+
 def remove_old(
-    pools: str, name: str, keep: int, keep_days: float, max_removed_share: float = 1.0
+    pools: str,
+    name: str,
+    keep: int,
+    keep_days: float,
+    max_removed_share: float = 1.0,
+    unfinished: bool = True,
 ) -> Removal:
-    """Removes versions, and what abandoned jobs have left.
+    """Removes versions, and (`unfinished`) what abandoned jobs have left.
 
     What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
     (PREVIOUS; not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
     The newest of the others stays, too, where it has so many candidates that all that stay lack more than
-    `max_removed_share` of them: it may be the last one before an export broke off.
+    `max_removed_share` of them: it may be the last one before an export broke off. So does a
+    version whose manifest cannot be read.
     Only who holds the pool's lock may call it.
     """
     storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
     versions: dict[str, float] = {}
     rows: dict[str, int] = {}
-    removed = []
-    for uri in storage.list_folders(storage.join(pools, name)):
-        folder = storage.name_of(uri)
-        if not folder.startswith(_PREFIX):
-            continue
-        if is_version(uri):
-            artifact = read_artifact(uri, KIND)
-            created = artifact.manifest["created_at"]
-            versions[folder] = datetime.fromisoformat(created).timestamp()
-            rows[folder] = artifact.counts.get("candidates", 0)
-        else:
-            removed.append(folder)
+    for artifact in read_versions(pools, name):
+        folder = storage.name_of(artifact.uri)
+        created = artifact.manifest["created_at"]
+        versions[folder] = datetime.fromisoformat(created).timestamp()
+        rows[folder] = artifact.counts.get("candidates", 0)
     newest = sorted(versions, key=lambda version: versions[version], reverse=True)
     named = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
     old = [
@@ -189,6 +215,7 @@ def remove_old(
         and not is_leased(pools, name, version)
     ]
     largest = max((rows[version] for version in newest if version not in old), default=0)
+    removed = [storage.name_of(uri) for uri in drafts(pools, name)] if unfinished else []
     kept_larger = []
     for version in old:  # the newest first
         if largest < rows[version] * (1 - max_removed_share):
