@@ -45,17 +45,20 @@ class Privacy:
         return self.redacted(lines)
 
 
-REDACTION_RULES = "2"
+REDACTION_RULES = "3"
 """Counts up when `redact` changes, so that pools are made again."""
 
+# Reddit's Markdown writes John\_Doe; in a line of JSON two backslashes stand for that one.
+_NAME = r"(?:\\{0,2}_|[A-Za-z0-9-]){3,20}"
 _EXTENSION = r"(?:[.-]\d+)*(?:,? ?(?i:extension|ext\.?|x) ?\d{1,6}\b)?"
 
 # RE2 syntax. They find the common written forms and no more: a name in running text, a spelt-out
 # number or an address in prose stays. A false hit costs a word of one text.
 _TAGS = (
     (r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}", "<email>"),
-    (r"(reddit\.com/)(?:u|user)/[A-Za-z0-9_-]{3,20}", r"\1<user>"),
-    (r"(^|[^A-Za-z0-9_/.])/?[uU]/[A-Za-z0-9_-]{3,20}", r"\1<user>"),
+    (rf"(reddit\.com/)(?:u|user)/{_NAME}", r"\1<user>"),
+    (rf"(^|[^A-Za-z0-9_/.])(?:/user|/?[uU])/{_NAME}", r"\1<user>"),
+    (rf"(\b[rR]/[uU])\\{{0,2}}_{_NAME}", r"\1_<user>"),
     (r"\b(25[0-5]|2[0-4]\d|1?\d?\d)(\.(25[0-5]|2[0-4]\d|1?\d?\d)){3}\b", "<ip>"),
     (r"(?i)\b(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}\b", "<ip>"),
     (
@@ -76,6 +79,7 @@ _PROFILE = r"^[uU]_"
 # Values of fields whose name says author ("author_fullname", too), and profiles, also in links; a value may
 # be cut off at the end.
 _NAMES_IN_JSON = (
+    (r"""("[A-Za-z_]*author[A-Za-z_]*"\s*:\s*)[\[{][^\]}]*(?:[\]}]|$)""", r'\1"<user>"'),
     (r"""("[A-Za-z_]*author[A-Za-z_]*"\s*:\s*)"(?:[^"\\]|\\.)*(?:"|$)""", r'\1"<user>"'),
     (
         r"""("(?:subreddit|name|display_name)"\s*:\s*)"[uU]_(?:[^"\\]|\\.)*(?:"|$)""",

@@ -52,7 +52,8 @@ class Options(tables.TableFormat):
     response_column: str = "response"
     """The right answer."""
     group_column: str = ""
-    """What a split never cuts (text or whole number); none: the context's first turn."""
+    """What a split never cuts (text or whole number); none: the context's first turn.
+    Groups and ids stay as they are: what names a person, such as an address, does not belong there."""
     id_column: str = ""
     """A row's id, unique among all files (text or whole number); none: the file's name and the line."""
     candidates_column: str = ""

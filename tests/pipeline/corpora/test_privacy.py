@@ -25,6 +25,9 @@ def hashed(names: list[str], salt: str = "salt") -> list[str]:
         ("ask u/some_one-1 or /u/Other", "ask <user> or <user>"),
         ("(/U/Name)", "(<user>)"),
         ("u/abc u/def\nu/ghi", "<user> <user>\n<user>"),
+        (r"u/John\_Doe, /u/a\_b\_c", "<user>, <user>"),
+        ("see /user/Jo_9 or r/u_Jo_9, /r/U_Jo_9/x", "see <user> or r/u_<user>, /r/U_<user>/x"),
+        ("reddit.com/user/Jo_9 reddit.com/r/u_Jo_9", "reddit.com/<user> reddit.com/r/u_<user>"),
         ("from 192.168.0.254 today", "from <ip> today"),
         ("at 2001:db8:0:0:0:0:2:1, or 2001:db8::2:1.", "at <ip>, or <ip>."),
         ("fe80::1 is mine", "<ip> is mine"),
@@ -60,6 +63,7 @@ def test_what_identifies_somebody_becomes_a_tag(text, expected):
         "in 1984 2001 was 17 years away",
         "it cost 1,234,567.89",
         "x = a*b/c",
+        "in /home/user/notes and r/umbrellas",
     ],
 )
 def test_other_text_stays_as_it_is(text):
@@ -104,6 +108,10 @@ PLAIN = Privacy(redact=False, authors="plain", salt="")
     [
         ('{"author":"Jo_9","id":"a"}', '{"author":"<user>","id":"a"}'),
         ('{"id": 1, "author" : "Jo \\" x", "b": 2}', '{"id": 1, "author" : "<user>", "b": 2}'),
+        ('{"author":["Jo","Al"],"id":"a"}', '{"author":"<user>","id":"a"}'),
+        ('{"author":{"name":"Jo"},"id":"a"}', '{"author":"<user>","id":"a"}'),
+        ('{"author":["Jo","A', '{"author":"<user>"'),
+        (r'{"body":"u/John\\_Doe"}', '{"body":"<user>"}'),
         ('{"author_fullname":"t2_x"}', '{"author_fullname":"<user>"}'),
         ('{"body":"hi","author":"Jo_', '{"body":"hi","author":"<user>"'),
         ('{"subreddit":"u_Jo_9","author":null}', '{"subreddit":"u_<user>","author":null}'),
