@@ -98,6 +98,8 @@ class Config:
         require(
             self.baselines or not self.mapped, "mapped", self.mapped, "none, with --baselines false"
         )
+        require(self.none != "threshold" or self.split != "valid", "split", self.split,
+                "test or train with --none threshold, which is chosen on valid")  # fmt: skip
         require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
 
     def rules(self) -> Protocol:

@@ -100,7 +100,9 @@ def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts
     if outside and not inside:
         eight, ninth, tenth = _cut(train, where)
         train, inside = [*eight, *ninth], tenth
-    notes = [*account.notes, *_contradictions([*train, *asked])]
+    notes = [*account.notes, *_contradictions([*train, *asked]), *_known(train, asked)]
+    if not outside:
+        notes.append("no text is out of scope: the threshold is 0, so every text gets an intent")
     dropped = {**account.dropped.counts, **account.malformed.counts}
     texts = Texts(train, asked, [*inside, *outside] if outside else [], asked_split, dropped,
                   tuple(notes))  # fmt: skip
@@ -186,8 +188,7 @@ def _cut(
     parts: tuple[list[Labelled], list[Labelled], list[Labelled]] = ([], [], [])
     by_intent: dict[str, dict[str, list[Labelled]]] = {}
     for row in texts:
-        key = " ".join(row.text.casefold().split())
-        by_intent.setdefault(row.intent, {}).setdefault(key, []).append(row)
+        by_intent.setdefault(row.intent, {}).setdefault(_key(row.text), []).append(row)
     for intent in sorted(by_intent):
         groups = by_intent[intent]
         if len(groups) < 2:
@@ -204,12 +205,24 @@ def _cut(
     return parts
 
 
+def _key(text: str) -> str:
+    """What equal texts have in common."""
+    return " ".join(text.casefold().split())
+
+
+def _known(train: Sequence[Labelled], asked: Sequence[Labelled]) -> list[str]:
+    """Says how many asked texts are trained on: their answers are known."""
+    keys = {_key(row.text) for row in train}
+    count = sum(_key(row.text) in keys for row in asked)
+    return [f"of {len(asked):,} asked texts, trained on too: {count:,}"] if count else []
+
+
 def _contradictions(texts: Sequence[Labelled]) -> list[str]:
     intents_of: dict[str, set[str]] = {}
     for row in texts:
         intents_of.setdefault(row.text, set()).add(row.intent)
     count = sum(len(found) > 1 for found in intents_of.values())
-    return [f"{count:,} texts have more than one intent"] if count else []
+    return [f"texts with more than one intent: {count:,}"] if count else []
 
 
 def _check(texts: Texts, where: str) -> None:

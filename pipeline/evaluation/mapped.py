@@ -148,8 +148,15 @@ class _Vectors:
 
     def scores(self, questions: Questions) -> Floats:
         contexts_ND = unit_vectors(self.encoder, [context[-1] for context in questions.contexts])
-        own_NKD = self.responses_TD[torch.from_numpy(questions.own_NK)]
-        own_NK = torch.einsum("nd,nkd->nk", contexts_ND, own_NKD)
+        # Question by question: of 10,000 candidates each, all vectors at once would be gigabytes.
+        own_NK = torch.stack(
+            [
+                self.responses_TD[own_K] @ context_D
+                for own_K, context_D in zip(
+                    torch.from_numpy(questions.own_NK), contexts_ND, strict=True
+                )
+            ]
+        )
         shared_NS = contexts_ND @ self.responses_TD[: questions.shared].T
         found: Floats = torch.cat([own_NK, shared_NS], dim=1).double().numpy()
         return found

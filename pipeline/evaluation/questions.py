@@ -220,7 +220,8 @@ def _given(row: DrawnRow, candidates: int, seed: int) -> Question:
     if not 0 <= label < len(texts):
         raise BadInput(f"{name}: label {label} is not allowed; allowed: 0 to {len(texts) - 1}")
     if len(texts) != candidates:
-        raise BadInput(f"{name}: {len(texts)} candidates; allowed: --candidates {candidates}")
+        raise BadInput(f"{name}: {len(texts)} candidates, not {candidates}; allowed: examples that all have "
+                       f"as many, and --candidates {len(texts)} where that is the number")  # fmt: skip
     if texts[label] != row["response"]:
         raise BadInput(f"{name}: the response is not the candidate at label {label}; allowed: a "
                        "corpus whose label is the response's place among its candidates")  # fmt: skip

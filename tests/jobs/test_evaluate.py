@@ -337,13 +337,22 @@ def test_the_own_article_among_fixed_others(evaluate, articles, monkeypatch):
 
 def test_a_threshold_for_none_is_chosen_on_valid(evaluate, actors_in_process, tmp_path):
     """Sub-task 4: a model that never saw NONE gives it any score; a threshold helps it."""
-    for split, examples in (("train", 3), ("dev", 20)):
+    for split, examples in (("train", 20), ("dev", 20)):
         rows = [dstc7_example(n, split) for n in range(examples)]
         (tmp_path / f"ubuntu_{split}_subtask_4.json").write_text(json.dumps(rows))
     output = str(tmp_path / "corpus")
     files = tuple(str(file) for file in sorted(tmp_path.glob("*.json")))
     prepare_corpus.run(prepare_corpus.Config(format="dstc7", input=files, output=output))
-    options = ("--protocol", "dstc7", "--candidates", 101, "--latency-queries", 0)
+    options = (
+        "--protocol",
+        "dstc7",
+        "--candidates",
+        101,
+        "--latency-queries",
+        0,
+        "--split",
+        "train",
+    )
     ranked = evaluate(*options, corpus=output).summary["table"]
     threshold = evaluate(*options, "--none", "threshold", corpus=output).summary["table"]
     assert ranked["tf-idf"]["R@1/101"] == ranked["bm25"]["R@1/101"] == 0.5  # never NONE
@@ -422,7 +431,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(
     [
         (("--split", "train"),
          "no candidates; allowed: a corpus that gives them, or --protocol polyai"),
-        (("--candidates", "10"), "20 candidates; allowed: --candidates 10"),
+        (("--candidates", "10"), "20 candidates, not 10; allowed: "),
         (("--candidates", "1"), "candidates_per_question: 1 is not allowed; allowed: >= 2"),
         (("--source", "sampled", "--candidates", "100000"), "different responses in valid/"),
         (("--split", "test"), "the corpus has no examples in test/"),
@@ -436,7 +445,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(
         (("--together", "true"), "together: True is not allowed; allowed: false for one model"),
         (("--protocol", "trec"), "trec"),
         (("--protocol", "wikipedia"), "no others/; allowed: a corpus for article search"),
-        (("--none", "threshold"), "--none threshold: there are examples without the candidate 'NONE'"),
+        (("--none", "threshold"), "split: 'valid' is not allowed; allowed: test or train with --none"),
         (("--model", "MODEL", "MODEL"), "each model once"),
         (("--resources.actors", "-1"), "resources.actors: -1 is not allowed"),
         (("--mapped", "MODEL", "--baselines", "false"), "mapped: "),

@@ -13,6 +13,7 @@ from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 
 HEAD = "text,label\n"
+ALL_IN_SCOPE = "no text is out of scope: the threshold is 0, so every text gets an intent"
 
 
 def rows(intent: str, count: int, start: int = 0) -> str:
@@ -155,7 +156,13 @@ def test_empty_texts_and_intents_are_counted(read):
 
 def test_texts_with_two_intents_are_reported(read):
     found = read({"mine.csv": HEAD + rows("pay", 20) + rows("block", 20) + "pay number 1,block\n"})
-    assert found.notes == ("1 texts have more than one intent",)
+    assert found.notes == ("texts with more than one intent: 1", ALL_IN_SCOPE)
+
+
+def test_asked_texts_that_are_trained_on_are_reported(read):
+    found = read({"train.csv": HEAD + rows("pay", 20) + rows("block", 20),
+                  "test.csv": HEAD + "Pay  NUMBER 1,pay\nanything else,block\n"})  # fmt: skip
+    assert found.notes == ("of 2 asked texts, trained on too: 1", ALL_IN_SCOPE)
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ def test_corpus_without_candidates_of_its_own_is_refused(sampled):
 @pytest.mark.parametrize("candidates", [4, 6])
 def test_another_number_of_candidates_than_asked_for_is_refused(given, candidates):
     message = refusal(given, "given", candidates=candidates)
-    assert "example e0: 5 candidates; allowed" in message
+    assert f"example e0: 5 candidates, not {candidates}; allowed" in message
 
 
 @pytest.mark.parametrize("label", [-1, C])
