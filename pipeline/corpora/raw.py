@@ -173,12 +173,13 @@ def read_lines(
     """(line number from 1, text without its line end) of a whole text file, blank lines too, without the
     mark that some programs begin UTF-8 with.
 
-    Bytes that are no UTF-8 become U+FFFD. Lines end at \\n only: U+2028 is text.
-    Raises BadInput for a stream that is cut off, unless those are kept: then `notes` say so.
+    Bytes that are no UTF-8 become U+FFFD, and `notes` say in how many lines. Lines end at \\n only: U+2028 is
+    text. Raises BadInput for a stream that is cut off, unless those are kept: then `notes` say so.
     """
-    number = 0
+    number = undecodable = 0
     try:
         for block in line_blocks(uri, 1 << 24):
+            undecodable += _undecodable_lines(block)
             for line in block.decode("utf-8", errors="replace").removesuffix("\n").split("\n"):
                 number += 1
                 yield (
@@ -190,6 +191,17 @@ def read_lines(
             raise cut_off_input(error, number) from None
         if notes is not None:
             notes.append(cut_off_note(error, number))
+    if undecodable and notes is not None:
+        notes.append(f"{uri}: U+FFFD for bytes that are not UTF-8 in {undecodable:,} lines")
+
+
+def _undecodable_lines(block: bytes) -> int:
+    try:
+        block.decode()
+        return 0
+    except UnicodeDecodeError:
+        lines = block.decode(errors="surrogateescape").split("\n")
+        return sum(not is_text(line) for line in lines)
 
 
 def is_overlong(line: str) -> bool:

@@ -141,6 +141,16 @@ def test_lines_end_at_line_feeds_only_and_are_numbered_from_1(file, data, lines)
     assert list(read_lines(file(data), Reading())) == list(enumerate(lines, start=1))
 
 
+def test_lines_with_bytes_that_are_not_utf8_are_counted(file):
+    notes, uri = [], file("caf\xe9\nna\xefve\n".encode("latin-1") + "café\n".encode())
+    assert [text for _, text in read_lines(uri, Reading(), notes)] == [
+        "caf\ufffd",
+        "na\ufffdve",
+        "café",
+    ]
+    assert notes == [f"{uri}: U+FFFD for bytes that are not UTF-8 in 2 lines"]
+
+
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 60), st.integers(1, 20))
 def test_blocks_are_whole_lines_and_together_the_file(pieces, block_bytes, step):
     data = b"\n".join(pieces)
