@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import program
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.artifact import Artifact, draft
 from pipeline.classification import texts as intent_texts
 from pipeline.classification.settings import KIND, PLOT, REPORT, EncodeConfig, HeadConfig
@@ -45,6 +45,8 @@ class Config:
     """A text's vector."""
     head: HeadConfig = field(default_factory=HeadConfig)
     """The classifier."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print the texts and the hours of their vectors, measured on this machine, and write nothing."""
     json: str = field(default="", metadata=NOT_IDENTITY)
     """Write the numbers to this file too."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
@@ -60,6 +62,10 @@ def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
     texts = intent_texts.read(config.input, config.read, config.reading)
     source, reference = open_text_encoder(config.encoder)
+    if config.dry_run:
+        from pipeline.classification import training
+
+        return cost.show("classify_intents", training.estimate(texts, source, config.encode))
     fingerprint = storage.raw_fingerprint(files, whole=True)
     given = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     out = draft(config.output, KIND, config, {"encoder": reference, "input": given})

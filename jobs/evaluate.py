@@ -12,13 +12,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from jobs import cluster, program
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.actors import HERE, Actors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.evaluation import none, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
-from pipeline.evaluation.questions import CandidateSource, questions
+from pipeline.evaluation.questions import CandidateSource, Questions, questions
 from pipeline.evaluation.results import Measurement, Result, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
@@ -79,6 +79,8 @@ class Config:
     """Draw R@1 against milliseconds into this PNG; empty: beside --json, if there is one."""
     errors: str = ""
     """Write each model's 100 worst-ranked examples to this file (JSON lines), and print three."""
+    dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Print the questions and the hours, measured on this machine, and write nothing."""
     precision: Precision = "auto"
     """What encoders compute in; auto: bf16 where the hardware multiplies it. Scores differ a little."""
     resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
@@ -136,6 +138,8 @@ def run(config: Config) -> program.Summary:
     asked, wanted = measure.asked, rules.candidates
     rules = measure.protocol
     asked_models = {name: model for name, (model, _) in models.items() if name not in skipped}
+    if config.dry_run:
+        return _dry_run(config, asked, {name: models[name] for name in asked_models})
     found, ranked, runs = list[Result](), list[Result](), list[tracking.Run]()
     if config.baselines:
         known = known_texts(corpus) or [asked.texts[place] for place in asked.right()]
@@ -214,6 +218,20 @@ def run(config: Config) -> program.Summary:
         if uri:
             storage.write_bytes(uri, data)
     return summary
+
+
+def _dry_run(
+    config: Config, asked: Questions, models: Mapping[str, tuple[Artifact, RankerConfig]]
+) -> program.Summary:
+    from pipeline.evaluation.estimate import AskedModel, estimate
+    from pipeline.evaluation.ranking import load_scorer
+
+    precision = _precision(config)
+    found = {
+        name: AskedModel(functools.partial(load_scorer, model, "", precision), settings.has_vectors)
+        for name, (model, settings) in models.items()
+    }
+    return cost.show("evaluate", estimate(asked, found), {"candidates": asked.candidates})
 
 
 def measurement(config: Config, corpus: Artifact) -> Measurement:

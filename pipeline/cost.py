@@ -92,6 +92,22 @@ def show(job: str, estimate: Estimate, details: Mapping[str, Any] | None = None)
     return {"dry_run": True, "estimate": found, **more}
 
 
+def measured_here(hours: float, what: str, **more: Any) -> Estimate:
+    """`hours` of this process, on its GPU or on all its cores; `what` was measured to know that."""
+    import torch
+
+    from pipeline.resources import best_device
+
+    device, cores = best_device(), torch.get_num_threads()
+    on_gpu = device.type == "cuda"
+    return Estimate(
+        gpu_hours=hours if on_gpu else None,
+        cpu_hours=None if on_gpu else hours * cores,
+        basis=f"{what}, measured on {device} ({cores} threads)",
+        **more,
+    )
+
+
 def reads(sizes: Iterable[int]) -> int:
     """Requests that read files of these sizes from an object store."""
     return sum(max(1, -(-size // _RANGE_BYTES)) for size in sizes)

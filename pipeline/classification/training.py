@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import storage
+from pipeline import cost, storage
 from pipeline.artifact import Draft
 from pipeline.classification import encoder, evaluation, head
 from pipeline.classification.classifier import Classifier
@@ -26,6 +26,7 @@ from pipeline.resources import best_device
 
 _VECTORS = "_vectors.npy"
 _PROGRESS_S = 10.0
+_MEASURED_TEXTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,7 @@ class Vectors:
 
 def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Vectors:
     """Of all texts, each once; a resumed job has them."""
-    rows = (*texts.train, *texts.asked, *texts.threshold)
-    distinct = list(dict.fromkeys(row.text for row in rows))
+    distinct = _distinct(texts)
     device = best_device()
     if "vectors" not in out.marks():
         began = time.perf_counter()
@@ -69,6 +69,25 @@ def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Ve
               f"({model.ranker.precision})", flush=True)  # fmt: skip
     vectors_NF = torch.from_numpy(np.load(io.BytesIO(storage.read_bytes(out.path(_VECTORS)))))
     return Vectors({text: place for place, text in enumerate(distinct)}, vectors_NF.to(device))
+
+
+def estimate(texts: Texts, source: Source, config: EncodeConfig) -> cost.Estimate:
+    """By the vectors of some texts, made here; heads train in seconds."""
+    distinct = _distinct(texts)
+    model = encoder.load(source.local(), config, best_device())
+    some = distinct[:: max(1, len(distinct) // _MEASURED_TEXTS)][:_MEASURED_TEXTS]
+    model.vectors(some[:1])  # the first allocates
+    began = time.perf_counter()
+    model.vectors(some)
+    rate = len(some) / (time.perf_counter() - began)
+    hours = len(distinct) / rate / 3600
+    return cost.measured_here(hours, f"{rate:,.0f} texts a second", rows=len(distinct))
+
+
+def _distinct(texts: Texts) -> list[str]:
+    """Those that get a vector."""
+    rows = (*texts.train, *texts.asked, *texts.threshold)
+    return list(dict.fromkeys(row.text for row in rows))
 
 
 @dataclass(frozen=True)

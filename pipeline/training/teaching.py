@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from pipeline import cost, storage
 from pipeline.actors import Actors
@@ -88,18 +87,15 @@ def estimate(
     _add_scores(asked, rankers, config.batch_tokens)
     scored = corpus.rows("train/") * len(asked) / len(rows)
     hours = (time.perf_counter() - began) / max(len(asked), 1) * scored / 3600
-    on_gpu = device.type == "cuda"
-    cores = torch.get_num_threads()
     sizes = [entry["bytes"] for entry in corpus.manifest["files"]]
-    return cost.Estimate(
+    return cost.measured_here(
+        hours,
+        f"{len(asked)} rows",
         input_files=len(sizes),
         input_bytes=sum(sizes),
         rows=corpus.rows("train/"),
         tasks=len(sizes),
         requests=cost.reads(sizes) + 3 * len(sizes),
-        gpu_hours=hours if on_gpu else None,
-        cpu_hours=None if on_gpu else hours * cores,
-        basis=f"{len(asked)} rows, measured on {device} ({cores} threads)",
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from jobs import (
     clean_corpus,
@@ -19,10 +21,12 @@ from jobs import (
 from jobs.benchmarks import capacity
 from pipeline import cost
 from pipeline.corpora import raw, reddit
+from pipeline.evaluation import estimate as evaluation_estimate
 from pipeline.models.settings import ranker_config
 from pipeline.training import estimate
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.settings import TeachingConfig, TokenizerConfig
+from tests.helpers import rows_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,6 +108,37 @@ def test_a_tokenizer_learns_from_train_as_far_as_it_is_told(convai2_corpus, nowh
 
     assert estimate(1_000_000)["rows"] == convai2_corpus.rows("train/")
     assert estimate(31)["cpu_hours"] == pytest.approx(0.01 / 3600)
+
+
+def test_an_evaluation_measures_a_few_questions_of_each_model(
+    run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
+):
+    monkeypatch.setattr(evaluation_estimate, "_MEASURED_S", 0.02)
+    models = [tiny_ranker(kind).uri for kind in ("poly", "cross")]
+    said = run_job_here(
+        "evaluate", "--model", *models, "--corpus", convai2_corpus.uri, "--dry-run", "true",
+        "--json", nowhere,
+    ).summary  # fmt: skip
+    found, asked = said["estimate"], convai2_corpus.rows("valid/")
+    assert (found["rows"], said["candidates"]) == (asked, 20)
+    rates = dict(re.findall(r"(\w+) ([\d,]+) (?:texts|pairs) a second", found["basis"]))
+    assert set(rates) == {"poly", "cross"}
+    rows = rows_of(convai2_corpus, "valid")
+    texts = len({text for row in rows for text in row["candidates"]}) + asked
+    per_second = {name: int(rate.replace(",", "")) for name, rate in rates.items()}
+    seconds = texts / per_second["poly"] + 20 * asked / per_second["cross"]
+    assert found["cpu_hours"] == pytest.approx(torch.get_num_threads() * seconds / 3600, rel=0.01)
+
+
+def test_intents_measure_the_vectors_of_some_texts(run_job_here, tiny_ranker, tmp_path, nowhere):
+    texts = "".join(f"{intent} {n},{intent}\n" for intent in ("pay", "block") for n in range(20))
+    (tmp_path / "mine.csv").write_text(f"text,label\n{texts}pay 1,pay\n")
+    said = run_job_here(
+        "classify_intents", "--encoder", tiny_ranker("bi").uri, "--input", tmp_path / "mine.csv",
+        "--output", nowhere, "--dry-run", "true",
+    ).summary  # fmt: skip
+    assert said["estimate"]["rows"] == 36  # the tenth that would set a threshold is not needed
+    assert said["estimate"]["cpu_hours"] > 0 and "texts a second" in said["estimate"]["basis"]
 
 
 def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere, monkeypatch):

@@ -52,7 +52,7 @@ EXCLUDED = {
     "embed_pool": {"pools", "dry_run", "publish_only", "keep", "keep_days", "lock_expires_s", "redact",
                    "embed.repeated_ids"}
     | GATE | READING | ACTORS,
-    "evaluate": ACTORS,
+    "evaluate": {"dry_run"} | ACTORS,
     "finetune": {"output", "register_as", "dry_run"} | LOOP | WORKERS,
     "prepare_corpus": {"output", "expect", "dry_run"} | READING,
     "pretrain": {"output", "dry_run", "keep_training_state", "pretrain.steps"} | LOOP | WORKERS,
