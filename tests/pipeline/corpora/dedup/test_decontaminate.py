@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline import executors
 from pipeline.artifact import draft
 from pipeline.config import BadInput
 from pipeline.corpora import buckets
@@ -125,6 +126,25 @@ def test_what_goes_is_what_one_table_of_all_n_grams_says(
     assert len(samples) > 20
     for sample in samples:
         assert (sample["reason"], sample["same_as"]) == expected[sample["example_id"]]
+
+
+def test_tasks_of_a_cluster_drop_what_this_process_drops(
+    local_ray, corpus_of, clean, many_buckets, tmp_path, monkeypatch
+):
+    """Eight buckets; the filter goes through Ray's object store."""
+    rng = random.Random(0)
+
+    def text():
+        return " ".join(rng.choices("abcdef", k=rng.randint(1, 9)))
+
+    rows = [row(f"e{n:03d}", text(), text()) for n in range(60)]
+    held_out = [row(f"h{n:03d}", text(), text(), split="test") for n in range(5)]
+    corpus = corpus_of([*rows, *held_out], shards=3)
+    here = clean(corpus, ONLY, RULE, own_sets(corpus))
+    monkeypatch.setattr(executors, "_current", None)
+    there = clean(corpus, ONLY, RULE, own_sets(corpus))
+    assert 5 < sum(here.dropped.values()) < 60
+    assert (there.dropped, there.rows) == (here.dropped, here.rows)
 
 
 def test_the_driver_holds_a_filter_and_a_task_one_bucket(
