@@ -1,219 +1,23 @@
-"""What a ranker is fine-tuned on: batches, negatives and losses."""
+"""What a recipe of fine-tuning makes: tasks, layers, steps, folds; what it refuses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModel
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.models import inference
-from pipeline.models.losses import distillation_kl, margin_mse
 from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External, Tower
 from pipeline.training import finetuning
-from pipeline.training.examples import DualCollator, PairCollator, has_candidates
 from pipeline.training.finetune_settings import Distillation, FinetuneConfig, Mining
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
-from pipeline.training.objectives import DualModule, PairModule
 from pipeline.training.settings import LoopConfig
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def collated(collator, rows, seed=0):
-    return collator.collate(collator.prepare(rows, generator(seed)), generator(seed))
-
-
-def texts_of(tokens, place):
-    """The words of one row of a batch, [CLS] and [SEP] left out."""
-    ids = tokens.ids_BT[place, tokens.mask_BT[place]].tolist()
-    return " ".join(f"w{number - 5}" for number in ids if number > 4)
-
-
-def candidates_of(batch, place):
-    """The candidates' texts of one example of a pair batch."""
-    count = len(batch.pairs.ids_BT) // len(batch.label_B)
-    second = batch.pairs.segments_BT > 0
-    alone = batch.pairs._replace(mask_BT=second)
-    return [texts_of(alone, place * count + number) for number in range(count)]
-
-
-def softmax_loss(scores, labels, excluded):
-    losses = []
-    for row, label, out in zip(scores, labels, excluded, strict=True):
-        kept = np.where(out, -np.inf, row)
-        losses.append(np.log(np.exp(kept - kept.max()).sum()) + kept.max() - row[label])
-    return np.mean(losses)
-
-
-DUAL_ROWS = [
-    {"context": ["w1 w2", "w3"], "response": "w4"},
-    {"context": ["w5"], "response": "w6 w7 w8"},
-    {"context": ["w9 w10 w11"], "response": "w4"},
-    {"context": ["w12"], "response": "w13"},
-]
-
-
-@pytest.mark.parametrize("kind", [DualCollator, PairCollator])
-def test_only_a_batch_is_tokenised_not_the_window_it_is_drawn_from(tiny, kind, monkeypatch):
-    """The first step of a cross-encoder waited for 16,384 contexts and all their candidates."""
-    ranker = tiny.ranker(architecture="cross" if kind is PairCollator else "bi")
-    collator = kind(ranker, 1)
-    rows = [{"context": [f"w{n}"], "response": f"w{n + 1}"} for n in range(50)]
-    tokenised = []
-    for name in ("context_rows", "candidate_rows"):
-        tokens_of = getattr(ranker, name)
-        monkeypatch.setattr(
-            ranker, name, lambda texts, of=tokens_of: tokenised.extend(texts) or of(texts)
-        )
-    items = collator.prepare(rows, generator())
-    assert not tokenised
-    batch = collator.collate(items[10:14], generator())
-    assert len(batch) == 4 and len(tokenised) == 4 * 3
-
-
-def test_dual_batch_holds_contexts_and_their_responses(tiny):
-    batch = collated(DualCollator(tiny.ranker()), DUAL_ROWS)
-    for place, row in enumerate(DUAL_ROWS):
-        assert texts_of(batch.contexts, place) == " ".join(row["context"])
-        assert texts_of(batch.responses, place) == row["response"]
-
-
-def test_keys_are_equal_where_the_responses_are(tiny):
-    keys = collated(DualCollator(tiny.ranker()), DUAL_ROWS).key_B.tolist()
-    assert [keys.index(key) for key in keys] == [0, 1, 0, 3]
-
-
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-def test_dual_loss_is_the_softmax_over_all_responses_but_repeated_ones(tiny, architecture):
-    ranker = tiny.ranker(architecture=architecture)
-    with torch.no_grad():
-        loss, shown = DualModule(ranker.network)(collated(DualCollator(ranker), DUAL_ROWS))
-        vectors, mask = inference.context_vectors(ranker, [row["context"] for row in DUAL_ROWS], 1)
-        candidates = inference.candidate_vectors(ranker, [row["response"] for row in DUAL_ROWS], 1)
-        scores = ranker.dual.scores(vectors, mask, candidates).double().numpy()
-    excluded = np.zeros((4, 4), bool)
-    excluded[0, 2] = excluded[2, 0] = True
-    assert loss.item() == pytest.approx(softmax_loss(scores, range(4), excluded), rel=1e-4)
-    best = np.where(excluded, -np.inf, scores).argmax(axis=1)
-    assert shown["accuracy"].item() == pytest.approx((best == np.arange(4)).mean())
-
-
-@pytest.mark.parametrize("settings", [{"architecture": "bi"}, {"vector_length": 3.0}])
-def test_matryoshka_loss_is_the_mean_of_the_losses_of_all_widths(tiny, settings):
-    """Each as of a model whose vectors are cut to that width."""
-    ranker = tiny.ranker(matryoshka=(3, 8), **settings)
-    batch = collated(DualCollator(ranker), DUAL_ROWS)
-    with torch.no_grad():
-        loss, _ = DualModule(ranker.network)(batch)
-        alone = []
-        for width in (3, 8, 0):
-            cut = tiny.ranker(matryoshka=(width,) if width else (), dimensions=width, **settings)
-            cut.load_state_dict(ranker.state_dict())
-            excluded = np.zeros((4, 4), bool)
-            excluded[0, 2] = excluded[2, 0] = True
-            vectors = cut.dual.encode_contexts(batch.contexts)
-            scores = cut.dual.scores(*vectors, cut.dual.encode_candidates(batch.responses))
-            alone.append(softmax_loss(scores.double().numpy(), range(4), excluded))
-    assert len({round(one, 3) for one in alone}) == 3
-    assert loss.item() == pytest.approx(np.mean(alone), rel=1e-4)
-
-
-OWN = [
-    {**row, "candidates": [f"w{20 + place}", row["response"], "w4", f"w{30 + place} w1"]}
-    for place, row in enumerate(DUAL_ROWS)
-]
-
-
-@pytest.mark.parametrize("negatives_from", ["given", "both"])
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-def test_dual_loss_over_given_candidates(tiny, architecture, negatives_from):
-    """The softmax over each context's own, beside all responses of the batch or without them."""
-    ranker = tiny.ranker(architecture=architecture)
-    batch = collated(DualCollator(ranker, 2), OWN)
-    wrong = [texts_of(batch.wrong, place) for place in range(8)]
-    scores, excluded = [], []
-    with torch.no_grad():
-        loss, shown = DualModule(ranker.network, negatives_from)(batch)
-        for place, row in enumerate(OWN):
-            own = wrong[2 * place : 2 * place + 2]
-            assert set(own) <= set(row["candidates"]) - {row["response"]}
-            others = [other["response"] for other in OWN] if negatives_from == "both" else []
-            texts = [row["response"], *(others[:place] + others[place + 1 :]), *own]
-            vectors = inference.context_vectors(ranker, [row["context"]])
-            candidates = inference.candidate_vectors(ranker, texts)
-            scores.append(ranker.dual.scores(*vectors, candidates)[0].double().numpy())
-            excluded.append([number > 0 and text == row["response"]
-                             for number, text in enumerate(texts)])  # fmt: skip
-    assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-4)
-    kept = [np.where(out, -np.inf, row) for row, out in zip(scores, excluded, strict=True)]
-    assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
-
-
-@pytest.mark.parametrize("negatives_from", ["given", "both", "mined"])
-@pytest.mark.parametrize("architecture", ["bi", "poly"])
-def test_shared_negatives_count_for_every_context(tiny, architecture, negatives_from):
-    """Two wrong candidates of each of four contexts: all eight, but those that are the response."""
-    ranker = tiny.ranker(architecture=architecture)
-    batch = collated(DualCollator(ranker, 2), OWN)
-    wrong = [texts_of(batch.wrong, place) for place in range(8)]
-    assert "w4" in wrong
-    scores, excluded = [], []
-    with torch.no_grad():
-        module = DualModule(ranker.network, negatives_from, share_negatives=True)
-        loss, shown = module(batch)
-        for place, row in enumerate(OWN):
-            others = [] if negatives_from == "given" else [other["response"] for other in OWN]
-            texts = [row["response"], *(others[:place] + others[place + 1 :]), *wrong]
-            vectors = inference.context_vectors(ranker, [row["context"]])
-            candidates = inference.candidate_vectors(ranker, texts)
-            scores.append(ranker.dual.scores(*vectors, candidates)[0].double().numpy())
-            excluded.append([n > 0 and text == row["response"] for n, text in enumerate(texts)])
-    assert np.any(excluded)
-    assert loss.item() == pytest.approx(softmax_loss(scores, [0] * 4, excluded), rel=1e-4)
-    kept = [np.where(out, -np.inf, row) for row, out in zip(scores, excluded, strict=True)]
-    assert shown["accuracy"].item() == pytest.approx(np.mean([row.argmax() == 0 for row in kept]))
-
-
-@pytest.mark.parametrize("negatives", [1, 3])
-def test_shared_negatives_have_the_loss_of_sentence_transformers(tiny, negatives):
-    """MultipleNegativesRankingLoss of (anchor, positive, negatives), and its gradients."""
-    losses = pytest.importorskip("sentence_transformers.losses")
-    from sentence_transformers.util import dot_score
-
-    ranker = tiny.ranker(architecture="bi")
-    rows = [
-        {"context": [f"w{n} w{n + 1}"], "response": f"w{20 + n}",
-         "candidates": [f"w{30 + n} w{other}" for other in range(negatives)]}
-        for n in range(6)
-    ]  # fmt: skip
-    batch = collated(DualCollator(ranker, negatives), rows)
-    module = DualModule(ranker.dual, "both", share_negatives=True)
-    with torch.no_grad():
-        encoded = module.encode(batch)
-    floats = [tensor for tensor in encoded if tensor.is_floating_point()]
-    for tensor in floats:
-        tensor.requires_grad_()
-    vectors_BVMD, _, own_BD, wrong_BKD = encoded
-    ours, _ = module.loss(encoded, batch)
-    gradients = torch.autograd.grad(ours, floats)
-    reference = losses.MultipleNegativesRankingLoss(None, scale=1.0, similarity_fct=dot_score)
-    columns = [vectors_BVMD[:, 0, 0], own_BD, *wrong_BKD.unbind(1)]
-    theirs = reference.compute_loss_from_embeddings(columns, torch.arange(6))
-    torch.testing.assert_close(ours, theirs)
-    for own, other in zip(gradients, torch.autograd.grad(theirs, floats), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
-    alone, _ = DualModule(ranker.dual, "both").loss(encoded, batch)
-    assert alone < ours
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
@@ -224,52 +28,6 @@ def test_sharing_negatives_that_are_not_there_is_refused(tiny, settings, reason)
     message = refused(tiny, share_negatives=True, **settings)
     assert message.startswith("finetune.share_negatives: True is not allowed; allowed: false with ")
     assert message.endswith(reason)
-
-
-def test_wrong_candidates_that_read_as_the_response_do_not_count(tiny):
-    """Cut to their first tokens they are the same text to the model."""
-    ranker = tiny.ranker(architecture="bi")
-    same = "w1 " * 10
-    row = {"context": ["w9"], "response": f"{same} w2", "candidates": [f"{same} w3", f"{same} w2"]}
-    with torch.no_grad():
-        loss, _ = DualModule(ranker.network, "given")(collated(DualCollator(ranker, 1), [row]))
-    assert loss.item() == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
-@pytest.mark.parametrize("negatives_from", ["given", "both"])
-def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
-    """Wrong candidates are drawn in any order; what is filled up from the batch has no score."""
-    ranker = tiny.ranker(architecture="bi")
-    teacher = {f"w{n}": n / 7 for n in range(200)} | {f"w{30 + n} w1": -n / 3 for n in range(4)}
-    rows = [
-        {**row, "teacher_scores": [teacher.get(text, 1.5) for text in row["candidates"]]}
-        for row in OWN
-    ]
-    batch = collated(DualCollator(ranker, 5, teacher=True), rows)
-    config = Distillation(loss=kind, weight=0.3, temperature=2.0)
-    with torch.no_grad():
-        plain, _ = DualModule(ranker.dual, negatives_from)(batch)
-        loss, shown = DualModule(ranker.dual, negatives_from, config)(batch)
-        students = []
-        for place, row in enumerate(OWN):
-            texts = [row["response"], *(texts_of(batch.wrong, 5 * place + n) for n in range(5))]
-            vectors = inference.context_vectors(ranker, [row["context"]])
-            candidates = inference.candidate_vectors(ranker, texts)
-            students.append(ranker.dual.scores(*vectors, candidates)[0])
-            given = dict(zip(row["candidates"], rows[place]["teacher_scores"], strict=True))
-            scores = [given[text] for text in texts[:4] if text in given]
-            assert batch.teacher_BC[place, : len(scores)].tolist() == pytest.approx(scores)
-            assert batch.teacher_BC[place].isnan().sum() == 6 - len(set(row["candidates"]))
-    student_BC = torch.stack(students)
-    expected = (
-        distillation_kl(student_BC, batch.teacher_BC, 2.0)
-        if kind == "kl"
-        else margin_mse(student_BC, batch.teacher_BC)
-    )
-    assert expected > 0
-    assert shown["distill_loss"].item() == pytest.approx(0.3 * expected.item(), rel=1e-4)
-    assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
@@ -289,25 +47,11 @@ def test_a_cross_encoder_mines_nothing(tiny):
     assert message.startswith("finetune.negatives_from: 'mined' is not allowed; allowed: 'batch'")
 
 
-@pytest.mark.parametrize("name", ["weight", "temperature"])
-def test_distillation_out_of_range_is_refused_by_name(name):
-    with pytest.raises(BadInput, match=rf"finetune\.distill\.{name}: 0 is not allowed; allowed: "):
-        Distillation(**{name: 0})
-
-
 @pytest.mark.parametrize("negatives_from", ["given", "both"])
 def test_a_corpus_without_candidates_is_refused_where_they_are_needed(tiny, negatives_from):
     message = refused(tiny, negatives_from=negatives_from)
     assert f"finetune.negatives_from: '{negatives_from}' is not allowed" in message
     assert "gives no candidates in train/" in message
-
-
-@pytest.mark.parametrize("last", [None, ["w4", "w5"]])
-def test_candidates_of_any_train_file_count_not_only_the_first_files(tiny, last):
-    rows = [{"response": "w4", "candidates": given} for given in (None, [], None, last)]
-    corpus = tiny.corpus(rows, rows_per_file=2, rows_per_group=1)
-    assert has_candidates(corpus) == bool(last)
-    assert not has_candidates(corpus, "label")
 
 
 @pytest.mark.parametrize("architecture", ["bi", "cross"])
@@ -322,150 +66,6 @@ def test_without_a_teacher_no_file_is_opened_for_its_scores(tiny, monkeypatch, a
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
     monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
-
-
-PAIR_ROWS = [
-    {"context": ["w1 w2"], "response": "w3", "candidates": ["w4", "w5 w6", "w3", "w7"]},
-    {"context": ["w8"], "response": "w9 w10", "candidates": None},
-    {"context": ["w11"], "response": "w12", "candidates": ["w12", "w13"]},
-    {"context": ["w14"], "response": "w3", "candidates": []},
-]
-
-
-def test_pair_loss_is_the_softmax_over_each_contexts_own_candidates(tiny):
-    ranker = tiny.ranker(architecture="cross")
-    batch = collated(PairCollator(ranker, 3), PAIR_ROWS)
-    with torch.no_grad():
-        loss, shown = PairModule(ranker.cross)(batch)
-    contexts = [row["context"] for row in PAIR_ROWS]
-    candidates = [candidates_of(batch, place) for place in range(4)]
-    scores = torch.stack(inference.pair_scores(ranker, contexts, candidates)).double().numpy()
-    expected = softmax_loss(scores, batch.label_B.tolist(), np.zeros((4, 4), bool))
-    assert loss.item() == pytest.approx(expected, rel=1e-4)
-    hits = scores.argmax(axis=1) == batch.label_B.numpy()
-    assert shown["accuracy"].item() == pytest.approx(hits.mean())
-
-
-@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
-def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny, kind):
-    """Of candidates that were given; others, and rows without any, teach nothing."""
-    ranker = tiny.ranker(architecture="cross")
-    teacher = {"w3": 2.5, "w4": 1.0, "w5 w6": -1.0, "w7": 3.0, "w12": 0.5, "w13": -0.5}
-    rows = [
-        {**row, "teacher_scores": [teacher[text] for text in row["candidates"] or []] or None}
-        for row in PAIR_ROWS
-    ]
-    collator = PairCollator(ranker, 3, teacher=True)
-    assert "teacher_scores" in collator.columns
-    batch = collated(collator, rows)
-    given = [set(row["candidates"] or []) for row in rows]
-    for place, scores_C in enumerate(batch.teacher_BC.tolist()):
-        wanted = [teacher[text] if text in given[place] else np.nan
-                  for text in candidates_of(batch, place)]  # fmt: skip
-        assert scores_C == pytest.approx(wanted, nan_ok=True)
-    config = Distillation(loss=kind, weight=0.3, temperature=2.0)
-    with torch.no_grad():
-        plain, _ = PairModule(ranker.cross)(batch)
-        loss, shown = PairModule(ranker.cross, config)(batch)
-        contexts = [row["context"] for row in rows]
-        candidates = [candidates_of(batch, place) for place in range(4)]
-        student_BC = torch.stack(inference.pair_scores(ranker, contexts, candidates))
-    expected = (
-        distillation_kl(student_BC, batch.teacher_BC, 2.0)
-        if kind == "kl"
-        else margin_mse(student_BC, batch.teacher_BC)
-    )
-    assert expected > 0
-    assert shown["distill_loss"].item() == pytest.approx(0.3 * expected.item(), rel=1e-4)
-    assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
-
-
-# Truncated to 12 tokens, the first candidate is the response.
-SAME_TOKENS = {
-    "context": ["w9"],
-    "response": "w1 " * 12 + "w2",
-    "candidates": ["w1 " * 12 + "w3", "w1 " * 12 + "w2", "w5", "w6"],
-    "teacher_scores": [9.0, 2.0, 1.0, -1.0],
-}
-
-
-def test_a_pair_whose_candidate_reads_as_the_response_does_not_count(tiny):
-    """Neither in the loss nor in the accuracy: the model cannot tell the two apart."""
-    ranker = tiny.ranker(architecture="cross")
-    batch = collated(PairCollator(ranker, 3), [SAME_TOKENS, SAME_TOKENS])
-    texts = candidates_of(batch, 1)
-    assert texts.count(texts[0]) == 2 and texts[0].startswith("w1 w1")
-    excluded_BC = np.array([[n > 0 and text == own[0] for n, text in enumerate(own)]
-                            for own in (candidates_of(batch, place) for place in range(2))])  # fmt: skip
-    scores_BC = torch.where(torch.tensor(excluded_BC), 5.0, torch.tensor([1.0, -0.5, 0.5, 0.25]))
-    loss, shown = PairModule(ranker.cross).loss([scores_BC], batch)
-    assert loss.item() == pytest.approx(softmax_loss(scores_BC.numpy(), [0, 0], excluded_BC))
-    assert shown["accuracy"].item() == 1.0
-    second = batch.part(1, 2)
-    assert torch.equal(second.key_BC, batch.key_BC[1:])
-
-
-@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
-@pytest.mark.parametrize("architecture", ["bi", "cross"])
-def test_a_candidate_that_reads_as_the_response_teaches_nothing(tiny, architecture, kind):
-    """Whatever its teacher's score, the loss is that of the candidates beside it."""
-    ranker = tiny.ranker(architecture=architecture)
-    losses = []
-    for score in (9.0, -4.0, np.nan):
-        row = {**SAME_TOKENS, "teacher_scores": [score, *SAME_TOKENS["teacher_scores"][1:]]}
-        distill = Distillation(loss=kind)
-        if architecture == "cross":
-            module, collator = PairModule(ranker.cross, distill), PairCollator(ranker, 3, True)
-        else:
-            module = DualModule(ranker.dual, "given", distill)
-            collator = DualCollator(ranker, 3, True)
-        with torch.no_grad():
-            losses.append(module(collated(collator, [row]))[1]["distill_loss"].item())
-    assert losses[0] > 0
-    assert losses == pytest.approx([losses[2]] * 3)
-
-
-@pytest.mark.parametrize("negatives", [1, 2, 3, 6])
-def test_negatives_are_the_given_ones_then_other_responses(tiny, negatives):
-    batch = collated(PairCollator(tiny.ranker(architecture="cross"), negatives), PAIR_ROWS)
-    responses = {row["response"] for row in PAIR_ROWS}
-    for place, row in enumerate(PAIR_ROWS):
-        found = candidates_of(batch, place)
-        assert len(found) == negatives + 1
-        label = int(batch.label_B[place])
-        assert found[label] == row["response"]
-        assert found.count(row["response"]) == 1
-        given = {text for text in row["candidates"] or [] if text != row["response"]}
-        wrong = set(found) - {row["response"]}
-        assert len(wrong & given) == min(negatives, len(given))
-        assert wrong <= given | responses
-
-
-def test_negatives_follow_from_the_generator_and_change_with_it(tiny):
-    collator = PairCollator(tiny.ranker(architecture="cross"), 2)
-    found = [collated(collator, PAIR_ROWS, seed).pairs.ids_BT for seed in (1, 1, 2)]
-    assert torch.equal(found[0], found[1])
-    assert found[0].shape != found[2].shape or not torch.equal(found[0], found[2])
-
-
-def test_rows_with_one_response_in_all_still_make_a_batch(tiny):
-    """Nothing else to choose from: better than to search for ever."""
-    rows = [{"context": ["w1"], "response": "w2", "candidates": None}] * 3
-    batch = collated(PairCollator(tiny.ranker(architecture="cross"), 2), rows)
-    assert candidates_of(batch, 0) == ["w2", "w2", "w2"]
-
-
-def test_moving_batches_takes_all_of_their_parts_along(tiny):
-    meta = torch.device("meta")
-    dual = collated(DualCollator(tiny.ranker()), DUAL_ROWS).to(meta)
-    assert dual.contexts.ids_BT.is_meta
-    assert dual.responses.mask_BT.is_meta
-    assert dual.key_B.is_meta
-    pair = collated(PairCollator(tiny.ranker(architecture="cross"), 1), PAIR_ROWS).to(meta)
-    assert pair.pairs.segments_BT.is_meta
-    assert pair.label_B.is_meta
-    assert pair.key_BC.is_meta
-    assert pair.teacher_BC.is_meta
 
 
 def recipe(
@@ -623,28 +223,6 @@ def test_layers_that_do_not_train_stay_as_they_are(tiny, encoder, architecture, 
     assert held == len(trained)
 
 
-@pytest.mark.parametrize("settings", [
-    {"architecture": "poly", "code_attention": "multi_head", "candidate_attention": "multi_head"},
-    {"architecture": "poly", "projection": 8, "matryoshka": (4,), "vector_length": 2.0},
-    {"architecture": "poly", "context_codes": "last_m_and_first", "projection": 8},
-    {"architecture": "bi", "projection": 8, "share_towers": True},
-    {"architecture": "cross", "pooler": True},
-])  # fmt: skip
-def test_gradients_reach_every_weight_of_the_head(tiny, settings):
-    ranker = tiny.ranker(**settings)
-    if settings["architecture"] == "cross":
-        module, batch = PairModule(ranker.cross), collated(PairCollator(ranker, 3), PAIR_ROWS)
-    else:
-        module, batch = DualModule(ranker.dual), collated(DualCollator(ranker), DUAL_ROWS)
-    module(batch)[0].backward()
-    head = {name: value for name, value in module.named_parameters() if "encoder." not in name}
-    assert head
-    for name, value in head.items():
-        assert value.grad.isfinite().all(), name
-        # Neither a key's bias nor the score's moves a softmax: all its logits move alike.
-        assert value.grad.abs().max() > 1e-6 or name.endswith((".k.bias", "score.bias")), name
-
-
 @pytest.mark.parametrize("encoder", ["bert", "modernbert"])
 @pytest.mark.parametrize("architecture", ["poly", "cross"])
 def test_a_ranker_of_the_first_layers(tiny, encoder, architecture, tmp_path):
@@ -723,13 +301,3 @@ def test_a_batch_with_fewer_examples_than_workers_is_refused(tiny):
 
 def test_a_corpus_smaller_than_a_batch_is_refused(tiny):
     assert "too few for a batch of 41" in refused(tiny, batch_examples=41)
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("batch_examples", 1), ("negatives", 0), ("epochs", -1), ("max_steps", -1), ("dropout", 1.0),
-    ("dropout", -0.1), ("valid_examples", 1), ("valid_candidates", 1),
-    ("chunk_examples", -1), ("keep_layers", -1),
-])  # fmt: skip
-def test_settings_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(BadInput, match=rf"finetune\.{name}: {value} is not allowed; allowed: "):
-        FinetuneConfig(**{name: value})

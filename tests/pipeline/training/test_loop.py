@@ -509,46 +509,6 @@ def test_gradients_are_clipped_and_their_norm_is_shown():
     assert moved == pytest.approx(sum(run.shown("learning_rate")), rel=0.01)
 
 
-def shares(steps, **config):
-    return [rate_share(step, steps, LoopConfig(**config)) for step in range(steps)]
-
-
-@pytest.mark.parametrize("schedule", ["linear", "inverse_sqrt", "constant"])
-@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
-@pytest.mark.parametrize("warmup_steps", [0.0, 0.1, 0.5])
-def test_rates_rise_then_fall_and_stay_between_0_and_the_peak(schedule, steps, warmup_steps):
-    rates = shares(steps, schedule=schedule, warmup_steps=warmup_steps)
-    assert all(0 < rate <= 1 for rate in rates)
-    top = rates.index(max(rates))
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
-    assert top <= warmup_steps * steps + 1
-    assert max(rates) > 0.9 or warmup_steps * steps < 10
-
-
-def test_warmup_is_linear():
-    rates = shares(1000, warmup_steps=0.2)
-    assert rates[99] == pytest.approx(0.5, abs=0.01)
-    assert {round(rates[step + 1] - rates[step], 12) for step in range(199)} == {round(1 / 201, 12)}
-
-
-def test_linear_falls_by_equal_steps_to_nothing():
-    rates = shares(1000, warmup_steps=0.2, schedule="linear")
-    assert rates[600] == pytest.approx(0.5, abs=0.01)
-    assert rates[-1] < 0.002
-    assert {round(rates[s] - rates[s + 1], 9) for s in range(200, 999)} == {round(1 / 801, 9)}
-
-
-def test_inverse_sqrt_halves_at_four_times_the_warmup():
-    rates = shares(1000, warmup_steps=0.1, schedule="inverse_sqrt")
-    assert rates[399] == pytest.approx(0.5)
-    assert rates[899] == pytest.approx(1 / 3)
-
-
-def test_constant_stays_at_the_peak():
-    assert set(shares(1000, warmup_steps=0.1, schedule="constant")[100:]) == {1.0}
-
-
 @pytest.mark.parametrize(("name", "value"), [
     ("learning_rate", 0.0), ("warmup_steps", 1.5), ("warmup_steps", -0.1),
     ("new_weights_factor", 0.0), ("max_gradient_norm", 0.0), ("checkpoint_every_steps", 0),

@@ -160,6 +160,20 @@ def test_schedules_are_their_formulas(schedule, warmup, resolved):
         assert rate_share(step, 200, config) == pytest.approx(wanted), step
 
 
+@pytest.mark.parametrize("schedule", ["linear", "inverse_sqrt", "constant"])
+@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
+@pytest.mark.parametrize("warmup_steps", [0.0, 0.1, 0.5])
+def test_rates_rise_then_fall_and_stay_between_0_and_the_peak(schedule, steps, warmup_steps):
+    config = LoopConfig(schedule=schedule, warmup_steps=warmup_steps)
+    rates = [rate_share(step, steps, config) for step in range(steps)]
+    assert all(0 < rate <= 1 for rate in rates)
+    top = rates.index(max(rates))
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert top <= warmup_steps * steps + 1
+    assert max(rates) > 0.9 or warmup_steps * steps < 10
+
+
 def test_a_longer_run_has_the_same_rates_so_far_where_the_schedule_has_no_end():
     """So that more steps continue the same run."""
     for schedule in ("inverse_sqrt", "constant", "wsd"):
