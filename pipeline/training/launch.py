@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -155,12 +157,18 @@ def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
             callbacks=[RetryMachinesOnly()],
         ),
     )
+    on_interrupt = signal.getsignal(signal.SIGINT)
     try:
         result = trainer.fit()
+    except SystemExit:  # how Ray ends a run that it has aborted after Ctrl-C
+        raise KeyboardInterrupt from None
     except Exception as error:
         if known := cause_of(error, BadInput, Stopped):
             raise known from None
         raise
+    finally:
+        if threading.current_thread() is threading.main_thread():  # Ray leaves its own handler
+            signal.signal(signal.SIGINT, on_interrupt)
     metrics = {name: float(value) for name, value in (result.metrics or {}).items()}
     last = result.checkpoint  # None: there was no step to train
     where = draft.path(_CHECKPOINTS, _RUN, Path(last.path).name) if last else ""

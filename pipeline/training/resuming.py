@@ -69,13 +69,13 @@ def last_whole(checkpoints: list[str]) -> str:
 
 
 def unlisted_checkpoint(folder: str) -> str:
-    """The newest whole checkpoint in Ray Train's folder, where its list of them was truncated by a kill; then
-    the list is removed, as Ray Train would end at it. "": the list is whole, or there is none."""
+    """The newest whole checkpoint in Ray Train's folder, where a kill came before its list of them was
+    written, or truncated it; then the list is removed, as Ray Train would end at it. "": the list is whole,
+    or there is no checkpoint."""
     listed = storage.join(folder, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME)
-    if not storage.exists(listed):
-        return ""
-    with suppress(ValueError):
-        json.loads(storage.read_bytes(listed))
-        return ""
-    storage.delete(listed)
+    if storage.exists(listed):
+        with suppress(ValueError):
+            json.loads(storage.read_bytes(listed))
+            return ""
+        storage.delete(listed)
     return last_whole(storage.list_folders(folder))

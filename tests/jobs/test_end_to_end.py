@@ -1,7 +1,7 @@
 """The whole path as a user takes it, from the corpus to requests over HTTP.
 
-The training, the embedding of the pool and `serve run` are processes; the training is killed once, and
-started again. The other jobs run in this process, as in a notebook: each process imports torch again.
+The training, the embedding of the pool and `serve run` are processes; the training is interrupted, killed,
+and started again. The other jobs run in this process, as in a notebook: each process imports torch again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,14 @@ from pipeline.models.placement import prepare_for_training
 from pipeline.models.sources import open_encoder
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
-from tests.helpers import free_port, job_command, ray_processes, run_in_processes, wait_until
+from tests.helpers import (
+    INTERRUPTED,
+    free_port,
+    job_command,
+    ray_processes,
+    run_in_processes,
+    wait_until,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,6 +102,7 @@ def made(cluster, submit_job, sample_files, tmp_path_factory: pytest.TempPathFac
     evaluation = ("evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
                   "--json", work / "table.json")  # fmt: skip
     said = {command[0]: summary_here(*command) for command in here}
+    interrupt_in_mid_training(ranker, training)
     kill_in_mid_training(ranker, training)
     killed_at = time.time()
     for verb, *arguments in processes:
@@ -110,27 +118,49 @@ def summary_here(verb: str, *arguments: object) -> dict[str, Any]:
         return {"job": verb, **job.run(parse(job.Config, list(map(str, arguments)), verb))}
 
 
-def kill_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
-    """Starts jobs.finetune, and kills a worker and the driver with -9 after two checkpoints."""
-    process = subprocess.Popen(
-        job_command("finetune", *arguments),
-        cwd=ROOT,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    saved = "_checkpoints/training/checkpoint_*/state.json"
+@contextmanager
+def in_mid_training(
+    ranker: Path, arguments: tuple[object, ...], checkpoints: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """jobs.finetune, when it has saved so often; killed at the end. What it says is in "said"."""
     partial = ranker.with_name(f"{ranker.name}.partial")
+
+    def saved() -> set[Path]:
+        return set(partial.glob("_checkpoints/training/checkpoint_*/state.json"))
+
+    earlier = saved()
+    # A shell's background job ignores SIGINT, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with ranker.with_name("said").open("wb") as said:
+        process = subprocess.Popen(
+            job_command("finetune", *arguments),
+            cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=said,
+        )  # fmt: skip
     try:
-        wait_until(lambda: len(list(partial.glob(saved))) >= 2, process)
+        wait_until(lambda: len(saved() - earlier) >= checkpoints, process)
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not ranker.exists()
+
+
+def interrupt_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
+    """Ctrl-C says how to go on."""
+    with in_mid_training(ranker, arguments, checkpoints=1) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == INTERRUPTED
+    said = ranker.with_name("said").read_text().splitlines()
+    assert "python -m jobs.finetune: interrupted; the same command resumes" in said
+
+
+def kill_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
+    """Kills a worker and the driver with -9."""
+    with in_mid_training(ranker, arguments, checkpoints=2):
         workers = ray_processes("RayTrainWorker")
         assert len(workers) == WORKERS
         workers[0].kill()
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
-    assert not ranker.exists()
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +173,6 @@ def port(made, cluster) -> Iterator[int]:
                f"model={made.work}/ranker", f"pools={made.work}/pools/replies",
                "precision=fp32"]  # fmt: skip
     log = made.work / "serve.log"
-    # A shell's background job ignores SIGINT, and so would what it starts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, cwd=ROOT, start_new_session=True, stdout=stream, stderr=stream

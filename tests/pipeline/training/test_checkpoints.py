@@ -79,7 +79,7 @@ def test_a_batch_is_kept_with_the_names_of_its_fields(tmp_path):
 
 @pytest.mark.parametrize(("listed", "newest_is_whole", "expected"), [
     ("{}", True, ""), ('{"checkpoint_results": [', True, "checkpoint_2"),
-    ("", False, "checkpoint_1"), (None, True, ""),
+    ("", False, "checkpoint_1"), (None, True, "checkpoint_2"),
 ])  # fmt: skip
 def test_a_list_of_checkpoints_that_was_cut_off_loses_none(
     checkpoint, tmp_path_factory, listed, newest_is_whole, expected
