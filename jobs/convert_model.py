@@ -73,7 +73,7 @@ def run(config: Config) -> program.Summary:
             return program.published(out, already_there=True)
         with tracking.start("convert_model", out) as tracked:
             storage.upload(Path(made), out.staging)
-            counts = {"parameters": sum(value.numel() for value in ranker.parameters())}
+            counts = {"parameters": ranker.parameter_count}
             done = out.publish(folder_entries(Path(made)), counts, run_id=tracked.run_id)
             tracking.finish(tracked, done)
     return program.published(done, already_there=False, architecture=ranker.config.architecture)
@@ -84,7 +84,7 @@ def _open(uri: str) -> tuple[Path, Artifact | dict[str, Any]]:
     if storage.exists(storage.join(uri, MANIFEST)):
         artifact = open_artifact(uri, "ranker", "sentence-transformers")
         return artifact.local(), artifact
-    if not storage.exists(uri):
+    if not storage.is_folder(uri):
         raise BadInput(f"--model {uri}: no such folder")
     source, reference = open_external(uri)
     return source.local(), reference

@@ -55,13 +55,14 @@ def run(config: Config) -> program.Summary:
 
 def _corpus(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
+    html = storage.absolute(config.html or f"{storage.name_of(corpus.uri)}.html")
+    require(not storage.is_folder(html), "html", html, "a file, where there is no folder")
 
     from pipeline.corpora.report import page, survey, text
 
     found = survey.survey_corpus(corpus, config.sample_rows, config.examples, config.seed)
     for line in text.lines(found):
         print(line)
-    html = storage.absolute(config.html or f"{storage.name_of(corpus.uri)}.html")
     storage.write_bytes(html, page.page(found).encode())
     print(f"== The same with plots: {html}")
     return {

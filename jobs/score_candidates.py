@@ -44,9 +44,12 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
     from pipeline.training import teaching
+    from pipeline.training.examples import has_candidates
     from pipeline.training.tokenized_corpus import require_train
 
     require_train(corpus)
+    require(config.teaching.random_candidates > 0 or has_candidates(corpus), "teaching.random_candidates", 0,
+            f"1 or more, as no example of {corpus.uri}/train has candidates")  # fmt: skip
     names = ["teacher", *(f"teacher-{number}" for number in range(2, len(teachers) + 1))]
     teaching.teachers_of(corpus, teachers, config.teaching)  # refuses before the draft
     if config.dry_run:

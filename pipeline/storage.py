@@ -125,6 +125,11 @@ def names_in(uri: str) -> list[str]:
     return sorted(name_of(info.path) for info in filesystem.get_file_info(pafs.FileSelector(path)))
 
 
+def is_folder(uri: str) -> bool:
+    filesystem, path = locate(uri)
+    return bool(filesystem.get_file_info(path).type == pafs.FileType.Directory)
+
+
 def list_folders(uri: str) -> list[str]:
     """The folders right in a folder, sorted; [] where it does not exist."""
     filesystem, root = locate(uri)

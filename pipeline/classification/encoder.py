@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor, device
 
 from pipeline.classification.settings import EncodeConfig
+from pipeline.config import require
 from pipeline.models import inference
 from pipeline.models.exchange import from_anywhere
 from pipeline.models.ranker import Ranker, new_network
@@ -56,6 +57,11 @@ def _ranker(folder: Path, config: EncodeConfig) -> Ranker:
     sentence_transformers = (folder, folder / "context")  # the second: with a folder for each side
     theirs = any((one / SENTENCE_TRANSFORMERS).exists() for one in sentence_transformers)
     if theirs or (folder / SETTINGS).exists():
+        says = f"as {folder} says it itself"
+        require(config.reduction == "mean", "encode.reduction", config.reduction, f"mean, {says}")
+        require(
+            theirs or not config.max_tokens, "encode.max_tokens", config.max_tokens, f"0, {says}"
+        )
         return from_anywhere.load(folder, config.max_tokens, config.max_tokens)
     encoder = Encoder.load(folder)
     tokens = config.max_tokens or encoder.positions

@@ -102,7 +102,7 @@ def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts
         train, inside = [*eight, *ninth], tenth
     notes = [*account.notes, *_contradictions([*train, *asked]), *_known(train, asked)]
     if not outside:
-        notes.append("no text is out of scope: the threshold is 0, so every text gets an intent")
+        notes.append("no text out of scope sets a threshold: it is 0, so every text gets an intent")
     dropped = {**account.dropped.counts, **account.malformed.counts}
     texts = Texts(train, asked, [*inside, *outside] if outside else [], asked_split, dropped,
                   tuple(notes))  # fmt: skip

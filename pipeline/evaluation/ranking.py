@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -172,8 +172,14 @@ class RankerScorer:
     label: str = ""
     """Shown beside the progress; none is shown without."""
     batch_tokens: int = inference.BATCH_TOKENS
+    as_in_loss: bool = False
+    """Whether scores are those that the softmax of the loss takes (`Ranker.loss_scale`)."""
 
     def prepare(self, questions: Questions) -> PreparedScorer:
+        found = self._prepare(questions)
+        return Scaled(found, self.ranker.loss_scale) if self.as_in_loss else found
+
+    def _prepare(self, questions: Questions) -> PreparedScorer:
         if not self.ranker.config.has_vectors:
             return PreparedCross(self.ranker, self.batch_tokens)
         parts = []
@@ -186,6 +192,17 @@ class RankerScorer:
                 parts.append(inference.candidate_vectors(self.ranker, texts, self.batch_tokens))
                 bar.update(len(texts))
         return PreparedDual(self.ranker, torch.cat(parts).to(self.ranker.device), self.batch_tokens)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Scores, multiplied."""
+
+    prepared: PreparedScorer
+    scale: float
+
+    def scores(self, questions: Questions) -> Floats:
+        return self.prepared.scores(questions) * np.float32(self.scale)
 
 
 def load_scorer(model: Artifact, label: str = "", precision: Precision = "auto") -> RankerScorer:
@@ -205,8 +222,10 @@ class MeanScorer:
 
 
 def load_mean_scorer(models: Sequence[Artifact], precision: Precision = "auto") -> MeanScorer:
-    """Several rankers' scorers as one, all in this process."""
-    return MeanScorer([load_scorer(model, precision=precision) for model in models])
+    """Several rankers' scorers as one, all in this process. Each has its scores as its loss took them: a
+    ConveRT model's cosines would count for nothing beside a cross-encoder's logits."""
+    scorers = [load_scorer(model, precision=precision) for model in models]
+    return MeanScorer([replace(scorer, as_in_loss=True) for scorer in scorers])
 
 
 @dataclass(frozen=True)
@@ -280,11 +299,14 @@ def own_scores(
     contexts: Sequence[Sequence[str]],
     candidates: Sequence[Sequence[str]],
     batch_tokens: int = inference.BATCH_TOKENS,
+    as_in_loss: bool = False,
 ) -> list[Floats]:
-    """For each context the scores of its own candidates, [C] each; any number of them, one at least."""
+    """For each context the scores of its own candidates, [C] each; any number of them, one at least.
+    `as_in_loss`: see `RankerScorer`."""
     each = zip(contexts, candidates, strict=True)
     questions = Questions.of(Question("", list(context), list(texts), 0) for context, texts in each)
-    prepared = RankerScorer(ranker, batch_tokens=batch_tokens).prepare(questions)
+    scorer = RankerScorer(ranker, batch_tokens=batch_tokens, as_in_loss=as_in_loss)
+    prepared = scorer.prepare(questions)
     found = []
     for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
         some = questions.rows(np.arange(start, min(len(questions), start + _QUESTIONS_AT_ONCE)))

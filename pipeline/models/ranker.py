@@ -28,6 +28,7 @@ from pipeline.config import BadInput
 from pipeline.models import convert
 from pipeline.models.biencoder import BiEncoder
 from pipeline.models.convert import ConvertNetwork, ConvertTokenizer
+from pipeline.models.convert.int8 import Int8Linear
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.network import PairNetwork, VectorNetwork
@@ -84,6 +85,20 @@ class Ranker(nn.Module):
         self.config.require_vectors()
         assert isinstance(self.network, VectorNetwork)
         return self.network
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers that were trained, those that are kept in 8 bits too."""
+        levels = [value for name, value in self.named_buffers() if "levels" in name.split(".")[-1]]
+        biases = [layer.bias for layer in self.modules() if isinstance(layer, Int8Linear)]
+        kept = [*self.parameters(), *levels, *(bias for bias in biases if bias is not None)]
+        return sum(value.numel() for value in kept)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of training multiplies the scores by: only then a softmax over them is what the
+        ranker has learnt."""
+        return float(self.dual.training_scale) if self.config.has_vectors else 1.0
 
     @property
     def cross(self) -> PairNetwork:

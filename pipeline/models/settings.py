@@ -240,7 +240,7 @@ class ConvertConfig(ScorerConfig):
     """Of those hidden layers. Blocks always have fast_gelu."""
     anneal_steps: int = 10_000
     """Steps of training in which the factor on cosines grows from 1 to the root of `encoding_width`; 0: it
-    is that from the first."""
+    is that from the first, as a model should have it that is trained on."""
     start: Literal["paper", "shared_words"] = "paper"
     """How new weights start. paper: embeddings below 0.01, for AdaDelta. shared_words: embeddings are 20
     times as large, so that a step of AdamW is small beside them, and the other layers change little of

@@ -80,7 +80,9 @@ def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str,
     if _may_be_hub_id(uri):
         return _open_hub_model(uri, option, "config.json")
     if not storage.exists(storage.join(uri, "config.json")):
-        raise BadInput(f"{option} {uri}: not a model directory (config.json is missing)")
+        is_ranker = storage.exists(storage.join(uri, SETTINGS))
+        hint = f"; it is a ranker without {MANIFEST}: name a tower in it" if is_ranker else ""
+        raise BadInput(f"{option} {uri}: not a model directory (config.json is missing){hint}")
     return open_external(uri)
 
 

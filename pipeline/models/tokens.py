@@ -92,11 +92,16 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Loads `tokenizer.json` from a local model folder.
 
-        Raises BadInput if there is none.
+        Raises BadInput if there is none, and for one that is damaged.
         """
         if not (folder / "tokenizer.json").exists():
             raise BadInput(f"{folder}: the model has no tokenizer (tokenizer.json is missing)")
-        return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+        try:
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # tokenizers raises no class of its own
+            why = " ".join(str(error).split())[:200]
+            raise BadInput(f"{folder}: its tokenizer cannot be read ({why})") from None
+        return cls(hf)
 
     def save(self, folder: Path) -> None:
         self.hf.save_pretrained(str(folder))

@@ -166,14 +166,23 @@ def load_pretrained(kind: Any, folder: Path) -> tuple[Any, list[str]]:
 
 
 def freeze(encoder: Encoder, train: TrainLayers) -> None:
-    """Leaves only the layers that `train` names to be trained, and what stands above them."""
+    """Leaves only the layers that `train` names to be trained, and what stands above them.
+
+    Raises BadInput for an encoder whose layers share their weights, such as ALBERT.
+    """
     if train == "all":
         return
-    layers = _layers(encoder)
+    layers = _layers(encoder, "finetune.train_layers", train, "all")
     trained = {"all_but_embeddings": len(layers), "top4": 4, "top": 1}[train]
-    embeddings = getattr(encoder.hf, "embeddings", encoder.hf.get_input_embeddings())
-    for part in (embeddings, *layers[: max(0, len(layers) - trained)]):
-        part.requires_grad_(False)
+    encoder.hf.requires_grad_(False)
+    for layer in layers[max(0, len(layers) - trained) :]:
+        layer.requires_grad_(True)
+    parts = list(encoder.hf.children())
+    holder = next(
+        at for at, part in enumerate(parts) if any(layers is one for one in part.modules())
+    )
+    for above in parts[holder + 1 :]:  # such as BERT's pooler and ModernBERT's last norm
+        above.requires_grad_(True)
 
 
 def shorten(encoder: Encoder, depth: int) -> None:
@@ -181,7 +190,7 @@ def shorten(encoder: Encoder, depth: int) -> None:
 
     Raises BadInput where there are fewer.
     """
-    layers, config = _layers(encoder), encoder.hf.config
+    layers, config = _layers(encoder, "finetune.keep_layers", depth, "0"), encoder.hf.config
     require(1 <= depth <= len(layers), "finetune.keep_layers", depth,
             f"0 to {len(layers)}, the encoder's layers")  # fmt: skip
     del layers[depth:]
@@ -190,9 +199,14 @@ def shorten(encoder: Encoder, depth: int) -> None:
     config.num_hidden_layers = depth
 
 
-def _layers(encoder: Encoder) -> nn.ModuleList:
-    parts, depth = encoder.hf.modules(), encoder.hf.config.num_hidden_layers
-    return next(part for part in parts if isinstance(part, nn.ModuleList) and len(part) == depth)
+def _layers(encoder: Encoder, option: str, value: object, allowed: str) -> nn.ModuleList:
+    """Raises BadInput, naming the option that needs them, where the encoder has none of its own."""
+    config = encoder.hf.config
+    for part in encoder.hf.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == config.num_hidden_layers:
+            return part
+    raise BadInput(f"{option}: {value!r} is not allowed; allowed: {allowed}, as the layers of an encoder of "
+                   f"type {config.model_type!r} share their weights")  # fmt: skip
 
 
 def set_dropout(module: nn.Module, share: float) -> None:

@@ -66,7 +66,8 @@ class Ranker:
     """A bi-, poly- or cross-encoder or a ConveRT model, loaded on this machine.
 
     Threads may share it. A context is a text, or a list of turns, oldest first and newest last; too long
-    ones keep their newest tokens. Whatever cannot be ranked ends in `BadInput`, whose message is one line.
+    ones keep their newest tokens (ConveRT: the first ones of the newest turn). Whatever cannot be ranked
+    ends in `BadInput`, whose message is one line.
     """
 
     def __init__(self, module: RankerModule, uri: str, artifact: Artifact | None = None) -> None:

@@ -194,7 +194,8 @@ class Batches(Generic[BatchT]):
         if len(self.rows) < self.examples:
             have = self.rows.of_all_ranks
             raise BadInput(f"the split has {have:,} examples, too few for a batch of "
-                           f"{self.examples} on each of {self.rows.world} workers")  # fmt: skip
+                           f"{self.examples} on each of {self.rows.world} workers; allowed: "
+                           f"finetune.batch_examples of {have} at most")  # fmt: skip
 
     @property
     def examples(self) -> int:

@@ -98,6 +98,7 @@ def estimate_finetuning(
         "examples_per_worker": recipe.finetune.batch_examples // workers.workers,
         "workers": workers.workers,
         "hours": round(hours, 4),
+        "hours_are": "of its steps; validations and mining come on top",
     }
 
 

@@ -91,7 +91,9 @@ class Finetuning:
         chunk = self.finetune.chunk_examples
 
         def optimize() -> Optimization:
-            head = [value for name, value in network.named_parameters() if "encoder." not in name]
+            # Without a pre-trained encoder all weights are alike.
+            new = [value for name, value in network.named_parameters() if "encoder." not in name]
+            head = new if encoders else []
             return optimization(self.loop, module, steps, head, network.token_tables)
 
         return FinetuneTask(
@@ -186,6 +188,9 @@ class Finetuning:
     def _steps(self, per_epoch: int, miner: Miner | None) -> int:
         """Steps of the whole run. Raises BadInput for a run that ends before it mines."""
         steps = round(self.finetune.epochs * per_epoch)
+        steps = (
+            max(steps, 1) if self.finetune.epochs else 0
+        )  # a part of an epoch is no reason for none
         steps = min(steps, self.finetune.max_steps or steps)
         if miner is not None:
             every = self.finetune.mine.every_epochs

@@ -181,6 +181,9 @@ def _add_candidates(
 def _add_scores(rows: list[ExampleRow], rankers: Sequence[Ranker], batch_tokens: int) -> None:
     contexts = [row["context"] for row in rows]
     candidates = [row["candidates"] for row in rows]
-    each = [own_scores(ranker, contexts, candidates, batch_tokens) for ranker in rankers]
+    each = [
+        own_scores(ranker, contexts, candidates, batch_tokens, as_in_loss=True)
+        for ranker in rankers
+    ]
     for row, *given_C in zip(rows, *each, strict=True):
         row[TEACHER] = np.mean(given_C, axis=0).tolist()

@@ -6,15 +6,12 @@ does. The questions are the same at every validation, and the ranks share them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.arrays import Floats
 from pipeline.evaluation.questions import Questions
-from pipeline.evaluation.ranking import PreparedScorer, RankerScorer, rank
+from pipeline.evaluation.ranking import RankerScorer, rank
 from pipeline.models.ranker import Ranker
 from pipeline.training.selection import Measured
 
@@ -37,27 +34,11 @@ class Validation:
         self._ranker.eval()
         sums = [0.0, 0.0, float(len(self._own))]
         if len(self._own):
-            prepared = RankerScorer(self._ranker).prepare(self._own)
-            found = rank(_Scaled(prepared, self._scale()), self._own)
+            scorer = RankerScorer(self._ranker, as_in_loss=True)
+            found = rank(scorer.prepare(self._own), self._own)
             sums[:2] = [float((found.ranks_N == 1).sum()), float(found.losses_N.sum())]
         total = torch.tensor(sums, dtype=torch.float64, device=self._ranker.device)
         if dist.is_initialized():
             dist.all_reduce(total)
         hits, loss_sum, count = total.tolist()
         return Measured({"r1": hits / count, "loss": loss_sum / count}, "r1")
-
-    def _scale(self) -> float:
-        """What the loss of training multiplies the scores by."""
-        has_vectors = self._ranker.config.has_vectors
-        return float(self._ranker.dual.training_scale) if has_vectors else 1.0
-
-
-@dataclass(frozen=True)
-class _Scaled:
-    """Scores, multiplied."""
-
-    prepared: PreparedScorer
-    scale: float
-
-    def scores(self, questions: Questions) -> Floats:
-        return self.prepared.scores(questions) * np.float32(self.scale)

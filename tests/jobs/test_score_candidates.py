@@ -213,7 +213,7 @@ def test_what_cannot_teach_or_be_taught_is_refused(
         ([cross, cross], 3, "each ranker once"),
         ([], 3, "teacher: 'none' is not allowed; allowed: one ranker or more"),
         ([cross], -1, "teaching.random_candidates: -1"),
-        ([cross], 0, "no example of train has candidates"),
+        ([cross], 0, "teaching.random_candidates: 0 is not allowed; allowed: 1 or more"),
     ):
         argv = arguments(convai2_corpus.uri, teachers, output, candidates)
         assert said in run_job_here("score_candidates", *argv).refusal

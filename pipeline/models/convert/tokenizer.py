@@ -184,8 +184,7 @@ class ConvertTokenizer:
         return [self._context(turns, max_tokens) for turns in contexts]
 
     def _context(self, turns: Sequence[str], max_tokens: int) -> list[int]:
-        *before, newest = turns
-        earlier = [turn.strip() for turn in before if turn.strip()]
+        *earlier, newest = [turn.strip() for turn in turns if turn.strip()] or [""]
         return self.context_row(
             newest, join_earlier(earlier, self._earlier, self._numbered), max_tokens
         )

@@ -23,8 +23,9 @@ print(texts[scores[0].argmax()], scores)
 """
 _CROSS = """\
 The folder is a CrossEncoder of sentence-transformers. The turns of a context are one text, oldest first,
-joined by line breaks. A pair of more than {pair_tokens} tokens has other scores than polyrank's:
-sentence-transformers truncates both texts together, polyrank each on its own.
+joined by line breaks. Where a context has more than {context_tokens} tokens or a candidate more than
+{candidate_tokens}, scores differ from polyrank's: it truncates each on its own, sentence-transformers both
+together, to {pair_tokens}.
 
 ```python
 from sentence_transformers import CrossEncoder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.config import require
 from pipeline.models.exchange import from_parlai, from_sentence_transformers
 from pipeline.models.exchange.from_sentence_transformers import Lengths
 from pipeline.models.ranker import Ranker, load_ranker
@@ -16,10 +17,12 @@ def load(folder: Path, max_context_tokens: int, max_candidate_tokens: int) -> Ra
 
     Raises BadInput for a folder of no known format.
     """
-    if (folder / SETTINGS).exists():
-        return load_ranker(folder)
-    if (folder / f"{from_parlai.CHECKPOINT}.opt").exists():
-        return from_parlai.load(folder)
+    is_ranker = (folder / SETTINGS).exists()
+    if is_ranker or (folder / f"{from_parlai.CHECKPOINT}.opt").exists():
+        given = (max_context_tokens, max_candidate_tokens)
+        require(not any(given), "max_context_tokens, max_candidate_tokens", given,
+                f"0 and 0: {folder} says itself what it takes")  # fmt: skip
+        return load_ranker(folder) if is_ranker else from_parlai.load(folder)
     return from_sentence_transformers.load(
         folder, Lengths(max_context_tokens, max_candidate_tokens)
     )

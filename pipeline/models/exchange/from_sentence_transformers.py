@@ -14,7 +14,7 @@ and no code of the model's is run. Contexts that are too long keep their end, no
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,15 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
     require(kind in (None, "SentenceTransformer", "CrossEncoder"), f"{about}: model_type", kind,
             "SentenceTransformer, CrossEncoder")  # fmt: skip
     chain = _chain(folder)
-    return _cross(chain, lengths) if kind == "CrossEncoder" else _bi([chain], lengths)
+    if kind == "CrossEncoder":
+        return _cross(chain, lengths)
+    # The library's default compares cosines: then vectors have length 1, also where the model leaves them.
+    similarity = (_json(about).get("similarity_fn_name") if about.exists() else None) or "cosine"
+    require(
+        similarity in ("cosine", "dot"), f"{about}: similarity_fn_name", similarity, "cosine, dot"
+    )
+    chain = chain if similarity == "dot" else replace(chain, length=1.0)
+    return _bi([chain], lengths)
 
 
 def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
@@ -154,6 +162,8 @@ def _classifier(transformer: _Transformer, lengths: Lengths) -> Ranker:
 def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths: Lengths) -> Ranker:
     """The model limits a pair; unless told otherwise, either text may take half of it."""
     total = transformer.max_tokens + 1  # the candidate's [CLS] is not in the pair
+    require(lengths.context <= total - 3, "max_context_tokens", lengths.context,
+            f"0 to {total - 3}: the model takes pairs of {transformer.max_tokens}")  # fmt: skip
     candidate = lengths.candidate or (total - lengths.context if lengths.context else total // 2)
     config = CrossConfig(
         pooler="pooler.weight" in weights,

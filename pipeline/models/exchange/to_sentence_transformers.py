@@ -8,9 +8,9 @@
                   config.json, model.safetensors, tokenizer*.json: the Transformer
                   1_Pooling/, 2_Dense/, …: what follows it
 
-The library itself is not needed here: its format is JSON and safetensors. Pairs of a context and a
-candidate that are too long are cut to the sum of both lengths, each from the left, where polyrank
-cuts the two texts on their own; shorter pairs have the same scores.
+The library itself is not needed here: its format is JSON and safetensors. It cuts pairs that are longer than
+both limits together, where polyrank cuts each text to its own limit: pairs of texts within their own limits
+have the same scores.
 """
 
 from __future__ import annotations

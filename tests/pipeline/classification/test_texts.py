@@ -13,7 +13,7 @@ from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading
 
 HEAD = "text,label\n"
-ALL_IN_SCOPE = "no text is out of scope: the threshold is 0, so every text gets an intent"
+ALL_IN_SCOPE = "no text out of scope sets a threshold: it is 0, so every text gets an intent"
 
 
 def rows(intent: str, count: int, start: int = 0) -> str:

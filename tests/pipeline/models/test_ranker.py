@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
     AutoModel,
     AutoTokenizer,
     BartConfig,
     BartModel,
+    ElectraConfig,
+    ElectraModel,
+    MPNetConfig,
+    MPNetModel,
     RobertaConfig,
     RobertaModel,
 )
@@ -23,7 +30,7 @@ from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.models.settings import BiConfig, PolyConfig, ranker_config
 from pipeline.models.shape import Shape
-from pipeline.models.transformer import Encoder, set_dropout
+from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
 
 CONTEXTS = [["w1 w2", "w3"], ["w4 w5 w6 w7"], ["w8"]]
 TEXTS = ["w9 w10", "w1", "w11 w12 w13"]
@@ -300,6 +307,44 @@ def test_positions_of_a_roberta_leave_out_those_before_its_first(tmp_path):
 def test_encoder_without_tokenizer_is_refused(tiny, tmp_path):
     tiny.encoder().save(tmp_path)
     assert "tokenizer.json is missing" in refusal(new_ranker, PolyConfig(), tmp_path, 0)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": "1.0", "trunc'])
+def test_a_damaged_tokenizer_is_refused(tiny, tmp_path, text):
+    shutil.copytree(tiny.encoder_folder(), tmp_path / "encoder")
+    (tmp_path / "encoder" / "tokenizer.json").write_text(text)
+    message = refusal(new_ranker, ranker_config({"architecture": "bi"}), tmp_path / "encoder", 0)
+    assert "encoder: its tokenizer cannot be read (" in message
+
+
+def test_layers_that_share_their_weights_are_not_frozen(tmp_path):
+    shape = AlbertConfig(vocab_size=50, embedding_size=8, hidden_size=16, num_hidden_layers=3,
+                         num_attention_heads=2, intermediate_size=32)  # fmt: skip
+    AlbertModel(shape).save_pretrained(tmp_path)
+    encoder = Encoder.load(tmp_path)
+    freeze(encoder, "all")
+    assert "finetune.train_layers: 'top' is not allowed; allowed: all" in refusal(
+        freeze, encoder, "top"
+    )
+    assert "finetune.keep_layers: 1 is not allowed; allowed: 0" in refusal(shorten, encoder, 1)
+
+
+@pytest.mark.parametrize("train", ["all_but_embeddings", "top"])
+def test_what_stands_below_the_trained_layers_is_frozen_whatever_its_name(tmp_path, train):
+    """Electra's projection of narrower embeddings, and MPNet's positions that all layers share."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 32}  # fmt: skip
+    for number, model in enumerate((ElectraModel(ElectraConfig(**sizes, embedding_size=8)),
+                                    MPNetModel(MPNetConfig(**sizes)))):  # fmt: skip
+        model.save_pretrained(tmp_path / str(number))
+        encoder = Encoder.load(tmp_path / str(number))
+        freeze(encoder, train)
+        trained = {name for name, value in encoder.hf.named_parameters() if value.requires_grad}
+        first = 0 if train == "all_but_embeddings" else 1
+        layers = tuple(f"encoder.layer.{n}." for n in range(first, 2))
+        assert {name for name in trained if not name.startswith("pooler.")} == {
+            name for name, _ in encoder.hf.named_parameters() if name.startswith(layers)
+        }
 
 
 def test_weights_that_lack_a_tensor_are_refused(tiny, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import BadInput
+from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.convert.encoder import feed_forward_2
 from pipeline.models.convert.files import WEIGHTS
@@ -340,3 +341,25 @@ def test_whole_texts_are_encoded_as_by_the_graph(golden, weights):
     close(h, arrays[f"{name}.pairs.combined.h"])
     close(h_y, arrays[f"{name}.pairs.response.h"])
     close(h @ h_y.T, arrays[f"{name}.pairs.scores"])
+
+
+def test_as_a_teacher_its_cosines_are_what_the_softmax_of_its_loss_takes(convert):
+    """Bare cosines of several candidates are nearly the uniform distribution, to a student."""
+    ranker = convert()
+    contexts, candidates = [["the cat"], ["a", "at the"]], [["a", "the cat", "at"]] * 2
+    bare = own_scores(ranker, contexts, candidates)
+    found = own_scores(ranker, contexts, candidates, as_in_loss=True)
+    factor = float(ranker.dual.training_scale)
+    assert factor > 2
+    np.testing.assert_allclose(found, factor * np.stack(bare), rtol=1e-5)
+
+
+def test_parameters_in_8_bits_are_counted_too(convert, tmp_path):
+    ranker = convert(quantised=True)
+    trained = sum(value.numel() for value in ranker.parameters())
+    ranker.save(tmp_path)
+    loaded = load_ranker(tmp_path)
+    assert sum(value.numel() for value in loaded.parameters()) < trained
+    assert loaded.parameter_count == ranker.parameter_count == trained
+    loaded.quantise()
+    assert loaded.parameter_count == trained

@@ -123,10 +123,10 @@ def test_a_context_is_its_newest_turn_and_the_earlier_ones_newest_first():
 
 
 @pytest.mark.parametrize("numbered", [False, True])
-def test_empty_earlier_turns_and_spaces_around_them_do_not_count(numbered):
+def test_empty_turns_and_spaces_around_them_do_not_count(numbered):
     tokenizer = ConvertTokenizer(SUBWORDS, 3, earlier_turns=2, numbered=numbered)
     expected = tokenizer.contexts([["the", "cat", "at the"], ["at the"]], 60)
-    spaced = [[" the\n", "", "cat ", " ", "at the"], [" ", "", "at the"]]
+    spaced = [[" the\n", "", "cat ", " ", " at the "], [" ", "", "at the", ""]]
     assert tokenizer.contexts(spaced, 60) == expected
 
 

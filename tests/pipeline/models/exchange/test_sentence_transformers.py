@@ -130,8 +130,31 @@ def test_what_the_library_saves_is_read(tiny, tmp_path, library, mode, normalise
     assert ranker.config.share_towers
     assert ranker.config.max_context_tokens == ranker.config.max_candidate_tokens == 10
     found = vectors(ranker)[1]
-    np.testing.assert_allclose(found, theirs.encode(TEXTS), rtol=0, atol=1e-5)
+    expected = theirs.encode(TEXTS, normalize_embeddings=True)  # the library compares cosines
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(vectors(ranker, TEXTS[:-1])[0], found[:-1], rtol=0, atol=1e-5)
+
+
+def test_scores_are_those_of_the_models_own_similarity(tiny, tmp_path):
+    folder = exported(tiny.ranker(architecture="bi"), tmp_path / "model") / "candidate"
+    about = folder / "config_sentence_transformers.json"
+    lengths = {}
+    for name in ("dot", "cosine", None):
+        about.write_text(
+            json.dumps({"model_type": "SentenceTransformer", "similarity_fn_name": name})
+        )
+        ranker = from_sentence_transformers.load(folder, Lengths())
+        lengths[name] = np.linalg.norm(vectors(ranker)[1], axis=1)
+    assert not np.allclose(lengths["dot"], 1, atol=0.1)
+    np.testing.assert_allclose([lengths["cosine"], lengths[None]], 1, rtol=0, atol=1e-5)
+    about.write_text(json.dumps({"similarity_fn_name": "euclidean"}))
+    assert "similarity_fn_name: 'euclidean' is not allowed; allowed: cosine, dot" in refusal(folder)
+
+
+def test_a_context_longer_than_the_models_pairs_is_refused(tiny, tmp_path):
+    folder = exported(tiny.ranker(architecture="cross"), tmp_path / "model")
+    with pytest.raises(BadInput, match="max_context_tokens: 90 is not allowed; allowed: 0 to 33: "):
+        from_sentence_transformers.load(folder, Lengths(context=90))
 
 
 def classifier(tiny, folder, labels=1):
