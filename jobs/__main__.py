@@ -22,7 +22,7 @@ VERBS = (
     "train_tokenizer", "tokenize_corpus", "pretrain", "finetune", "score_candidates", "evaluate",
     "classify_intents", "convert_model",
     # pools, and what follows them
-    "embed_pool", "search", "promote",
+    "embed_pool", "search", "promote", "serve",
     # clusters, and everything at once
     "submit", "workflow", "benchmark", "demo",
 )  # fmt: skip
@@ -70,8 +70,7 @@ def _help(command: str) -> str:
             "",
             *lines,
             "",
-            f"{command} VERB --help lists a verb's options. `serve run serve.app:build model=… pools=…` "
-            "serves what they make.",
+            f"{command} VERB --help lists a verb's options.",
         ]
     )
 

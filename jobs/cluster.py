@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline import executors
+from pipeline.config import BadInput
 
 
 @contextmanager
@@ -51,6 +53,14 @@ def session(
         yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
     finally:
         ray.shutdown()
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises BadInput where something listens there: Serve would listen beside it, and either one answer."""
+    with socket.socket() as probe:
+        address = "127.0.0.1" if host == "0.0.0.0" else host
+        if probe.connect_ex((address, port)) == 0:
+            raise BadInput(f"--port {port}: in use; choose another")
 
 
 def quiet() -> None:

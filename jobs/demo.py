@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from typing import Any
 from jobs import cluster, demo_data, demo_questions, program
 from jobs.demo_stages import SECONDS, Stage, begin_stage, side_by_side, stage, timed
 from pipeline.artifact import open_artifact
-from pipeline.config import BadInput
 
 _CONFIGS = Path(__file__).parent / "configs"
 _RANKERS = ("bi", "cross", "poly", "articles")
@@ -49,7 +47,7 @@ class Config:
 def run(config: Config) -> program.Summary:
     began = time.monotonic()
     work = Path(config.work)
-    _require_free(config.port)
+    cluster.require_free("127.0.0.1", config.port)
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(work / 'mlflow.db').absolute()}")
     work.mkdir(parents=True, exist_ok=True)
     data = demo_data.find(Path(config.data)) if config.data else demo_data.sample(work / "sample")
@@ -260,12 +258,6 @@ def _gpus() -> bool:
     import ray
 
     return bool(ray.cluster_resources().get("GPU"))
-
-
-def _require_free(port: int) -> None:
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise BadInput(f"--port {port}: in use; choose another")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from serve import api, app
+from jobs import serve as serve_job
+from pipeline.config import parse
+from serve import api
 from serve.engine import Engine
 from serve.service import Service
 
@@ -53,9 +55,9 @@ def test_own_data_in_six_lines(home: Path, run_job_here):
         done = run_job_here(verb, *argv, *SMALL[verb])
         assert done.code == 0, (verb, done.stderr[-2000:])
     assert (home / "my" / "ranker" / "ranker.json").is_file()
-    assert serving[:3] == ["serve", "run", "serve.app:build"]
-    args = app.Args.model_validate(dict(word.split("=", 1) for word in serving[3:]))
-    engine = Engine(args.model, args.pools, "fp32")
+    assert serving[:2] == ["polyrank", "serve"]
+    served = parse(serve_job.Config, serving[2:], "polyrank serve")
+    engine = Engine(served.model, served.pools, "fp32")
     client = TestClient(api.create_app(Service(lambda: engine, most_waiting_s=60.0)))
     try:
         url = next(word for word in asking if word.startswith("localhost:8000"))

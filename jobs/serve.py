@@ -1,0 +1,98 @@
+"""A service on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import difflib
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jobs import cluster, program
+from pipeline.config import BadInput, require
+
+if TYPE_CHECKING:
+    from serve.app import Args
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Serves a ranker and its pools over HTTP on this machine, until Ctrl-C.
+
+    What cannot be served is refused in one line, before Ray starts. On a cluster: `serve deploy` with
+    serve/config.cluster.yaml.
+    """
+
+    model: str
+    """A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry."""
+    pools: tuple[str, ...] = ()
+    """Pools that it embedded, <pools>/<name> each."""
+    port: int = 8000
+    """Where it listens."""
+    host: str = "127.0.0.1"
+    """The address that it listens on; 0.0.0.0: all of this machine."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of `serve.app:build`, name=value, such as precision=fp32 or second_stage=CROSS."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
+        for argument in self.arguments:
+            require("=" in argument[1:], "arguments", argument, "name=value")
+
+
+def run(config: Config) -> program.Summary:
+    cluster.require_free(config.host, config.port)
+
+    from serve.app import build
+
+    app = build(_arguments(config))
+
+    from ray import serve
+
+    url = f"http://{config.host}:{config.port}"
+    with cluster.session():
+        serve.start(http_options={"host": config.host, "port": config.port})
+        serve.run(app)
+        print(
+            f"""
+   the playground   {url}/
+   the interface    {url}/openapi.json
+   what is served   {url}/info
+
+Ctrl-C ends it.""",
+            flush=True,
+        )
+        with suppress(KeyboardInterrupt):
+            signal.pause()
+        serve.delete("default")
+    return {"served": url}
+
+
+def _arguments(config: Config) -> Args:
+    """Raises BadInput for what `serve.app:build` does not take."""
+    from pydantic import ValidationError
+
+    from serve.app import Args
+
+    more = dict(argument.split("=", 1) for argument in config.arguments)
+    values: dict[str, Any] = {**more, "model": config.model, "pools": list(config.pools)}
+    try:
+        return Args.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            nearest = difflib.get_close_matches(name, Args.model_fields, n=1)
+            hint = (
+                f"did you mean {nearest[0]}?"
+                if nearest
+                else f"allowed: {', '.join(Args.model_fields)}"
+            )
+            raise BadInput(f"arguments: {name} is unknown; {hint}") from None
+        raise BadInput(
+            f"arguments: {name}: {first['input']!r} is not allowed; {first['msg']}"
+        ) from None
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "serve")
