@@ -244,6 +244,8 @@ def _say_further(config: Config, minutes: float, dashboard: str, picture: str) -
    look into a pool        .venv/bin/python -m jobs.search --pool {config.work}/pools/replies \\
                                --model {config.work}/rankers/poly --context "how is work going ?"
 """, flush=True)  # fmt: skip
+    if config.keep_running:
+        print("Ctrl-C ends the service.", flush=True)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def ask(work: str, port: int) -> dict[str, Any]:
     """Real requests about examples that no training has seen."""
     corpora = f"{work}/corpora"
     dialogue = example(f"{corpora}/convai2")
-    print("\n== A dialogue, and its 20 candidates ranked\n")
+    print("\n== A dialogue, and its 20 candidates ranked: score and text; * is the true one\n")
     for turn in dialogue["context"]:
         print(f"   | {turn}")
     request = {"context": dialogue["context"], "candidates": dialogue["candidates"], "top_k": 3}
@@ -26,7 +26,8 @@ def ask(work: str, port: int) -> dict[str, Any]:
     pooled = post(port, "/rank", {"context": dialogue["context"], "pool": "replies", "top_k": 3})
     show(pooled["results"], text=dialogue["response"])
     article = example(f"{corpora}/articles")
-    print(f"\n== A sentence, and the articles it may come from\n\n   | {article['context'][0]}")
+    print("\n== A sentence, and the articles it may come from; the true one with its place\n")
+    print(f"   | {article['context'][0]}")
     request = {"context": article["context"], "pool": "articles", "top_k": 100}
     articles = post(port, "/articles/rank", request)
     # The pool keeps an article without one of its sentences: not always without this one.

@@ -27,6 +27,7 @@ from pipeline.resources import best_device, precision_of_tasks
 
 _MAX_CROSS_CANDIDATES = 1000
 _ERRORS = 100
+_FEW = 100
 _ERRORS_SHOWN = 3
 
 
@@ -188,6 +189,8 @@ def run(config: Config) -> program.Summary:
     notes = [f"{len(asked):,} of the {len(asked) + sum(asked.left_out.values()):,} examples of "
              f"{config.split}/ are asked{_reasons(asked.left_out)}"]  # fmt: skip
     notes.append(f"models compute in {precision}")
+    if len(asked) < _FEW:
+        notes.append(f"fewer than {_FEW} questions say little: the intervals are too narrow")
     if rules.candidates < wanted != protocols.ALL:
         notes.append(
             f"{rules.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"

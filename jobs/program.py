@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped, parse
-from pipeline.failures import cause_of, storage_failure, store_refusal
+from pipeline.failures import cause_of, storage_failure, store_out_of_reach, store_refusal
 
 ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
@@ -40,6 +40,9 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
             _refuse(program, stopped, 1)
         if refused := store_refusal(error):
             _refuse(program, BadInput(refused))
+        if unreachable := store_out_of_reach(error):
+            said = f"the object store cannot be reached: {unreachable}; the same command resumes when it can"
+            _refuse(program, Stopped(said), 1)
         if failure := storage_failure(error):
             _refuse(program, Stopped(f"{failure}; the same command resumes when it can write"), 1)
         raise

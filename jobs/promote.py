@@ -127,6 +127,10 @@ def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
     summary: program.Summary = {"model": config.registered_model, "alias": config.alias, "version": version,
                                 "before": before}  # fmt: skip
     pool = _version_of_model(config, candidate) if config.pools else ""
+    if config.corpus and not before:
+        print(
+            f"model {config.registered_model}: it has no {config.alias} yet, so nothing is compared"
+        )
     if config.corpus and before and before != version:
         _, source = tracking.registered_version(config.registered_model, before)
         summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
@@ -191,7 +195,10 @@ def _pool_version(config: Config) -> str:
     if config.rollback or config.version == "previous":
         return promotion.version_before(config.pools, config.name)
     if not config.version and not (config.pin or config.unpin):
-        raise BadInput("version: '' is not allowed; allowed: a version of the pool, or --rollback")
+        there = promotion.versions_by_age(config.pools, config.name)
+        names = ", ".join(f"{name} (CURRENT)" if name == current else name for name in there)
+        raise BadInput("version: '' is not allowed; allowed: --rollback, or one of the pool's versions, "
+                       f"newest first: {names or 'there is none'}")  # fmt: skip
     return config.version or current
 
 

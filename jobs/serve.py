@@ -6,13 +6,10 @@ import difflib
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jobs import cluster, program
 from pipeline.config import BadInput, require
-
-if TYPE_CHECKING:
-    from serve.app import Args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +65,8 @@ Ctrl-C ends it.""",
     return {"served": url}
 
 
-def _arguments(config: Config) -> Args:
-    """Raises BadInput for what `serve.app:build` does not take."""
+def _arguments(config: Config) -> Any:
+    """What `serve.app:build` takes. Raises BadInput for what it does not."""
     from pydantic import ValidationError
 
     from serve.app import Args

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -89,7 +90,9 @@ def run(config: Config) -> program.Summary:
         "environment": sorted(parcel.environment),
     }
     if config.dry_run:
-        print("\n".join(sorted(parcel.files)))
+        folders = Counter(file.partition("/")[0] for file in parcel.files)
+        for folder, count in sorted(folders.items()):
+            print(folder if folder in parcel.files else f"{folder}/: {count} files")
         return {**summary, "submitted": False}
     client = _connect(config.address)
     summary["name"] = name = _submit(client, name, parcel)
@@ -178,10 +181,12 @@ def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
         if name not in os.environ:
             raise BadInput(f"--env {name}: no such variable in this environment")
     found = {name: os.environ[name] for name in (*_PASSED, *names) if os.environ.get(name)}
-    if found.get("MLFLOW_TRACKING_URI", "").startswith(("sqlite:", "file:", "/", ".")):
-        uri = found.pop("MLFLOW_TRACKING_URI")
-        print(f"MLFLOW_TRACKING_URI {uri} is a file of this machine: the job logs to mlflow.db on the "
-              "head; start a server to keep its runs", file=sys.stderr)  # fmt: skip
+    uri = found.get("MLFLOW_TRACKING_URI", "")
+    if not uri or uri.startswith(("sqlite:", "file:", "/", ".")):
+        found.pop("MLFLOW_TRACKING_URI", None)
+        what = f"{uri} is a file of this machine" if uri else "is not set"
+        print(f"MLFLOW_TRACKING_URI {what}: the job logs to a file in its folder, which the cluster removes; "
+              "start a server to keep its runs", file=sys.stderr)  # fmt: skip
     if revision := git_revision():
         found["POLYRANK_GIT_REVISION"] = revision
     return found

@@ -36,6 +36,8 @@ _STORE_REFUSALS = {
         "the object store does not accept the credentials",
 }  # fmt: skip
 
+_OUT_OF_REACH = "NETWORK_CONNECTION|error sending request|Could not connect to server"
+
 _WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context__")
 
 
@@ -64,6 +66,12 @@ def storage_failure(error: BaseException) -> BaseException | None:
     if isinstance(failure, OSError):
         return failure if failure.errno in _STORAGE_ERRORS else None
     return failure if "I/O error" in str(failure) else None  # safetensors gives no errno
+
+
+def store_out_of_reach(error: BaseException) -> str | None:
+    """What an object store says that could not be reached, all retries later; None: it was something else."""
+    text = " ".join(str(cause_of(error, OSError) or "").split())
+    return text[:300] if re.search(_OUT_OF_REACH, text) else None
 
 
 def store_refusal(error: BaseException) -> str | None:

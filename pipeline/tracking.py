@@ -208,6 +208,9 @@ def registered_version(name: str, version: str) -> tuple[str, str]:
     try:
         aliases = dict(client.get_registered_model(name).aliases)
         number = str(aliases.get(version, version))
+        if not number.isdecimal():
+            known = ", ".join(sorted(aliases)) or "none"
+            raise BadInput(f"{name}: no version has the alias {version}; there are: {known}")
         return number, str(client.get_model_version(name, number).source)
     except MlflowException as error:
         raise BadInput(f"{name}, version {version}: {str(error).splitlines()[0]}") from None

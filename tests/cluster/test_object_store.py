@@ -20,6 +20,7 @@ from pipeline.artifact import MANIFEST, Draft, draft, open_artifact
 from pipeline.config import Stopped
 from pipeline.records import TaskRecord
 from pipeline.retrieval.pools.lock import locked
+from tests.helpers import free_port
 
 
 @pytest.fixture
@@ -280,13 +281,13 @@ def refused_by_the_store(monkeypatch, capfd):
         open_artifact(config.uri, "corpus")
         return {}
 
-    def refusal(*arguments: str) -> str:
+    def refusal(*arguments: str, code: int = 2) -> str:
         monkeypatch.setattr(sys, "argv", ["job", *arguments])
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             program.main(ReadOrWrite, run, "job")
         (line,) = capfd.readouterr().err.splitlines()
-        assert ended.value.code == 2 and line.startswith("python -m jobs.job: ")
+        assert ended.value.code == code and line.startswith("python -m jobs.job: ")
         return line.removeprefix("python -m jobs.job: ")
 
     return refusal
@@ -300,6 +301,13 @@ def test_a_bucket_that_is_not_there_is_one_line(s3, refused_by_the_store):
         read
         == "s3://not-there/a/b: not a corpus (manifest.json is missing); jobs.prepare_corpus makes one"
     )
+
+
+def test_a_store_that_cannot_be_reached_is_one_line(s3, refused_by_the_store, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    said = refused_by_the_store("--uri", "s3://out-of-reach/a", code=1)
+    assert said.startswith("the object store cannot be reached: ")
+    assert said.endswith("; the same command resumes when it can")
 
 
 def test_no_credentials_are_one_line(s3, bucket, refused_by_the_store):

@@ -234,6 +234,18 @@ def test_options_that_do_not_go_together_are_refused(settings, message):
         promote.Config(**settings)
 
 
+def test_the_versions_that_a_pool_may_move_to_are_named(run_job_here, pools):
+    folder, (first, second, third) = pools
+    refused = run_job_here("promote", "--pools", folder, "--name", "replies").refusal
+    assert f"newest first: {third} (CURRENT), {second}, {first}" in refused
+
+
+def test_a_model_without_a_previous_version_cannot_go_back(run_job_here, tiny_ranker, tracking_uri):
+    tracking.register("new-one", tiny_ranker("bi"), "champion")
+    refused = run_job_here("promote", "--model", "new-one", "--rollback").refusal
+    assert "new-one: no version has the alias previous; there are: champion" in refused
+
+
 def test_a_pool_alone_needs_a_version(run_job_here, tmp_path):
     refused = run_job_here("promote", "--pools", tmp_path, "--name", "n")
-    assert refused.code == 2 and "a version of the pool, or --rollback" in refused.stderr
+    assert refused.code == 2 and "newest first: there is none" in refused.stderr

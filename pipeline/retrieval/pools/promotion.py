@@ -64,6 +64,12 @@ def version_before(pools: str, name: str) -> str:
     return max(older, key=lambda version: made[version])
 
 
+def versions_by_age(pools: str, name: str) -> list[str]:
+    """All published versions, the newest first."""
+    made = _made(pools, name)
+    return sorted(made, key=lambda version: made[version], reverse=True)
+
+
 def newest_of_model(pools: str, name: str, fingerprint: str) -> str:
     """The newest version that a model embedded; "" where there is none."""
     made = _made(pools, name, fingerprint)
