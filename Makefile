@@ -1,4 +1,4 @@
-# make demo                         the whole path on sample corpora; make demo KEEP=1 leaves it up
+# make demo                         the whole path on sample corpora; KEEP=1 leaves it up, at port 8000 or PORT=…
 # make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
 # make test-fast                    those without Ray, processes and whole jobs, before a commit
 # make test                         the tests of CI
@@ -15,7 +15,7 @@ BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert inten
 .PHONY: demo test test-fast test-long cluster-test benchmark lint openapi kuberay clean
 
 demo: .venv/installed
-	$(BIN)/python -m jobs.demo $(if $(DATA),--data $(DATA) --work .demo-data) \
+	$(BIN)/python -m jobs.demo $(if $(PORT),--port $(PORT)) $(if $(DATA),--data $(DATA) --work .demo-data) \
 	    $(if $(ENCODER),--encoder $(ENCODER)) $(if $(KEEP),--keep)
 
 test: .venv/installed

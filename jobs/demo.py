@@ -47,10 +47,11 @@ class Config:
 def run(config: Config) -> program.Summary:
     began = time.monotonic()
     work = Path(config.work)
+    given = demo_data.find(Path(config.data)) if config.data else None
     cluster.require_free("127.0.0.1", config.port)
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(work / 'mlflow.db').absolute()}")
     work.mkdir(parents=True, exist_ok=True)
-    data = demo_data.find(Path(config.data)) if config.data else demo_data.sample(work / "sample")
+    data = given or demo_data.sample(work / "sample")
 
     from ray import serve
 
@@ -92,11 +93,11 @@ def run(config: Config) -> program.Summary:
 
 def _corpora(work: Path, data: demo_data.Data) -> None:
     corpora = work / "corpora"
-    stage("Reddit dumps to examples", "prepare_corpus", "--corpus", "reddit",
+    stage("Reddit dumps to examples", "prepare_corpus", "--format", "reddit",
           "--input", *data.reddit, "--output", f"{corpora}/reddit")  # fmt: skip
-    stage("ConvAI2 dialogues to examples", "prepare_corpus", "--corpus", "convai2",
+    stage("ConvAI2 dialogues to examples", "prepare_corpus", "--format", "convai2",
           "--input", *data.convai2, "--output", f"{corpora}/convai2")  # fmt: skip
-    stage("Articles to search examples", "prepare_corpus", "--corpus", "wikipedia",
+    stage("Articles to search examples", "prepare_corpus", "--format", "wikipedia",
           "--wikipedia.task", "search", "--wikipedia.queries", "5", "--wikipedia.others", "0",
           "--input", *data.wikipedia, "--output", f"{corpora}/articles")  # fmt: skip
 

@@ -41,7 +41,7 @@ def _dump(comments: int, work: Path) -> Path:
 
 def _prepare(dump: Path, output: Path) -> Run:
     shutil.rmtree(output, ignore_errors=True)
-    return run_job("prepare_corpus", "--corpus", "reddit", "--input", dump, "--output", output)
+    return run_job("prepare_corpus", "--format", "reddit", "--input", dump, "--output", output)
 
 
 def _rate(dump: Path, comments: int, run: Run) -> BenchmarkRow:
