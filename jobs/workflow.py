@@ -94,7 +94,7 @@ def run(config: Config) -> program.Summary:
         if step.name in skipped:
             continue
         print(f"\n== {number}/{len(steps)} {step.name}: {shlex.join(step.command)}", flush=True)
-        done.append(_estimate(step) if config.dry_run else _run(config, step))
+        done.append(_estimate(step, first=not done) if config.dry_run else _run(config, step))
     return {"workflow": config.file, "dry_run": config.dry_run, "skipped": skipped, "steps": done}
 
 
@@ -176,11 +176,17 @@ def _run(config: Config, step: Step) -> dict[str, Any]:
     return {"step": step.name, "seconds": round(time.monotonic() - began, 1), **_summary(last)}
 
 
-def _estimate(step: Step) -> dict[str, Any]:
-    """What the step's own --dry-run says, if it has one and its input exists."""
+def _estimate(step: Step, first: bool) -> dict[str, Any]:
+    """What the step's own --dry-run says, if it has one and its input exists. Raises BadInput for the first
+    step, whose input no step before it makes."""
     if not step.verb or "dry_run" not in {field.name for field in fields(step.config_class)}:
         return {"step": step.name}
-    code, last = _start((*step.command, "--dry-run", "true"))
+    verb = step.command[: len(step.command) - len(step.options)]
+    code, last = _start(
+        (*verb, "--dry-run", "true", *step.options)
+    )  # what follows "--" is another job's
+    if code and first:
+        raise BadInput(f"step {step.name} would fail (exit code {code})")
     if code:
         print(f"{step.name}: not known until the steps before it have run", flush=True)
         return {"step": step.name}

@@ -52,6 +52,17 @@ def test_a_refusal_of_a_step_is_the_workflow_s(tmp_path, capfd):
     assert "python -m jobs.inspect: /nowhere: not a corpus" in capfd.readouterr().err
 
 
+def test_a_dry_run_whose_first_input_is_not_there_fails(tmp_path):
+    file = tmp_path / "steps.yaml"
+    tokenize = "python -m jobs.tokenize_corpus --corpus nowhere --tokenizer t --output o"
+    file.write_text(
+        f"steps:\n  only: python -m jobs.inspect --corpus nowhere\n  then: {tokenize}\n"
+    )
+    config = workflow.Config(file=str(file), dry_run=True, start_at="then")
+    with pytest.raises(BadInput, match=r"step then would fail \(exit code 2\)"):
+        workflow.run(config)
+
+
 def test_a_dry_run_starts_nothing_but_dry_runs(three, tmp_path, capfd):
     done = run(three, f"folder={tmp_path}", dry_run=True)
     assert [step["step"] for step in done["steps"]] == ["first", "second", "third"]
