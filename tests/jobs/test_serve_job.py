@@ -43,6 +43,7 @@ def test_it_answers_until_ctrl_c(tiny_ranker):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize(

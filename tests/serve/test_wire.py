@@ -53,7 +53,8 @@ class Live(NamedTuple):
         vectors, mask = inference.context_vectors(self.ranker, [[query]])
         logits_MC = vectors[0][mask[0]].double().numpy() @ self.vectors(texts).T
         weights_MC = np.exp(logits_MC - logits_MC.max(0))
-        return (weights_MC * logits_MC).sum(0) / weights_MC.sum(0)
+        # Rounded: two of the texts are equal, and some machines' BLAS differs between their columns.
+        return np.round((weights_MC * logits_MC).sum(0) / weights_MC.sum(0), 9)
 
     def vectors(self, texts: list[str]) -> np.ndarray:
         """Of candidates, one at a time; as long as they are."""

@@ -9,7 +9,14 @@ from datetime import datetime
 from typing import Any
 
 from pipeline import storage
-from pipeline.artifact import MANIFEST, Artifact, is_being_made, open_artifact, read_artifact
+from pipeline.artifact import (
+    MANIFEST,
+    Artifact,
+    is_being_made,
+    open_artifact,
+    read_artifact,
+    read_request,
+)
 from pipeline.config import BadInput, flatten, to_dict
 from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.retrieval.pools.lock import is_leased
@@ -215,7 +222,9 @@ def remove_old(
         and not is_leased(pools, name, version)
     ]
     largest = max((rows[version] for version in newest if version not in old), default=0)
-    removed = [storage.name_of(uri) for uri in drafts(pools, name)] if unfinished else []
+    # What was killed while it was removed has no request any more: no job goes on with it.
+    left = [uri for uri in drafts(pools, name) if unfinished or not read_request(uri)]
+    removed = [storage.name_of(uri) for uri in left]
     kept_larger = []
     for version in old:  # the newest first
         if largest < rows[version] * (1 - max_removed_share):
