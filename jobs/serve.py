@@ -27,7 +27,8 @@ class Config:
     port: int = 8000
     """Where it listens."""
     host: str = "127.0.0.1"
-    """The address that it listens on; 0.0.0.0: all of this machine."""
+    """The address that it listens on; 0.0.0.0: all of this machine, where everybody may ask unless tokens are
+    set (serve/README.md)."""
     arguments: tuple[str, ...] = ()
     """More arguments of `serve.app:build`, name=value, such as precision=fp32 or second_stage=CROSS."""
 

@@ -182,9 +182,8 @@ def _estimate(step: Step, first: bool) -> dict[str, Any]:
     if not step.verb or "dry_run" not in {field.name for field in fields(step.config_class)}:
         return {"step": step.name}
     verb = step.command[: len(step.command) - len(step.options)]
-    code, last = _start(
-        (*verb, "--dry-run", "true", *step.options)
-    )  # what follows "--" is another job's
+    # Before the options: what follows "--" is another job's.
+    code, last = _start((*verb, "--dry-run", "true", *step.options))
     if code and first:
         raise BadInput(f"step {step.name} would fail (exit code {code})")
     if code:

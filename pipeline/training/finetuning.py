@@ -188,9 +188,8 @@ class Finetuning:
     def _steps(self, per_epoch: int, miner: Miner | None) -> int:
         """Steps of the whole run. Raises BadInput for a run that ends before it mines."""
         steps = round(self.finetune.epochs * per_epoch)
-        steps = (
-            max(steps, 1) if self.finetune.epochs else 0
-        )  # a part of an epoch is no reason for none
+        if self.finetune.epochs:  # half an epoch of one batch would round to none
+            steps = max(steps, 1)
         steps = min(steps, self.finetune.max_steps or steps)
         if miner is not None:
             every = self.finetune.mine.every_epochs

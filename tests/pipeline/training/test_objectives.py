@@ -44,6 +44,17 @@ def softmax_loss(scores, labels, excluded):
     return np.mean(losses)
 
 
+def assert_taught(kind, student_BC, teacher_BC, shown, added):
+    """0.3 times the distillation loss, at temperature 2, is shown and added."""
+    if kind == "kl":
+        expected = distillation_kl(student_BC, teacher_BC, 2.0)
+    else:
+        expected = margin_mse(student_BC, teacher_BC)
+    assert expected > 0
+    assert shown["distill_loss"].item() == pytest.approx(0.3 * expected.item(), rel=1e-4)
+    assert added.item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
+
+
 DUAL_ROWS = [
     {"context": ["w1 w2", "w3"], "response": "w4"},
     {"context": ["w5"], "response": "w6 w7 w8"},
@@ -241,14 +252,7 @@ def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
             assert batch.teacher_BC[place, : len(scores)].tolist() == pytest.approx(scores)
             assert batch.teacher_BC[place].isnan().sum() == 6 - len(set(row["candidates"]))
     student_BC = torch.stack(students)
-    expected = (
-        distillation_kl(student_BC, batch.teacher_BC, 2.0)
-        if kind == "kl"
-        else margin_mse(student_BC, batch.teacher_BC)
-    )
-    assert expected > 0
-    assert shown["distill_loss"].item() == pytest.approx(0.3 * expected.item(), rel=1e-4)
-    assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
+    assert_taught(kind, student_BC, batch.teacher_BC, shown, loss - plain)
 
 
 @pytest.mark.parametrize("name", ["weight", "temperature"])
@@ -316,14 +320,7 @@ def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny, kind):
         contexts = [row["context"] for row in rows]
         candidates = [candidates_of(batch, place) for place in range(4)]
         student_BC = torch.stack(inference.pair_scores(ranker, contexts, candidates))
-    expected = (
-        distillation_kl(student_BC, batch.teacher_BC, 2.0)
-        if kind == "kl"
-        else margin_mse(student_BC, batch.teacher_BC)
-    )
-    assert expected > 0
-    assert shown["distill_loss"].item() == pytest.approx(0.3 * expected.item(), rel=1e-4)
-    assert (loss - plain).item() == pytest.approx(0.3 * expected.item(), rel=1e-3)
+    assert_taught(kind, student_BC, batch.teacher_BC, shown, loss - plain)
 
 
 # Truncated to 12 tokens, the first candidate is the response.
