@@ -49,18 +49,11 @@ def run(config: Config) -> program.Summary:
 
     url = f"http://{config.host}:{config.port}"
     with cluster.session():
-        serve.start(http_options={"host": config.host, "port": config.port})
-        serve.run(app)
-        print(
-            f"""
-   the playground   {url}/
-   the interface    {url}/openapi.json
-   what is served   {url}/info
-
-Ctrl-C ends it.""",
-            flush=True,
-        )
         with suppress(KeyboardInterrupt):
+            serve.start(http_options={"host": config.host, "port": config.port})
+            serve.run(app)
+            print(f"the playground:  {url}/\nthe interface:   {url}/openapi.json\n"
+                  f"what is served:  {url}/info\nCtrl-C ends it.", flush=True)  # fmt: skip
             signal.pause()
         serve.delete("default")
     return {"served": url}

@@ -1,6 +1,6 @@
 """The whole path as a user takes it, from the corpus to requests over HTTP.
 
-The training, the embedding of the pool and `serve run` are processes; the training is interrupted, killed,
+The training, the embedding of the pool and the service are processes; the training is interrupted, killed,
 and started again. The other jobs run in this process, as in a notebook: each process imports torch again.
 """
 
@@ -12,7 +12,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -27,7 +26,6 @@ import pytest
 import ray
 import torch
 from ray import serve
-from ray.serve.schema import LoggingConfig
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
@@ -165,13 +163,12 @@ def kill_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def port(made, cluster) -> Iterator[int]:
-    """Where `serve run serve.app:build` answers."""
+    """Where jobs.serve answers. Ctrl-C ends it, and it says what it served."""
     port = free_port()
-    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
-    command = [Path(sys.executable).with_name("serve"), "run", "serve.app:build",
-               f"model={made.work}/ranker", f"pools={made.work}/pools/replies",
-               "precision=fp32"]  # fmt: skip
+    command = job_command(
+        "serve", "--model", made.work / "ranker", "--pools", made.work / "pools/replies",
+        "--port", port, "--arguments", "precision=fp32",
+    )  # fmt: skip
     log = made.work / "serve.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -184,7 +181,9 @@ def port(made, cluster) -> Iterator[int]:
             pytest.fail(log.read_text())
         yield port
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=120)
+        assert process.wait(timeout=120) == 0
+        last = json.loads(log.read_text().splitlines()[-1])
+        assert last == {"job": "serve", "served": f"http://127.0.0.1:{port}"}
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
