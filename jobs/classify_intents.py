@@ -9,12 +9,13 @@ from typing import Any
 
 from jobs import program
 from pipeline import cost, storage
-from pipeline.artifact import Artifact, draft
+from pipeline.artifact import Artifact
 from pipeline.classification import texts as intent_texts
 from pipeline.classification.settings import KIND, PLOT, REPORT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import ReadConfig, parse_shots
 from pipeline.config import NOT_IDENTITY, require
 from pipeline.corpora.raw import Reading
+from pipeline.drafts import draft
 from pipeline.models.sources import open_text_encoder
 
 

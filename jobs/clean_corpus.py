@@ -7,11 +7,12 @@ from typing import Any
 
 from jobs import cluster, program
 from pipeline import cost, storage
-from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate, options
 from pipeline.corpora.schema import example_files
+from pipeline.drafts import draft
 from pipeline.records import sum_counts
 
 

@@ -12,18 +12,12 @@ from typing import Any
 from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.actors import Actors
-from pipeline.artifact import (
-    MANIFEST,
-    Artifact,
-    Draft,
-    draft,
-    open_artifact,
-    request_of,
-)
+from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, Stopped, digest, require, to_dict
 from pipeline.corpora.privacy import REDACTION_RULES, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import example_files
+from pipeline.drafts import Draft, draft, request_of
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts

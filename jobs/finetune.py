@@ -8,8 +8,9 @@ from typing import Any
 
 from jobs import program
 from pipeline import cost
-from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.drafts import draft
 from pipeline.models.settings import ConvertConfig, PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training.finetune_settings import FinetuneConfig

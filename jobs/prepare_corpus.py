@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from jobs import cluster, program
 from pipeline import cost, storage
-from pipeline.artifact import Artifact, Draft, draft
+from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, raw, reddit
 from pipeline.corpora.author_key import author_key
@@ -29,6 +29,7 @@ from pipeline.corpora.formats import (
 )
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
+from pipeline.drafts import Draft, draft
 from pipeline.records import TaskRecord, sum_counts
 
 

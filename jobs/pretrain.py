@@ -7,8 +7,9 @@ from types import MappingProxyType
 
 from jobs import program, tokenize_corpus
 from pipeline import cost, storage
-from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.drafts import draft
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
 from pipeline.training.pretraining_settings import TOKENS, PretrainConfig, TokenizeConfig

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jobs import program
-from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY
+from pipeline.drafts import draft
 from pipeline.models.sources import open_tokenizer
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from jobs import program
 from pipeline import cost, storage
-from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY
 from pipeline.corpora.schema import example_files
+from pipeline.drafts import draft, folder_entries
 from pipeline.training.settings import TokenizerConfig
 
 

@@ -1,40 +1,23 @@
 """What passes from job to job: an immutable directory with a `manifest.json`.
 
-A job asks for a `draft` of its output. Its tasks write files there and mark themselves done, so that
-a killed job goes on where it was; `publish` writes the manifest and makes the directory visible in
-one step. Locally the draft is `<output>.partial` and publishing is a rename; in an object store the
-files lie in place already and the manifest's upload is the step. No manifest, no artifact.
+No manifest, no artifact. `pipeline.drafts` makes them.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from pipeline import locks, node_cache, storage
-from pipeline.config import BadInput, Stopped, digest, flatten, to_dict
-from pipeline.job_request import describe_request, difference
-from pipeline.provenance import git_revision, library_versions
-from pipeline.records import FileEntry, RecordT, TaskRecord, from_json, to_json
+from pipeline import node_cache, storage
+from pipeline.config import BadInput
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-_TASKS = "_tasks"
-_MARKS_AT_ONCE = 16  # there may be 20,000, 20 ms each from an object store
-_REQUEST = "_request.json"
-_LOCK = "_lock"
-_LOCK_EXPIRES_S = 120.0
+REQUEST = "_request.json"
+"""In a draft, what it is to become. A directory with one and without a manifest is unfinished."""
 _MADE_BY = {
     "corpus": "jobs.prepare_corpus",
     "tokenizer": "jobs.train_tokenizer",
@@ -43,8 +26,6 @@ _MADE_BY = {
     "pool": "jobs.embed_pool",
     "classifier": "jobs.classify_intents",
 }
-RUN = "_run.json"
-"""In a draft, the tracking run of the job that makes it (see pipeline.tracking)."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +112,7 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
     manifest_uri = storage.join(uri, MANIFEST)
     if not storage.exists(manifest_uri):
         for partial in {uri + ".partial", uri}:
-            if storage.exists(storage.join(partial, _REQUEST)):
+            if storage.exists(storage.join(partial, REQUEST)):
                 raise BadInput(f"{uri}: unfinished; run the job that makes it again, it resumes")
         made_by = f"; {_MADE_BY[kinds[0]]} makes one" if kinds[0] in _MADE_BY else ""
         raise BadInput(f"{uri}: not a {kind} ({MANIFEST} is missing){made_by}")
@@ -168,236 +149,3 @@ def _unlike(uri: str, manifest: Mapping[str, Any], only: Collection[str] | None 
             says = f"{MANIFEST} says {entry['bytes']:,}"
             return f"{storage.join(uri, entry['path'])}: {state}; {says}"
     return ""
-
-
-@dataclass(frozen=True)
-class Marks:
-    """The finished tasks of a draft. Their records are read when they are asked for."""
-
-    staging: str
-    tasks: frozenset[str]
-
-    def __contains__(self, task: str) -> bool:
-        return task in self.tasks
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self.tasks))
-
-    def record(self, task: str, kind: type[RecordT]) -> RecordT:
-        """The record of a finished task.
-
-        Raises BadInput where it is of another kind: an earlier version of polyrank wrote it.
-        """
-        try:
-            return from_json(kind, storage.read_bytes(_mark(self.staging, task)))
-        except (TypeError, ValueError):
-            raise BadInput(
-                f"{self.staging}: holds an unfinished job of another version of polyrank; remove it"
-            ) from None
-
-    def records(self, tasks: Iterable[str], kind: type[RecordT]) -> dict[str, RecordT]:
-        """The records of finished tasks, in their order."""
-        names = list(tasks)
-        with ThreadPoolExecutor(_MARKS_AT_ONCE) as pool:
-            found = pool.map(lambda task: self.record(task, kind), names)
-            return dict(zip(names, found, strict=True))
-
-
-@dataclass(frozen=True)
-class Draft:
-    """An output on its way. Plain data, so that tasks on other machines write into it too."""
-
-    uri: str
-    staging: str
-    kind: str
-    config: dict[str, Any]
-    inputs: dict[str, dict[str, Any]]
-    request: str
-    started: float = field(default_factory=time.time)
-
-    def path(self, *parts: str) -> str:
-        """The URI of a file of the draft."""
-        return storage.join(self.staging, *parts)
-
-    def write_table(self, name: str, table: pa.Table, rows_per_group: int = 2048) -> FileEntry:
-        """Writes a Parquet file and returns its entry for the manifest."""
-        buffer = io.BytesIO()
-        pq.write_table(table, buffer, compression="zstd", row_group_size=rows_per_group)
-        return self.write_file(name, buffer.getvalue(), table.num_rows)
-
-    def write_file(self, name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
-        storage.write_bytes(self.path(name), data)
-        return file_entry(name, data, rows)
-
-    def mark(self, task: str, record: TaskRecord) -> None:
-        """Notes that a task's files are complete, and keeps its record."""
-        storage.write_bytes(_mark(self.staging, task), to_json(record).encode())
-
-    def is_marked(self, task: str) -> bool:
-        return storage.exists(_mark(self.staging, task))
-
-    def marks(self) -> Marks:
-        """The marks of all finished tasks, of this run and of those before it."""
-        return Marks(self.staging, frozenset(_marked(self.staging)))
-
-    def forget_tasks(self) -> None:
-        """Removes all marks, so that every task is done again."""
-        storage.delete(self.path(_TASKS))
-
-    def publish(
-        self,
-        files: Iterable[FileEntry],
-        counts: Mapping[str, int],
-        dropped: Mapping[str, int] | None = None,
-        run_id: str | None = None,
-        **more: Any,
-    ) -> Artifact:
-        """Writes the manifest and makes the artifact visible, in one atomic step."""
-        entries = sorted(files, key=lambda entry: entry["path"])
-        named = [(entry["path"], entry["sha256"]) for entry in entries]
-        manifest = {
-            "kind": self.kind,
-            "format_version": FORMAT_VERSION,
-            "fingerprint": digest(named),
-            "request": self.request,
-            "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "seconds": round(time.time() - self.started, 1),
-            "config": self.config,
-            "inputs": self.inputs,
-            "counts": dict(counts),
-            "dropped": dict(sorted((dropped or {}).items())),
-            "git_revision": git_revision(),
-            "libraries": library_versions(),
-            "run_id": run_id,
-            **more,
-            "files": entries,
-        }
-        text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
-        storage.remove_unfinished(self.staging)
-        storage.write_bytes(self.path(MANIFEST), text)
-        if self.staging != self.uri:
-            Path(self.staging).rename(self.uri)
-        _tidy(self.uri)
-        return Artifact(self.uri, manifest)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps other jobs from this draft, while it is made.
-
-        Raises Stopped, naming the owner, where another job makes it, or has just published it.
-        """
-        with locks.locked(self.path(_LOCK), self.uri, _LOCK_EXPIRES_S):
-            if storage.exists(storage.join(self.uri, MANIFEST)):
-                raise Stopped(f"{self.uri}: another job has published it meanwhile")
-            yield
-
-
-def is_being_made(staging: str) -> bool:
-    """Whether a living job holds the lock of a draft (`Draft.locked`)."""
-    return locks.is_held(storage.join(staging, _LOCK))
-
-
-def task_marks(staging: str) -> dict[str, bytes]:
-    """The records of a draft's finished tasks, JSON, by task."""
-    tasks = _marked(staging)
-    with ThreadPoolExecutor(_MARKS_AT_ONCE) as pool:
-        records = pool.map(lambda task: storage.read_bytes(_mark(staging, task)), tasks)
-        return dict(zip(tasks, records, strict=True))
-
-
-def _marked(staging: str) -> list[str]:
-    uris = storage.walk_json(storage.join(staging, _TASKS))
-    return [storage.name_of(uri).removesuffix(".json") for uri in uris]
-
-
-def _mark(staging: str, task: str) -> str:
-    return storage.join(staging, _TASKS, f"{task}.json")
-
-
-def read_request(staging: str) -> dict[str, Any]:
-    """What a draft is to become: `kind`, fingerprints of `inputs`, `config`; empty where it is no draft."""
-    uri = storage.join(staging, _REQUEST)
-    if not storage.exists(uri):
-        return {}
-    found: dict[str, Any] = json.loads(storage.read_bytes(uri))
-    return found
-
-
-def _tidy(uri: str) -> None:
-    """Removes what only a resumed run would need: everything whose name begins with "_"."""
-    for name in storage.names_in(uri):
-        if name.startswith("_"):
-            storage.delete(storage.join(uri, name))
-
-
-def request_of(kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]) -> str:
-    """Names what a job would make: the same for the same kind, settings and contents of inputs."""
-    return digest(describe_request(kind, config, _references(inputs)))
-
-
-def draft(
-    uri: str,
-    kind: str,
-    config: Any,
-    inputs: Mapping[str, Artifact | dict[str, Any]],
-    unused: Collection[str] = (),
-) -> Draft | Artifact:
-    """Returns the draft of an output, with what an earlier killed run of the same job left in it.
-
-    If the same job (kind, settings, contents of the inputs) has published it already, returns the
-    artifact. `config` is the job's dataclass: its fields named like an input stand for that input's
-    contents. Fields that are `NOT_IDENTITY` do not count, nor do the fields `unused`, which this job does
-    not read.
-
-    Raises BadInput where another job's output, finished or not, is in the way.
-    """
-    references = _references(inputs)
-    wanted = describe_request(kind, config, references, unused)
-    request = digest(wanted)
-    uri = storage.absolute(uri.rstrip("/"))
-    if storage.exists(storage.join(uri, MANIFEST)):
-        found = open_artifact(uri, kind)
-        if found.manifest["request"] == request:
-            _tidy(uri)  # of a job that was killed while it did this
-            return found
-        known = {
-            "inputs": {n: r["fingerprint"] for n, r in found.manifest["inputs"].items()},
-            "config": {n: flatten(found.manifest["config"]).get(n) for n in wanted["config"]},
-        }
-        raise BadInput(f"{uri}: holds the result of another job ({difference(known, wanted)}); "
-                       "choose another --output or remove it")  # fmt: skip
-    local = storage.is_local(uri)
-    staging = f"{uri}.partial" if local else uri
-    request_uri = storage.join(staging, _REQUEST)
-    resumed = storage.exists(request_uri)
-    if (local or not resumed) and storage.is_occupied(uri):
-        raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
-    if resumed:
-        earlier = json.loads(storage.read_bytes(request_uri))
-        if digest(earlier) != request and set(storage.names_in(staging)) <= {_REQUEST, RUN, _LOCK}:
-            resumed = False  # a refused job left no more than its request and its tracking run
-        elif digest(earlier) != request:
-            raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier, wanted)}); "
-                           "finish that one, choose another --output, or remove it")  # fmt: skip
-    if not resumed:
-        storage.write_bytes(request_uri, json.dumps(wanted).encode())
-    settings = {name: value for name, value in to_dict(config).items() if name not in unused}
-    return Draft(uri, staging, kind, settings, references, request)
-
-
-def _references(inputs: Mapping[str, Artifact | dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {
-        name: value.reference() if isinstance(value, Artifact) else value
-        for name, value in inputs.items()
-    }
-
-
-def file_entry(name: str, data: bytes | pa.Buffer, rows: int = 0) -> FileEntry:
-    size = data.size if isinstance(data, pa.Buffer) else len(data)
-    return {"path": name, "rows": rows, "bytes": size, "sha256": storage.file_digest(data)}
-
-
-def folder_entries(folder: Path) -> list[FileEntry]:
-    """Manifest entries of all files in a local folder."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return [file_entry(file.relative_to(folder).as_posix(), file.read_bytes()) for file in files]

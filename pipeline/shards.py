@@ -22,8 +22,8 @@ from typing import Any
 
 from pipeline import executors, progress, task_costs
 from pipeline.actors import Actors
-from pipeline.artifact import Draft
 from pipeline.config import BadInput, Stopped
+from pipeline.drafts import Draft
 from pipeline.failures import storage_failure
 from pipeline.records import RecordT, TaskCost, TaskRecord
 from pipeline.resources import await_node, cpus_each, largest_memory

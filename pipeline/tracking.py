@@ -25,8 +25,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from pipeline import storage, task_costs
-from pipeline.artifact import RUN, Artifact, Draft
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput, flatten
+from pipeline.drafts import RUN, Draft
 from pipeline.provenance import git_revision
 
 _SQLITE = "sqlite:///"

@@ -44,8 +44,9 @@ from transformers import PreTrainedTokenizerFast
 # `jobs` sets Ray's defaults before ray is there
 from jobs import cluster, finetune, prepare_corpus, tokenize_corpus
 from pipeline import executors, storage
-from pipeline.artifact import Artifact, Draft, draft, folder_entries, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.made_up import sample
+from pipeline.drafts import Draft, draft, folder_entries
 from pipeline.models.convert.tokenizer import save_vocabulary
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import ranker_config

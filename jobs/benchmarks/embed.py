@@ -24,11 +24,12 @@ from jobs import finetune
 from jobs.benchmarks.measure import BenchmarkRow, kill_often, run_job
 from pipeline import storage
 from pipeline.arrays import Floats
-from pipeline.artifact import Artifact, draft, folder_entries, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.formats import wikipedia_extracted
+from pipeline.drafts import draft, folder_entries
 from pipeline.models.ranker import new_ranker
 from pipeline.models.settings import BiConfig
 from pipeline.retrieval.pools.pool import Pool

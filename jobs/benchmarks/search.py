@@ -23,9 +23,10 @@ from jobs import cluster, embed_pool
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline import storage
 from pipeline.arrays import Floats
-from pipeline.artifact import Artifact, Draft, draft
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput, digest, require
 from pipeline.corpora.schema import example_files
+from pipeline.drafts import Draft, draft
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.records import FileEntry

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from pipeline import cost, storage
-from pipeline.artifact import Draft
 from pipeline.classification import encoder, evaluation, head
 from pipeline.classification.classifier import Classifier
 from pipeline.classification.metrics import best_threshold
 from pipeline.classification.settings import PLOT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import Labelled, Texts, draw, labels_of
+from pipeline.drafts import Draft
 from pipeline.models.sources import Source
 from pipeline.records import TaskRecord
 from pipeline.resources import best_device

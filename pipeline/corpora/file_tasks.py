@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline import shards, storage
-from pipeline.artifact import Draft
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import SPLITS
+from pipeline.drafts import Draft
 from pipeline.records import FileEntry, TaskRecord
 
 ROWS_PER_SHARD = 250_000

@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import shards, storage
-from pipeline.artifact import Draft
 from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.privacy import Privacy
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 SCHEMA = pa.schema(

@@ -21,9 +21,9 @@ import pyarrow as pa
 import zstandard
 
 from pipeline import storage
-from pipeline.artifact import Draft
 from pipeline.config import BadInput, require
 from pipeline.corpora.privacy import Privacy
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord, sum_counts
 
 _READ_BYTES = 1 << 18

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from huggingface_hub import snapshot_download
 
 from pipeline import node_cache, storage
-from pipeline.artifact import MANIFEST, Artifact, folder_entries, open_artifact
+from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, digest
+from pipeline.drafts import folder_entries
 from pipeline.models.settings import SETTINGS, parse_settings
 
 SENTENCE_TRANSFORMERS = "modules.json"

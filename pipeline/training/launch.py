@@ -22,8 +22,8 @@ from ray.train import CheckpointUploadMode
 from ray.util.queue import Queue
 
 from pipeline import executors, node_cache, progress, storage
-from pipeline.artifact import Draft, folder_entries
 from pipeline.config import BadInput, Stopped
+from pipeline.drafts import Draft, folder_entries
 from pipeline.failures import cause_of
 from pipeline.models import cpu
 from pipeline.models.flops import peak_flops

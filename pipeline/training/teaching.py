@@ -21,8 +21,9 @@ import pyarrow.parquet as pq
 
 from pipeline import cost, storage
 from pipeline.actors import Actors
-from pipeline.artifact import Artifact, Draft, corpora_of
+from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import require
+from pipeline.drafts import Draft
 from pipeline.evaluation.ranking import own_scores
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings

@@ -29,15 +29,10 @@ import pyarrow.parquet as pq
 
 from pipeline import cost, shards, storage
 from pipeline.arrays import Ints
-from pipeline.artifact import (
-    Artifact,
-    Draft,
-    file_entry,
-    folder_entries,
-    open_artifact,
-)
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, digest
 from pipeline.corpora.schema import Split, example_files
+from pipeline.drafts import Draft, file_entry, folder_entries
 from pipeline.models.sources import External, Source
 from pipeline.models.tokens import Tokenizer
 from pipeline.records import FileEntry, TaskRecord, sum_counts

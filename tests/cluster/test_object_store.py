@@ -16,8 +16,9 @@ import pytest
 
 from jobs import program
 from pipeline import node_cache, storage
-from pipeline.artifact import MANIFEST, Draft, draft, open_artifact
+from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.config import Stopped
+from pipeline.drafts import Draft, draft
 from pipeline.records import TaskRecord
 from pipeline.retrieval.pools.lock import locked
 from tests.helpers import free_port

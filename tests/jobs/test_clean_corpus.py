@@ -132,7 +132,7 @@ def test_a_job_that_ends_halfway_goes_on_where_it_was(
     seen = {}
     with monkeypatch.context() as patch:  # publishing removes the marks
         patch.setattr(
-            "pipeline.artifact._tidy",
+            "pipeline.drafts._tidy",
             lambda uri: seen.update(
                 {p.name: p.stat().st_mtime_ns for p in (Path(uri) / "_tasks").iterdir()}
             ),

@@ -14,8 +14,8 @@ import torch
 from jobs import finetune
 from jobs.benchmarks.measure import workers_of
 from pipeline import storage
-from pipeline.artifact import draft, folder_entries
 from pipeline.config import BadInput
+from pipeline.drafts import draft, folder_entries
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool
 from tests.helpers import wait_until

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.artifact import Draft, draft
 from pipeline.corpora.report import text
+from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.training.tokenizer import TokenizerConfig

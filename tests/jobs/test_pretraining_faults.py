@@ -27,9 +27,10 @@ from safetensors.torch import load_file
 
 from jobs import pretrain
 from pipeline import executors
-from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.drafts import draft
 from pipeline.models.sources import External
 from pipeline.training.checkpoints import read_state
 from pipeline.training.pretraining import Pretraining

@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import storage
-from pipeline.artifact import draft, folder_entries, open_artifact
+from pipeline.artifact import open_artifact
+from pipeline.drafts import draft, folder_entries
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.training import teaching

@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 
 from jobs import finetune
 from pipeline import executors
-from pipeline.artifact import Artifact, draft, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import parse
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.drafts import draft
 from pipeline.models.ranker import load_ranker
 
 STEPS = {"bi": 4, "poly": 5, "cross": 3}

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import shards, storage
-from pipeline.artifact import Artifact, Draft, draft, open_artifact, read_artifact
+from pipeline.artifact import Artifact, open_artifact, read_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora.raw import Reading
+from pipeline.drafts import Draft, draft
 from pipeline.records import TaskRecord
 
 

@@ -16,8 +16,8 @@ import pytest
 from jobs import cluster, program
 from pipeline import executors, shards
 from pipeline.actors import Actors
-from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput, Stopped
+from pipeline.drafts import Draft, draft
 from pipeline.records import TaskRecord
 from pipeline.shards import run_tasks, run_tasks_on_actors
 

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline import executors, progress, task_costs, tracking
 from pipeline.actors import Actors
-from pipeline.artifact import draft
 from pipeline.config import Stopped
+from pipeline.drafts import draft
 from pipeline.records import TaskCost, TaskRecord, from_json, to_json
 from pipeline.shards import run_tasks
 from pipeline.task_costs import Stage

@@ -13,8 +13,9 @@ import mlflow
 import pytest
 
 from pipeline import tracking
-from pipeline.artifact import Artifact, Draft, draft
+from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput
+from pipeline.drafts import Draft, draft
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import pyarrow as pa
 import pytest
 
 from jobs import classify_intents, embed_pool
-from pipeline.artifact import Artifact, draft
+from pipeline.artifact import Artifact
 from pipeline.classification.settings import EncodeConfig, HeadConfig
 from pipeline.classification.texts import ReadConfig
+from pipeline.drafts import draft
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from pipeline.ranking.results import Result

@@ -20,8 +20,8 @@ import torch
 
 from jobs import embed_pool
 from pipeline import node_cache, storage
-from pipeline.artifact import draft
 from pipeline.config import BadInput
+from pipeline.drafts import draft
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker

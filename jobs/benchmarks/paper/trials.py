@@ -30,8 +30,9 @@ from jobs.benchmarks.paper.tables import Trial
 from pipeline import storage, tracking
 from pipeline.actors import Actors
 from pipeline.arrays import Ints
-from pipeline.artifact import MANIFEST, Artifact, draft, open_artifact, request_of
+from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse, to_dict
+from pipeline.drafts import draft, request_of
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
 from pipeline.failures import cause_of

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import cost, shards, storage
-from pipeline.artifact import Artifact, Draft
+from pipeline.artifact import Artifact
 from pipeline.corpora import raw
 from pipeline.corpora.dedup import decontaminate, exact, near
 from pipeline.corpora.dedup.decontaminate import EvaluationSet
@@ -31,6 +31,7 @@ from pipeline.corpora.dedup.examples import COMPARED, DedupPlan, kept, read_drop
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
 from pipeline.cost import Estimate
+from pipeline.drafts import Draft
 from pipeline.records import FileEntry, TaskRecord
 
 _BUCKET_BYTES = 128 << 20  # of keys; some 1 GB while they are sorted

@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 
 from pipeline import executors, shards, storage
 from pipeline.arrays import Bools, Ints
-from pipeline.artifact import MANIFEST, Artifact, Draft, open_artifact
+from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, require
 from pipeline.corpora import buckets, raw
 from pipeline.corpora.dedup import hashing
@@ -48,6 +48,7 @@ from pipeline.corpora.dedup.examples import (
 )
 from pipeline.corpora.dedup.hashing import Hashes, Tokens
 from pipeline.corpora.schema import Split
+from pipeline.drafts import Draft
 from pipeline.executors import Shared
 from pipeline.records import TaskRecord
 

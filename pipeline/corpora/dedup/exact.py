@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import shards
-from pipeline.artifact import Draft
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import (
@@ -27,6 +26,7 @@ from pipeline.corpora.dedup.examples import (
     read_pieces,
     sides,
 )
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 KEY_BYTES = 48  # of one example: hash, place, split, id

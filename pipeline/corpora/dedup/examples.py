@@ -12,11 +12,12 @@ import pyarrow.parquet as pq
 
 from pipeline import storage
 from pipeline.arrays import Bools, Ints
-from pipeline.artifact import Artifact, Draft
+from pipeline.artifact import Artifact
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup.hashing import Tokens
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
+from pipeline.drafts import Draft
 
 COMPARED = ["example_id", "context", "response"]
 """Columns that the comparing stages read."""

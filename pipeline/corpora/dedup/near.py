@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from pipeline import shards
 from pipeline.arrays import Ints
-from pipeline.artifact import Draft
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing, minhash
 from pipeline.corpora.dedup.examples import (
@@ -36,6 +35,7 @@ from pipeline.corpora.dedup.examples import (
     sides,
 )
 from pipeline.corpora.dedup.hashing import Tokens
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 KEY_BYTES = 24  # of one band of one example

@@ -27,13 +27,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline import shards, storage
-from pipeline.artifact import Draft
 from pipeline.config import require
 from pipeline.corpora import buckets, file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
 from pipeline.corpora.schema import schema_with
+from pipeline.drafts import Draft
 from pipeline.records import FileEntry, TaskRecord
 
 _SCHEMA = schema_with(("product_id", pa.string()))

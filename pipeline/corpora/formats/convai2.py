@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeGuard
 
-from pipeline.artifact import Draft
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 CANDIDATES = 20

@@ -25,12 +25,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.artifact import Draft
 from pipeline.config import BadInput
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, named_split, split_by_name_or_group
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 CANDIDATES = 100

@@ -27,7 +27,6 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 
 from pipeline import storage
-from pipeline.artifact import Draft
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
@@ -39,6 +38,7 @@ from pipeline.corpora.schema import (
     schema_with,
     split_by_name_or_group,
 )
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord, sum_counts
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]

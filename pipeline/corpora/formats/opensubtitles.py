@@ -24,13 +24,13 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipeline.artifact import Draft
 from pipeline.config import require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 # One word and a colon, where the line or a sentence of it begins; that sentence's end goes with it.

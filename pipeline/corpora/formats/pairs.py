@@ -29,7 +29,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import storage
-from pipeline.artifact import Draft
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.dedup import hashing
@@ -37,6 +36,7 @@ from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 _WHOLE = re.compile(r"-?[0-9]{1,9}(\.0*)?")

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline import storage
-from pipeline.artifact import Draft
 from pipeline.corpora import file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 _PREFIX = re.compile(r"^wikipedia_(shuf_)?", re.IGNORECASE)

@@ -17,12 +17,12 @@ from typing import Literal
 
 import pyarrow as pa
 
-from pipeline.artifact import Draft
 from pipeline.config import require
 from pipeline.corpora import file_tasks, fixed_candidates, raw
 from pipeline.corpora.formats import articles, wikipedia_extracted, wikipedia_xml
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import hash_split, schema_with
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 _SPLIT = (900, 50, 50)

@@ -19,7 +19,6 @@ import functools
 from collections.abc import Sequence
 
 from pipeline import cost, shards, storage
-from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit import languages
@@ -28,6 +27,7 @@ from pipeline.corpora.reddit.partition import read_dumps
 from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
 from pipeline.corpora.reddit.threads import build_bucket
 from pipeline.cost import Estimate
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 __all__ = ["Options", "estimate", "prepare"]

@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from pipeline import executors, progress, resources, task_costs
 from pipeline.arrays import Ints
-from pipeline.artifact import Draft
 from pipeline.corpora import buckets, raw
 from pipeline.corpora.file_tasks import redacted_count
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord, from_json, to_json
 from pipeline.retries import with_retries
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline import shards
-from pipeline.artifact import Draft
 from pipeline.corpora import buckets
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 _READ_REQUESTS = 3

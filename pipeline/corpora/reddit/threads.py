@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.arrays import Bools, Ints
-from pipeline.artifact import Draft
 from pipeline.corpora import buckets, raw
 from pipeline.corpora.reddit import languages
 from pipeline.corpora.reddit.comments import COLUMNS, RULED_OUT, SCORED_TOO_LOW
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.schema import schema_with
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 _SCHEMA = schema_with(

@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from pipeline import shards, storage
 from pipeline.arrays import Floats
-from pipeline.artifact import Draft
 from pipeline.config import BadInput
+from pipeline.drafts import Draft
 from pipeline.records import FileEntry, TaskRecord
 from pipeline.retrieval.pools.candidates import arrow_file, npy_file
 from pipeline.retrieval.pools.pool import ROTATION

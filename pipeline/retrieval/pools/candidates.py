@@ -26,11 +26,11 @@ import pyarrow as pa
 
 from pipeline import shards, storage
 from pipeline.arrays import Keys
-from pipeline.artifact import Draft
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
 ROWS = pa.schema(

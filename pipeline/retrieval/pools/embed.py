@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from pipeline import storage
 from pipeline.actors import Actors
-from pipeline.artifact import Draft
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.corpora import raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
+from pipeline.drafts import Draft
 from pipeline.models.precision import NUMERICS, Precision, Resolved
 from pipeline.models.sources import Source
 from pipeline.records import TaskRecord, sum_counts

@@ -19,9 +19,9 @@ import pyarrow as pa
 import torch
 
 from pipeline.arrays import Bools, Floats, Ints
-from pipeline.artifact import Draft
 from pipeline.config import BadInput
 from pipeline.corpora import raw
+from pipeline.drafts import Draft
 from pipeline.models import inference
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker

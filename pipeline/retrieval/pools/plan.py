@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.arrays import Ints
-from pipeline.artifact import Draft
 from pipeline.corpora import raw
+from pipeline.drafts import Draft
 from pipeline.retrieval.pools import candidates, verdicts
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.verdict_tasks import (

@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from pipeline import node_cache, storage
 from pipeline.arrays import Floats, Ints
-from pipeline.artifact import read_request, task_marks
 from pipeline.config import digest
+from pipeline.drafts import read_request, task_marks
 from pipeline.retrieval.pools.vector_format import Layer, decode
 
 PLAN = "plan"

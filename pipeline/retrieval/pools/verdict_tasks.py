@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.arrays import Ints, Keys
-from pipeline.artifact import Draft
 from pipeline.config import digest
 from pipeline.corpora import buckets, raw
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 from pipeline.retrieval.pools import candidates
 

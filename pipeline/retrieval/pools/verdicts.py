@@ -35,8 +35,8 @@ import numpy as np
 
 from pipeline import executors, shards, storage
 from pipeline.arrays import Ints
-from pipeline.artifact import Draft
 from pipeline.corpora import raw
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.verdict_tasks import (

@@ -9,15 +9,9 @@ from datetime import datetime
 from typing import Any
 
 from pipeline import storage
-from pipeline.artifact import (
-    MANIFEST,
-    Artifact,
-    is_being_made,
-    open_artifact,
-    read_artifact,
-    read_request,
-)
+from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
+from pipeline.drafts import is_being_made, read_request
 from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import KIND, current_uri, precision_of

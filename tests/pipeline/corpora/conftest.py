@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import executors, storage
-from pipeline.artifact import Draft
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.drafts import Draft
 from pipeline.records import TaskRecord, sum_counts
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import storage
-from pipeline.artifact import Draft
 from pipeline.corpora import buckets
+from pipeline.drafts import Draft
 
 SCHEMA = pa.schema([("number", pa.int64()), ("text", pa.string())])
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifact import Draft, draft
 from pipeline.corpora import fixed_candidates
 from pipeline.corpora.privacy import Privacy
+from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools.embed import EmbedConfig
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")

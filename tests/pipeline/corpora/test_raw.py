@@ -12,10 +12,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.raw import CutOff, Reading, Rejects, line_blocks, read_lines
+from pipeline.drafts import Draft, draft
 from pipeline.records import TaskRecord
 
 

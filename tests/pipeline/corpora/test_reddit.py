@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline import task_costs
-from pipeline.artifact import draft
 from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
 from pipeline.corpora.privacy import Privacy
@@ -23,6 +22,7 @@ from pipeline.corpora.reddit import Options, languages
 from pipeline.corpora.reddit.comments import normalise, trim
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.threads import build_examples, split_of
+from pipeline.drafts import draft
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")
 Comment = dict[str, Any]

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import storage
-from pipeline.artifact import Artifact, Draft, draft, open_artifact
+from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.report import page, survey, text
 from pipeline.corpora.schema import schema_with
+from pipeline.drafts import Draft, draft
 
 SCRIPT = "<script>alert('x')</script> & \"quoted\""
 Row = dict[str, Any]

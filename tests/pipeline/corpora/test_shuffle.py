@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from pipeline import storage
-from pipeline.artifact import Draft
 from pipeline.corpora import buckets
 from pipeline.corpora.reddit import shuffle
 from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
+from pipeline.drafts import Draft
 
 SCHEMA = pa.schema([("number", pa.int64())])
 BLOCKS, BUCKETS, ROWS = 50, 40, 200

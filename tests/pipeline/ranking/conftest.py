@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from jobs import embed_pool
-from pipeline.artifact import Artifact, draft
+from pipeline.artifact import Artifact
+from pipeline.drafts import draft
 from pipeline.models.exchange import to_sentence_transformers
 from pipeline.models.ranker import Ranker as RankerModule
 from pipeline.models.ranker import new_ranker

@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.artifact import Artifact, draft
+from pipeline.artifact import Artifact
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import EXAMPLE
+from pipeline.drafts import draft
 from pipeline.records import sum_counts
 
 Row = dict[str, Any]

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import executors
-from pipeline.artifact import draft
 from pipeline.config import BadInput
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.decontaminate import Layout, Options, open_set, own_sets
 from pipeline.corpora.dedup.options import Options as Duplicates
+from pipeline.drafts import draft
 
 ONLY = Duplicates(exact=False, near=False)
 RULE = Options(ngram_words=4, min_words=2)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline import storage
-from pipeline.artifact import Draft, draft
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
+from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.embed import EmbedConfig
 

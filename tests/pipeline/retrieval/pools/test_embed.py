@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from pipeline.actors import Actors
-from pipeline.artifact import Artifact, draft
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
+from pipeline.drafts import draft
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker

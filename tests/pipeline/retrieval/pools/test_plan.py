@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import executors, storage
-from pipeline.artifact import Draft, task_marks
 from pipeline.config import from_dict, to_dict
+from pipeline.drafts import Draft, task_marks
 from pipeline.retrieval.pools import candidates, plan, verdict_tasks, verdicts
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.changes import Changes

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline import storage
-from pipeline.artifact import Artifact, Draft, draft
+from pipeline.artifact import Artifact
 from pipeline.config import BadInput
+from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools import checksums
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.embed import EmbedConfig

@@ -12,7 +12,8 @@ import fsspec
 import pytest
 
 from pipeline import artifact, storage
-from pipeline.artifact import Artifact, Draft, draft
+from pipeline.artifact import Artifact
+from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools import versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.lock import lease

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput
+from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.embed import EmbedConfig

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.artifact import Draft, draft
 from pipeline.config import BadInput
 from pipeline.corpora.formats.tables import TableFormat
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
+from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.embed import EmbedConfig
