@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gc
 import inspect
 import json
 import os
@@ -63,6 +64,8 @@ from tests.helpers import Finished, job_command
 
 ROOT = Path(__file__).parents[1]
 
+gc.freeze()  # the libraries' objects: a collection need not look at them again
+
 # The same examples in every run, so that more of them would find the same.
 settings.register_profile(
     "polyrank", derandomize=True, deadline=None, database=None, max_examples=50
@@ -72,6 +75,7 @@ settings.load_profile("polyrank")
 
 # Fixtures that start a Ray, or a job in a process, which starts one.
 _RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
+_PROCESSES = {"subprocess", "run_in_processes"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,15 +94,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def starts_processes(function: Callable[..., object]) -> bool:
-    """Whether a function names `subprocess`; or a function inside of it does, or one of its module that it
-    calls."""
+    """Whether a function uses one of `_PROCESSES`, or a function inside of it does, or one of its module
+    that it calls."""
     module = getattr(function, "__globals__", {})
     waiting, seen = [getattr(inspect.unwrap(function), "__code__", None)], set[CodeType]()
     while waiting:
         code = waiting.pop()
         if code is None or code in seen:
             continue
-        if "subprocess" in code.co_names:
+        if not _PROCESSES.isdisjoint(code.co_names):
             return True
         seen.add(code)
         waiting += [each for each in code.co_consts if isinstance(each, CodeType)]

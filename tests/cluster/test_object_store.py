@@ -106,6 +106,7 @@ def test_reading_ahead_gives_the_same_bytes_in_few_requests(s3, bucket, start, e
     assert list(storage.read_ahead(uri, 5, 5)) == []
 
 
+@pytest.mark.slow
 def test_reading_ahead_may_be_given_up(bucket):
     storage.write_bytes(storage.join(bucket, "dump"), b"x" * (40 << 20))
     pieces = storage.read_ahead(storage.join(bucket, "dump"))
@@ -304,6 +305,7 @@ def test_a_bucket_that_is_not_there_is_one_line(s3, refused_by_the_store):
     )
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_one_line(s3, refused_by_the_store, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     said = refused_by_the_store("--uri", "s3://out-of-reach/a", code=1)

@@ -111,6 +111,7 @@ def test_a_failed_job_ends_its_run_as_failed(tmp_path):
     assert mlflow.active_run() is None
 
 
+@pytest.mark.slow
 def test_another_process_can_log_to_the_run_by_its_id(tmp_path):
     with tracking.start("train", begin(tmp_path / "a")) as run:
         elsewhere = tracking.Run(run.run_id, run.tracking_uri)

@@ -97,6 +97,7 @@ def test_a_list_with_a_refused_request_leaves_no_work(engine):
     assert (refused.status_code, left_s) == (404, 0.0)
 
 
+@pytest.mark.slow
 def test_the_service_describes_its_champion_while_a_candidate_answers(tiny_ranker, engine, asking):
     candidate = asking(tiny_ranker("poly", 1)).engine
     service = Service(lambda: engine.engine, 60.0, candidate=lambda: candidate)
@@ -301,6 +302,7 @@ def test_unknown_routes_and_wrong_methods_have_the_same_shape(client, method, pa
         assert response.headers["allow"]
 
 
+@pytest.mark.slow
 def test_a_body_is_allowed_up_to_the_bound_and_not_a_byte_more(client):
     empty = json.dumps({**GOOD, "context": [""]}).encode()
     for more, status in ((0, 200), (1, 413)):
@@ -329,6 +331,7 @@ ALMOST = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(value=JSON | ALMOST)
 def test_no_json_makes_the_service_fail(client, value):

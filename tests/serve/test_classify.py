@@ -45,6 +45,7 @@ def expected(uri: str, text: str) -> tuple[list[str], list[float], bool]:
     return list(names), list(values), said.out_of_scope
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own", [True, False], ids=["the served model's vectors", "another model's"]
 )

@@ -193,6 +193,7 @@ def test_a_request_that_would_be_late_is_refused_at_once(queue):
     run(fill())
 
 
+@pytest.mark.slow
 def test_what_requests_took_is_what_the_next_are_expected_to_take(queue):
     """A unit; the first one does not count."""
     took = iter([5.0, 0.2, 0.4])

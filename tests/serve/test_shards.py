@@ -102,6 +102,7 @@ def test_a_share_needs_the_files_of_its_rows_alone(version, tmp_path):
         Pool.open(str(copy), share=Share(2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 5, 50])
 @pytest.mark.parametrize("allow", [None, ("r01", "r02", "r11", "r99"), ("r99",)])
 def test_shards_answer_as_the_whole_pool(model, version, sharded, asking, top_k, allow):

@@ -349,6 +349,7 @@ def test_a_problem_ends_with_the_version_that_had_it(model, pools, publish, cloc
     assert (served(one), one.problems) == ("v-3", ())
 
 
+@pytest.mark.slow
 def test_a_replica_closes_what_another_one_refused(model, pools, publish, clock):
     publish(model, "v-1")
     decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
@@ -370,6 +371,7 @@ def test_a_replica_closes_what_another_one_refused(model, pools, publish, clock)
     assert (served(one), served(two)) == ("v-1", "v-1")
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_closed_takes_no_memory(model, pools, publish):
     publish(model, "v-1")
     engine = engine_of(resolve(targets(model, pools))[0])
@@ -494,6 +496,7 @@ def test_a_rollback_is_a_current_that_names_the_old_version(model, pools, publis
     assert served(one) == "v-1"
 
 
+@pytest.mark.slow
 def test_a_registry_that_does_not_answer_changes_nothing(model, pools, publish, monkeypatch):
     """New replicas start meanwhile, with what is served."""
     publish(model, "v-1")

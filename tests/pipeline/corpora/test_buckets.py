@@ -39,6 +39,7 @@ def test_a_bucket_of_many_files_holds_its_rows_in_the_order_of_files_and_rows(ou
         assert found["number"].num_chunks == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size=7), st.integers(1, 2000)

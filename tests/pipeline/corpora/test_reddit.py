@@ -589,6 +589,7 @@ def test_a_corpus_is_the_same_set_however_many_buckets_its_threads_fall_into(
     assert sum(summary["dropped"].values()) == len(sample_comments) - len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_on_all_real_months_together_parents_in_other_months_are_found(
     shared, run_job_here, tmp_path

@@ -151,6 +151,7 @@ def test_the_most_frequent_responses_and_values_come_with_their_numbers(publish)
     assert found.top_values == {"subreddit": [("B", 3), ("A", 2), ("Z", 2), ("", 1)]}
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(TEXTS, TEXTS, st.sampled_from("abc")), min_size=1, max_size=30),

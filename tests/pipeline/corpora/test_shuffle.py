@@ -51,6 +51,7 @@ def opened(monkeypatch) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_merged_blocks_hold_the_same_rows_and_are_read_in_a_fraction_of_the_requests(out, opened):
     before = all_buckets(out, NAMES)
     assert len(opened) == BLOCKS * BUCKETS
@@ -67,6 +68,7 @@ def test_few_blocks_are_read_as_they_are(out, monkeypatch):
     assert merge_blocks(out, NAMES, BUCKETS) == NAMES
 
 
+@pytest.mark.slow
 def test_a_merge_that_was_killed_goes_on(out, monkeypatch):
     before = all_buckets(out, NAMES)
     remove, calls = buckets.remove, []

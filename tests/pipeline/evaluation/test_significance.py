@@ -14,6 +14,7 @@ from pipeline.evaluation.metrics import earned, summarise
 from pipeline.evaluation.significance import compare, compare_means, intervals, mean_interval
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "candidates"), [(60, 20), (1500, 20), (400, 10_001)])
 def test_intervals_are_those_of_resampled_examples(count, candidates):
     ranks = np.minimum(np.random.default_rng(1).geometric(0.3, count) ** 2, candidates)

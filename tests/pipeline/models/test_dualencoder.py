@@ -156,6 +156,7 @@ def test_new_projections_are_equal_and_keep_products_on_average(tiny):
     assert shared.dual.context_projection is shared.dual.candidate_projection
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0.0, 2.0])
 def test_a_ranker_can_be_cut_to_what_it_was_trained_for(tiny, tmp_path, length):
     ranker = tiny.ranker(matryoshka=(4, 9), vector_length=length)

@@ -107,6 +107,7 @@ def finetuning(tiny, vocabulary, rows, loop, **settings):
     return Finetuning(tiny.corpus(rows), External(str(vocabulary), ""), config, finetune, loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])
 def test_a_multi_context_model_learns_from_raw_examples_and_keeps_it_in_8_bits(
     tiny, vocabulary, tmp_path, optimizer

@@ -286,6 +286,7 @@ def refused(tiny, world=1, **settings):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_workers_that_do_not_divide_the_batch(tiny):
     """Elastic training on 4 to 8 workers may come down to any number between them."""
     tasks = [recipe(tiny, batch_examples=8).build(0, world) for world in (1, 2, 3, 5, 8)]

@@ -184,6 +184,7 @@ def test_killed_in_mid_epoch_and_resumed_ends_with_the_same_weights(tiny, kind):
         assert resumed.shown("loss") == whole.shown("loss")[step:]
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_twice_ends_with_the_same_weights(tiny):
     corpus, disk = echoes(tiny), {0: None}
 
@@ -252,6 +253,7 @@ def plateau(tiny):
     return lambda kind, **more: run(kind, **more) if more else whole(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["poly", "cross"])
 def test_validations_survive_a_kill(plateau, kind):
     """Rates after a plateau, what is best so far, and the weights of the best in the end."""
@@ -298,6 +300,7 @@ def test_loss_goes_down_on_a_task_that_can_be_learnt(tiny, kind, optimizer):
     assert sum(run.shown("accuracy")[-5:]) > sum(run.shown("accuracy")[:5])
 
 
+@pytest.mark.slow
 def test_masked_words_are_learnt(tiny):
     run = Run(pretraining(tiny, echoes(tiny)), 80, learning_rate=5e-3)
     losses = run.shown("mlm_loss")
@@ -340,6 +343,7 @@ def zero(module, batch):
     return sum((value * 0).sum() for value in module.parameters())
 
 
+@pytest.mark.slow
 def test_what_was_mined_survives_a_kill(tiny):
     """Found again after every fifth step; killed between two times, and before the first."""
     corpus = echoes(tiny)

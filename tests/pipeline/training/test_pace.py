@@ -24,6 +24,7 @@ def test_a_resumed_run_counts_its_own_steps():
     assert pace.of(Progress(120, {"steps_per_s": 4.0}))["mean_steps_per_s"] == 4
 
 
+@pytest.mark.slow
 def test_the_peak_holds_what_was_needed_since_and_not_before():
     np.ones(400 << 20, np.uint8)
     pace = Pace(CPU, 0)

@@ -127,6 +127,7 @@ def numbers(batch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"batch_tokens": 190}, {"objective": "alternate"}])
 def test_the_global_batches_are_the_same_for_every_number_of_workers(corpus_of, settings):
     """Over more than two epochs, of 4 and of 5 lanes."""
@@ -140,6 +141,7 @@ def test_the_global_batches_are_the_same_for_every_number_of_workers(corpus_of, 
         assert global_batches(corpora, world, 40, **settings)[0] == one
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 25), st.integers(0, 3))
 def test_a_run_goes_on_with_the_same_batches_on_another_number_of_workers(
@@ -300,6 +302,7 @@ def test_an_example_is_masked_alike_in_other_lanes_windows_and_batches(corpus_of
     assert all(one == same for one, same in both)
 
 
+@pytest.mark.slow
 def test_corpora_are_mixed_by_weight_each_with_a_position_of_its_own(corpus_of):
     corpora = [corpus_of(70), corpus_of(40, first=1000)]
     found, positions = [], None

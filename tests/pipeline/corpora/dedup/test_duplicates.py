@@ -165,6 +165,7 @@ def clusters_of(rows, threshold, text="example"):
     return {id(found): found for found in cluster.values()}.values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("text", ["example", "pair", "response"])
 def test_near_duplicates_are_those_of_all_pairs_compared(corpus_of, clean, seed, text):
@@ -178,6 +179,7 @@ def test_near_duplicates_are_those_of_all_pairs_compared(corpus_of, clean, seed,
     assert both.dropped["duplicate"] > 5
 
 
+@pytest.mark.slow
 def test_what_stays_does_not_depend_on_shards_buckets_or_order(corpus_of, clean, monkeypatch):
     rows = some_examples(seed=9)
     options = dataclasses.replace(THOROUGH, exact=True, bands=6)

@@ -174,6 +174,7 @@ _pairs = st.tuples(st.sampled_from(["B1", "B2", "B10"]), _texts, _texts)
 _files = st.lists(st.lists(_pairs, max_size=12), min_size=1, max_size=3).filter(any)
 
 
+@pytest.mark.slow
 @given(files=_files, bucket_bytes=st.sampled_from([150, 400, 10**6]))
 @settings(max_examples=25)
 def test_of_equal_pairs_in_all_files_that_of_the_smallest_product_stays(
@@ -221,6 +222,7 @@ def test_options_outside_their_range_are_refused(option, value):
         Options(**{option: value})
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_real_files_give_what_a_reading_by_hand_gives(run_job_here, shared, tmp_path):
     folder = shared / "data" / "amazonqa"

@@ -225,6 +225,7 @@ def test_lines_without_a_text_or_an_intent_are_counted(prepare):
 # Real data
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize(
     ("corpus", "counts", "intents_there"),

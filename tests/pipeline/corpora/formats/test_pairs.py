@@ -290,6 +290,7 @@ _files = st.dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(_files)
 @settings(max_examples=20)
 def test_contexts_that_begin_alike_are_never_in_two_splits_of_a_hash(prepare_here, files):

@@ -346,6 +346,7 @@ def test_the_real_dump_is_read_to_its_last_page(shared: Path):
     assert Counter(row["split"] for row in rows)["train"] > 70
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_articles_full_of_tables_keep_their_prose_only(shared: Path):
     file = shared / "data" / "wikipedia" / "xml_dump" / "enwiki-table-markup.xml.bz2"
@@ -360,6 +361,7 @@ def test_articles_full_of_tables_keep_their_prose_only(shared: Path):
         assert not [text for text in article.paragraphs if "|" in text or "bgcolor" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_a_real_dump_read_in_parts_is_the_same(shared: Path, tmp_path, monkeypatch):
     file = shared / "data" / "wikipedia" / "xml_dump" / "enwiki-table-markup.xml.bz2"

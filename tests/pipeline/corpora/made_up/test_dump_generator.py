@@ -95,6 +95,7 @@ def test_every_line_has_the_fields_of_a_dump_with_their_types(comments):
     assert not any(comment["edited"] is True for comment in comments)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_every_field_of_the_real_dumps_is_there(shared):
     for month in ("2005-12.zst", "2006-03.bz2", "2006-07.zst"):

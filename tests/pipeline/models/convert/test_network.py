@@ -145,6 +145,7 @@ def papers():
     return ConvertNetwork(ConvertConfig(), 31_476 + 1_000 + 1)
 
 
+@pytest.mark.slow
 def test_parameters_are_the_papers(papers):
     """Reference 5.5."""
 
@@ -159,6 +160,7 @@ def test_parameters_are_the_papers(papers):
     assert millions(multi.earlier) == millions(multi.context)
 
 
+@pytest.mark.slow
 def test_the_papers_model_is_at_most_60_megabytes_and_loads_in_a_second(papers, tmp_path):
     folder = tmp_path / "vocabulary"
     folder.mkdir()

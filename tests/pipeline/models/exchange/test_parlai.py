@@ -171,6 +171,7 @@ def score(state, context, candidate, options):
     return (seen * vector).sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {},
     {"embeddings_scale": True, "activation": "relu", "reduction_type": "first"},

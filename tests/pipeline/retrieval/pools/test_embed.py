@@ -322,6 +322,7 @@ def test_the_model_is_fetched_by_the_node_that_embeds(make, model, tmp_path, nod
     assert np.array_equal(vectors, make(file, name="here").vectors_at(np.arange(3)))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
     make, actors_in_process, model, tmp_path
 ):

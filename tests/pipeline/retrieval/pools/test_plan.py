@@ -101,6 +101,7 @@ def make(tmp_path_factory):
     patch.undo()
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(rows_lists)
 def test_rows_are_kept_as_if_they_came_one_by_one(make, rows):
@@ -111,6 +112,7 @@ def test_rows_are_kept_as_if_they_came_one_by_one(make, rows):
     assert made.rows == len(expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(rows_lists, rows_lists)
 def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(make, rows, old):
@@ -128,6 +130,7 @@ def test_changes_are_those_of_the_ids_and_texts_that_are_known_have_their_place(
     assert made.known == sum(place >= 0 for place in places_before)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(rows_lists, rows_lists)
 def test_only_the_same_rows_are_no_change(make, rows, old):
@@ -135,6 +138,7 @@ def test_only_the_same_rows_are_no_change(make, rows, old):
     assert made.changes.none == (sorted(kept) == sorted(one_by_one(old)[0]))
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(rows_lists, st.integers(1, 6))
 def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
@@ -165,6 +169,7 @@ def test_long_texts_make_shards_of_fewer_rows(make, monkeypatch):
     assert counts == [3, 1, 2, 1]
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(rows_lists, st.integers(1, 5), st.lists(st.sampled_from("abcdefgh"), max_size=4))
 def test_texts_are_chosen_by_their_hashes_and_looked_for_by_them(make, rows, count, wanted):
@@ -177,6 +182,7 @@ def test_texts_are_chosen_by_their_hashes_and_looked_for_by_them(make, rows, cou
     ]
 
 
+@pytest.mark.slow
 def test_a_few_of_what_is_dropped_are_named(make):
     make([("1", "a"), ("1", "b"), *((str(n), "a") for n in range(50))])
     lines = Path(make.out.path("rejected", "plan.jsonl")).read_text().splitlines()
@@ -230,6 +236,7 @@ ROWS_OF_TWO_ROUNDS = [("1", "a"), ("1", "b"), ("2", "b"), ("3", "c"), ("4", "a")
 BEFORE = [("2", "b"), ("3", "x"), ("9", "d")]
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(rows_lists, rows_lists)
 def test_two_published_versions_are_compared_by_their_ids(make, rows, old):
@@ -248,6 +255,7 @@ def test_two_published_versions_are_compared_by_their_ids(make, rows, old):
     )
 
 
+@pytest.mark.slow
 def test_no_task_has_more_than_a_bucket_or_a_group_of_rows(make):
     rows = [(str(n % 40), f"text {n % 50}") for n in range(60)]
     made, _, _ = make(rows, [(str(n), f"text {n}") for n in range(30)])

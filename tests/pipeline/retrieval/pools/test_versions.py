@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 
-from pipeline import artifact, storage
+from pipeline import drafts, storage
 from pipeline.artifact import Artifact
 from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools import versions
@@ -42,7 +42,7 @@ def publish(pools, monkeypatch):
     def run(version: str, age_days: float, rows: int = 0) -> Artifact:
         when = datetime.fromtimestamp(time.time() - age_days * DAY, UTC)
         with monkeypatch.context() as patch:
-            patch.setattr(artifact, "datetime", type("Then", (), {"now": lambda _: when}))
+            patch.setattr(drafts, "datetime", type("Then", (), {"now": lambda _: when}))
             found = begin(pools, version).publish([], {"candidates": rows})
         make_current(pools, "p", version)
         return found

@@ -53,6 +53,7 @@ def exceeds(bounds_QN, rows, contexts) -> bool:
         return bool((products_QN.astype(np.float32) > bounds_QN.numpy()).any())
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(rows_and_contexts(), st.integers(1, 80))
 def test_no_product_exceeds_its_bound(task, centres):

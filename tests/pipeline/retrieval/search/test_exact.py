@@ -105,6 +105,7 @@ def tasks(draw):
     return pool, vectors, mask, draw(st.integers(1, n + 3)), attention, among
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=70)
 @given(tasks(), st.data())
@@ -121,6 +122,7 @@ def test_finds_what_float64_over_all_rows_finds(method, task, data):
     check(pool, vectors, mask, found, top_k, attention, among)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(tasks())
 def test_both_methods_and_the_plain_order_agree_to_the_last_tie(task):
