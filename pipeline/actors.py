@@ -41,13 +41,17 @@ class Actors:
         return max(1, min(tasks, self.actors or resources.fitting(cpus, int(self.gpu))))
 
     def most(self, tasks: int) -> int:
-        """Processes that there may come to be while tasks wait."""
+        """The largest number of processes while tasks wait."""
         if executors.current():
             return 1
-        least = self.count(tasks)
+        start_count = self.count(tasks)
         if self.max_actors:
-            return max(least, self.max_actors)
-        return tasks if not self.actors and tasks > least and resources.may_grow() else least
+            return max(start_count, self.max_actors)
+        return (
+            tasks
+            if not self.actors and tasks > start_count and resources.may_grow()
+            else start_count
+        )
 
 
 HERE = Actors()

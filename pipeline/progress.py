@@ -33,8 +33,8 @@ class Bar(Protocol):
 
 
 def mode() -> Mode:
-    found = os.environ.get(VARIABLE, "bar")
-    return cast(Mode, found) if found in get_args(Mode) else "bar"
+    value = os.environ.get(VARIABLE, "bar")
+    return cast(Mode, value) if value in get_args(Mode) else "bar"
 
 
 def event(name: str, **facts: Any) -> None:

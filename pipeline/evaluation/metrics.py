@@ -14,17 +14,17 @@ def pessimistic_ranks(scores_NC: Floats, labels_N: Ints) -> Ints:
 
     A score that is not a number is never below another, and nothing is below it.
     """
-    right_N1 = np.take_along_axis(scores_NC, labels_N[:, None], axis=1)
-    return np.asarray(scores_NC.shape[1] - (scores_NC < right_N1).sum(axis=1), np.int64)
+    right_scores_N1 = np.take_along_axis(scores_NC, labels_N[:, None], axis=1)
+    return np.asarray(scores_NC.shape[1] - (scores_NC < right_scores_N1).sum(axis=1), np.int64)
 
 
 def cross_entropies(scores_NC: Floats, labels_N: Ints) -> Floats:
     """Of the right candidates under a softmax over the scores, in nats; a score of -inf is no candidate."""
-    right_N1 = np.take_along_axis(scores_NC, labels_N[:, None], axis=1)
+    right_scores_N1 = np.take_along_axis(scores_NC, labels_N[:, None], axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
-        shifted_NC = np.asarray(scores_NC - right_N1, np.float64)
-        found_N: Floats = np.logaddexp.reduce(shifted_NC, axis=1)
-    return found_N
+        shifted_NC = np.asarray(scores_NC - right_scores_N1, np.float64)
+        entropies_N: Floats = np.logaddexp.reduce(shifted_NC, axis=1)
+    return entropies_N
 
 
 def recall_at(ranks: Ints, k: int) -> float:

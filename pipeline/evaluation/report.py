@@ -54,7 +54,7 @@ def markdown(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
         text.append(f"| {pair.first} - {pair.second} | {pair.difference:+.3f} "
                     f"| {low:+.3f} to {high:+.3f} | {pair.p:.2g} |")  # fmt: skip
     if timed:
-        text += ["", f"ms: one question alone, median (95th percentile), {_setting(rows)}"]
+        text += ["", f"ms: one question alone, median (95th percentile), {_describe_setting(rows)}"]
     return "\n".join(text)
 
 
@@ -74,7 +74,7 @@ def plot(rows: Sequence[Result]) -> bytes:
         axes.annotate(row.name, place, xytext=(6, 4), textcoords="offset points")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.set_xlabel(f"milliseconds for one question alone, {_setting(rows)}", fontsize=8)
+    axes.set_xlabel(f"milliseconds for one question alone, {_describe_setting(rows)}", fontsize=8)
     axes.set_ylabel(f"{metric}, with its 95 % interval")
     axes.margins(x=0.15)
     axes.grid(alpha=0.3)
@@ -83,15 +83,15 @@ def plot(rows: Sequence[Result]) -> bytes:
     return png.getvalue()
 
 
-def _setting(rows: Sequence[Result]) -> str:
+def _describe_setting(rows: Sequence[Result]) -> str:
     """What the times were taken on, and what they leave out."""
     devices: dict[str, list[str]] = {}
     for row in rows:
         if row.latency:
             devices.setdefault(row.latency.device, []).append(row.name)
-    shown = [f"{device} ({', '.join(names)})" for device, names in devices.items()]
-    where = shown if len(shown) > 1 else devices
-    return f"on {'; '.join(where)}; all but cross-encoders have their candidates' vectors ready"
+    devices_with_names = [f"{device} ({', '.join(names)})" for device, names in devices.items()]
+    parts = devices_with_names if len(devices_with_names) > 1 else devices
+    return f"on {'; '.join(parts)}; all but cross-encoders have their candidates' vectors ready"
 
 
 def _short(milliseconds: float) -> str:

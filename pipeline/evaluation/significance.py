@@ -49,14 +49,14 @@ def intervals(
 
 
 def compare(
-    first: str, second: str, right_first_N: Bools, right_second_N: Bools, seed: int = 0
+    first: str, second: str, is_right_first_N: Bools, is_right_second_N: Bools, seed: int = 0
 ) -> Comparison:
     """`right_…`: whether the model ranked the right candidate first."""
     from scipy.stats import binomtest
 
-    questions = len(right_first_N)
-    wins = int((right_first_N & ~right_second_N).sum())
-    losses = int((right_second_N & ~right_first_N).sum())
+    questions = len(is_right_first_N)
+    wins = int((is_right_first_N & ~is_right_second_N).sum())
+    losses = int((is_right_second_N & ~is_right_first_N).sum())
     counts_3 = np.array([wins, losses, questions - wins - losses])
     low, high = _percentiles(np.array([[1.0], [-1.0], [0.0]]), counts_3, seed)
     p = float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
@@ -84,8 +84,8 @@ def compare_means(
     size_U, counts_U = np.unique(np.abs(difference_N).round(9), return_counts=True)
     swapped_RU = 2 * np.random.default_rng(seed).binomial(counts_U, 0.5, (RESAMPLES, len(size_U)))
     sums_R = (swapped_RU - counts_U) @ size_U
-    least = abs(float(difference_N.sum())) - 1e-6
-    p = (1 + int((np.abs(sums_R) >= least).sum())) / (1 + RESAMPLES)
+    observed = abs(float(difference_N.sum())) - 1e-6
+    p = (1 + int((np.abs(sums_R) >= observed).sum())) / (1 + RESAMPLES)
     interval = mean_interval(difference_N, seed)
     return Comparison(first, second, float(difference_N.mean()), interval, p)
 
@@ -96,10 +96,10 @@ def _percentiles(values_UK: Floats, counts_U: Ints, seed: int) -> tuple[Floats, 
     questions = int(counts_U.sum())
     step = max(1, _DRAWN_AT_ONCE // len(counts_U))
     means = [
-        rng.multinomial(questions, counts_U / questions, size=min(step, RESAMPLES - done))
+        rng.multinomial(questions, counts_U / questions, size=min(step, RESAMPLES - start))
         @ values_UK
         / questions
-        for done in range(0, RESAMPLES, step)
+        for start in range(0, RESAMPLES, step)
     ]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0)
