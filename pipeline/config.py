@@ -71,19 +71,11 @@ def variants_of(hint: Any) -> Variants | None:
         return None
     hints = [typing.get_type_hints(member) for member in members]
     for tag in hints[0]:
-        values = [typing.get_args(member_hints.get(tag)) for member_hints in hints]
-        literal = all(
-            typing.get_origin(member_hints.get(tag)) is typing.Literal for member_hints in hints
-        )
-        if literal and len({value for member_values in values for value in member_values}) == len(
-            members
-        ):
+        values = [typing.get_args(fields.get(tag)) for fields in hints]
+        literal = all(typing.get_origin(fields.get(tag)) is typing.Literal for fields in hints)
+        if literal and len({value for tags in values for value in tags}) == len(members):
             return Variants(
-                tag,
-                {
-                    member_values[0]: kind
-                    for member_values, kind in zip(values, members, strict=True)
-                },
+                tag, {tags[0]: kind for tags, kind in zip(values, members, strict=True)}
             )
     raise TypeError(f"{hint}: no Literal field tells these dataclasses apart")
 
@@ -285,12 +277,8 @@ def _add_kind(
 ) -> None:
     """Adds the tag, whose help says which dataclasses there are, and the options of the chosen one."""
     kind = union.kinds[chosen]
-    summaries = [
-        (member.__doc__ or "").strip().partition("\n")[0] for member in union.kinds.values()
-    ]
-    summary = " ".join(
-        f"{value}: {text}" for value, text in zip(union.kinds, summaries, strict=True)
-    )
+    docs = [(member.__doc__ or "").strip().partition("\n")[0] for member in union.kinds.values()]
+    summary = " ".join(f"{value}: {text}" for value, text in zip(union.kinds, docs, strict=True))
     parser.add_class_arguments(
         kind,
         nested_key=name,

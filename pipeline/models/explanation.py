@@ -73,7 +73,7 @@ def candidate_weights(
     Raises BadInput for a ranker whose contexts have no vectors.
     """
     network, device = ranker.dual, ranker.device
-    given = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
+    inputs = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
     with torch.inference_mode():
-        weights_CM: Tensor = network.vector_weights(*given)[0].cpu()
+        weights_CM: Tensor = network.vector_weights(*inputs)[0].cpu()
     return weights_CM

@@ -69,18 +69,18 @@ class TrainingFlops:
         windows = tuple(
             None if kind == "full_attention" else int(config.sliding_window) for kind in kinds
         )
-        head = _linear(mlm_head) if mlm_head is not None else 0
-        return cls(_linear(encoder.hf), head, encoder.width, windows)
+        head = _linear_operations(mlm_head) if mlm_head is not None else 0
+        return cls(_linear_operations(encoder.hf), head, encoder.width, windows)
 
     def step(self, lengths: Iterable[int], predicted: int = 0) -> int:
         """Operations of a step, there and back, over texts of so many tokens without padding."""
         texts = tuple(lengths)
-        seen = sum(_pairs(length, window) for length in texts for window in self.windows)
+        pair_count = sum(_pairs(length, window) for length in texts for window in self.windows)
         products = self.per_token * sum(texts) + self.per_prediction * predicted
-        return 3 * (products + 4 * self.width * seen)  # 4: q kᵀ and its product with v
+        return 3 * (products + 4 * self.width * pair_count)  # 4: q kᵀ and its product with v
 
 
-def _linear(module: nn.Module) -> int:
+def _linear_operations(module: nn.Module) -> int:
     return sum(2 * part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
 
 
@@ -105,34 +105,34 @@ def peak_flops(device: torch.device, precision: Literal["bf16", "fp32"]) -> Peak
     two seconds; that is below the peak of the hardware.
     """
     if device.type == "cuda" and precision == "bf16":
-        stated = _stated(torch.cuda.get_device_name(device))
+        stated = _stated_flops(torch.cuda.get_device_name(device))
         if stated:
             return Peak(stated, "stated")
-    return Peak(_measured(device, precision), "measured")
+    return Peak(_measure_flops(device, precision), "measured")
 
 
-def _stated(name: str) -> float | None:
+def _stated_flops(name: str) -> float | None:
     """None: the device is not known, or is a part of one (MIG)."""
     words = set(re.split(r"[\s-]+", name))
     if "MIG" in words:
         return None
-    return next((peak * 1e12 for needed, peak in _STATED if words.issuperset(needed)), None)
+    return next((peak * 1e12 for model, peak in _STATED if words.issuperset(model)), None)
 
 
-def _measured(device: torch.device, precision: Literal["bf16", "fp32"]) -> float:
+def _measure_flops(device: torch.device, precision: Literal["bf16", "fp32"]) -> float:
     """The fastest of some products: another process may disturb most of them."""
     size = _MEASURED_SIZE.get(device.type, _MEASURED_SIZE["cpu"])
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    left = torch.ones(size, size, dtype=dtype, device=device)
-    product = left @ left
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    product = matrix @ matrix
     seconds, spent, synchronize = float("inf"), 0.0, device.type == "cuda"
     while spent < _MEASURED_SECONDS:
         if synchronize:
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        torch.mm(left, left, out=product)
+        torch.mm(matrix, matrix, out=product)
         if synchronize:
             torch.cuda.synchronize(device)
-        took = time.perf_counter() - start
-        seconds, spent = min(seconds, took), spent + took
+        duration = time.perf_counter() - start
+        seconds, spent = min(seconds, duration), spent + duration
     return 2 * size**3 / seconds

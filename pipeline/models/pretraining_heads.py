@@ -63,7 +63,7 @@ class PretrainingModel(nn.Module):
         super().__init__()
         self.encoder = Encoder(masked_lm.base_model)
         self.mlm = masked_lm
-        setattr(masked_lm, masked_lm.base_model_prefix, _Given())
+        setattr(masked_lm, masked_lm.base_model_prefix, _BaseStub())
         self.next = nn.Linear(self.encoder.width, 1)
         nn.init.normal_(self.next.weight, std=0.02)
         nn.init.zeros_(self.next.bias)
@@ -82,9 +82,9 @@ class PretrainingModel(nn.Module):
         """
         masked_lm, missing = load_pretrained(AutoModelForMaskedLM, folder)
         prefix = f"{masked_lm.base_model_prefix}."
-        if lacking := [name for name in missing if name.startswith(prefix)]:
-            raise BadInput(f"{folder}: the weights lack {len(lacking)} of the encoder's tensors, "
-                           f"among them {lacking[0]}")  # fmt: skip
+        if absent := [name for name in missing if name.startswith(prefix)]:
+            raise BadInput(f"{folder}: the weights lack {len(absent)} of the encoder's tensors, "
+                           f"among them {absent[0]}")  # fmt: skip
         model = cls(masked_lm)
         next_head = read_next_head(folder, model.encoder.width)
         if next_head:
@@ -100,7 +100,7 @@ class PretrainingModel(nn.Module):
         try:
             self.mlm.save_pretrained(str(folder), safe_serialization=True)
         finally:
-            setattr(self.mlm, prefix, _Given())
+            setattr(self.mlm, prefix, _BaseStub())
         head = {name: value.detach().contiguous() for name, value in self.next.named_parameters()}
         save_file(head, folder / NEXT_HEAD)
 
@@ -167,11 +167,11 @@ class PretrainingModel(nn.Module):
     def _zero(self, head: nn.Module) -> Tensor:
         """0, with a gradient of zeros for each weight that is the head's alone."""
         shared = set(self.encoder.parameters())
-        own = [weight.sum() for weight in head.parameters() if weight not in shared]
-        return torch.stack(own).sum() * 0
+        sums = [weight.sum() for weight in head.parameters() if weight not in shared]
+        return torch.stack(sums).sum() * 0
 
 
-class _Given(nn.Module):
+class _BaseStub(nn.Module):
     """Stands in a masked language model for its base, so that only the head is computed."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutput:

@@ -64,8 +64,8 @@ class HubModel:
     revision: str
 
     def local(self) -> Path:
-        found = snapshot_download(self.name, revision=self.revision, allow_patterns=_FROM_HUB)
-        return Path(found)
+        folder = snapshot_download(self.name, revision=self.revision, allow_patterns=_FROM_HUB)
+        return Path(folder)
 
 
 def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str, Any]]:
@@ -146,14 +146,14 @@ def _may_be_hub_id(uri: str) -> bool:
     return storage.is_local(uri) and uri.count("/") <= 1 and not storage.exists(uri)
 
 
-def _open_hub_model(name: str, option: str, needed: str) -> tuple[HubModel, dict[str, Any]]:
+def _open_hub_model(name: str, option: str, required_file: str) -> tuple[HubModel, dict[str, Any]]:
     try:
         revision = fetch_from_hub(name).name  # the folder of a snapshot is named after its commit
     except BadInput as error:
         raise BadInput(f"{option} {error}") from None
     source = HubModel(name, revision)
-    if not (source.local() / needed).exists():
-        raise BadInput(f"{option} {name}: not a model directory ({needed} is missing)")
+    if not (source.local() / required_file).exists():
+        raise BadInput(f"{option} {name}: not a model directory ({required_file} is missing)")
     # The snapshot may hold more that somebody else has fetched.
     return source, _reference(name, source, _FROM_HUB)
 

@@ -47,7 +47,7 @@ class Ranking(Sequence[Result]):
 
     def __str__(self) -> str:
         """A line for each result: its score, its text."""
-        return "\n".join(f"{one.score:9.3f}  {one.text}" for one in self.results)
+        return "\n".join(f"{result.score:9.3f}  {result.text}" for result in self.results)
 
 
 def best_results(

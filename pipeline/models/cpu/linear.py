@@ -27,7 +27,7 @@ def pack_weights(model: Any) -> None:
             if isinstance(child, HasPackedForm):
                 setattr(part, name, child.packed())
             elif type(child) is nn.Linear:
-                setattr(part, name, _packed(child, "gelu" if fused else "none"))
+                setattr(part, name, _pack_layer(child, "gelu" if fused else "none"))
         if fused:
             part.intermediate_act_fn = nn.Identity()
 
@@ -40,7 +40,7 @@ class HasPackedForm(Protocol):
         """It, for inference in bf16 on a CPU."""
 
 
-def _packed(layer: nn.Linear, activation: Activation) -> PackedLinear:
+def _pack_layer(layer: nn.Linear, activation: Activation) -> PackedLinear:
     return PackedLinear(layer.weight, layer.bias, activation)
 
 

@@ -30,7 +30,7 @@ from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read
 from pipeline.retrieval.pools.plan import Plan, make
 from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
-from pipeline.retrieval.pools.verdict_tasks import PlanInput, Wanted
+from pipeline.retrieval.pools.verdict_tasks import PlanInput, TextQuery
 from pipeline.retrieval.pools.versions import Version, files_of_rows
 from pipeline.shards import Work, run_tasks_on_actors
 
@@ -85,7 +85,7 @@ class EmbedConfig(tables.TableFormat):
 
 
 @dataclass(frozen=True)
-class Asked:
+class GateInputs:
     """What every shard answers for the gate: a build that is resumed goes on only where it is the same."""
 
     previous: str
@@ -103,7 +103,7 @@ class PlanRecord(TaskRecord):
     """What is known of a pool before the first text is embedded."""
 
     plan: Plan
-    asked: Asked
+    asked: GateInputs
     copies: bool
     """Whether its vectors are those that the model would make."""
     precision: Resolved
@@ -158,13 +158,13 @@ def prepare(
     """
     before: Canaries | None = previous.artifact.manifest.get("canaries") if previous else None
     contexts = _canaries(gate, before)
-    asked = Asked(
+    gate_inputs = GateInputs(
         previous.artifact.uri if previous else "", contexts, gate.canary_texts, gate.top_k
     )
-    done = draft.marks()
-    if _PLAN in done:
-        record = done.record(_PLAN, PlanRecord)
-        if (record.asked, record.numerics) == (asked, NUMERICS):
+    marks = draft.marks()
+    if _PLAN in marks:
+        record = marks.record(_PLAN, PlanRecord)
+        if (record.asked, record.numerics) == (gate_inputs, NUMERICS):
             return record
         # Its shards would not go with those to come, or have not answered what the gate asks now.
         print(f"{draft.uri}: begun anew, as CURRENT, the gate's canaries or polyrank have changed since "
@@ -182,7 +182,9 @@ def prepare(
             raise BadInput("--candidates: no text to embed (no rows)")
         raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
     raw.check_share(draft, staged, reading)
-    known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
+    keys_before = sorted(
+        {key for answers in (before["answers"] if before else ()) for key in answers}
+    )
     texts = gate.canary_texts if contexts is None else 0
     rows = PlanInput(
         candidates=parts,
@@ -190,7 +192,7 @@ def prepare(
         unfinished=[(shard.rows_file, shard.rows) for shard in unfinished],
         copies=copies,
     )
-    plan = make(draft, rows, config.rows_per_shard, Wanted(texts, known))
+    plan = make(draft, rows, config.rows_per_shard, TextQuery(texts, keys_before))
     if plan.repeated_id and config.repeated_ids == "stop":
         raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
                        "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "
@@ -199,7 +201,7 @@ def prepare(
         contexts = [[text[:_CANARY_CHARACTERS]] for text in plan.first]
     record = PlanRecord(
         plan=plan,
-        asked=asked,
+        asked=gate_inputs,
         copies=copies,
         precision=precision,
         canary_file=gate.canaries,
