@@ -73,9 +73,9 @@ def in_windows(
     tokenise: Callable[[Sequence[ItemT]], Rows],
     encode: Callable[[Rows], VectorsT],
 ) -> Iterator[tuple[Rows, VectorsT]]:
-    """The rows and the vectors of any number of texts or contexts, 4,096 after the other.
+    """The rows and the vectors of any number of texts or contexts, 4,096 at a time.
 
-    Of the next ones another thread makes the rows meanwhile.
+    Another thread tokenises the next window meanwhile.
     """
     windows = [items[start : start + _WINDOW] for start in range(0, len(items), _WINDOW)]
     if len(windows) == 1:
@@ -202,10 +202,8 @@ def _run_in_batches(
     parts: list[Tensor] = []
     start = 0
     bf16 = resolve_precision(ranker.precision, ranker.device) == "bf16" and not _is_bf16(ranker)
-    default = (
-        _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
-    )
-    budget = batch_tokens or default
+    limit = _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
+    budget = batch_tokens or limit
     with torch.inference_mode(), torch.autocast(ranker.device.type, torch.bfloat16, enabled=bf16):
         while start < len(order):
             rows = max(1, budget // lengths[order[start]])

@@ -22,7 +22,7 @@ class TextEncoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its weights are."""
+        """The type of its weights."""
         return next(self.parameters()).dtype
 
 
@@ -35,7 +35,7 @@ class View(NamedTuple):
 
 
 class Network(nn.Module):
-    """What all networks have."""
+    """The interface that all networks share."""
 
     def before_step(self, step: int) -> None:
         """Called before each step of training, from 0. What it sets follows from the step or lies in

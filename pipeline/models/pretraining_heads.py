@@ -119,14 +119,14 @@ class PretrainingModel(nn.Module):
         for one of every parameter.
         """
         hidden_BTD = self.encoder(tokens)
-        nothing = hidden_BTD.new_zeros((), dtype=torch.float32)
-        mlm_sum = mlm_count = mlm_hits = next_sum = next_hits = pairs = nothing
+        zero = hidden_BTD.new_zeros((), dtype=torch.float32)
+        mlm_sum = mlm_count = mlm_hits = next_sum = next_hits = pairs = zero
         if predicted_N is None or labels_N is None:
             mlm_sum = self._zero(self.mlm)
         else:
             hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, predicted_N)
             mlm_sum, mlm_hits = self._predict(hidden_ND, labels_N)
-            mlm_count = nothing + len(labels_N)
+            mlm_count = zero + len(labels_N)
         if is_next_B is None:
             next_sum = self._zero(self.next)
         else:
@@ -136,7 +136,7 @@ class PretrainingModel(nn.Module):
                 logits_B, is_next_B.float(), reduction="sum"
             )
             next_hits = ((logits_B.detach() > 0) == is_next_B).sum().float()
-            pairs = nothing + len(is_next_B)
+            pairs = zero + len(is_next_B)
         return PretrainingSums(mlm_sum, mlm_count, mlm_hits, next_sum, next_hits, pairs)
 
     def mlm_logits(self, hidden_ND: Tensor) -> Tensor:

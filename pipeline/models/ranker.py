@@ -229,8 +229,8 @@ def set_head(network: OnEncoder, weights: Mapping[str, Tensor], problem: str) ->
 def new_network(
     config: RankerOnEncoder, encoder: Encoder, candidate_encoder: Encoder | None = None
 ) -> OnEncoder:
-    """A network with a new head. `other`: the candidates' tower where it is not the same, or to be
-    the same at the start.
+    """A network with a new head. `candidate_encoder`: the candidates' tower; None: the contexts' tower, or
+    a copy of it, as the settings say.
 
     Raises BadInput for settings that an encoder is too small for.
     """

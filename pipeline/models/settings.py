@@ -319,7 +319,7 @@ def ranker_config(values: Mapping[str, Any]) -> RankerConfig:
 def parse_settings(text: bytes, origin: str) -> RankerConfig:
     """The settings in a `ranker.json`.
 
-    Raises BadInput, naming `where` they stand, for what this version does not know.
+    Raises BadInput, naming their `origin`, for settings that this version does not know.
     """
     try:
         return ranker_config(json.loads(text))

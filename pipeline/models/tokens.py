@@ -120,29 +120,21 @@ class Tokenizer:
         Of a character whose bytes are several tokens the last one holds the character.
         """
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]
-        first_texts = self._fast.decode_batch(
-            [pair[:-1] for pair in pairs], skip_special_tokens=False
-        )
-        pair_texts = self._fast.decode_batch(
-            [list(pair) for pair in pairs], skip_special_tokens=False
-        )
-        return [
-            text.removeprefix(first) for text, first in zip(pair_texts, first_texts, strict=True)
-        ]
+        firsts = self._fast.decode_batch([pair[:-1] for pair in pairs], skip_special_tokens=False)
+        texts = self._fast.decode_batch([list(pair) for pair in pairs], skip_special_tokens=False)
+        return [text.removeprefix(first) for text, first in zip(texts, firsts, strict=True)]
 
     def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
         """One row of ids per context, at most `max_tokens` with [CLS] and [SEP]."""
-        rows = self._truncated_ids(
-            ["\n".join(turns) for turns in contexts], max_tokens - 2, newest=True
-        )
+        rows = self._cut_ids(["\n".join(turns) for turns in contexts], max_tokens - 2, newest=True)
         return [[self.cls, *row, self.sep] for row in rows]
 
     def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP]."""
-        rows = self._truncated_ids(texts, max_tokens - 2, newest=False)
+        rows = self._cut_ids(texts, max_tokens - 2, newest=False)
         return [[self.cls, *row, self.sep] for row in rows]
 
-    def _truncated_ids(self, texts: Sequence[str], keep: int, newest: bool) -> list[list[int]]:
+    def _cut_ids(self, texts: Sequence[str], keep: int, newest: bool) -> list[list[int]]:
         """The last or the first `keep` ids of each text; of a long one no more is tokenised than they
         need."""
         rows: list[list[int]] = [[] for _ in texts]

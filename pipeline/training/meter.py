@@ -56,8 +56,8 @@ class Meter:
         self._waited_s += time.perf_counter() - began
         return result
 
-    def add(self, shown: StepMetrics, work: Mapping[str, float]) -> None:
-        for name, value in shown.items():
+    def add(self, metrics: StepMetrics, work: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
             total, weight = value if isinstance(value, Weighted) else (value, 1.0)
             total = total.detach()
             self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
@@ -94,10 +94,8 @@ class Meter:
         values = numbers.tolist()
         seconds = time.perf_counter() - self._began
         n = len(names)
-        means = {
-            name: values[at] / values[n + at] for at, name in enumerate(names) if values[n + at]
-        }
-        rates = {f"{name}_per_s": values[2 * n + at] / seconds for at, name in enumerate(work)}
+        means = {name: values[i] / values[n + i] for i, name in enumerate(names) if values[n + i]}
+        rates = {f"{name}_per_s": values[2 * n + i] / seconds for i, name in enumerate(work)}
         speed = {"steps_per_s": self._steps / seconds, "data_wait_share": self._waited_s / seconds}
         skipped = {"skipped_steps": float(self._skipped)}
         self.restart()
@@ -105,6 +103,6 @@ class Meter:
 
 
 def _union(names: list[str]) -> list[str]:
-    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, names)
-    return sorted({name for own in every for name in own})
+    names_of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(names_of_ranks, names)
+    return sorted({name for rank_names in names_of_ranks for name in rank_names})

@@ -73,8 +73,8 @@ class Selection:
             self.weights = {
                 name: value.detach().to("cpu", copy=True) for name, value in weights.items()
             }
-        shown = {f"valid_{name}": value for name, value in measured.metrics.items()}
-        return {**shown, **self.best}
+        metrics = {f"valid_{name}": value for name, value in measured.metrics.items()}
+        return {**metrics, **self.best}
 
     def state(self) -> dict[str, Any]:
         return {
