@@ -40,7 +40,7 @@ class Actors:
         cpus = 0 if self.gpu else self.cpus_per_actor or 1
         return max(1, min(tasks, self.actors or resources.fitting(cpus, int(self.gpu))))
 
-    def most(self, tasks: int) -> int:
+    def max_count(self, tasks: int) -> int:
         """The largest number of processes while tasks wait."""
         if executors.current():
             return 1

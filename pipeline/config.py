@@ -114,11 +114,11 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
         files = _options_by_file(normal)
         _require_known_options(normal, files, fields)
         option_values = _option_values(normal, unions)
-        chosen = {
+        chosen_kinds = {
             name: _chosen_kind(name, union, _default(config_class, name), option_values)
             for name, union in unions.items()
         }
-        parser = _parser((config_class, prog, progress.mode(), tuple(chosen.items())))
+        parser = _parser((config_class, prog, progress.mode(), tuple(chosen_kinds.items())))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jsonargparse's own deprecations are not the user's
             namespace = parser.parse_args(normal)
@@ -144,7 +144,7 @@ def _parser(
     """
     import jsonargparse  # takes longer than the rest that `import pipeline` loads
 
-    config_class, prog, mode, chosen = job
+    config_class, prog, mode, chosen_kinds = job
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
         prog=prog,
@@ -158,7 +158,7 @@ def _parser(
     parser.add_argument("--progress", type=progress.Mode, default=mode, help=help_of_progress)
     unions = _unions(config_class)
     parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
-    for name, kind in chosen:
+    for name, kind in chosen_kinds:
         _add_kind(parser, name, unions[name], kind, _default(config_class, name))
     return parser
 
@@ -166,11 +166,11 @@ def _parser(
 def from_dict(config_class: type[ConfigT], values: dict[str, Any]) -> ConfigT:
     """Builds the dataclass, and the dataclasses inside it, from plain values."""
     hints = typing.get_type_hints(config_class)
-    plain = {
+    field_values = {
         name: _from_plain(config_class, name, hints.get(name), value)
         for name, value in values.items()
     }
-    return config_class(**plain)
+    return config_class(**field_values)
 
 
 def _from_plain(config_class: type, name: str, hint: Any, value: Any) -> Any:

@@ -235,21 +235,21 @@ def draft(
     local = storage.is_local(uri)
     staging = f"{uri}.partial" if local else uri
     request_uri = storage.join(staging, REQUEST)
-    resumed = storage.exists(request_uri)
-    if (local or not resumed) and storage.is_occupied(uri):
+    is_resumed = storage.exists(request_uri)
+    if (local or not is_resumed) and storage.is_occupied(uri):
         raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
-    if resumed:
+    if is_resumed:
         earlier_job = json.loads(storage.read_bytes(request_uri))
         if digest(earlier_job) != request and set(storage.names_in(staging)) <= {
             REQUEST,
             RUN,
             _LOCK,
         }:
-            resumed = False  # a refused job left no more than its request and its tracking run
+            is_resumed = False  # a refused job left no more than its request and its tracking run
         elif digest(earlier_job) != request:
             raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier_job, job)}); "
                            "finish that one, choose another --output, or remove it")  # fmt: skip
-    if not resumed:
+    if not is_resumed:
         storage.write_bytes(request_uri, json.dumps(job).encode())
     settings = {name: value for name, value in to_dict(config).items() if name not in unused}
     return Draft(uri, staging, kind, settings, references, request)

@@ -42,12 +42,12 @@ def in_this_process() -> Iterator[InThisProcess]:
     Tasks write the same files as on a cluster. A training has one rank, whatever `--resources.workers` says.
     """
     global _current
-    before = _current
-    _current = before or InThisProcess()  # inside of another one, the same
+    previous = _current
+    _current = previous or InThisProcess()  # inside of another one, the same
     try:
         yield _current
     finally:
-        _current = before
+        _current = previous
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ def difference(earlier_request: dict[str, Any], request: dict[str, Any]) -> str:
     parts = ("inputs", "config")
     earlier_values = flatten({part: earlier_request.get(part, {}) for part in parts})
     values = flatten({part: request[part] for part in parts})
-    changed = [
+    changed_names = [
         name
         for name in {**earlier_values, **values}
         if earlier_values.get(name) != values.get(name)
     ]
-    shown = [
+    descriptions = [
         f"{name.partition('.')[2]}: {earlier_values.get(name)!r} there, {values.get(name)!r} here"
-        for name in changed[:3]
+        for name in changed_names[:3]
     ]
-    return "; ".join(shown) or "of another kind"
+    return "; ".join(descriptions) or "of another kind"

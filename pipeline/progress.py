@@ -58,12 +58,12 @@ def bar(
         finally:
             events.tell()
         return
-    big = unit not in ("task", "step", "file", "share", "trial")
+    is_scaled = unit not in ("task", "step", "file", "share", "trial")
     with tqdm(
-        desc=label, total=total, initial=int(initial), unit=f" {unit}s" if big else unit,
-        unit_scale=big, disable=hidden or mode() == "none",
-    ) as shown:  # fmt: skip
-        yield shown
+        desc=label, total=total, initial=int(initial), unit=f" {unit}s" if is_scaled else unit,
+        unit_scale=is_scaled, disable=hidden or mode() == "none",
+    ) as progress_bar:  # fmt: skip
+        yield progress_bar
 
 
 class _Events:

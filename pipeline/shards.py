@@ -94,7 +94,7 @@ def run_tasks_on_actors(
     def run(dataset: Any, starts: _Starts) -> Any:
         import ray.data
 
-        min_actors, max_actors = actors.count(len(tasks)), actors.most(len(tasks))
+        min_actors, max_actors = actors.count(len(tasks)), actors.max_count(len(tasks))
         cpus = cpus_each(max_actors, actors.gpu, actors.cpus_per_actor)
         return dataset.map(
             Actor,

@@ -334,8 +334,8 @@ def raw_fingerprint(uris: Sequence[str], whole: bool = False) -> str:
     """
     total = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
-        ordered = sorted(uris, key=name_of)
-        for text in pool.map(lambda uri: _describe_contents(uri, whole), ordered):
+        sorted_uris = sorted(uris, key=name_of)
+        for text in pool.map(lambda uri: _describe_contents(uri, whole), sorted_uris):
             total.update(text.encode())
     return total.hexdigest()
 
@@ -343,17 +343,17 @@ def raw_fingerprint(uris: Sequence[str], whole: bool = False) -> str:
 def _describe_contents(uri: str, whole: bool) -> str:
     filesystem, path = locate(uri)
     info = filesystem.get_file_info(path)
-    size, digest, changed = int(info.size or 0), hashlib.sha256(), ""
+    size, digest, mtime_text = int(info.size or 0), hashlib.sha256(), ""
     if whole or size <= _WHOLE_BYTES:
         for piece in read_ahead(uri, 0, size):
             digest.update(piece)
     else:
-        changed = f" {info.mtime_ns}"
+        mtime_text = f" {info.mtime_ns}"
         with open_input(uri) as stream:
             for number in range(16):
                 offset = (size - _PIECE_BYTES) * number // 15
                 digest.update(stream.read_at(_PIECE_BYTES, offset))
-    return f"{name_of(uri)} {size} {digest.hexdigest()}{changed}\n"
+    return f"{name_of(uri)} {size} {digest.hexdigest()}{mtime_text}\n"
 
 
 def walk_json(uri: str) -> Iterator[str]:

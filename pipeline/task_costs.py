@@ -104,7 +104,7 @@ _stages: ContextVar[list[Stage] | None] = ContextVar("stages", default=None)
 
 
 @contextmanager
-def collected() -> Iterator[list[Stage]]:
+def collect_stages() -> Iterator[list[Stage]]:
     """The stages that end meanwhile, in this thread."""
     stages: list[Stage] = []
     token = _stages.set(stages)
@@ -161,7 +161,7 @@ class Totals:
             tag_keys=("stage", "outcome"),
         )
 
-    def done(self, stage: str, cost: TaskCost) -> None:
+    def count_done(self, stage: str, cost: TaskCost) -> None:
         tags = {"stage": stage}
         for counter, value in ((self._rows, cost.rows), (self._bytes, cost.bytes)):
             if value:  # Ray refuses to add nothing
@@ -169,18 +169,18 @@ class Totals:
         self._seconds.observe(cost.seconds, tags)
         self._tasks.inc(1, {**tags, "outcome": "done"})
 
-    def failed(self, stage: str) -> None:
+    def count_failed(self, stage: str) -> None:
         self._tasks.inc(1, {"stage": stage, "outcome": "failed"})
 
 
 def count_done(stage: str, cost: TaskCost) -> None:
     if totals := _totals():
-        totals.done(stage, cost)
+        totals.count_done(stage, cost)
 
 
 def count_failed(stage: str) -> None:
     if totals := _totals():
-        totals.failed(stage)
+        totals.count_failed(stage)
 
 
 def _totals() -> Totals | None:

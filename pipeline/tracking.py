@@ -148,7 +148,7 @@ def _open(
         # MLflow refuses a second value of a parameter: those of the first attempt stay.
         mlflow.log_params({k: v for k, v in params.items() if k not in active_run.data.params})
         run = Run(active_run.info.run_id, mlflow.get_tracking_uri())
-        with task_costs.collected() as stages:
+        with task_costs.collect_stages() as stages:
             try:
                 yield run
             finally:

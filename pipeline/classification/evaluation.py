@@ -70,9 +70,9 @@ def report(answers: Answers, labels: tuple[str, ...]) -> dict[str, Any]:
     counts_CC = metrics.confusion_counts(answers.true_N, answers.answered_N, len(labels))
     results = metrics.by_intent(counts_CC, labels)
     return {
-        "worst": [one._asdict() for one in metrics.worst(results)],
-        "confusions": [one._asdict() for one in metrics.confusions(counts_CC, labels)],
-        "by_intent": [one._asdict() for one in results],
+        "worst": [result._asdict() for result in metrics.worst(results)],
+        "confusions": [pair._asdict() for pair in metrics.confusions(counts_CC, labels)],
+        "by_intent": [result._asdict() for result in results],
     }
 
 
@@ -81,26 +81,32 @@ def plot(answers: Answers, labels: tuple[str, ...]) -> bytes:
     the row. Of more than 40 intents the 30 worst, and the others' answers together."""
     counts_CC = metrics.confusion_counts(answers.true_N, answers.answered_N, len(labels))
     results = metrics.by_intent(counts_CC, labels)
-    shown = sorted(one.intent for one in (results if len(results) <= _WHOLE else results[:_SHOWN]))
-    places = [labels.index(name) for name in shown]
+    shown_intents = sorted(
+        result.intent for result in (results if len(results) <= _WHOLE else results[:_SHOWN])
+    )
+    places = [labels.index(name) for name in shown_intents]
     rows_RC = counts_CC[places]
     shares_RR = rows_RC[:, places] / rows_RC.sum(1, keepdims=True)
-    columns = list(shown)
-    if len(shown) < len(labels):
+    columns = list(shown_intents)
+    if len(shown_intents) < len(labels):
         shares_RR = np.column_stack([shares_RR, 1 - shares_RR.sum(1)])
         columns.append("(another)")
-    side = 3 + 0.22 * len(shown)
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    inches = 3 + 0.22 * len(shown_intents)
+    figure = Figure(figsize=(inches + 1, inches), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares_RR, cmap="Blues", vmin=0, vmax=1)
-    across, down = (
-        [name.replace("$", r"\$") for name in names] for names in (columns, shown)
+    column_names, row_names = (
+        [name.replace("$", r"\$") for name in names] for names in (columns, shown_intents)
     )  # no formulas
-    axes.set_xticks(range(len(columns)), across, rotation=90, fontsize=7)
-    axes.set_yticks(range(len(shown)), down, fontsize=7)
+    axes.set_xticks(range(len(columns)), column_names, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(shown_intents)), row_names, fontsize=7)
     axes.set_xlabel("answered")
     axes.set_ylabel("intent")
-    title = f"{len(shown)} of {len(labels)} intents, the worst" if len(columns) > len(shown) else ""
+    title = (
+        f"{len(shown_intents)} of {len(labels)} intents, the worst"
+        if len(columns) > len(shown_intents)
+        else ""
+    )
     axes.set_title(title, fontsize=8)
     figure.colorbar(image, ax=axes, shrink=0.6, label="share of the intent's texts")
     buffer = io.BytesIO()

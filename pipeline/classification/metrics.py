@@ -51,7 +51,7 @@ def by_intent(counts_CC: Ints, labels: tuple[str, ...]) -> list[IntentResult]:
     for place in np.flatnonzero(texts_C).tolist():
         wrong_counts_C = counts_CC[place].copy()
         wrong_counts_C[place] = 0
-        worst = int(wrong_counts_C.argmax())
+        most_confused = int(wrong_counts_C.argmax())
         results.append(
             IntentResult(
                 labels[place],
@@ -59,7 +59,7 @@ def by_intent(counts_CC: Ints, labels: tuple[str, ...]) -> list[IntentResult]:
                 float(right_counts_C[place] / texts_C[place]),
                 float(right_counts_C[place] / max(answers_C[place], 1)),
                 float(2 * right_counts_C[place] / (texts_C[place] + answers_C[place])),
-                labels[worst] if wrong_counts_C[worst] else "",
+                labels[most_confused] if wrong_counts_C[most_confused] else "",
             )
         )
     return sorted(results, key=lambda result: (result.f1, result.intent))
@@ -126,9 +126,9 @@ def best_threshold(confidence_N: Floats, is_right_N: Bools, outside_M: Floats) -
 def scope(threshold: float, confidence_N: Floats, is_right_N: Bools, outside_M: Floats) -> Scope:
     """What a threshold does with texts in scope and texts out of scope."""
     accepted_N, rejected_M = confidence_N >= threshold, outside_M < threshold
-    rejected = rejected_M.sum() + (~accepted_N).sum()
+    rejected_count = rejected_M.sum() + (~accepted_N).sum()
     return Scope(
         float((accepted_N & is_right_N).mean()),
         float(rejected_M.mean()),
-        float(rejected_M.sum() / max(rejected, 1)),
+        float(rejected_M.sum() / max(rejected_count, 1)),
     )

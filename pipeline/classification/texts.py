@@ -240,11 +240,11 @@ def _check(texts: Texts, inputs: str) -> None:
         for intent in train_intents:
             del unknown[intent]
         if unknown:
-            shown = ", ".join(repr(intent) for intent in sorted(unknown)[:_SHOWN])
+            shown_intents = ", ".join(repr(intent) for intent in sorted(unknown)[:_SHOWN])
             suffix = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
             raise BadInput(f"--input {inputs}: {name} has {len(unknown):,} intents that train lacks "
-                           f"({shown}{suffix}), of {sum(unknown.values()):,} texts; allowed: intents of "
-                           "train, or read.out_of_scope_label")  # fmt: skip
+                           f"({shown_intents}{suffix}), of {sum(unknown.values()):,} texts; allowed: "
+                           "intents of train, or read.out_of_scope_label")  # fmt: skip
 
 
 def parse_shots(text: str) -> int:

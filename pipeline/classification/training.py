@@ -110,10 +110,10 @@ def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: 
     if task in marks:
         return marks.record(task, HeadRecord)
     began, labels = time.perf_counter(), labels_of(texts.train)
-    drawn = draw(texts.train, plan.shots, seed) if plan.shots else texts.train
-    place_of_text = {label: place for place, label in enumerate(labels)}
-    labels_N = torch.tensor([place_of_text[row.intent] for row in drawn])
-    vectors_NF = vectors.of(drawn)
+    train_rows = draw(texts.train, plan.shots, seed) if plan.shots else texts.train
+    place_of_label = {label: place for place, label in enumerate(labels)}
+    labels_N = torch.tensor([place_of_label[row.intent] for row in train_rows])
+    vectors_NF = vectors.of(train_rows)
     trained_head = head.fit(
         vectors_NF,
         labels_N.to(vectors_NF.device),
@@ -141,7 +141,7 @@ def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: 
         seconds=round(time.perf_counter() - began, 1),
         counts={
             "intents": len(labels),
-            "train_examples": len(drawn),
+            "train_examples": len(train_rows),
             "examples": len(answers.true_N),
             "out_of_scope_examples": len(answers.outside_M),
         },

@@ -37,7 +37,7 @@ def mean_reciprocal_rank(ranks: Ints) -> float:
     return float((1.0 / ranks).mean())
 
 
-def earned(ranks: Ints, candidates: int, recall_ks: Sequence[int]) -> dict[str, Floats]:
+def metric_values(ranks: Ints, candidates: int, recall_ks: Sequence[int]) -> dict[str, Floats]:
     """What each question adds to each metric, [N] each: {"R@1/20": 0 or 1, …, "MRR": 1/rank}."""
     recalls = {f"R@{k}/{candidates}": 1.0 * (ranks <= k) for k in recall_ks if k < candidates}
     return {**recalls, "MRR": 1.0 / ranks}
@@ -45,5 +45,5 @@ def earned(ranks: Ints, candidates: int, recall_ks: Sequence[int]) -> dict[str, 
 
 def summarise(ranks: Ints, candidates: int, recall_ks: Sequence[int]) -> dict[str, float]:
     """{"R@1/20": …, "MRR": …}; an R@k that is always 1 is left out."""
-    parts = earned(ranks, candidates, recall_ks)
+    parts = metric_values(ranks, candidates, recall_ks)
     return {name: float(values.mean()) for name, values in parts.items()}

@@ -98,7 +98,7 @@ def rank(
             parts.append(_ranking(scores_NC, batch.label_N))
             bar.update(len(batch))
     inverse = np.argsort(order)
-    return Ranking(*(field[inverse] for field in vars(joined(parts)).values()))
+    return Ranking(*(field[inverse] for field in vars(join_rankings(parts)).values()))
 
 
 def _tie_copies(scores_NC: Floats, questions: Questions) -> None:
@@ -108,11 +108,11 @@ def _tie_copies(scores_NC: Floats, questions: Questions) -> None:
     own_scores_NK[:] = np.where(
         questions.places_NK == right_places_N[:, None], right_scores_N1, own_scores_NK
     )
-    (shared,) = np.nonzero(right_places_N < questions.shared)
-    scores_NC[shared, own_scores_NK.shape[1] + right_places_N[shared]] = right_scores_N1[shared, 0]
+    (rows,) = np.nonzero(right_places_N < questions.shared)
+    scores_NC[rows, own_scores_NK.shape[1] + right_places_N[rows]] = right_scores_N1[rows, 0]
 
 
-def joined(parts: Sequence[Ranking]) -> Ranking:
+def join_rankings(parts: Sequence[Ranking]) -> Ranking:
     """The rankings of consecutive questions as one."""
     fields = zip(*(vars(part).values() for part in parts), strict=True)
     return Ranking(*(np.concatenate(field) for field in fields))
@@ -307,8 +307,10 @@ def own_scores(
 ) -> list[Floats]:
     """For each context the scores of its own candidates, [C] each; any number of them, one at least.
     `as_in_loss`: see `RankerScorer`."""
-    each = zip(contexts, candidates, strict=True)
-    questions = Questions.of(Question("", list(context), list(texts), 0) for context, texts in each)
+    pairs = zip(contexts, candidates, strict=True)
+    questions = Questions.of(
+        Question("", list(context), list(texts), 0) for context, texts in pairs
+    )
     scorer = RankerScorer(ranker, batch_tokens=batch_tokens, as_in_loss=as_in_loss)
     prepared = scorer.prepare(questions)
     context_scores = []

@@ -26,20 +26,20 @@ def as_json(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> dict[s
 def markdown(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
     """One row per scorer; then every two models; then what the times are."""
     names = list(rows[0].metrics)
-    timed = any(row.latency for row in rows)
+    has_latency = any(row.latency for row in rows)
     header = [
         "scorer",
         names[0],
         f"95 % of {names[0]}",
         *names[1:],
-        *(["ms (p95)"] if timed else []),
+        *(["ms (p95)"] if has_latency else []),
     ]
     lines = [header, ["---", *("---:" for _ in header[1:])]]
     for row in rows:
         low, high = row.intervals[names[0]]
         numbers = [f"{row.metrics[name]:.3f}" for name in names]
         lines.append([row.name, numbers[0], f"{low:.3f} to {high:.3f}", *numbers[1:]])
-        if timed:
+        if has_latency:
             ms = row.latency
             lines[-1].append(f"{_short(ms.median)} ({_short(ms.p95)})" if ms else "")
     text = [f"| {' | '.join(cells)} |" for cells in lines]
@@ -53,7 +53,7 @@ def markdown(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
         low, high = pair.interval
         text.append(f"| {pair.first} - {pair.second} | {pair.difference:+.3f} "
                     f"| {low:+.3f} to {high:+.3f} | {pair.p:.2g} |")  # fmt: skip
-    if timed:
+    if has_latency:
         text += ["", f"ms: one question alone, median (95th percentile), {_describe_setting(rows)}"]
     return "\n".join(text)
 

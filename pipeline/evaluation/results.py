@@ -101,7 +101,7 @@ def ask(
         for share, numbers in enumerate(shares)
     ]
     answers = [ray.get(share) for share in tqdm(tasks, desc=name, unit="share")]
-    return ranking.joined([part for part, _ in answers]), answers[0][1]
+    return ranking.join_rankings([part for part, _ in answers]), answers[0][1]
 
 
 def _ask(
@@ -114,8 +114,8 @@ def _ask(
     from pipeline.evaluation import ranking
 
     prepared = make().prepare(questions)
-    found = ranking.rank(prepared, questions, name, none_score)
-    return found, ranking.latency(prepared, questions, queries) if queries else None
+    result = ranking.rank(prepared, questions, name, none_score)
+    return result, ranking.latency(prepared, questions, queries) if queries else None
 
 
 def compare_all(results: Sequence[Result], seed: int) -> list[Comparison]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.arrays import Bools, Floats, Ints
-from pipeline.evaluation.metrics import earned
+from pipeline.evaluation.metrics import metric_values
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -43,7 +43,7 @@ def intervals(
 ) -> dict[str, Interval]:
     """For each metric of `summarise` its 95 % interval."""
     distinct_U, counts_U = np.unique(ranks, return_counts=True)
-    parts = earned(distinct_U, candidates, recall_ks)
+    parts = metric_values(distinct_U, candidates, recall_ks)
     low, high = _percentiles(np.stack(list(parts.values()), axis=1), counts_U, seed)
     return {name: (float(low[at]), float(high[at])) for at, name in enumerate(parts)}
 

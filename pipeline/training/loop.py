@@ -174,7 +174,7 @@ def train(
     model.train()
     meter, skipped = Meter(device), 0
     while step < steps and not selection.stop:
-        batch, cursor = meter.timed(next, batches)
+        batch, cursor = meter.time_wait(next, batches)
         rate = optimization.learning_rate * optimization.rate_share(step) * selection.share
         optimization.set_rate(rate)
         torch.manual_seed(_step_seed(config.seed, step, rank))
@@ -220,7 +220,7 @@ def train(
                 "step": step,
             }
             listener.checkpoint(state, cursor)
-            meter.saved()
+            meter.mark_saved()
         if save or validate:
             meter.restart()
     if selection.weights:

@@ -37,9 +37,9 @@ class Meter:
 
     def __post_init__(self) -> None:
         self.restart()
-        self.saved()
+        self.mark_saved()
 
-    def saved(self) -> None:
+    def mark_saved(self) -> None:
         """A checkpoint is there."""
         self._saved = time.perf_counter()
 
@@ -49,7 +49,7 @@ class Meter:
         self._waited_s = 0.0
         self._began = time.perf_counter()
 
-    def timed(self, function: Callable[[Any], Any], argument: Any) -> Any:
+    def time_wait(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """Calls `function` and counts its time as waiting for data."""
         began = time.perf_counter()
         result = function(argument)
@@ -72,7 +72,7 @@ class Meter:
         self._skipped += 1
 
     def read(self) -> dict[str, float]:
-        """The means since the last call, rates per second, and minutes since `saved`.
+        """The means since the last call, rates per second, and minutes since `mark_saved`.
 
         A collective call; ranks may have shown different names.
         """

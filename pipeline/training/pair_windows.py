@@ -150,10 +150,10 @@ def sample_valid_pairs(
     order = Rows.of(corpus.artifact, "valid", _COLUMNS, 0, 1, seed).epoch(0)
     ends = np.array(order.ends[:_VALIDATION_GROUPS])
     rng = np.random.default_rng([seed, number])
-    drawn = np.sort(rng.choice(ends[-1], min(count, int(ends[-1])), replace=False))
+    drawn_rows = np.sort(rng.choice(ends[-1], min(count, int(ends[-1])), replace=False))
     tables = []
     for begin, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
-        drawn_in_group = drawn[(drawn >= begin) & (drawn < end)]
+        drawn_in_group = drawn_rows[(drawn_rows >= begin) & (drawn_rows < end)]
         if len(drawn_in_group):
             tables.append(order.read(begin, end).take(drawn_in_group - begin))
     table = pa.concat_tables(tables)
@@ -161,7 +161,7 @@ def sample_valid_pairs(
     contexts = Texts.of(table["context"], keep_context, newest=True)
     responses = Texts.of(table["response"], keep_response, newest=False)
     share = 0.0 if config.objective == "mlm" else config.random_share
-    keys_R = example_keys(seed, number, 0, drawn)
+    keys_R = example_keys(seed, number, 0, drawn_rows)
     return utterance_pairs.make_pairs(contexts, responses, responses, keys_R, share)
 
 

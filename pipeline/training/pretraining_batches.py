@@ -97,7 +97,7 @@ class MicroBatch:
         """The batch on a device; from pinned memory the copy does not wait."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> MicroBatch:
+    def pin(self) -> MicroBatch:
         """In memory from which a copy to a GPU does not wait."""
         return self._map_tensors(lambda tensor: tensor.pin_memory())
 
@@ -146,11 +146,11 @@ class _Collator:
     def micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
         """What a step trains: an alternating run masks tokens in even steps only."""
         objective = self.config.objective
-        masks = objective != "alternate" or step % 2 == 0
+        masks_tokens = objective != "alternate" or step % 2 == 0
         asks_next = objective == "joint" or (objective == "alternate" and step % 2 == 1)
         ids_BT, lengths_B, second_start_B = utterance_pairs.layout(pairs, rows_B, self.vocabulary)
         predicted_N = labels_N = None
-        if masks:
+        if masks_tokens:
             ids_BT, predicted_N, labels_N = self.masker.mask_pairs(
                 ids_BT, lengths_B, second_start_B, pairs.keys_R[rows_B]
             )
@@ -275,7 +275,7 @@ class PretrainingBatches:
 
     def _micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
         batch = self.collator.micro_batch(pairs, rows_B, step)
-        return batch.pinned() if torch.cuda.is_available() else batch
+        return batch.pin() if torch.cuda.is_available() else batch
 
 
 def _check(corpora: Sequence[TokenizedCorpus], weights: Sequence[float]) -> None:

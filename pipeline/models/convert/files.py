@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.config import BadInput
 from pipeline.models.convert import int8
 from pipeline.models.convert.network import ConvertNetwork
-from pipeline.models.convert.quantisation import Table, dequantised
+from pipeline.models.convert.quantisation import Table, dequantise
 from pipeline.models.convert.start import rarity, start_from_shared_words
 from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.settings import ConvertConfig
@@ -93,7 +93,7 @@ def save(network: ConvertNetwork, tokenizer: ConvertTokenizer, folder: Path) -> 
     if network.config.quantised:
         weights = {name: value.half() for name, value in weights.items()}
         for name, table in _tables(network).items():
-            levels, low, high = table.saved()
+            levels, low, high = table.to_levels()
             weights.pop(f"{name}.weight", None)
             weights[f"{name}.{_LEVELS}"] = levels
             weights[f"{name}.{_RANGE}"] = torch.tensor([low, high])
@@ -163,7 +163,7 @@ def _to_parameters(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -
         if f"{name}.{_LEVELS}" in weights:
             low, high = parameters.pop(f"{name}.{_RANGE}")
             levels = parameters.pop(f"{name}.{_LEVELS}")
-            parameters[f"{name}.weight"] = dequantised(levels, low, high)
+            parameters[f"{name}.weight"] = dequantise(levels, low, high)
     for name in [name for name in parameters if name.endswith(f".{_SCALE}")]:
         layer = name.removesuffix(f".{_SCALE}")
         parameters[f"{layer}.weight"] = parameters.pop(f"{layer}.{_LEVELS}") * parameters.pop(name)

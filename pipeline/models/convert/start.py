@@ -58,8 +58,8 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
     table.uniform_(-_EMBEDDINGS, _EMBEDDINGS)
     deviation = _EMBEDDINGS / math.sqrt(3)
     _project_out(table, u_D, v_D)
-    along_V1 = share_V1 / (1 - share_V1**2).sqrt()  # so that of the normed vector it is the share
-    table.add_(deviation * math.sqrt(width) * along_V1 * u_D)
+    ratio_V1 = share_V1 / (1 - share_V1**2).sqrt()  # so that of the normed vector it is the share
+    table.add_(deviation * math.sqrt(width) * ratio_V1 * u_D)
     part: Any  # a ModuleList does not tell its members' type
     for part in network.tokens.positions:
         part.weight.normal_(std=_POSITIONS * deviation * math.sqrt(width))
@@ -96,8 +96,8 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
 
 def _directions(width: int) -> tuple[Tensor, Tensor]:
     """Two orthogonal directions of length 1 and mean 0, which layer norms keep."""
-    drawn_D2 = torch.randn(width, 2)
-    q_D2, _ = torch.linalg.qr(drawn_D2 - drawn_D2.mean(dim=0))
+    random_D2 = torch.randn(width, 2)
+    q_D2, _ = torch.linalg.qr(random_D2 - random_D2.mean(dim=0))
     return q_D2[:, 0], q_D2[:, 1]
 
 

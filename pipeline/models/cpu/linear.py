@@ -25,7 +25,7 @@ def pack_weights(model: Any) -> None:
         fused = isinstance(activation, GELUActivation)
         for name, child in part.named_children():
             if isinstance(child, HasPackedForm):
-                setattr(part, name, child.packed())
+                setattr(part, name, child.pack())
             elif type(child) is nn.Linear:
                 setattr(part, name, _pack_layer(child, "gelu" if fused else "none"))
         if fused:
@@ -36,7 +36,7 @@ def pack_weights(model: Any) -> None:
 class HasPackedForm(Protocol):
     """A module that knows a faster form of itself."""
 
-    def packed(self) -> nn.Module:
+    def pack(self) -> nn.Module:
         """It, for inference in bf16 on a CPU."""
 
 

@@ -165,14 +165,14 @@ def _pack(
     if len(set(lengths)) == 1:
         return None
     packing = Packing.of(lengths, mask_BT.shape[1])
-    changed: dict[str, Any] = {
+    packed_inputs: dict[str, Any] = {
         name: packing.pack(kwargs[name])
         for name in ("input_ids", "token_type_ids")
         if name in kwargs
     }
-    changed["position_ids"] = packing.position_R[None] + first_position(hf)
-    changed["attention_mask"] = mask_BT.new_ones(1, 1, 1, 1)
-    return args, {**kwargs, **changed, "packing": packing}
+    packed_inputs["position_ids"] = packing.position_R[None] + first_position(hf)
+    packed_inputs["attention_mask"] = mask_BT.new_ones(1, 1, 1, 1)
+    return args, {**kwargs, **packed_inputs, "packing": packing}
 
 
 def _unpack(hf: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

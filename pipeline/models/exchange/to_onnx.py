@@ -178,7 +178,7 @@ def _look_up(graph: _Graph, table: Table, ids: str) -> str:
     if table.levels is None:
         assert table.weight is not None
         return graph("Gather", graph.constant(table.weight), ids)
-    levels, low, high = table.saved()
+    levels, low, high = table.to_levels()
     rows = graph("Cast", graph("Gather", graph.constant(levels), ids), to=1)
     scaled = graph("Mul", rows, graph.constant((high - low) / LEVELS))
     return graph("Add", scaled, graph.constant(low))

@@ -156,8 +156,10 @@ def prepare(
     settings and this precision.
     Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
-    before: Canaries | None = previous.artifact.manifest.get("canaries") if previous else None
-    contexts = _canaries(gate, before)
+    canaries_before: Canaries | None = (
+        previous.artifact.manifest.get("canaries") if previous else None
+    )
+    contexts = _canaries(gate, canaries_before)
     gate_inputs = GateInputs(
         previous.artifact.uri if previous else "", contexts, gate.canary_texts, gate.top_k
     )
@@ -171,19 +173,23 @@ def prepare(
               "it was planned", flush=True)  # fmt: skip
         draft.forget_tasks()
     began = time.perf_counter()
-    staged = candidates.stage(
+    part_records = candidates.stage(
         draft, files, config.columns, config.max_text_bytes, reading, privacy, config
     )
-    dropped = sum_counts(record.dropped for record in staged)
-    parts = [part for record in staged for part in record.parts]
+    dropped = sum_counts(record.dropped for record in part_records)
+    parts = [part for record in part_records for part in record.parts]
     if not parts:
         if not dropped:
             storage.delete(draft.staging)
             raise BadInput("--candidates: no text to embed (no rows)")
         raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
-    raw.check_share(draft, staged, reading)
+    raw.check_share(draft, part_records, reading)
     keys_before = sorted(
-        {key for answers in (before["answers"] if before else ()) for key in answers}
+        {
+            key
+            for answers in (canaries_before["answers"] if canaries_before else ())
+            for key in answers
+        }
     )
     texts = gate.canary_texts if contexts is None else 0
     rows = PlanInput(
@@ -206,9 +212,9 @@ def prepare(
         precision=precision,
         canary_file=gate.canaries,
         canaries=contexts,
-        canaries_before=before,
-        counts=sum_counts(record.counts for record in staged),
-        malformed=sum_counts(record.malformed for record in staged),
+        canaries_before=canaries_before,
+        counts=sum_counts(record.counts for record in part_records),
+        malformed=sum_counts(record.malformed for record in part_records),
         dropped=sum_counts([dropped, plan.dropped]),
         seconds=round(time.perf_counter() - began, 3),
         numerics=NUMERICS,
@@ -256,12 +262,12 @@ def embed(
     return records
 
 
-def _canaries(gate: GateConfig, before: Canaries | None) -> list[list[str]] | None:
+def _canaries(gate: GateConfig, canaries_before: Canaries | None) -> list[list[str]] | None:
     """The contexts that this version is asked; None: texts that the plan has to choose."""
     if gate.canaries:
         return read_canaries(gate.canaries)
-    if before and not before.get("file") and before["contexts"]:
-        return list(before["contexts"]) if gate.canary_texts else []
+    if canaries_before and not canaries_before.get("file") and canaries_before["contexts"]:
+        return list(canaries_before["contexts"]) if gate.canary_texts else []
     return None
 
 

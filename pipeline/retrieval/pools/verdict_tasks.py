@@ -205,11 +205,11 @@ def texts_task(draft: Draft, task: str, bucket: int, job: PlanJob, round_number:
     rows = rows.filter(pa.array(~np.isin(rows["place"].to_numpy(), lost_places)))
     rows = rows.take(pa.array(_first_occurrences(rows["text"].to_numpy())))
     texts = rows["text"].to_numpy()
-    before = _places_of_texts(job.read(draft, "before", "text", bucket), texts)
-    unfinished = _places_of_texts(job.read(draft, "unfinished", "text", bucket), texts)
+    places_before = _places_of_texts(job.read(draft, "before", "text", bucket), texts)
+    places_unfinished = _places_of_texts(job.read(draft, "unfinished", "text", bucket), texts)
     if job.copies:
-        unfinished[before >= 0] = NEW
-    columns = [*rows.columns, before, unfinished]
+        places_unfinished[places_before >= 0] = NEW
+    columns = [*rows.columns, places_before, places_unfinished]
     job.file(draft, task, pa.table(columns, schema=_FIRST), "id")
     return TaskRecord()
 
@@ -226,11 +226,11 @@ def ids_task(
     text_bucket = (lost_rows["text"].to_numpy() % np.uint64(job.bucket_count)).astype(np.int64)
     buckets.write(draft, f"{task}-lost", lost_rows.select(["place"]), text_bucket, job.bucket_count)
     places = rows["place"].to_numpy()
-    before = np.where(is_first, rows["before"].to_numpy(), SAME_ID)
-    unfinished = np.where(is_first, rows["unfinished"].to_numpy(), NEW)
+    places_before = np.where(is_first, rows["before"].to_numpy(), SAME_ID)
+    places_unfinished = np.where(is_first, rows["unfinished"].to_numpy(), NEW)
     starts = [group.first for group in job.groups["candidates"]]
     group = np.searchsorted(starts, places, side="right") - 1
-    verdicts = pa.table([places, before, unfinished], schema=_VERDICTS)
+    verdicts = pa.table([places, places_before, places_unfinished], schema=_VERDICTS)
     buckets.write(draft, task, verdicts, group, len(starts))
     texts = first_rows["text"].to_numpy()
     lowest = np.argsort(texts)[: query.texts]
@@ -241,8 +241,8 @@ def ids_task(
         changed=changed,
         same=same,
         lost=len(lost_rows),
-        known=int(np.count_nonzero(before >= 0)),
-        salvaged=int(np.count_nonzero(unfinished >= 0)),
+        known=int(np.count_nonzero(places_before >= 0)),
+        salvaged=int(np.count_nonzero(places_unfinished >= 0)),
         first=[(int(texts[n]), int(first_rows["place"][n].as_py())) for n in lowest.tolist()],
         present=[query.hashes[index] for index in np.flatnonzero(np.isin(keys, texts)).tolist()],
     )

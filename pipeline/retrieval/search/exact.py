@@ -140,12 +140,12 @@ def top_rows(
     require(attention in get_args(Attention), "attention", attention, "dot, scaled_dot")
     if among is not None and among.shape != (len(pool),):
         raise BadInput(f"among: shape {among.shape} is not allowed; allowed: {(len(pool),)}")
-    allowed = len(pool) if among is None else int(among.sum())
+    allowed_count = len(pool) if among is None else int(among.sum())
     scale = _scale(pool, attention)
     tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
-    count = min(top_k, allowed)
+    count = min(top_k, allowed_count)
     todo = tops
-    if among is not None and method == "auto" and allowed <= _FEW_ALLOWED * len(pool):
+    if among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
         for top in tops:
             top.take(np.flatnonzero(among))
             top.certified = True

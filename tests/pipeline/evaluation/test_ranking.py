@@ -13,7 +13,7 @@ from pipeline.evaluation.baselines import Chance
 from pipeline.evaluation.metrics import pessimistic_ranks
 from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Question, Questions
-from pipeline.evaluation.ranking import RankerScorer, joined, latency, own_scores, rank
+from pipeline.evaluation.ranking import RankerScorer, join_rankings, latency, own_scores, rank
 from pipeline.evaluation.results import Measurement
 
 ASKED = [
@@ -130,7 +130,7 @@ def test_rankings_of_parts_are_joined_in_order(fixed):
     ready = fixed({str(n): [n, 3.5] for n in range(7)})
     parts = [rank(ready, asked.part(numbers)) for numbers in np.array_split(np.arange(7), 3)]
     for field, whole in vars(rank(ready, asked)).items():
-        assert getattr(joined(parts), field).tolist() == whole.tolist()
+        assert getattr(join_rankings(parts), field).tolist() == whole.tolist()
 
 
 class Clock:

@@ -87,7 +87,7 @@ def test_peaks_of_well_known_gpus(name, peak):
 
 def test_a_known_gpu_is_not_measured_and_another_one_is(monkeypatch):
     measured = []
-    monkeypatch.setattr(flops, "_measured", lambda *given: measured.append(given) or 1.0)
+    monkeypatch.setattr(flops, "_measure_flops", lambda *given: measured.append(given) or 1.0)
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: {gpu: "NVIDIA L4"}[device])
     assert peak_flops(gpu, "bf16") == (121e12, "stated")
