@@ -1,4 +1,4 @@
-"""What passes from job to job: an immutable directory with a `manifest.json`.
+"""Artifacts, which jobs pass to each other: immutable directories with a `manifest.json`.
 
 No manifest, no artifact. `pipeline.drafts` makes them.
 """
@@ -17,7 +17,7 @@ from pipeline.config import BadInput
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 REQUEST = "_request.json"
-"""In a draft, what it is to become. A directory with one and without a manifest is unfinished."""
+"""The file that describes the artifact to be made. A directory with it and without a manifest is a draft."""
 _MADE_BY = {
     "corpus": "jobs.prepare_corpus",
     "tokenizer": "jobs.train_tokenizer",
@@ -54,7 +54,7 @@ class Artifact:
         return [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
 
     def files(self, prefix: str = "", suffix: str = "") -> list[str]:
-        """Their URIs."""
+        """The URIs of these files."""
         return [storage.join(self.uri, name) for name in self.paths(prefix, suffix)]
 
     def rows(self, prefix: str = "") -> int:
@@ -75,7 +75,7 @@ class Artifact:
         return folder
 
     def reference(self) -> dict[str, Any]:
-        """What a job that reads this artifact writes into its own manifest: its whole ancestry."""
+        """The entry for this artifact in the manifest of a job that reads it: its whole ancestry."""
         names = ("kind", "fingerprint", "run_id", "inputs")
         return {"uri": self.uri, **{name: self.manifest.get(name) for name in names}}
 

@@ -1,4 +1,4 @@
-"""What a job will take, for `--dry-run`: sizes from listings and manifests, time by measured rates.
+"""The cost of a job, for `--dry-run`: sizes from listings and manifests, time by measured rates.
 
 No input is copied. A rate is either measured by the dry run itself, on this machine, or one of
 `MEASURED`; the estimate names which.
@@ -35,25 +35,25 @@ MEASURED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """None: it does not apply or is not known."""
+    """The expected cost of a job. None: the quantity does not apply or is not known."""
 
     input_files: int | None = None
     input_bytes: int | None = None
     rows: int | None = None
-    """That the job reads."""
+    """Rows that the job reads."""
     tasks: int | None = None
     requests: int | None = None
-    """To the object store, where the input lies in one."""
+    """Requests to the object store, if the input lies in one."""
     shuffle_bytes: int | None = None
     """Written between the stages of the job, and read again."""
     steps: int | None = None
-    """Of training."""
+    """Steps of training."""
     memory_bytes: int | None = None
-    """Of the largest task or of a worker."""
+    """Memory of the largest task or of a worker."""
     cpu_hours: float | None = None
     gpu_hours: float | None = None
     basis: str = ""
-    """Where the rates are from."""
+    """The origin of the rates."""
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -29,7 +29,7 @@ from pipeline.provenance import git_revision, library_versions
 from pipeline.records import FileEntry, RecordT, TaskRecord, from_json, to_json
 
 RUN = "_run.json"
-"""In a draft, the tracking run of the job that makes it (see pipeline.tracking)."""
+"""The file in a draft that names the tracking run of the job that makes it (see pipeline.tracking)."""
 _TASKS = "_tasks"
 _MARKS_AT_ONCE = 16  # there may be 20,000, 20 ms each from an object store
 _LOCK = "_lock"
@@ -181,7 +181,7 @@ def _mark_uri(staging: str, task: str) -> str:
 
 
 def read_request(staging: str) -> dict[str, Any]:
-    """What a draft is to become: `kind`, fingerprints of `inputs`, `config`; empty where it is no draft."""
+    """The request of a draft: `kind`, fingerprints of `inputs`, `config`; empty where there is no draft."""
     uri = storage.join(staging, REQUEST)
     if not storage.exists(uri):
         return {}

@@ -1,4 +1,4 @@
-"""What tells one job from another: the kind of its output, its inputs' contents, and its settings."""
+"""The identity of a job: the kind of its output, its inputs' contents, and its settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who works on something: small files that their owners keep fresh.
+"""Locks: small files that their owners keep fresh.
 
     <folder>/00000017.json           the highest number's owner may change what the folder is the lock of
 
@@ -98,7 +98,7 @@ class Lock:
 
 @contextmanager
 def locked(folder: str, subject: str, expires_s: float) -> Iterator[Lock]:
-    """Holds the lock of the `subject`; one that nobody keeps fresh is taken over, which is said.
+    """Holds the lock of the `subject`; takes over a lock that its owner no longer renews, and prints that.
 
     Raises Stopped, naming the owner, where another holds it.
     """

@@ -37,7 +37,7 @@ class _Use:
     """A folder that this process uses."""
 
     descriptor: int
-    """Of the open file that is locked."""
+    """The descriptor of the open file that is locked."""
     users: int = 0
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with an option or a settings file, in one line that helps to mend it."""
+"""The fault of an option or a settings file, in one line that helps to correct it."""
 
 from __future__ import annotations
 

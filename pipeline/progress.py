@@ -21,7 +21,7 @@ _EVENT_SECONDS = 1.0
 
 
 class Bar(Protocol):
-    """What has been done so far, and of how much."""
+    """The progress so far, of a total."""
 
     n: float
 

@@ -155,11 +155,11 @@ class _Autoscaler:
     """The state that the autoscaler reports."""
 
     has_reported: bool = True
-    """It says nothing in the first seconds of a cluster."""
+    """False in the first seconds of a cluster."""
     may_grow: bool = True
     is_starting_nodes: bool = False
     refuses: bool = False
-    """It has no node type for what is asked for."""
+    """True where no node type offers the needed resources."""
 
 
 def _autoscaler(needed: dict[str, float]) -> _Autoscaler:

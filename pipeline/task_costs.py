@@ -1,4 +1,4 @@
-"""What tasks cost: measured where they run, summed up by the process that started them.
+"""The costs of tasks: measured where they run, summed up by the process that started them.
 
 Each task's record says its seconds, rows, bytes, peak memory and host. At the end of a stage its
 stragglers, restarts and failures are printed; MLflow gets them as `tasks.json`, and Ray's Prometheus
@@ -65,9 +65,9 @@ class Stage:
 
     name: str
     costs: Mapping[str, TaskCost]
-    """Of the finished tasks."""
+    """The costs of the finished tasks."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Why, by task."""
+    """The reasons, by task."""
     died_on: Mapping[str, list[str]] = field(default_factory=dict)
     """Hosts on which the process of a task died, by task."""
 

@@ -48,7 +48,7 @@ class Classifier:
 
     head: Head
     labels: tuple[str, ...]
-    """Of the head's outputs, in order."""
+    """The intents, in the order of the head's outputs."""
     threshold: float
     """Texts whose best probability is below it are out of scope; 0: none is."""
     encode: EncodeConfig
@@ -57,7 +57,7 @@ class Classifier:
     encoder_fingerprint: str
 
     def files(self) -> dict[str, bytes]:
-        """Its files by name."""
+        """The classifier's files by name."""
         settings = {
             "labels": list(self.labels),
             "threshold": self.threshold,

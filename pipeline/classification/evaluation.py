@@ -28,7 +28,7 @@ class Answers:
     confidence_N: Floats
     """The best probability."""
     outside_M: Floats
-    """Likewise, of texts out of scope."""
+    """The best probabilities of texts out of scope."""
 
     @property
     def is_right(self) -> Bools:

@@ -93,7 +93,7 @@ def confusions(counts_CC: Ints, labels: tuple[str, ...]) -> list[Confusion]:
 
 
 class Scope(NamedTuple):
-    """What a threshold does."""
+    """The effect of a threshold."""
 
     in_scope_accuracy: float
     """Share of the texts in scope whose intent is answered, and not answered "out of scope"."""
@@ -124,7 +124,7 @@ def best_threshold(confidence_N: Floats, is_right_N: Bools, outside_M: Floats) -
 
 
 def scope(threshold: float, confidence_N: Floats, is_right_N: Bools, outside_M: Floats) -> Scope:
-    """What a threshold does with texts in scope and texts out of scope."""
+    """The effect of a threshold on texts in scope and out of scope."""
     accepted_N, rejected_M = confidence_N >= threshold, outside_M < threshold
     rejected_count = rejected_M.sum() + (~accepted_N).sum()
     return Scope(

@@ -112,7 +112,7 @@ def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts
 
 
 def labels_of(texts: Sequence[Labelled]) -> tuple[str, ...]:
-    """Their intents, sorted."""
+    """The intents of the texts, sorted."""
     return tuple(sorted({row.intent for row in texts}))
 
 

@@ -35,11 +35,11 @@ class HeadRecord(TaskRecord):
 
     seed: int
     numbers: dict[str, float]
-    """Of `evaluation.numbers`."""
+    """The result of `evaluation.numbers`."""
     threshold: float
     seconds: float
     details: dict[str, Any] = field(default_factory=dict)
-    """Of `evaluation.report`, of the first head."""
+    """The result of `evaluation.report` for the first head."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class TrainingPlan:
     shots: int
     """Texts of every intent; 0: all."""
     first_seed: int
-    """Of the head whose files go into the output."""
+    """The seed of the head whose files go into the output."""
     encoder: Mapping[str, Any]
-    """What a manifest says of the encoder."""
+    """The manifest's reference to the encoder."""
 
 
 def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: int) -> HeadRecord:
@@ -161,7 +161,7 @@ def means(records: Sequence[HeadRecord]) -> dict[str, float]:
 
 
 def report(texts: Texts, records: Sequence[HeadRecord], plan: TrainingPlan) -> dict[str, Any]:
-    """What `report.json` holds: numbers are means over the heads, the details are of the first."""
+    """The content of `report.json`: means over the heads, and the details of the first head."""
     first_record = records[0]
     accuracies = [record.numbers["accuracy"] for record in records]
     return {

@@ -1,4 +1,4 @@
-"""What a ranker has to beat: chance, and shared words by TF-IDF and BM25.
+"""The baselines that a ranker has to beat: chance, and shared words by TF-IDF and BM25.
 
 Words are hashed, so that one that no known text holds is a rare word, not an unknown one.
 """

@@ -19,7 +19,7 @@ def pessimistic_ranks(scores_NC: Floats, labels_N: Ints) -> Ints:
 
 
 def cross_entropies(scores_NC: Floats, labels_N: Ints) -> Floats:
-    """Of the right candidates under a softmax over the scores, in nats; a score of -inf is no candidate."""
+    """Cross-entropies of the right candidates under a softmax, in nats; a score of -inf is no candidate."""
     right_scores_N1 = np.take_along_axis(scores_NC, labels_N[:, None], axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
         shifted_NC = np.asarray(scores_NC - right_scores_N1, np.float64)

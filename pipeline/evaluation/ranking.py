@@ -146,7 +146,7 @@ def _seconds(
 
 
 def device_name() -> str:
-    """What the models of this process run on."""
+    """The device on which the models of this process run."""
     if best_device().type == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"

@@ -84,7 +84,7 @@ def plot(rows: Sequence[Result]) -> bytes:
 
 
 def _describe_setting(rows: Sequence[Result]) -> str:
-    """What the times were taken on, and what they leave out."""
+    """The devices of the measured times, and the work that the times leave out."""
     devices: dict[str, list[str]] = {}
     for row in rows:
         if row.latency:

@@ -1,4 +1,4 @@
-"""What comes out for one scorer: its ranking, and the numbers made of it."""
+"""The results of one scorer: its ranking, and the numbers made of it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Result:
     name: str
     ranking: Ranking
     metrics: dict[str, float]
-    """The first is the main one: R@1, unless others were asked for."""
+    """The first is the main metric: R@1, unless other metrics were asked for."""
     intervals: dict[str, Interval]
-    """Of each metric."""
+    """The interval of each metric."""
     latency: Latency | None
-    """None: not measured."""
+    """None: the latency was not measured."""
 
     def numbers(self) -> dict[str, float]:
         """All numbers by name; MLflow allows no "@" in a name."""
@@ -47,7 +47,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured, the same for every scorer."""
+    """The settings of a measurement, the same for every scorer."""
 
     asked: Questions
     protocol: Protocol

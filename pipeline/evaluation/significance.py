@@ -31,7 +31,7 @@ class Comparison:
     difference: float
     """R@1 of the first less that of the second."""
     interval: Interval
-    """Of the difference: paired bootstrap, 95 %."""
+    """The interval of the difference: paired bootstrap, 95 %."""
     p: float
     """Two-sided sign test on the questions that one of them gets right; not corrected for the number
     of comparisons. It is the exact form of the permutation test: to swap the two models' answers to
@@ -41,7 +41,7 @@ class Comparison:
 def intervals(
     ranks: Ints, candidates: int, recall_ks: Sequence[int], seed: int = 0
 ) -> dict[str, Interval]:
-    """For each metric of `summarise` its 95 % interval."""
+    """The 95 % interval of each metric of `summarise`."""
     distinct_U, counts_U = np.unique(ranks, return_counts=True)
     parts = metric_values(distinct_U, candidates, recall_ks)
     low, high = _percentiles(np.stack(list(parts.values()), axis=1), counts_U, seed)

@@ -52,7 +52,7 @@ class MultiHead(nn.Module):
         return attended
 
     def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        """[B, C]: each candidate, [B, C, D] or [C, D], times what it sees in the vectors.
+        """[B, C]: each candidate, [B, C, D] or [C, D], times the sum of the vectors that it attends to.
 
         With W and b of the last layer, candidate · (W seen + b) = Wᵀ candidate · seen + candidate · b.
         So the values are met by Wᵀ candidate, per head, and what is seen, [B, C, D], is never built.

@@ -56,12 +56,12 @@ class DualEncoder(VectorNetwork):
 
     @property
     def dimensions(self) -> int:
-        """Of the vectors that leave here."""
+        """The width of the vectors that the network returns."""
         return self.config.dimensions or self.full_width
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """What vectors are cut to in training: `matryoshka`, then all that they have."""
+        """The widths that vectors are cut to in training: `matryoshka`, then the full width."""
         narrower = (width for width in self.config.matryoshka if width < self.dimensions)
         return (*narrower, self.dimensions)
 

@@ -48,20 +48,20 @@ _MEASURED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """What a step costs, from the shapes of a model; shared layers (ALBERT's) are counted once."""
+    """The cost of a step, from the shapes of a model; shared layers (ALBERT's) are counted once."""
 
     per_token: int
-    """Of the encoder's linear layers on the way there."""
+    """Operations of the encoder's linear layers in the forward pass."""
     per_prediction: int
-    """Of the MLM head for a predicted token on the way there; 0: there is no such head."""
+    """Operations of the MLM head for a predicted token in the forward pass; 0: there is no such head."""
     width: int
-    """Of queries, keys and values: all heads together."""
+    """The width of queries, keys and values: all heads together."""
     windows: tuple[int | None, ...]
-    """For each layer how many tokens to either side one sees; None: all."""
+    """For each layer, how many tokens to either side a token attends to; None: all."""
 
     @classmethod
     def of(cls, encoder: Encoder, mlm_head: nn.Module | None = None) -> TrainingFlops:
-        """Of models on any device, "meta" too. `mlm_head`: `PretrainingModel.mlm`."""
+        """Counts for a model on any device, "meta" too. `mlm_head`: `PretrainingModel.mlm`."""
         config = encoder.hf.config
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * int(
             config.num_hidden_layers
@@ -99,7 +99,7 @@ class Peak(NamedTuple):
 
 
 def peak_flops(device: torch.device, precision: Literal["bf16", "fp32"]) -> Peak:
-    """Of one GPU, or of this process's threads.
+    """The peak of one GPU, or of this process's threads.
 
     Stated for well-known GPUs in bf16. Else measured by products of large matrices, which takes one to
     two seconds; that is below the peak of the hardware.

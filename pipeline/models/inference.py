@@ -42,7 +42,7 @@ def prepare(ranker: Ranker, device: torch.device, precision: Precision = "auto")
 
 
 def place(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
-    """Brings the ranker to a device, and settles what it computes in there."""
+    """Brings the ranker to a device, and sets its precision there."""
     ranker.to(device)
     ranker.precision = resolve_precision(precision, device)
     return ranker

@@ -75,5 +75,5 @@ TEACHING: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "kl": distillation_kl,
     "margin_mse": lambda student_BC, teacher_BC, temperature: margin_mse(student_BC, teacher_BC),
 }
-"""What a ranker learns from a teacher's scores, by the name in `Distillation.loss`: a function of the
+"""The losses on a teacher's scores, by the name in `Distillation.loss`: a function of the
 student's scores, the teacher's, and the temperature. The right candidate is the first column."""

@@ -1,4 +1,4 @@
-"""What networks have in common: a ranker gives vectors to contexts and candidates, or scores pairs.
+"""The interfaces of networks: a ranker gives vectors to contexts and candidates, or scores pairs.
 
 Other modules use these two interfaces. Which network stands behind one of them, only
 `pipeline.models.ranker` knows.
@@ -86,7 +86,7 @@ class VectorNetwork(Network):
         """The vectors' first `width` dimensions."""
 
     def context_views(self, tokens: Tokens) -> list[View]:
-        """What is to rank the response in training; the first one is what `encode_contexts` returns."""
+        """The views that rank the response in training; the first is the result of `encode_contexts`."""
         return [View(*self.encode_contexts(tokens))]
 
     @property

@@ -74,7 +74,7 @@ class Ranker(nn.Module):
         self.tokenizer = tokenizer
         self.network = network
         self.precision: Precision = "auto"
-        """What inference computes in; heads are always float32."""
+        """The precision of inference; heads are always float32."""
 
     @property
     def dual(self) -> VectorNetwork:
@@ -96,8 +96,8 @@ class Ranker(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of training multiplies the scores by: only then a softmax over them is what the
-        ranker has learnt."""
+        """The factor on the scores in the loss of training: a softmax over scaled scores is the distribution
+        that the ranker has learnt."""
         return float(self.dual.training_scale) if self.config.has_vectors else 1.0
 
     @property

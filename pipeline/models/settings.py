@@ -328,6 +328,6 @@ def parse_settings(text: bytes, origin: str) -> RankerConfig:
 
 
 def _architectures(has_vectors: bool) -> str:
-    """The names of those that have vectors, or of the others."""
+    """The names of the architectures that have vectors, or of the others."""
     kinds = _KINDS.kinds.items()
     return ", ".join(name for name, kind in kinds if kind().has_vectors == has_vectors)

@@ -76,7 +76,7 @@ class Ranker:
         """The torch module with its tokenizer and its settings."""
         self.uri = uri
         self.artifact = artifact
-        """What a job has published; None: a folder that none has."""
+        """The artifact that a job has published; None: a plain folder."""
 
     @classmethod
     def load(cls, uri: str | Path, precision: Precision = "auto", device: str = "auto") -> Ranker:
@@ -151,7 +151,7 @@ class Ranker:
 
     @property
     def precision(self) -> str:
-        """What it computes in: bf16 or fp32; scores and vectors are float32."""
+        """The precision of computation: bf16 or fp32; scores and vectors are float32."""
         return str(self.module.precision)
 
     @cached_property

@@ -47,14 +47,14 @@ class Cursor(NamedTuple):
 
 
 class Collator(Protocol[BatchT_co]):
-    """What a task makes of rows."""
+    """Makes batches of rows for a task."""
 
     @property
     def columns(self) -> Sequence[str]:
         """Columns of the corpus that `prepare` needs."""
 
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[Any]:
-        """What batches are made of: one item per row of a window, which come in random order."""
+        """The items of batches: one per row of a window; the rows come in random order."""
 
     def collate(self, items: list[Any], generator: torch.Generator) -> BatchT_co:
         """Items to one padded batch; all chance comes from `generator`."""
@@ -116,7 +116,7 @@ class Rows:
         return self._epoch([(file, g) for file, rows in enumerate(sizes) for g in range(len(rows))])
 
     def _epoch(self, groups: Sequence[tuple[int, int]]) -> Epoch:
-        """In this order of (number of the file, row group)."""
+        """An epoch in this order of (number of the file, row group)."""
         group_starts = itertools.accumulate((n for _, rows in self.files for n in rows), initial=0)
         places = [[next(group_starts) for _ in rows] for _, rows in self.files]
         return Epoch(
@@ -135,9 +135,9 @@ class Epoch:
     groups: list[tuple[str, int]]
     """(file, row group) of all ranks' shares."""
     ends: list[int]
-    """Rows up to the end of each."""
+    """Rows up to the end of each group."""
     places: list[int]
-    """The `PLACE` of each one's first row."""
+    """The `PLACE` of each group's first row."""
     columns: tuple[str, ...]
     first_row: int
     """The place of this rank's first row."""

@@ -23,7 +23,7 @@ from pipeline.training.objectives import Objective
 
 
 def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, StepMetrics]:
-    """The whole batch at once."""
+    """The loss and its gradients, of the whole batch at once."""
     with autocast:
         loss, metrics = model(batch)
     torch.autograd.backward(loss)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the state of a run as safetensors and JSON, so that loading it runs no code.
+"""The content of a checkpoint: the state of a run as safetensors and JSON, so that loading it runs no code.
 
     state.safetensors    every tensor
     state.json           everything else; a tensor's place holds its name
@@ -112,7 +112,7 @@ def write_state(state: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `write_state` wrote, on the CPU.
+    """The state that `write_state` wrote, on the CPU.
 
     Raises BadInput for files that are missing or cut off.
     """

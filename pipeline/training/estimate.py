@@ -1,4 +1,4 @@
-"""What a training will need: sizes, steps, memory by estimate, hours by a rate measured here."""
+"""The needs of a training: sizes, steps, memory by estimate, hours by a rate measured here."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _basis(pace: _Pace, workers: Workers, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Pace:
-    """What was computed, in how long."""
+    """Measured steps, their work and their time."""
 
     steps: int
     work: dict[str, float]
@@ -166,7 +166,7 @@ def _compute(
 
 
 def _flops_per_token(recipe: Pretraining) -> int:
-    """Of the longest pair, with the tokens that are predicted in it."""
+    """Operations per token of the longest pair, with its predicted tokens."""
     model, _ = recipe.model()
     longest = recipe.pretrain.longest_pair
     predicted = round(recipe.pretrain.masked_share * longest)

@@ -1,4 +1,4 @@
-"""What fine-tuning is: which rankers learn from which examples, against what, for how long."""
+"""Fine-tuning: which rankers learn from which examples, against what, for how long."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Finetuning:
         return paths[self.finetune.held_out :: folds] if folds > 1 else []
 
     def unseen(self) -> list[str]:
-        """Those of them that the ranker which this one starts from has not read either."""
+        """The held-out files that the ranker which this one starts from has not read either."""
         held_out, start = self.held_out(), self.encoder
         if isinstance(start, Tower) and corpora_of(start.ranker) & corpora_of(self.corpus):
             return [path for path in held_out if path in start.ranker.manifest.get("held_out", ())]
@@ -127,7 +127,7 @@ class Finetuning:
         return Miner(ranker, rows, config.mine, max(1, steps), rank, world)
 
     def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, Any]:
-        """What is minimised, and what makes its batches."""
+        """The objective, and the collator of its batches."""
         config = self.finetune
         has_teacher = config.distill.loss != "none"
         if not ranker.config.has_vectors:

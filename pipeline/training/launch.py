@@ -74,7 +74,7 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class _Assignment:
-    """What every worker is told."""
+    """The instructions for every worker."""
 
     recipe: Recipe
     loop: LoopConfig
@@ -89,7 +89,7 @@ class _Assignment:
 
 @dataclass(frozen=True)
 class Trained:
-    """What `fit` returns."""
+    """The result of `fit`."""
 
     metrics: dict[str, float]
     """The last ones."""
@@ -98,7 +98,7 @@ class Trained:
 
     @property
     def delivered(self) -> dict[str, float]:
-        """Those of the best validation, whose weights are the result; none without validations."""
+        """The metrics of the best validation, whose weights are the result; none without validations."""
         return {
             name.removeprefix("best_"): value
             for name, value in self.metrics.items()
@@ -256,7 +256,7 @@ def _work(assignment: _Assignment, messages: Queue) -> None:
         device = ray.train.torch.get_device()  # with its number: workers of a node see each other's
 
     def keep(local: Path, metrics: dict[str, float]) -> None:
-        """It travels from the node's disk while training goes on."""
+        """Uploads the checkpoint from the node's disk while training goes on."""
         ray.train.report(
             metrics,
             checkpoint=ray.train.Checkpoint.from_directory(str(local)),
@@ -316,7 +316,7 @@ def _train_rank(rank: _Rank) -> dict[str, float]:
 
 
 class _Reports:
-    """What a rank tells the driver, and keeps."""
+    """The reports of a rank to the driver, and its checkpoints."""
 
     def __init__(self, rank: _Rank) -> None:
         self._rank = rank

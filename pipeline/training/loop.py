@@ -61,7 +61,7 @@ class Refresh(Protocol):
         """Makes it; a collective call."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: the weights that made it may be gone."""
+        """The state in a checkpoint: the weights that made it may no longer exist."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes a `state` back."""
@@ -78,7 +78,7 @@ def no_work(batch: Any) -> Mapping[str, float]:
 
 @dataclass(kw_only=True)
 class Task:
-    """What one rank trains."""
+    """The training of one rank."""
 
     module: nn.Module
     """forward(batch), as `backward` calls it."""
@@ -94,17 +94,17 @@ class Task:
     validation: Callable[[], Measured] | None = None
     """Measures `module`; a collective call. None: there is nothing to validate on."""
     refresh: Refresh | None = None
-    """What batches depend on and weights change. None: there is nothing."""
+    """Data of the batches that depends on the weights, such as hard negatives; None: there is none."""
     before_step: Callable[[int], None] = no_hook
     """Called with each step's number, from 0: annealed scales, ranges of quantisation. What it sets
     follows from the step, or lies in the module's buffers: checkpoints hold nothing else of it."""
     work: Callable[[Any], Mapping[str, float]] = no_work
-    """What a rank's batch holds, such as {"tokens": 4000.0}; shown per second over all ranks."""
+    """The work in a rank's batch, such as {"tokens": 4000.0}; shown per second over all ranks."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the loop reports."""
+    """A report of the loop."""
 
     step: int
     """Steps done."""
@@ -122,13 +122,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who hears of a run."""
+    """The callbacks of a run."""
 
     progress: Callable[[Progress], None]
     checkpoint: Callable[[dict[str, Any], Cursor], None]
     """(state, this rank's cursor), on every rank; the state's tensors go on training afterwards."""
     save_bad_batch: Callable[[int, Any], str] = lambda step, batch: ""
-    """(step, batch) → where the batch was kept for a look at it."""
+    """(step, batch) → the URI under which the batch was saved."""
 
 
 def validation_steps(task: Task, config: LoopConfig) -> int:
@@ -233,7 +233,7 @@ def _resume(
     selection: Selection,
     resume: Callable[[], Saved | None],
 ) -> tuple[int, list[Cursor]]:
-    """Takes up what was saved; returns the steps done and the cursors. Nothing of it stays referenced:
+    """Loads the saved state; returns the steps done and the cursors. Nothing of it stays referenced:
     the state is twice the model, and more with the optimizer's moments."""
     saved = resume()
     if saved is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Weighted(NamedTuple):
-    """A sum and what it is divided by; shown is the mean over all steps and ranks of a report."""
+    """A sum and its divisor; a report shows the mean over all steps and ranks."""
 
     total: Tensor
     weight: float
@@ -40,7 +40,7 @@ class Meter:
         self.mark_saved()
 
     def mark_saved(self) -> None:
-        """A checkpoint is there."""
+        """Notes the time of a checkpoint."""
         self._saved = time.perf_counter()
 
     def restart(self) -> None:

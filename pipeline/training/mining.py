@@ -58,7 +58,7 @@ class _Round(NamedTuple):
     """The result of one round."""
 
     number: int
-    """From 1; 0: nothing has been mined."""
+    """The round's number, from 1; 0: nothing has been mined."""
     pool: list[str]
     places_NK: NDArray[np.int32]
     """Places in the pool of each row's negatives, nearest first; -1 where there are no more."""
@@ -93,7 +93,7 @@ class Miner:
         return [latest.pool[number] for number in latest.places_NK[place].tolist() if number >= 0]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. `found` is the mapped file, not a copy of it."""
+        """The state in a checkpoint. `found` is the mapped file, not a copy of it."""
         number, pool, places_NK = self._round
         return {"round": number, "pool": pool, "found": torch.from_numpy(places_NK)}
 

@@ -1,4 +1,4 @@
-"""What rankers are trained for: first every row is encoded alone, then rows are compared."""
+"""The training objectives of rankers: first every row is encoded alone, then rows are compared."""
 
 from __future__ import annotations
 

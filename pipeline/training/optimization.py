@@ -16,7 +16,7 @@ from pipeline.training.settings import OptimizationConfig
 
 @dataclass(frozen=True)
 class Optimization:
-    """What a task hands to the loop, which calls the three of them at each step."""
+    """The optimizer of a task, and the functions that the loop calls at each step."""
 
     optimizer: torch.optim.Optimizer
     """A group's rate is `learning_rate · rate_share(step)`, times the group's "factor" if it has one."""
@@ -39,10 +39,10 @@ def optimization(
     new_weights: Iterable[nn.Parameter] = (),
     token_tables: Collection[nn.Parameter] = (),
 ) -> Optimization:
-    """What the settings say, for the parameters of `module` that are trained.
+    """The optimization by the settings, for the parameters of `module` that are trained.
 
-    `new_weights` start at random and learn `new_weights_factor` times as fast. `token_tables` are what
-    the setting of that name is about.
+    `new_weights` start at random and learn `new_weights_factor` times as fast. `token_tables`: the
+    tables that the setting of that name is about.
 
     Raises BadInput where that setting needs some and there are none.
     """

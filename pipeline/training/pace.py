@@ -13,7 +13,7 @@ from pipeline.training.loop import Progress
 
 
 class Pace:
-    """From its making on: a process that went on from a checkpoint counts its own steps."""
+    """Measures from its creation on: a process that resumed from a checkpoint counts its own steps."""
 
     def __init__(self, device: torch.device, step: float) -> None:
         self._device = device
@@ -40,7 +40,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Of a GPU's tensors; on a CPU of the whole process, libraries included."""
+    """Peak memory of a GPU's tensors; on a CPU of the whole process, libraries included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

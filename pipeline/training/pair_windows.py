@@ -39,7 +39,7 @@ class WindowReader:
     """Windows of one corpus."""
 
     rows: Rows
-    """Of lane 0."""
+    """The rows of lane 0."""
     corpus: int
     config: PretrainConfig
 
@@ -67,7 +67,7 @@ class WindowReader:
 
     @property
     def windows(self) -> int:
-        """In an epoch of a lane."""
+        """Windows in an epoch of a lane."""
         return -(-len(self.rows) // self.window_rows)
 
     def read(self, lane: int, epoch: int, window: int) -> Window:

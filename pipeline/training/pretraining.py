@@ -1,4 +1,4 @@
-"""What pre-training is: an encoder that predicts masked tokens (MLM) and the next utterance or sentence.
+"""Pre-training: an encoder that predicts masked tokens (MLM) and the next utterance or sentence.
 
 A step is one micro-batch of every lane (pretraining_batches.py). Each loss is the sum over all micro-batches
 of all workers, divided by what is predicted in them, so the number of workers does not change the objective.
@@ -108,7 +108,7 @@ class _Accumulation:
 
 
 def _sum_over_ranks(predicted: int, pairs: int, device: torch.device) -> tuple[float, float, int]:
-    """What is predicted and asked in a step by all ranks, and how many they are."""
+    """(predicted tokens, pairs) of a step over all ranks, and the number of ranks."""
     if not dist.is_initialized():
         return predicted, pairs, 1
     counts = torch.tensor([predicted, pairs], dtype=torch.float64, device=device)
@@ -129,7 +129,7 @@ def _gradient_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:
 
 
 def _lane_seed(seed: int, step: int, lane: int) -> int:
-    """Of dropout: the same for a micro-batch whichever worker computes it."""
+    """The seed of dropout: the same for a micro-batch, whichever worker computes it."""
     return int(np.random.SeedSequence([seed, step, lane, 1]).generate_state(1, np.uint32)[0])
 
 
@@ -139,7 +139,7 @@ class PretrainingValidation:
 
     model: PretrainingModel
     batches: list[MicroBatch]
-    """Of all ranks."""
+    """The micro-batches of all ranks."""
     rank: int
     world: int
     loop: LoopConfig

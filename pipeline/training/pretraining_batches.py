@@ -72,7 +72,7 @@ class MicroBatch:
     predicted_N: Tensor | None
     """Places of the predicted tokens in the flattened [B·T], int64; None: this step predicts no tokens."""
     labels_N: Tensor | None
-    """Their true ids, int64; None as `predicted_N`."""
+    """The true ids of the predicted tokens, int64; None as `predicted_N`."""
     is_next_B: Tensor | None
     """bool: whether the second text is the context's own; None: this step does not ask."""
     unswapped: int = 0
@@ -98,7 +98,7 @@ class MicroBatch:
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> MicroBatch:
-        """In memory from which a copy to a GPU does not wait."""
+        """The batch in pinned memory, from which a copy to a GPU does not wait."""
         return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
@@ -144,7 +144,7 @@ class _Collator:
         return cls(vocabulary, Masker(probability_V, vocabulary.mask, starts_V), config)
 
     def micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
-        """What a step trains: an alternating run masks tokens in even steps only."""
+        """The micro-batch of a step: an alternating run masks tokens in even steps only."""
         objective = self.config.objective
         masks_tokens = objective != "alternate" or step % 2 == 0
         asks_next = objective == "joint" or (objective == "alternate" and step % 2 == 1)
@@ -181,7 +181,7 @@ class PretrainingBatches:
     """Cumulative weights of the corpora."""
     collator: _Collator
     lanes: tuple[int, ...]
-    """Those of this worker."""
+    """The lanes of this worker."""
     seed: int
 
     @classmethod

@@ -101,7 +101,7 @@ class TokenizedCorpus:
 
     @property
     def tokenize_config(self) -> TokenizeConfig:
-        """How much of each text is there."""
+        """The settings that cut the texts."""
         return TokenizeConfig(**self.artifact.manifest["config"]["tokenize"])
 
     def tokenizer(self) -> Source:
@@ -124,7 +124,7 @@ def require_train(corpus: Artifact) -> None:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What the draft holds, ready to be published."""
+    """The content of the draft, ready to be published."""
 
     files: list[FileEntry]
     counts: dict[str, int]

@@ -64,7 +64,7 @@ class Pairs:
     unswapped_R: Bools
     """Drawn to have another response, and true because none was found that differs."""
     keys_R: Keys
-    """Of the examples in this epoch."""
+    """The keys of the examples in this epoch."""
 
     @property
     def lengths(self) -> Ints:
@@ -135,7 +135,7 @@ def cut(lengths_R: Ints, tokens: int, rng: np.random.Generator) -> list[Ints]:
 
 
 def layout(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints, Ints]:
-    """(ids_BT, lengths_B, second_B: the place of the second text) of [CLS] context [SEP] response [SEP]."""
+    """(ids_BT, lengths_B, second_start_B: the second text's place) of [CLS] context [SEP] response [SEP]."""
     context_length_B = pairs.context_lengths_R[rows_B]
     second_length_B = pairs.second_lengths_R[rows_B]
     lengths_B = context_length_B + second_length_B + 3

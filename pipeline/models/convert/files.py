@@ -123,7 +123,7 @@ def save_counts(holding: Sequence[int], texts: int, folder: Path) -> None:
 
 
 def _rarity(folder: Path, tokenizer: ConvertTokenizer) -> Tensor | None:
-    """Of the subwords, by what `save_counts` wrote; None where it did not.
+    """The rarity of the subwords, by the counts of `save_counts`; None where there are no counts.
 
     Raises BadInput for counts of another vocabulary.
     """
@@ -171,7 +171,7 @@ def _to_parameters(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -
 
 
 def _saved_shapes(config: ConvertConfig, network: ConvertNetwork) -> dict[str, Tensor]:
-    """What the file of such a model holds, without its values."""
+    """The tensors in the file of such a model, for their shapes."""
     expected: dict[str, Tensor] = dict(network.named_parameters())
     if config.quantised:
         for name in _tables(network):

@@ -233,7 +233,7 @@ def save_vocabulary(vocabulary: Sequence[str], folder: Path) -> None:
 
 
 def load_vocabulary(folder: Path) -> list[str]:
-    """What `save_vocabulary` wrote: subwords in the order of their ids.
+    """The vocabulary that `save_vocabulary` wrote: subwords in the order of their ids.
 
     Raises BadInput in one line for what is not a list of different texts.
     """

@@ -19,7 +19,7 @@ from pipeline.models.cpu.dropout import drop
 from pipeline.models.cpu.packing import Packing
 
 NAME = "polyrank"
-"""Of the implementation, in `transformers`' register."""
+"""The name of the implementation in `transformers`' register."""
 # Weights of attention made again at once, in bf16: what two cores' caches hold.
 _WEIGHTS_AT_ONCE = 1 << 21
 

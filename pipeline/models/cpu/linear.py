@@ -37,7 +37,7 @@ class HasPackedForm(Protocol):
     """A module that knows a faster form of itself."""
 
     def pack(self) -> nn.Module:
-        """It, for inference in bf16 on a CPU."""
+        """The faster form, for inference in bf16 on a CPU."""
 
 
 def _pack_layer(layer: nn.Linear, activation: Activation) -> PackedLinear:

@@ -32,7 +32,7 @@ _ROW_PARTS, _ROW_TOKENS = 16, 64
 class _Group:
     texts: int
     length: int
-    """Tokens of the longest."""
+    """Tokens of the longest text."""
     mask: Tensor | None
     """bool [texts, 1, 1, length], false at padding; None: there are none."""
 
@@ -44,15 +44,15 @@ class Packing:
     shape: tuple[int, int]
     """B, T"""
     place_N: Tensor
-    """Where each token stands in [B · T]."""
+    """The place of each token in [B · T]."""
     position_R: Tensor
-    """Its number in its text."""
+    """The number of each token in its text."""
     groups: tuple[_Group, ...]
     """Padded, they are P tokens with one more pad, one group after the other."""
     grouped_R: Tensor
-    """Where each token stands among those; spare ones: at the last."""
+    """The place of each token in the padded groups; spare tokens have the last place."""
     packed_P: Tensor
-    """Where each of those stands in the row; padding: at the first spare one."""
+    """The place in the row of each token of the groups; padding has the first spare place."""
 
     @property
     def spare(self) -> int:

@@ -132,7 +132,7 @@ def _read_state(path: Path) -> Mapping[str, Tensor]:
 
 
 def _limit(options: Mapping[str, Any], name: str, maximum: int) -> int:
-    """Of tokens; `truncate` stands for a limit that is not set, and -1 for none."""
+    """The limit of tokens; `truncate` stands for a limit that is not set, and -1 for none."""
     limits = [options.get(key) or -1 for key in (name, "truncate")]
     return int(min(next((limit for limit in limits if limit > 0), maximum), maximum))
 
@@ -200,7 +200,7 @@ def _encoder(
 
 
 def _head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is outside of the towers, by our names."""
+    """The tensors outside the towers, by our names."""
     head = {}
     for name, value in state.items():
         if not name.startswith(("encoder_ctxt.", "encoder_cand.")):

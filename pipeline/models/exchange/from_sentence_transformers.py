@@ -41,7 +41,7 @@ _CLASSIFIER = "BertForSequenceClassification"  # others have other layers before
 
 @dataclass(frozen=True)
 class Lengths:
-    """What texts are cut to, special tokens included; 0: as the model says."""
+    """The lengths that texts are cut to, special tokens included; 0: as the model says."""
 
     context: int = 0
     candidate: int = 0
@@ -70,7 +70,7 @@ class _Chain:
     reduction: Reduction
     layers: tuple[_Dense, ...]
     length: float
-    """Of the vectors; 0: any."""
+    """The length of the vectors; 0: any."""
 
 
 def load(folder: Path, lengths: Lengths) -> Ranker:
@@ -113,7 +113,7 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
 
 
 def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
-    """Of one chain for both sides, or of two."""
+    """A bi-encoder of one chain for both sides, or of two chains."""
     context, candidate = chains[0], chains[-1]
     weights = {}
     for side, chain in zip(("context", "candidate"), chains, strict=False):
@@ -167,7 +167,7 @@ def _classifier(transformer: _Transformer, lengths: Lengths) -> Ranker:
 
 
 def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths: Lengths) -> Ranker:
-    """The model limits a pair; unless told otherwise, either text may take half of it."""
+    """The model limits a pair; by default either text may take half of the limit."""
     total = transformer.max_tokens + 1  # the candidate's [CLS] is not in the pair
     require(lengths.context <= total - 3, "max_context_tokens", lengths.context,
             f"0 to {total - 3}: the model takes pairs of {transformer.max_tokens}")  # fmt: skip
@@ -260,7 +260,7 @@ def _dense(folder: Path) -> _Dense:
 
 
 def _factor(layer: _Dense, folder: Path) -> float:
-    """Of a Dense after Normalize, which can only make vectors longer or shorter."""
+    """The factor of a Dense after Normalize, which can only make vectors longer or shorter."""
     factor = layer.weight[0, 0].item()
     is_scaling = torch.equal(layer.weight, torch.eye(len(layer.weight)) * factor)
     if not is_scaling or factor <= 0 or layer.bias is not None or layer.tanh:

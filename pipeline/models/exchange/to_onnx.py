@@ -105,7 +105,7 @@ class _Graph:
         return product if bias is None else self("Add", product, self.constant(bias))
 
     def integer_product(self, value: str, levels_OI: Tensor, scale_O1: Tensor) -> str:
-        """What pipeline/models/convert/int8.py computes, but for the bias."""
+        """The product of pipeline/models/convert/int8.py, without the bias."""
         last_axis = self.constant(np.array([-1], np.int64))
         largest = self("ReduceMax", self("Abs", value), last_axis, keepdims=1)
         scale = self("Div", self("Max", largest, self.constant(_LEAST)), self.constant(127.0))
@@ -207,7 +207,7 @@ def _block(graph: _Graph, block: Block, hidden: str, penalty: str, distance_TT: 
 def _reduce_head(
     graph: _Graph, query: Tensor, key: Tensor, hidden: str, mask_BT: str, penalty: str
 ) -> str:
-    """[B, D]: what one head of the reduction makes of the tokens."""
+    """[B, D]: the weighted sum of the tokens by one head of the reduction."""
     axes = graph.constant(np.array([1], np.int64))
     q, k = (graph("MatMul", hidden, graph.constant(part)) for part in (query, key))
     logits = graph("MatMul", q, graph("Transpose", k, perm=[0, 2, 1]))

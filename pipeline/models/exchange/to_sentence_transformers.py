@@ -43,7 +43,7 @@ _TANH = "torch.nn.modules.activation.Tanh"
 
 @dataclass(frozen=True)
 class _Module:
-    """One of what runs after the Transformer."""
+    """One module that runs after the Transformer."""
 
     kind: str
     config: dict[str, Any]
@@ -102,7 +102,7 @@ def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
 def _vector_modules(
     dual: DualEncoder, encoder: Encoder, projection: nn.Linear | None
 ) -> list[_Module]:
-    """What makes a vector of token outputs; scaling, projection and cut are one matrix."""
+    """The modules from token outputs to a vector; scaling, projection and cut are one matrix."""
     config = dual.config
     modules = [_pooling(encoder, _POOLING[config.reduction])]
     matrix = torch.eye(encoder.width) if projection is None else projection.weight
@@ -117,7 +117,7 @@ def _vector_modules(
 
 
 def _pooling(encoder: Encoder, mode: str) -> _Module:
-    """In the older form too, which says for each mode whether it is on."""
+    """The Pooling module, also in the older form, which has a flag for each mode."""
     modes = {"cls": "cls_token", "mean": "mean_tokens"}
     flags = {f"pooling_mode_{name}": mode == key for key, name in modes.items()}
     return _Module("Pooling", {"word_embedding_dimension": encoder.width, **flags})

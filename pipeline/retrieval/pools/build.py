@@ -36,12 +36,12 @@ _BITS, _ROUNDS = 4, 10
 
 
 class ShardStatistics(TypedDict):
-    """What a pool's manifest says of a shard."""
+    """The entry of a shard in a pool's manifest."""
 
     shard: str
     rows: int
     lengths: list[float]
-    """Of its vectors: the least, the mean, the greatest."""
+    """The least, the mean and the greatest length of its vectors."""
     missed_by_sketch: float
     """The mean share of a vector's length that the sketch does not have."""
 

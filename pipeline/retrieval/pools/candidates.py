@@ -52,13 +52,13 @@ Piece = tuple[str, tuple[int, int, int] | None]
 
 
 class CandidateRow(NamedTuple):
-    """What can be a candidate."""
+    """A row that can be a candidate."""
 
     name: str
     """"": the content's hash is the id."""
     text: str
     values: list[str | None]
-    """Of the columns kept to filter by."""
+    """Values of the columns that are kept to filter by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def read_published_keys(uri: str) -> tuple[Keys, Keys]:
 
 
 def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
-    """32 hex digits that name a text, with what it is filtered by."""
+    """32 hex digits that name a text and its filter values."""
     content = json.dumps([text, *values]) if values else text
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
@@ -221,7 +221,7 @@ def _rows(
     form: tables.TableFormat,
     groups: tables.RowGroups | None,
 ) -> Iterator[CandidateRow]:
-    """What can be a candidate; everything else is in `account`."""
+    """The rows that can be candidates; all other rows are counted in `account`."""
     id_column, text_column, *filter_columns = columns
     columns_by_option = _columns_by_option(columns)
     for line, row in tables.read(
@@ -255,7 +255,7 @@ def _rows(
 
 
 def _filter_text(value: object) -> str | None:
-    """What a filter names: true, not Python's True."""
+    """The text that a filter compares with: true, not Python's True."""
     if isinstance(value, bool):
         return json.dumps(value)
     return value if value is None else str(value)

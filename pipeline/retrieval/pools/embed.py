@@ -86,39 +86,39 @@ class EmbedConfig(tables.TableFormat):
 
 @dataclass(frozen=True)
 class GateInputs:
-    """What every shard answers for the gate: a build that is resumed goes on only where it is the same."""
+    """The gate's questions to every shard: a resumed build goes on only if they are the same."""
 
     previous: str
     """URI of the version that the gate compares with; "": there is none."""
     contexts: list[list[str]] | None
     """The canaries; None: texts that the plan chooses."""
     canary_texts: int
-    """How many it chooses."""
+    """How many texts the plan chooses."""
     top_k: int
-    """Answers to each."""
+    """Answers to each canary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord(TaskRecord):
-    """What is known of a pool before the first text is embedded."""
+    """The plan of a pool, before the first text is embedded."""
 
     plan: Plan
     asked: GateInputs
     copies: bool
     """Whether its vectors are those that the model would make."""
     precision: Resolved
-    """What the model computes in."""
+    """The precision in which the model computes."""
     canary_file: str
     """"": the canaries are texts of the pool's own."""
     canaries: list[list[str]]
-    """Their contexts."""
+    """The contexts of the canaries."""
     canaries_before: Canaries | None
-    """Those of the version before."""
+    """The canaries of the version before."""
     seconds: float
     numerics: int = 1
     """See `pipeline.models.precision`."""
     unfinished: list[UnfinishedShard] = field(default_factory=list)
-    """What killed builds have embedded, to copy from."""
+    """Shards of killed builds, to copy vectors from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class EmbedRecord(TaskRecord):
     rows_embedded: int
     """The other rows were copied, from the version before or from unfinished builds."""
     actor_seconds: float
-    """In the model."""
+    """Seconds in the model."""
     started: float
     ended: float
     """Seconds since 1970."""

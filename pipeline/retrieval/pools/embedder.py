@@ -1,4 +1,4 @@
-"""What an actor does with a shard of a pool: it copies the vectors that are known, and embeds the rest.
+"""The work of an actor on a shard of a pool: it copies known vectors, and embeds the other texts.
 
 Texts are taken in windows, sorted by length in each, and go through the model in batches bounded by
 tokens, while the next window is tokenised. An actor works on several shards at once, each in a thread: one

@@ -1,4 +1,4 @@
-"""What a version of a pool has to pass before anybody can open it.
+"""The checks that a version of a pool has to pass before it is published.
 
 Every shard's record brings along what the gate looks at (`ShardCheck`), so that nothing is read again.
 A canary is a query that every version is asked.
@@ -27,7 +27,7 @@ text's content hash."""
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """What the gate looks at of a shard."""
+    """The facts of a shard that the gate checks."""
 
     dimensions: int
     norms: tuple[float, float, float]
@@ -35,25 +35,25 @@ class ShardCheck:
     cosine: float | None
     """The least one of some rows to the same texts embedded once more; None: no row was."""
     answers: Answers
-    """The best of the shard."""
+    """The best texts of the shard."""
     known_answers: Answers
-    """The best of those texts of the shard that the version before has too."""
+    """The best of the shard's texts that the version before has, too."""
 
 
 class Canaries(TypedDict):
-    """What a version's manifest says of its canaries."""
+    """The canaries in a version's manifest."""
 
     kind: str
-    """Of the model."""
+    """The kind of the model."""
     contexts: list[list[str]]
     answers: list[list[str]]
     """The keys of the best candidates for each, best first."""
     file: NotRequired[str]
-    """Where they come from; "": texts of the pool's own."""
+    """The file of the canaries; "": they are texts of the pool."""
 
 
 class Passed(TypedDict):
-    """What a version's manifest says of the gate."""
+    """The gate's results in a version's manifest."""
 
     removed_share: float
     changed_share: float
@@ -110,7 +110,7 @@ def read_canaries(uri: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of the version before is gone, and how much has another text; 0 where there is none."""
+    """The shares of the ids of the version before that are missing or have another text; 0 without one."""
 
     removed: float
     changed: float

@@ -1,4 +1,4 @@
-"""What a pool will hold, shard by shard, and what of it the version before has already."""
+"""The plan of a pool: the content of each shard, and which texts the version before has already."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Slices = list[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What `make` found."""
+    """The result of `make`."""
 
     shards: dict[str, Slices]
     """The candidates of each shard of the pool, by its name; those with a verdict from NEW on count."""
@@ -42,7 +42,7 @@ class Plan:
     """Candidates whose text the version before has."""
     dropped: dict[str, int]
     first: tuple[str, ...]
-    """Some texts, those with the lowest hashes."""
+    """The texts with the lowest hashes."""
     present: tuple[str, ...]
     """Which of the `hashes` that were asked about are in the pool."""
     repeated_id: str = ""

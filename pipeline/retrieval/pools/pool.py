@@ -84,11 +84,11 @@ class Share:
     """One of `count` parts of a pool's rows, which are equal up to one row and follow each other."""
 
     number: int
-    """From 0."""
+    """The part's number, from 0."""
     count: int
 
     def rows(self, total: int) -> slice:
-        """Of so many rows those in this part."""
+        """The rows of this part, of so many in total."""
         return slice(total * self.number // self.count, total * (self.number + 1) // self.count)
 
     def rows_of_files(self, artifact: Artifact) -> dict[str, slice]:
@@ -122,9 +122,9 @@ class Pool:
     rotation: Floats
     """[D, K] float64, of the sketches."""
     ends: tuple[int, ...]
-    """Where each shard ends in the pool."""
+    """The place in the pool behind each shard's last row."""
     folder: Path | None = None
-    """Its files on this node."""
+    """The folder of the pool's files on this node."""
 
     @classmethod
     def open(cls, uri: str | Path, check: Check = "once", share: Share | None = None) -> Pool:
@@ -374,12 +374,12 @@ def _load(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.ndarray[A
 
 
 def precision_of(artifact: Artifact) -> str:
-    """What a pool's vectors were computed in; pools of earlier versions do not say."""
+    """The precision in which a pool's vectors were computed; pools of earlier versions do not say."""
     return str(artifact.manifest.get("precision", "unknown"))
 
 
 def current_uri(pools: str, name: str) -> str:
-    """Where a pool's CURRENT lies."""
+    """The URI of a pool's CURRENT."""
     return storage.join(pools, name, CURRENT)
 
 
@@ -389,7 +389,7 @@ def make_current(pools: str, name: str, version: str) -> None:
 
 
 def describe(pool: Pool) -> dict[str, Any]:
-    """What a service says about a pool."""
+    """A pool as a service describes it."""
     return {
         "name": pool.name,
         "version": pool.version,

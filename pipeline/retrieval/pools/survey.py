@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What `survey` found."""
+    """The result of `survey`."""
 
     rows: int
     lengths: tuple[float, ...]
@@ -37,7 +37,7 @@ class Survey:
     """The mean share of a vector's length that the sketch does not have; of all rows."""
     sampled: int
     equal: int
-    """Rows of the sample whose vector another one of them has, too."""
+    """Rows of the sample whose vector another row of the sample has, too."""
     most_equal: tuple[PoolRow, int] | None
     """The first row of the vector that comes most often, and how often it does."""
     compared: int
@@ -85,7 +85,7 @@ def _digest(row: Floats, norms: Floats) -> bytes:
 
 
 def _nearest_pairs(pool: Pool, places: Ints, count: int) -> list[Pair]:
-    """Of each vector the first row alone is compared."""
+    """The nearest pairs; of rows with equal vectors only the first is compared."""
     vectors_ND = pool.vectors_at(places)
     distinct = np.sort(np.unique(vectors_ND, axis=0, return_index=True)[1])
     places, vectors_ND = places[distinct], vectors_ND[distinct]

@@ -38,26 +38,26 @@ _VERDICTS = pa.schema([("place", pa.int64()), ("verdict", pa.int64()), ("unfinis
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What a plan is made of; places count over all files of a kind."""
+    """The input of a plan; places count over all files of a kind."""
 
     candidates: Files
     """Parts."""
     before: Files = ()
-    """Of the version before."""
+    """Files of the version before."""
     unfinished: Files = ()
-    """Of builds that were never finished, for texts that are not copied from the version before."""
+    """Files of builds that were never finished, for texts that are not copied from the version before."""
     copies: bool = True
     """Whether any text is copied from the version before."""
 
 
 @dataclass(frozen=True)
 class TextQuery:
-    """What else is to be found among the candidates that are kept."""
+    """Further questions about the candidates that are kept."""
 
     texts: int = 0
-    """How many with the lowest keys."""
+    """How many texts with the lowest keys to return."""
     hashes: Sequence[str] = ()
-    """Which of these are there: the first 16 digits of content hashes."""
+    """Content hashes to look for, by their first 16 digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +99,14 @@ class Group:
 
 @dataclass(frozen=True)
 class PlanJob:
-    """What every task knows."""
+    """The facts that every task needs."""
 
     name: str
     """Before the names of all tasks: a job that is resumed after the version before has changed, or another
     build was killed, takes none for done."""
     bucket_count: int
     groups: dict[str, list[Group]]
-    """By what they are of: "candidates", "before", "unfinished"."""
+    """By kind: "candidates", "before", "unfinished"."""
     copies: bool
 
     @classmethod
@@ -303,7 +303,7 @@ def _places_of_texts(rows: pa.Table, texts: Keys) -> Ints:
 
 
 def _find(keys: Keys, queries: Keys) -> Ints:
-    """Where each wanted key is for the first time, or -1."""
+    """The index of the first occurrence of each query among the keys, or -1."""
     if not len(keys):
         return np.full(len(queries), -1, np.int64)
     order = np.argsort(keys, kind="stable")
@@ -313,5 +313,5 @@ def _find(keys: Keys, queries: Keys) -> Ints:
 
 
 def _first_occurrences(keys: Keys) -> Ints:
-    """Where each key is for the first time."""
+    """The index of the first occurrence of each key."""
     return np.unique(keys, return_index=True)[1]

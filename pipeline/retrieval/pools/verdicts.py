@@ -61,7 +61,7 @@ from pipeline.retrieval.pools.verdict_tasks import (
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What the tasks found; the verdicts themselves are in files."""
+    """The summary of the tasks; the verdicts themselves are in files."""
 
     changes: Changes
     known: int
@@ -147,7 +147,7 @@ def read_salvaged(draft: Draft, part: str) -> Ints:
 
 
 def _executor(job: PlanJob) -> AbstractContextManager[object]:
-    """Where the tasks run."""
+    """The executor of the tasks: this process for a job of one bucket, else the cluster."""
     return executors.in_this_process() if job.bucket_count == 1 else nullcontext()
 
 

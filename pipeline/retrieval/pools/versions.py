@@ -151,12 +151,12 @@ def is_version(uri: str) -> bool:
 
 @dataclass(frozen=True)
 class Removal:
-    """What `remove_old` did."""
+    """The result of `remove_old`."""
 
     removed: list[str]
     kept_larger: list[tuple[str, int]]
-    """(version, candidates) of those that would have gone, but that no newer version comes near to in
-    size."""
+    """(version, candidates) of old versions that are kept because every newer version is much
+    smaller."""
 
 
 def read_versions(pools: str, name: str) -> Iterator[Artifact]:

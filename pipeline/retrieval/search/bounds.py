@@ -61,16 +61,16 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Columns:
-    """What the rows of a layer are multiplied with to bound them for some contexts."""
+    """The factors of a layer's rows that give their bounds for some contexts."""
 
     matrix_KC: Tensor
     """C = G · Q columns, bfloat16, float32, float64 or int8: the first centre of each context, the
     second of each, …"""
     contexts: int
     scales_Q: Tensor
-    """int8: what products are multiplied with, besides the row's own scale."""
+    """int8: the factor of the products, besides the row's own scale."""
     weights_QE: Tensor
-    """What its lengths are multiplied with."""
+    """The factors of the rows' lengths."""
     floors_Q: Tensor
 
 

@@ -62,7 +62,7 @@ top_k that return places in the pool, the likeliest first. `top_rows` scores wha
 
 
 class Answer(NamedTuple):
-    """What `search` returns, best first; ties by id."""
+    """The result of `search`, best first; ties by id."""
 
     ids: list[Any]
     """[k] ids of candidates; [Q][k] for several contexts."""
@@ -73,7 +73,7 @@ class Answer(NamedTuple):
 
 
 class TopRows(NamedTuple):
-    """What `top_rows` returns."""
+    """The result of `top_rows`."""
 
     places: Ints
     """[Q, k] places in the pool."""
@@ -305,7 +305,7 @@ def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
 
 
 def _centre_count(layer: str, contexts: int) -> int:
-    """By how many centres each of the contexts bounds the rows of a layer."""
+    """The number of centres by which each context bounds the rows of a layer."""
     if has_amx():
         return max(_CENTRES[layer] // contexts, _LEAST_CENTRES)
     return max(_CENTRES_WITHOUT_AMX // contexts, _LEAST_WITHOUT_AMX)
