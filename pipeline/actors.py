@@ -40,14 +40,18 @@ class Actors:
         cpus = 0 if self.gpu else self.cpus_per_actor or 1
         return max(1, min(tasks, self.actors or resources.fitting(cpus, int(self.gpu))))
 
-    def most(self, tasks: int) -> int:
-        """Processes that there may come to be while tasks wait."""
+    def max_count(self, tasks: int) -> int:
+        """The largest number of processes while tasks wait."""
         if executors.current():
             return 1
-        least = self.count(tasks)
+        start_count = self.count(tasks)
         if self.max_actors:
-            return max(least, self.max_actors)
-        return tasks if not self.actors and tasks > least and resources.may_grow() else least
+            return max(start_count, self.max_actors)
+        return (
+            tasks
+            if not self.actors and tasks > start_count and resources.may_grow()
+            else start_count
+        )
 
 
 HERE = Actors()

@@ -28,8 +28,8 @@ def normalise(argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str,
             continue
         name, equals, value = argument.partition("=")
         name = name[2:].replace("-", "_")
-        group, dot, rest = name.partition(".")
-        name = f"--{aliases.get(group, group)}{dot}{rest}"
+        group, dot, field = name.partition(".")
+        name = f"--{aliases.get(group, group)}{dot}{field}"
         hint = fields.get(name[2:])
         values = [value] if equals else []
         if not equals:
@@ -44,14 +44,14 @@ def normalise(argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str,
         if typing.get_origin(hint) is tuple and not (len(values) == 1 and values[0][:1] == "["):
             values = [json.dumps(values)]
         if name == "--config" and values:
-            config.extend(part for file in values for part in (name, _found_recipe(file)))
+            config.extend(part for file in values for part in (name, _resolve_recipe(file)))
         else:
             normal.extend([name, *values])
     return config + normal
 
 
-def _found_recipe(file: str) -> str:
-    """The file; or, where the working directory has none of that name, the recipe of it that we bring along
+def _resolve_recipe(file: str) -> str:
+    """The file itself; or, if the working directory has no such file, the installed recipe of that name
     (`jobs/configs/finetune/bi.yaml`), so that commands work outside of a checkout."""
     ours = _ROOT / file
     is_recipe = ours.is_relative_to(_ROOT / "jobs" / "configs") and ours.is_file()
@@ -60,11 +60,11 @@ def _found_recipe(file: str) -> str:
 
 def gather_passed_on(argv: Sequence[str], field: str, groups: Collection[str]) -> list[str]:
     """Puts the options of another job's `groups` unread into the list `field`; `argv` is normalised."""
-    own, others = list[str](), list[str]()
-    target = own
+    own_arguments, passed_on = list[str](), list[str]()
+    target = own_arguments
     for argument in argv:
         if argument.startswith("--"):
             group, dot, _ = argument[2:].partition(".")
-            target = others if dot and group in groups else own
+            target = passed_on if dot and group in groups else own_arguments
         target.append(argument)
-    return [*own, f"--{field}", json.dumps(others)] if others else own
+    return [*own_arguments, f"--{field}", json.dumps(passed_on)] if passed_on else own_arguments

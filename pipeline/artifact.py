@@ -1,4 +1,4 @@
-"""What passes from job to job: an immutable directory with a `manifest.json`.
+"""Artifacts, which jobs pass to each other: immutable directories with a `manifest.json`.
 
 No manifest, no artifact. `pipeline.drafts` makes them.
 """
@@ -17,7 +17,7 @@ from pipeline.config import BadInput
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 REQUEST = "_request.json"
-"""In a draft, what it is to become. A directory with one and without a manifest is unfinished."""
+"""The file that describes the artifact to be made. A directory with it and without a manifest is a draft."""
 _MADE_BY = {
     "corpus": "jobs.prepare_corpus",
     "tokenizer": "jobs.train_tokenizer",
@@ -54,7 +54,7 @@ class Artifact:
         return [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
 
     def files(self, prefix: str = "", suffix: str = "") -> list[str]:
-        """Their URIs."""
+        """The URIs of these files."""
         return [storage.join(self.uri, name) for name in self.paths(prefix, suffix)]
 
     def rows(self, prefix: str = "") -> int:
@@ -67,7 +67,7 @@ class Artifact:
         `only`: the paths of the files that are needed; None: all. The others may be missing.
         """
         folder = node_cache.local_folder(self.uri, self.fingerprint, only)
-        if not storage.is_local(self.uri) and _unlike(str(folder), self.manifest, only):
+        if not storage.is_local(self.uri) and _size_fault(str(folder), self.manifest, only):
             storage.delete(str(folder))
             node_cache.release(folder)
             folder = node_cache.local_folder(self.uri, self.fingerprint, only)
@@ -75,27 +75,27 @@ class Artifact:
         return folder
 
     def reference(self) -> dict[str, Any]:
-        """What a job that reads this artifact writes into its own manifest: its whole ancestry."""
+        """The entry for this artifact in the manifest of a job that reads it: its whole ancestry."""
         names = ("kind", "fingerprint", "run_id", "inputs")
         return {"uri": self.uri, **{name: self.manifest.get(name) for name in names}}
 
 
 def corpora_of(artifact: Artifact) -> set[str]:
-    """Fingerprints of the corpus it was made from, and of those that one was made from; its own is one."""
-    found = set[str]()
+    """Fingerprints of the corpora among the artifact's ancestors, and its own if it is a corpus."""
+    fingerprints = set[str]()
     reference: dict[str, Any] | None = artifact.reference()
     while reference:
         if reference["kind"] == "corpus":
-            found.add(str(reference["fingerprint"]))
+            fingerprints.add(str(reference["fingerprint"]))
         reference = (reference.get("inputs") or {}).get("corpus")
-    return found
+    return fingerprints
 
 
 def open_artifact(uri: str, *kinds: str) -> Artifact:
-    """Returns the artifact at `uri`, which is of one of the `kinds`, whole.
+    """Returns the artifact at `uri`, which is of one of the `kinds`, with complete files.
 
-    Raises BadInput as `read_artifact`, and for a file that is gone or has another size than the
-    manifest says: a copy that broke off, say.
+    Raises BadInput as `read_artifact`, and for a file that is missing or has another size than the
+    manifest says, as after a copy that broke off.
     """
     artifact = read_artifact(uri, *kinds)
     _check_sizes(artifact.uri, artifact.manifest)
@@ -107,25 +107,25 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
 
     Raises BadInput if there is none, if it is unfinished, of another kind, or of a later format.
     """
-    kind = " or ".join(kinds)
+    allowed_kinds = " or ".join(kinds)
     uri = storage.absolute(uri.rstrip("/"))
     manifest_uri = storage.join(uri, MANIFEST)
     if not storage.exists(manifest_uri):
         for partial in {uri + ".partial", uri}:
             if storage.exists(storage.join(partial, REQUEST)):
                 raise BadInput(f"{uri}: unfinished; run the job that makes it again, it resumes")
-        made_by = f"; {_MADE_BY[kinds[0]]} makes one" if kinds[0] in _MADE_BY else ""
-        raise BadInput(f"{uri}: not a {kind} ({MANIFEST} is missing){made_by}")
+        hint = f"; {_MADE_BY[kinds[0]]} makes one" if kinds[0] in _MADE_BY else ""
+        raise BadInput(f"{uri}: not a {allowed_kinds} ({MANIFEST} is missing){hint}")
     try:
         manifest = json.loads(storage.read_bytes(manifest_uri))
-        found_kind, found_version = manifest["kind"], manifest["format_version"]
+        kind, version = manifest["kind"], manifest["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{manifest_uri}: not a polyrank manifest ({error!r})") from None
-    if found_kind not in kinds:
-        raise BadInput(f"{uri}: kind is {found_kind!r}; needed here: {kind}")
-    if found_version != FORMAT_VERSION:
+    if kind not in kinds:
+        raise BadInput(f"{uri}: kind is {kind!r}; needed here: {allowed_kinds}")
+    if version != FORMAT_VERSION:
         raise BadInput(
-            f"{uri}: format_version is {found_version!r}; this polyrank reads {FORMAT_VERSION}"
+            f"{uri}: format_version is {version!r}; this polyrank reads {FORMAT_VERSION}"
         )
     return Artifact(uri, manifest)
 
@@ -133,19 +133,19 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
 def _check_sizes(
     uri: str, manifest: Mapping[str, Any], only: Collection[str] | None = None
 ) -> None:
-    """Raises BadInput, naming the first file that is gone or is not as long as it was."""
-    if unlike := _unlike(uri, manifest, only):
-        raise BadInput(f"{unlike}; copy it again, or remove {uri} and make it anew")
+    """Raises BadInput, naming the first file that is missing or has another size."""
+    if fault := _size_fault(uri, manifest, only):
+        raise BadInput(f"{fault}; copy it again, or remove {uri} and make it anew")
 
 
-def _unlike(uri: str, manifest: Mapping[str, Any], only: Collection[str] | None = None) -> str:
-    """What is wrong with the first file that is gone or is not as long as it was; "": all are whole."""
-    found = storage.sizes_below(uri)  # one listing: of 1,000 files a request from an object store
+def _size_fault(uri: str, manifest: Mapping[str, Any], only: Collection[str] | None = None) -> str:
+    """Describes the first file that is missing or has another size; "": all are complete."""
+    sizes = storage.sizes_below(uri)  # one listing: of 1,000 files a request from an object store
     for entry in manifest["files"]:
         if only is not None and entry["path"] not in only:
             continue
-        if (size := found.get(entry["path"])) != entry["bytes"]:
+        if (size := sizes.get(entry["path"])) != entry["bytes"]:
             state = "is missing" if size is None else f"has {size:,} bytes"
-            says = f"{MANIFEST} says {entry['bytes']:,}"
-            return f"{storage.join(uri, entry['path'])}: {state}; {says}"
+            expected = f"{MANIFEST} says {entry['bytes']:,}"
+            return f"{storage.join(uri, entry['path'])}: {state}; {expected}"
     return ""

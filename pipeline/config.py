@@ -54,12 +54,12 @@ class Variants(NamedTuple):
     """Dataclasses that one field may hold, told apart by a Literal field that each of them has."""
 
     tag: str
-    """That field's name."""
+    """The name of the Literal field."""
     kinds: dict[str, type]
-    """The dataclasses by their value of it."""
+    """The dataclasses by their value of the tag."""
 
     def option_names(self, kind: str) -> set[str]:
-        """The fields of one of them."""
+        """The fields of one dataclass."""
         return {field.name for field in dataclasses.fields(self.kinds[kind])}
 
 
@@ -71,11 +71,11 @@ def variants_of(hint: Any) -> Variants | None:
         return None
     hints = [typing.get_type_hints(member) for member in members]
     for tag in hints[0]:
-        values = [typing.get_args(each.get(tag)) for each in hints]
-        literal = all(typing.get_origin(each.get(tag)) is typing.Literal for each in hints)
-        if literal and len({value for some in values for value in some}) == len(members):
+        values = [typing.get_args(fields.get(tag)) for fields in hints]
+        literal = all(typing.get_origin(fields.get(tag)) is typing.Literal for fields in hints)
+        if literal and len({value for tags in values for value in tags}) == len(members):
             return Variants(
-                tag, {some[0]: kind for some, kind in zip(values, members, strict=True)}
+                tag, {tags[0]: kind for tags, kind in zip(values, members, strict=True)}
             )
     raise TypeError(f"{hint}: no Literal field tells these dataclasses apart")
 
@@ -100,8 +100,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
     Raises BadInput in one line; `--help` prints and exits with 0.
     """
     if (after_dashes := getattr(config_class, "AFTER_DASHES", "")) and "--" in argv:
-        at = list(argv).index("--")
-        argv = [*argv[:at], f"--{after_dashes}", json.dumps(argv[at + 1 :])]
+        position = list(argv).index("--")
+        argv = [*argv[:position], f"--{after_dashes}", json.dumps(argv[position + 1 :])]
     positional = getattr(config_class, "POSITIONAL", "")
     if positional and argv and not argv[0].startswith("-"):
         argv = [f"--{positional}", *argv]
@@ -111,14 +111,14 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
         normal = arguments.normalise(argv, fields, getattr(config_class, "ALIASES", {}))
         normal = arguments.gather_passed_on(normal, *getattr(config_class, "PASSED_ON", ("", ())))
         unions = _unions(config_class)
-        files = _files(normal)
-        _require_known(normal, files, fields)
-        given = _given(normal, unions)
-        chosen = {
-            name: _chosen_kind(name, union, _default(config_class, name), given)
+        files = _options_by_file(normal)
+        _require_known_options(normal, files, fields)
+        option_values = _option_values(normal, unions)
+        chosen_kinds = {
+            name: _chosen_kind(name, union, _default(config_class, name), option_values)
             for name, union in unions.items()
         }
-        parser = _parser((config_class, prog, progress.mode(), tuple(chosen.items())))
+        parser = _parser((config_class, prog, progress.mode(), tuple(chosen_kinds.items())))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jsonargparse's own deprecations are not the user's
             namespace = parser.parse_args(normal)
@@ -144,7 +144,7 @@ def _parser(
     """
     import jsonargparse  # takes longer than the rest that `import pipeline` loads
 
-    config_class, prog, mode, chosen = job
+    config_class, prog, mode, chosen_kinds = job
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
         prog=prog,
@@ -158,7 +158,7 @@ def _parser(
     parser.add_argument("--progress", type=progress.Mode, default=mode, help=help_of_progress)
     unions = _unions(config_class)
     parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
-    for name, kind in chosen:
+    for name, kind in chosen_kinds:
         _add_kind(parser, name, unions[name], kind, _default(config_class, name))
     return parser
 
@@ -166,11 +166,11 @@ def _parser(
 def from_dict(config_class: type[ConfigT], values: dict[str, Any]) -> ConfigT:
     """Builds the dataclass, and the dataclasses inside it, from plain values."""
     hints = typing.get_type_hints(config_class)
-    plain = {
+    field_values = {
         name: _from_plain(config_class, name, hints.get(name), value)
         for name, value in values.items()
     }
-    return config_class(**plain)
+    return config_class(**field_values)
 
 
 def _from_plain(config_class: type, name: str, hint: Any, value: Any) -> Any:
@@ -196,7 +196,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def identity(config: Any) -> dict[str, Any]:
     """As `to_dict`, without the fields that are `NOT_IDENTITY`."""
-    return _without_excluded(config, to_dict(config))
+    return _identity_values(config, to_dict(config))
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -216,38 +216,38 @@ def digest(values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _without_excluded(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    kept = {}
+def _identity_values(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    identity_values = {}
     for field in dataclasses.fields(config):
         if field.metadata.get("identity", True):
             name, value = field.name, getattr(config, field.name)
             group = dataclasses.is_dataclass(value)
-            kept[name] = _without_excluded(value, values[name]) if group else values[name]
-    return kept
+            identity_values[name] = _identity_values(value, values[name]) if group else values[name]
+    return identity_values
 
 
 def _option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
     """Each option's name, dotted, and its type."""
-    found: dict[str, Any] = {}
+    option_types: dict[str, Any] = {}
     hints = typing.get_type_hints(config_class)
     for name in (field.name for field in dataclasses.fields(config_class)):
         hint = hints[name]
         union = variants_of(hint)
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            found.update(_option_types(hint, f"{prefix}{name}."))
+            option_types.update(_option_types(hint, f"{prefix}{name}."))
         elif union:
             for kind in union.kinds.values():
-                found.update(_option_types(kind, f"{prefix}{name}."))
+                option_types.update(_option_types(kind, f"{prefix}{name}."))
         else:
-            found[prefix + name] = hint
-    return found
+            option_types[prefix + name] = hint
+    return option_types
 
 
 def _unions(config_class: type) -> dict[str, Variants]:
     """The fields that are unions of dataclasses."""
     hints = typing.get_type_hints(config_class)
-    found = {name: variants_of(hint) for name, hint in hints.items()}
-    return {name: union for name, union in found.items() if union}
+    variants = {name: variants_of(hint) for name, hint in hints.items()}
+    return {name: union for name, union in variants.items() if union}
 
 
 def _default(config_class: type, name: str) -> Any:
@@ -258,16 +258,16 @@ def _default(config_class: type, name: str) -> Any:
     return None if field.default is dataclasses.MISSING else field.default
 
 
-def _chosen_kind(name: str, union: Variants, default: Any, given: Mapping[str, Any]) -> str:
+def _chosen_kind(name: str, union: Variants, default: Any, option_values: Mapping[str, Any]) -> str:
     """Which dataclass of a union is meant. Raises BadInput for another's option."""
-    option = f"{name}.{union.tag}"
-    chosen = given.get(option, getattr(default, union.tag, None))
-    require(chosen in union.kinds, option, chosen, ", ".join(union.kinds))
-    for wrong in given:
-        field = wrong.removeprefix(f"{name}.")
+    tag_option = f"{name}.{union.tag}"
+    chosen = option_values.get(tag_option, getattr(default, union.tag, None))
+    require(chosen in union.kinds, tag_option, chosen, ", ".join(union.kinds))
+    for option in option_values:
+        field = option.removeprefix(f"{name}.")
         owners = [kind for kind in union.kinds if field in union.option_names(kind)]
-        if wrong.startswith(f"{name}.") and owners and chosen not in owners:
-            raise BadInput(f"{wrong}: is not allowed with {option} {chosen!r}; allowed with: "
+        if option.startswith(f"{name}.") and owners and chosen not in owners:
+            raise BadInput(f"{option}: is not allowed with {tag_option} {chosen!r}; allowed with: "
                            f"{', '.join(owners)}")  # fmt: skip
     return str(chosen)
 
@@ -277,8 +277,8 @@ def _add_kind(
 ) -> None:
     """Adds the tag, whose help says which dataclasses there are, and the options of the chosen one."""
     kind = union.kinds[chosen]
-    abouts = [(each.__doc__ or "").strip().partition("\n")[0] for each in union.kinds.values()]
-    about = " ".join(f"{value}: {text}" for value, text in zip(union.kinds, abouts, strict=True))
+    docs = [(member.__doc__ or "").strip().partition("\n")[0] for member in union.kinds.values()]
+    summary = " ".join(f"{value}: {text}" for value, text in zip(union.kinds, docs, strict=True))
     parser.add_class_arguments(
         kind,
         nested_key=name,
@@ -289,49 +289,49 @@ def _add_kind(
         f"--{name}.{union.tag}",
         type=typing.Literal[tuple(union.kinds)],
         default=chosen,
-        help=f"{about} Each has options of its own; this help shows those of {chosen}.",
+        help=f"{summary} Each has options of its own; this help shows those of {chosen}.",
     )
 
 
-def _given(argv: Sequence[str], unions: Collection[str]) -> dict[str, Any]:
+def _option_values(argv: Sequence[str], unions: Collection[str]) -> dict[str, Any]:
     """The options that are set, by their dotted names, the last value of each. `argv` is normalised;
     `unions`: fields that may be set as a whole, by a YAML file or text.
 
     A file or a text that cannot be read is left out: parsing will say what is wrong with it.
     """
-    found: dict[str, Any] = {}
+    option_values: dict[str, Any] = {}
     for name, value in zip(argv, [*argv[1:], ""], strict=False):
         if name.startswith("--"):
             if name == "--config":
-                found.update(flatten(_mapping(value)))
+                option_values.update(flatten(_mapping(value)))
             elif name[2:] in unions:
-                found.update(flatten(_mapping(value), f"{name[2:]}."))
+                option_values.update(flatten(_mapping(value), f"{name[2:]}."))
             else:
-                found[name[2:]] = value
-    return found
+                option_values[name[2:]] = value
+    return option_values
 
 
-def _files(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _options_by_file(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The options in each settings file, by their dotted names. Raises BadInput for one that is no YAML."""
-    found = {}
+    options_by_file = {}
     for name, value in itertools.pairwise(argv):
         if name == "--config":
             mapping, fault = option_errors.read_mapping(value)
             if fault:
                 raise BadInput(fault)
-            found[value] = flatten(mapping)
-    return found
+            options_by_file[value] = flatten(mapping)
+    return options_by_file
 
 
-def _require_known(
+def _require_known_options(
     argv: Sequence[str], files: Mapping[str, Mapping[str, Any]], fields: Collection[str]
 ) -> None:
     """Raises BadInput for an option or a file's key that is not there, naming the nearest one."""
     groups = {name[:at] for name in fields for at, letter in enumerate(name) if letter == "."}
-    own = {"config", "help", "print_config", "progress"}
+    general_options = {"config", "help", "print_config", "progress"}
     for argument in argv:
         name = argument[2:].partition("=")[0]
-        if argument.startswith("--") and name not in {*fields, *groups, *own}:
+        if argument.startswith("--") and name not in {*fields, *groups, *general_options}:
             raise BadInput(option_errors.unknown_option(name, fields))
     for file, options in files.items():
         for name in options:
@@ -354,10 +354,10 @@ def _in_file(text: str, argv: Sequence[str], files: Mapping[str, Mapping[str, An
 
 
 def _mapping(value: str) -> dict[str, Any]:
-    """What a YAML file or text holds; empty where that is no mapping."""
+    """The mapping in a YAML file or text; empty where there is none."""
     try:
         is_file = Path(value).is_file()
-        found = yaml.safe_load(Path(value).read_text(encoding="utf-8") if is_file else value)
+        content = yaml.safe_load(Path(value).read_text(encoding="utf-8") if is_file else value)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

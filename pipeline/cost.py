@@ -1,4 +1,4 @@
-"""What a job will take, for `--dry-run`: sizes from listings and manifests, time by measured rates.
+"""The cost of a job, for `--dry-run`: sizes from listings and manifests, time by measured rates.
 
 No input is copied. A rate is either measured by the dry run itself, on this machine, or one of
 `MEASURED`; the estimate names which.
@@ -35,25 +35,25 @@ MEASURED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """None: it does not apply or is not known."""
+    """The expected cost of a job. None: the quantity does not apply or is not known."""
 
     input_files: int | None = None
     input_bytes: int | None = None
     rows: int | None = None
-    """That the job reads."""
+    """Rows that the job reads."""
     tasks: int | None = None
     requests: int | None = None
-    """To the object store, where the input lies in one."""
+    """Requests to the object store, if the input lies in one."""
     shuffle_bytes: int | None = None
     """Written between the stages of the job, and read again."""
     steps: int | None = None
-    """Of training."""
+    """Steps of training."""
     memory_bytes: int | None = None
-    """Of the largest task or of a worker."""
+    """Memory of the largest task or of a worker."""
     cpu_hours: float | None = None
     gpu_hours: float | None = None
     basis: str = ""
-    """Where the rates are from."""
+    """The origin of the rates."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -81,19 +81,19 @@ def show(job: str, estimate: Estimate, details: Mapping[str, Any] | None = None)
 
     `details`: what else this job can say of itself, by names that a person can read. JSON-ready.
     """
-    found, more = estimate.as_json(), dict(details or {})
+    quantities, job_details = estimate.as_json(), dict(details or {})
     print(f"{job}: nothing is written; the job would take about")
-    for name, value in found.items():
+    for name, value in quantities.items():
         print(f"  {_LABELS[name]:<28}{_text(name, value)}")
-    for name, value in more.items():
+    for name, value in job_details.items():
         if value in ("", {}):
             continue
         print(f"  {name.replace('_', ' '):<28}{_text(name, value)}")
-    return {"dry_run": True, "estimate": found, **more}
+    return {"dry_run": True, "estimate": quantities, **job_details}
 
 
-def measured_here(hours: float, what: str, **more: Any) -> Estimate:
-    """`hours` of this process, on its GPU or on all its cores; `what` was measured to know that."""
+def measured_here(hours: float, measurement: str, **quantities: Any) -> Estimate:
+    """`hours` of this process, on its GPU or on all its cores; `measurement` says what was measured."""
     import torch
 
     from pipeline.resources import best_device
@@ -103,8 +103,8 @@ def measured_here(hours: float, what: str, **more: Any) -> Estimate:
     return Estimate(
         gpu_hours=hours if on_gpu else None,
         cpu_hours=None if on_gpu else hours * cores,
-        basis=f"{what}, measured on {device} ({cores} threads)",
-        **more,
+        basis=f"{measurement}, measured on {device} ({cores} threads)",
+        **quantities,
     )
 
 
@@ -124,7 +124,7 @@ def _text(name: str, value: Any) -> str:
     if name.endswith("_hours"):
         return f"{value:,.1f}" if value >= 0.1 else f"{value:.4f}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{part:,} {what}" for what, part in value.items())
+        return ", ".join(f"{count:,} {label}" for label, count in value.items())
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

@@ -29,7 +29,7 @@ from pipeline.provenance import git_revision, library_versions
 from pipeline.records import FileEntry, RecordT, TaskRecord, from_json, to_json
 
 RUN = "_run.json"
-"""In a draft, the tracking run of the job that makes it (see pipeline.tracking)."""
+"""The file in a draft that names the tracking run of the job that makes it (see pipeline.tracking)."""
 _TASKS = "_tasks"
 _MARKS_AT_ONCE = 16  # there may be 20,000, 20 ms each from an object store
 _LOCK = "_lock"
@@ -55,7 +55,7 @@ class Marks:
         Raises BadInput where it is of another kind: an earlier version of polyrank wrote it.
         """
         try:
-            return from_json(kind, storage.read_bytes(_mark(self.staging, task)))
+            return from_json(kind, storage.read_bytes(_mark_uri(self.staging, task)))
         except (TypeError, ValueError):
             raise BadInput(
                 f"{self.staging}: holds an unfinished job of another version of polyrank; remove it"
@@ -65,8 +65,8 @@ class Marks:
         """The records of finished tasks, in their order."""
         names = list(tasks)
         with ThreadPoolExecutor(_MARKS_AT_ONCE) as pool:
-            found = pool.map(lambda task: self.record(task, kind), names)
-            return dict(zip(names, found, strict=True))
+            records = pool.map(lambda task: self.record(task, kind), names)
+            return dict(zip(names, records, strict=True))
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class Draft:
 
     def mark(self, task: str, record: TaskRecord) -> None:
         """Notes that a task's files are complete, and keeps its record."""
-        storage.write_bytes(_mark(self.staging, task), to_json(record).encode())
+        storage.write_bytes(_mark_uri(self.staging, task), to_json(record).encode())
 
     def is_marked(self, task: str) -> bool:
-        return storage.exists(_mark(self.staging, task))
+        return storage.exists(_mark_uri(self.staging, task))
 
     def marks(self) -> Marks:
         """The marks of all finished tasks, of this run and of those before it."""
-        return Marks(self.staging, frozenset(_marked(self.staging)))
+        return Marks(self.staging, frozenset(_finished_tasks(self.staging)))
 
     def forget_tasks(self) -> None:
         """Removes all marks, so that every task is done again."""
@@ -116,15 +116,15 @@ class Draft:
         counts: Mapping[str, int],
         dropped: Mapping[str, int] | None = None,
         run_id: str | None = None,
-        **more: Any,
+        **manifest_values: Any,
     ) -> Artifact:
         """Writes the manifest and makes the artifact visible, in one atomic step."""
         entries = sorted(files, key=lambda entry: entry["path"])
-        named = [(entry["path"], entry["sha256"]) for entry in entries]
+        digests = [(entry["path"], entry["sha256"]) for entry in entries]
         manifest = {
             "kind": self.kind,
             "format_version": FORMAT_VERSION,
-            "fingerprint": digest(named),
+            "fingerprint": digest(digests),
             "request": self.request,
             "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.time() - self.started, 1),
@@ -135,7 +135,7 @@ class Draft:
             "git_revision": git_revision(),
             "libraries": library_versions(),
             "run_id": run_id,
-            **more,
+            **manifest_values,
             "files": entries,
         }
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
@@ -165,28 +165,28 @@ def is_being_made(staging: str) -> bool:
 
 def task_marks(staging: str) -> dict[str, bytes]:
     """The records of a draft's finished tasks, JSON, by task."""
-    tasks = _marked(staging)
+    tasks = _finished_tasks(staging)
     with ThreadPoolExecutor(_MARKS_AT_ONCE) as pool:
-        records = pool.map(lambda task: storage.read_bytes(_mark(staging, task)), tasks)
+        records = pool.map(lambda task: storage.read_bytes(_mark_uri(staging, task)), tasks)
         return dict(zip(tasks, records, strict=True))
 
 
-def _marked(staging: str) -> list[str]:
+def _finished_tasks(staging: str) -> list[str]:
     uris = storage.walk_json(storage.join(staging, _TASKS))
     return [storage.name_of(uri).removesuffix(".json") for uri in uris]
 
 
-def _mark(staging: str, task: str) -> str:
+def _mark_uri(staging: str, task: str) -> str:
     return storage.join(staging, _TASKS, f"{task}.json")
 
 
 def read_request(staging: str) -> dict[str, Any]:
-    """What a draft is to become: `kind`, fingerprints of `inputs`, `config`; empty where it is no draft."""
+    """The request of a draft: `kind`, fingerprints of `inputs`, `config`; empty where there is no draft."""
     uri = storage.join(staging, REQUEST)
     if not storage.exists(uri):
         return {}
-    found: dict[str, Any] = json.loads(storage.read_bytes(uri))
-    return found
+    request: dict[str, Any] = json.loads(storage.read_bytes(uri))
+    return request
 
 
 def _tidy(uri: str) -> None:
@@ -218,35 +218,39 @@ def draft(
     Raises BadInput where another job's output, finished or not, is in the way.
     """
     references = _references(inputs)
-    wanted = describe_request(kind, config, references, unused)
-    request = digest(wanted)
+    job = describe_request(kind, config, references, unused)
+    request = digest(job)
     uri = storage.absolute(uri.rstrip("/"))
     if storage.exists(storage.join(uri, MANIFEST)):
-        found = open_artifact(uri, kind)
-        if found.manifest["request"] == request:
+        published = open_artifact(uri, kind)
+        if published.manifest["request"] == request:
             _tidy(uri)  # of a job that was killed while it did this
-            return found
-        known = {
-            "inputs": {n: r["fingerprint"] for n, r in found.manifest["inputs"].items()},
-            "config": {n: flatten(found.manifest["config"]).get(n) for n in wanted["config"]},
+            return published
+        published_job = {
+            "inputs": {n: r["fingerprint"] for n, r in published.manifest["inputs"].items()},
+            "config": {n: flatten(published.manifest["config"]).get(n) for n in job["config"]},
         }
-        raise BadInput(f"{uri}: holds the result of another job ({difference(known, wanted)}); "
+        raise BadInput(f"{uri}: holds the result of another job ({difference(published_job, job)}); "
                        "choose another --output or remove it")  # fmt: skip
     local = storage.is_local(uri)
     staging = f"{uri}.partial" if local else uri
     request_uri = storage.join(staging, REQUEST)
-    resumed = storage.exists(request_uri)
-    if (local or not resumed) and storage.is_occupied(uri):
+    is_resumed = storage.exists(request_uri)
+    if (local or not is_resumed) and storage.is_occupied(uri):
         raise BadInput(f"--output {uri}: there are files here that no polyrank job made")
-    if resumed:
-        earlier = json.loads(storage.read_bytes(request_uri))
-        if digest(earlier) != request and set(storage.names_in(staging)) <= {REQUEST, RUN, _LOCK}:
-            resumed = False  # a refused job left no more than its request and its tracking run
-        elif digest(earlier) != request:
-            raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier, wanted)}); "
+    if is_resumed:
+        earlier_job = json.loads(storage.read_bytes(request_uri))
+        if digest(earlier_job) != request and set(storage.names_in(staging)) <= {
+            REQUEST,
+            RUN,
+            _LOCK,
+        }:
+            is_resumed = False  # a refused job left no more than its request and its tracking run
+        elif digest(earlier_job) != request:
+            raise BadInput(f"{staging}: holds an unfinished job ({difference(earlier_job, job)}); "
                            "finish that one, choose another --output, or remove it")  # fmt: skip
-    if not resumed:
-        storage.write_bytes(request_uri, json.dumps(wanted).encode())
+    if not is_resumed:
+        storage.write_bytes(request_uri, json.dumps(job).encode())
     settings = {name: value for name, value in to_dict(config).items() if name not in unused}
     return Draft(uri, staging, kind, settings, references, request)
 

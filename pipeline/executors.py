@@ -19,13 +19,12 @@ ValueT = TypeVar("ValueT")
 
 @dataclass
 class InThisProcess:
-    """What was done meanwhile."""
+    """The tasks that ran in this process."""
 
     tasks: list[str] = field(default_factory=list)
-    """The names of the tasks that ran, in order; those that an earlier run had done are not among them, nor
-    those of actors."""
+    """Names of the tasks that ran, in order, without the tasks of actors and of earlier runs."""
     actor_tasks: list[str] = field(default_factory=list)
-    """The same of those that actors do."""
+    """Names of the tasks that actors ran."""
 
 
 _current: InThisProcess | None = None
@@ -43,12 +42,12 @@ def in_this_process() -> Iterator[InThisProcess]:
     Tasks write the same files as on a cluster. A training has one rank, whatever `--resources.workers` says.
     """
     global _current
-    before = _current
-    _current = before or InThisProcess()  # inside of another one, the same
+    previous = _current
+    _current = previous or InThisProcess()  # inside of another one, the same
     try:
         yield _current
     finally:
-        _current = before
+        _current = previous
 
 
 @dataclass(frozen=True)

@@ -44,24 +44,26 @@ _WRAPPED = ("cause", "controller_failure", "_base_exc", "__cause__", "__context_
 def cause_of(error: BaseException, *kinds: type[ErrorT]) -> ErrorT | None:
     """The innermost exception of one of the `kinds` that a task or a worker raised; None: there is
     none."""
-    waiting, seen = [error], set[int]()
-    while waiting:
-        at = waiting.pop()
-        if id(at) in seen:
+    pending, visited_ids = [error], set[int]()
+    while pending:
+        exception = pending.pop()
+        if id(exception) in visited_ids:
             continue
-        seen.add(id(at))
-        inner = [getattr(at, name, None) for name in _WRAPPED]
-        failures = getattr(at, "worker_failures", None)
-        inner += list(failures.values()) if isinstance(failures, dict) else []
+        visited_ids.add(id(exception))
+        causes = [getattr(exception, name, None) for name in _WRAPPED]
+        failures = getattr(exception, "worker_failures", None)
+        causes += list(failures.values()) if isinstance(failures, dict) else []
         # Ray makes a class that is both its own error and the cause's: the cause itself says more.
-        if isinstance(at, kinds) and not isinstance(getattr(at, "cause", None), kinds):
-            return at
-        waiting += [found for found in inner if isinstance(found, BaseException)]
+        if isinstance(exception, kinds) and not isinstance(
+            getattr(exception, "cause", None), kinds
+        ):
+            return exception
+        pending += [cause for cause in causes if isinstance(cause, BaseException)]
     return None
 
 
 def storage_failure(error: BaseException) -> BaseException | None:
-    """What the storage of a task, a worker or this process refused; None: it was something else."""
+    """The error of the storage of a task, a worker or this process; None: the cause is another one."""
     failure = cause_of(error, OSError, SafetensorError)
     if isinstance(failure, OSError):
         return failure if failure.errno in _STORAGE_ERRORS else None
@@ -69,18 +71,18 @@ def storage_failure(error: BaseException) -> BaseException | None:
 
 
 def store_out_of_reach(error: BaseException) -> str | None:
-    """What an object store says that could not be reached, all retries later; None: it was something else."""
+    """The message of an object store that could not be reached after all retries; None: another cause."""
     text = " ".join(str(cause_of(error, OSError) or "").split())
     return text[:300] if re.search(_OUT_OF_REACH, text) else None
 
 
 def store_refusal(error: BaseException) -> str | None:
-    """Why an object store will never do what it was asked, in one line; None: it was something else."""
+    """Why an object store refuses a request for good, in one line; None: the cause is another one."""
     failure = cause_of(error, OSError)
     text = " ".join(str(failure).split())
     for codes, meaning in _STORE_REFUSALS.items():
-        if failure is not None and (found := re.search(codes, text)):
-            place = re.search(r"(?:for|with) key '(.*?)' in bucket '(.*?)'", text)
-            where = f"{place[2]}/{place[1]}" if place else text.partition(": ")[0]
-            return f"{where}: {meaning} ({found[0]})"
+        if failure is not None and (match := re.search(codes, text)):
+            key_match = re.search(r"(?:for|with) key '(.*?)' in bucket '(.*?)'", text)
+            location = f"{key_match[2]}/{key_match[1]}" if key_match else text.partition(": ")[0]
+            return f"{location}: {meaning} ({match[0]})"
     return None

@@ -1,4 +1,4 @@
-"""What tells one job from another: the kind of its output, its inputs' contents, and its settings."""
+"""The identity of a job: the kind of its output, its inputs' contents, and its settings."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ def describe_request(
     """JSON-ready. `inputs`: a reference to each, with its `fingerprint`; those of a list are numbered, such
     as corpus.0. Settings that are named like an input, that are `NOT_IDENTITY` or `unused` do not count."""
     settings = flatten(identity(config))
-    named_by_contents = {re.sub(r"\.\d+$", "", name) for name in inputs}
+    input_names = {re.sub(r"\.\d+$", "", name) for name in inputs}
     return {
         "kind": kind,
         "inputs": {name: reference["fingerprint"] for name, reference in inputs.items()},
         "config": {
             name: value
             for name, value in settings.items()
-            if name not in named_by_contents and name.partition(".")[0] not in unused
+            if name not in input_names and name.partition(".")[0] not in unused
         },
     }
 
 
-def difference(earlier: dict[str, Any], wanted: dict[str, Any]) -> str:
+def difference(earlier_request: dict[str, Any], request: dict[str, Any]) -> str:
     """Names the first settings that differ: "max_steps: 3 there, 4 here"."""
     parts = ("inputs", "config")
-    old = flatten({part: earlier.get(part, {}) for part in parts})
-    new = flatten({part: wanted[part] for part in parts})
-    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    shown = [
-        f"{name.partition('.')[2]}: {old.get(name)!r} there, {new.get(name)!r} here"
-        for name in changed[:3]
+    earlier_values = flatten({part: earlier_request.get(part, {}) for part in parts})
+    values = flatten({part: request[part] for part in parts})
+    changed_names = [
+        name
+        for name in {**earlier_values, **values}
+        if earlier_values.get(name) != values.get(name)
     ]
-    return "; ".join(shown) or "of another kind"
+    descriptions = [
+        f"{name.partition('.')[2]}: {earlier_values.get(name)!r} there, {values.get(name)!r} here"
+        for name in changed_names[:3]
+    ]
+    return "; ".join(descriptions) or "of another kind"

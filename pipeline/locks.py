@@ -1,4 +1,4 @@
-"""Who works on something: small files that their owners keep fresh.
+"""Locks: small files that their owners keep fresh.
 
     <folder>/00000017.json           the highest number's owner may change what the folder is the lock of
 
@@ -98,16 +98,16 @@ class Lock:
 
 @contextmanager
 def locked(folder: str, subject: str, expires_s: float) -> Iterator[Lock]:
-    """Holds the lock of the `subject`; one that nobody keeps fresh is taken over, which is said.
+    """Holds the lock of the `subject`; takes over a lock that its owner no longer renews, and prints that.
 
     Raises Stopped, naming the owner, where another holds it.
     """
     numbers = _numbers(folder)
-    last = max(numbers, default=0)
-    holder = read(_path(folder, last)) if last else None
+    last_number = max(numbers, default=0)
+    holder = read(_path(folder, last_number)) if last_number else None
     if holder and is_alive(holder):
         raise Stopped(f"{subject}: {_describe(holder)} works on it")
-    beat = Beat(_path(folder, last + 1), expires_s)
+    beat = Beat(_path(folder, last_number + 1), expires_s)
     if not beat.start():
         winner = read(beat.uri)
         raise Stopped(f"{subject}: {_describe(winner) if winner else 'another job'} works on it")
@@ -116,15 +116,15 @@ def locked(folder: str, subject: str, expires_s: float) -> Iterator[Lock]:
     for number in numbers:
         storage.delete(_path(folder, number))
     try:
-        yield Lock(subject, folder, last + 1, beat)
+        yield Lock(subject, folder, last_number + 1, beat)
     finally:
         beat.stop()
 
 
 def is_held(folder: str) -> bool:
     """Whether a living job holds the lock of this folder."""
-    last = max(_numbers(folder), default=0)
-    holder = read(_path(folder, last)) if last else None
+    last_number = max(_numbers(folder), default=0)
+    holder = read(_path(folder, last_number)) if last_number else None
     return holder is not None and is_alive(holder)
 
 
@@ -138,7 +138,7 @@ def _path(folder: str, number: int) -> str:
 
 
 def read(uri: str) -> dict[str, Any] | None:
-    """What a file says; None where the file is gone, or is not one of ours."""
+    """The facts in a lock file; None where the file is missing or is no lock file."""
     try:
         facts = json.loads(storage.read_bytes(uri))
         return facts if isinstance(facts, dict) and {"token", "until"} <= facts.keys() else None

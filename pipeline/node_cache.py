@@ -37,7 +37,7 @@ class _Use:
     """A folder that this process uses."""
 
     descriptor: int
-    """Of the open file that is locked."""
+    """The descriptor of the open file that is locked."""
     users: int = 0
 
 
@@ -58,21 +58,21 @@ def local_folder(uri: str, version: str, only: Collection[str] | None = None) ->
     folder = _cache() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     _use(folder)
-    with _alone(folder):
+    with _download_lock(folder):
         if not folder.exists():
             sizes = storage.sizes_below(uri)
-            need = sum(size for path, size in sizes.items() if only is None or path in only)
-            for left in folder.parent.glob(
+            needed_bytes = sum(size for path, size in sizes.items() if only is None or path in only)
+            for leftover in folder.parent.glob(
                 f"{name}.{'[0-9a-f]' * 32}"
             ):  # of a process that was killed
-                shutil.rmtree(left)
-            _make_room(folder.parent, need)
-            beside = folder.with_name(f"{name}.{uuid.uuid4().hex}")
+                shutil.rmtree(leftover)
+            _make_room(folder.parent, needed_bytes)
+            partial_folder = folder.with_name(f"{name}.{uuid.uuid4().hex}")
             try:
-                download(uri, beside, only)
-                beside.rename(folder)
+                download(uri, partial_folder, only)
+                partial_folder.rename(folder)
             except BaseException:
-                shutil.rmtree(beside, ignore_errors=True)
+                shutil.rmtree(partial_folder, ignore_errors=True)
                 raise
     return folder
 
@@ -86,7 +86,7 @@ def download(uri: str, folder: Path, only: Collection[str] | None = None) -> Non
     names = [file[len(uri) :].lstrip("/") for file in storage.list_files(uri)]
     names = [name for name in names if only is None or name in only]
     with ThreadPoolExecutor(_RANGES_AT_ONCE) as pool:
-        running = []
+        futures = []
         for name in names:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,9 +94,9 @@ def download(uri: str, folder: Path, only: Collection[str] | None = None) -> Non
             os.truncate(path, sizes[name])
             for start in range(0, sizes[name], _RANGE_BYTES):
                 length = min(_RANGE_BYTES, sizes[name] - start)
-                running.append(pool.submit(_copy, storage.join(uri, name), path, start, length))
-        for one in running:
-            one.result()
+                futures.append(pool.submit(_copy, storage.join(uri, name), path, start, length))
+        for future in futures:
+            future.result()
 
 
 def _copy(uri: str, path: Path, start: int, length: int) -> None:
@@ -113,8 +113,12 @@ def _copy(uri: str, path: Path, start: int, length: int) -> None:
 
 
 def _cache() -> Path:
-    named = os.environ.get("POLYRANK_CACHE")
-    return Path(named) if named else Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}"
+    cache_path = os.environ.get("POLYRANK_CACHE")
+    return (
+        Path(cache_path)
+        if cache_path
+        else Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}"
+    )
 
 
 def _use(folder: Path) -> None:
@@ -141,32 +145,32 @@ def release(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _download_lock(folder: Path) -> Iterator[None]:
     """Waits for other processes of the node that download the folder; one that dies lets go."""
     with folder.with_suffix(".lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
-def _make_room(cache: Path, need: int) -> None:
-    """Removes folders that no process uses, the longest unused first, until the rest and `need` fit."""
+def _make_room(cache: Path, needed_bytes: int) -> None:
+    """Removes unused folders, the longest unused first, until the others and `needed_bytes` fit."""
     limit = _limit(cache)
     marks = sorted(cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
     sizes = {mark.stem: _size(cache / mark.stem) for mark in marks}
-    taken = sum(sizes.values())
+    cached_bytes = sum(sizes.values())
     for mark in marks:
-        if taken + need <= limit:
+        if cached_bytes + needed_bytes <= limit:
             return
         with mark.open("rb") as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            removed = mark.with_suffix(f".{uuid.uuid4().hex}")
+            removed_folder = mark.with_suffix(f".{uuid.uuid4().hex}")
             if mark.with_suffix("").exists():
-                mark.with_suffix("").rename(removed)
-                shutil.rmtree(removed)
-                taken -= sizes[mark.stem]
+                mark.with_suffix("").rename(removed_folder)
+                shutil.rmtree(removed_folder)
+                cached_bytes -= sizes[mark.stem]
 
 
 def _limit(cache: Path) -> float:

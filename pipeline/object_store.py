@@ -29,8 +29,8 @@ def create(root: str, key: str, data: bytes, region: str = "") -> bool:
     except (AlreadyExistsError, PreconditionError):
         return False
     except (BaseError, OSError) as error:  # some of obstore's are both
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OSError(f"{root}/{key}: {first}") from None
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OSError(f"{root}/{key}: {first_line}") from None
     return True
 
 
@@ -51,7 +51,7 @@ def _store(root: str, region: str) -> Any:
 
 
 def _keys_of_profile() -> dict[str, str]:
-    """The keys of AWS_PROFILE, which obstore does not read. None: it asks the node's role."""
+    """The keys of AWS_PROFILE, which obstore does not read. Empty: obstore asks for the node's role."""
     profile = os.environ.get("AWS_PROFILE", "default")
     file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
     profiles = configparser.ConfigParser()
@@ -60,5 +60,5 @@ def _keys_of_profile() -> dict[str, str]:
              "aws_session_token": "session_token"}  # fmt: skip
     if not profiles.has_section(profile):
         return {}
-    found = profiles[profile]
-    return {name: found[key] for key, name in names.items() if key in found}
+    section = profiles[profile]
+    return {name: section[key] for key, name in names.items() if key in section}

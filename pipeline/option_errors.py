@@ -1,4 +1,4 @@
-"""What is wrong with an option or a settings file, in one line that helps to mend it."""
+"""The fault of an option or a settings file, in one line that helps to correct it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def one_line(error: ArgumentError) -> str:
         name, expected, value = wrong_type.groups()
         expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", expected)
         expected = re.sub(r"^Literal\[(.*)\]$", r"\1", expected)
-        near = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        matches = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), n=1)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
         return f"{name}: {value!r} is not allowed; allowed: {expected}{hint}"
     missing = re.match(r"the following arguments are required: (.*)", text)
     if missing:
@@ -31,29 +31,29 @@ def one_line(error: ArgumentError) -> str:
     return re.sub(r"^Parser key \"config\": ", "--config: ", text)
 
 
-def unknown_option(name: str, known: Collection[str]) -> str:
-    """`name` and `known` are dotted, with underscores; the line has dashes, as one types them."""
-    if nearest := _nearest(name, known):
-        return f"--{_typed(name)}: unknown option; did you mean {nearest}?"
+def unknown_option(name: str, options: Collection[str]) -> str:
+    """`name` and `options` are dotted, with underscores; the line has dashes, as one types them."""
+    if nearest := _nearest_options(name, options):
+        return f"--{_dashed(name)}: unknown option; did you mean {nearest}?"
     group = name.rpartition(".")[0]
-    own = sorted(option for option in known if group and option.startswith(f"{group}."))
-    if own:
-        return f"--{_typed(name)}: unknown option; there are: --{', --'.join(map(_typed, own))}"
-    return f"--{_typed(name)}: unknown option; --help lists all"
+    group_options = sorted(option for option in options if group and option.startswith(f"{group}."))
+    if group_options:
+        return f"--{_dashed(name)}: unknown option; there are: --{', --'.join(map(_dashed, group_options))}"
+    return f"--{_dashed(name)}: unknown option; --help lists all"
 
 
-def unknown_key(file: str, name: str, known: Collection[str]) -> str:
+def unknown_key(file: str, name: str, options: Collection[str]) -> str:
     """The same for a key of a settings file."""
-    return f"--config {file}: {name}: {unknown_option(name, known).partition(': ')[2]}"
+    return f"--config {file}: {name}: {unknown_option(name, options).partition(': ')[2]}"
 
 
 def read_mapping(file: str) -> tuple[dict[str, Any], str]:
-    """(what a settings file holds, what is wrong with it; "": nothing, or it cannot be read)"""
+    """(content of a settings file, its fault); the fault is "" for a correct file and for a missing one."""
     path = Path(file)
     if not path.is_file():
         return {}, ""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         return {}, f"--config {file}: not UTF-8 (byte {error.start})"
     except yaml.MarkedYAMLError as error:
@@ -62,23 +62,23 @@ def read_mapping(file: str) -> tuple[dict[str, Any], str]:
         return {}, f"--config {file}{line}: not YAML ({error.problem or error.context})"
     except (OSError, ValueError, yaml.YAMLError) as error:
         return {}, f"--config {file}: not YAML ({' '.join(str(error).split())})"
-    if found is None:
+    if content is None:
         return {}, ""
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return {}, f"--config {file}: holds no options; allowed: lines such as `name: value`"
-    return {str(name): value for name, value in found.items()}, ""
+    return {str(name): value for name, value in content.items()}, ""
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
+def _nearest_options(name: str, options: Collection[str]) -> str:
     """The options that may have been meant: of a like name, or of that name in another group."""
     leaf = name.rpartition(".")[2]
-    found = [option for option in sorted(known) if option.rpartition(".")[2] == leaf]
-    found = found or difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
-    leaves = {option.rpartition(".")[2]: option for option in sorted(known, reverse=True)}
-    if not found and (like := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)):
-        found = [leaves[like[0]]]
-    return " or ".join(f"--{_typed(option)}" for option in found[:_SHOWN])
+    nearest = [option for option in sorted(options) if option.rpartition(".")[2] == leaf]
+    nearest = nearest or difflib.get_close_matches(name, sorted(options), n=1, cutoff=0.8)
+    leaves = {option.rpartition(".")[2]: option for option in sorted(options, reverse=True)}
+    if not nearest and (similar_leaves := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)):
+        nearest = [leaves[similar_leaves[0]]]
+    return " or ".join(f"--{_dashed(option)}" for option in nearest[:_SHOWN])
 
 
-def _typed(name: str) -> str:
+def _dashed(name: str) -> str:
     return name.replace("_", "-")

@@ -21,7 +21,7 @@ _EVENT_SECONDS = 1.0
 
 
 class Bar(Protocol):
-    """What has been done so far, and of how much."""
+    """The progress so far, of a total."""
 
     n: float
 
@@ -33,8 +33,8 @@ class Bar(Protocol):
 
 
 def mode() -> Mode:
-    found = os.environ.get(VARIABLE, "bar")
-    return cast(Mode, found) if found in get_args(Mode) else "bar"
+    value = os.environ.get(VARIABLE, "bar")
+    return cast(Mode, value) if value in get_args(Mode) else "bar"
 
 
 def event(name: str, **facts: Any) -> None:
@@ -58,12 +58,12 @@ def bar(
         finally:
             events.tell()
         return
-    big = unit not in ("task", "step", "file", "share", "trial")
+    is_scaled = unit not in ("task", "step", "file", "share", "trial")
     with tqdm(
-        desc=label, total=total, initial=int(initial), unit=f" {unit}s" if big else unit,
-        unit_scale=big, disable=hidden or mode() == "none",
-    ) as shown:  # fmt: skip
-        yield shown
+        desc=label, total=total, initial=int(initial), unit=f" {unit}s" if is_scaled else unit,
+        unit_scale=is_scaled, disable=hidden or mode() == "none",
+    ) as progress_bar:  # fmt: skip
+        yield progress_bar
 
 
 class _Events:

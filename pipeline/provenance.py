@@ -13,13 +13,13 @@ def git_revision() -> str | None:
 
     Code that was sent to a cluster is no checkout: jobs.submit says what it was.
     """
-    if sent := os.environ.get("POLYRANK_GIT_REVISION"):
-        return sent
-    here = Path(__file__).parent
+    if revision := os.environ.get("POLYRANK_GIT_REVISION"):
+        return revision
+    folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
         run = subprocess.run(
-            ("git", *arguments), cwd=here, capture_output=True, text=True, check=True
+            ("git", *arguments), cwd=folder, capture_output=True, text=True, check=True
         )
         return run.stdout.strip()
 
@@ -32,10 +32,10 @@ def git_revision() -> str | None:
 
 
 def library_versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("polyrank", "ray", "torch", "transformers", "tokenizers", "pyarrow", "mlflow"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions

@@ -1,4 +1,4 @@
-"""What the tasks of a job report to its driver.
+"""The records that the tasks of a job report to its driver.
 
 A record is a dataclass. It is JSON only in the mark of its task, from which a resumed job reads it
 again: `to_json` and `from_json` are that boundary.
@@ -22,39 +22,39 @@ class FileEntry(TypedDict):
     path: str
     """Below the artifact's folder."""
     rows: int
-    """0: it has no rows."""
+    """0: the file has no rows."""
     bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCost:
-    """What a task took; see `pipeline.task_costs`."""
+    """The cost of a task; see `pipeline.task_costs`."""
 
     seconds: float = 0.0
     rows: int = 0
-    """That it wrote, or else read."""
+    """Rows that the task wrote, or else read."""
     bytes: int = 0
-    """That it wrote."""
+    """Bytes that the task wrote."""
     peak_memory_bytes: int = 0
-    """Of its process, during the task."""
+    """Peak memory of the process during the task."""
     host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRecord:
-    """What any task may report; subclasses add what their stage needs."""
+    """The report of any task; subclasses add the fields of their stage."""
 
     files: list[FileEntry] = field(default_factory=list)
     """The files that it wrote and that the manifest lists."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What the manifest counts: `records`, `examples`, `examples.train`, …"""
+    """The counts in the manifest: `records`, `examples`, `examples.train`, …"""
     dropped: dict[str, int] = field(default_factory=dict)
     """Records that are not in the output, by reason; malformed ones too."""
     malformed: dict[str, int] = field(default_factory=dict)
     """Records that are not what their format says, by reason."""
     notes: list[str] = field(default_factory=list)
-    """What a person should know."""
+    """Notes for a person."""
     cost: TaskCost = field(default_factory=TaskCost, compare=False)
     """Filled in by whoever runs the task."""
 

@@ -32,12 +32,12 @@ def await_node(cpus: float, gpus: int = 0) -> None:
     import ray
 
     needed = {"CPU": cpus, "GPU": gpus}
-    if any(_fit(node, needed) for node in _nodes()):
+    if any(_process_count(node, needed) for node in _nodes()):
         return
     text = _text(needed)
     print(f"waiting for a node with {text}", file=sys.stderr, flush=True)
     # The autoscaler starts nodes for tasks that wait; this one has nothing to do.
-    task = ray.remote(_nothing).options(num_cpus=cpus, num_gpus=gpus).remote()
+    task = ray.remote(_no_op).options(num_cpus=cpus, num_gpus=gpus).remote()
     refused_at = time.monotonic() + _GRACE_S
     while not ray.wait([task], timeout=1)[0]:
         autoscaler = _autoscaler(needed)
@@ -48,7 +48,7 @@ def await_node(cpus: float, gpus: int = 0) -> None:
             ray.cancel(task)
             raise BadInput(
                 f"--resources: a process needs {text}; no node of the cluster has that, and none that "
-                f"has can be started (largest node now: {_largest()})"
+                f"has can be started (largest node now: {_largest_node()})"
             )
 
 
@@ -73,7 +73,7 @@ def cpus_each(processes: int, gpu: bool = False, chosen: int = 0) -> int:
 
 def fitting(cpus: float, gpus: int = 0) -> int:
     """Processes with so many cores and GPUs that fit on the nodes that are up, were these idle."""
-    return sum(_fit(node, {"CPU": cpus, "GPU": gpus}) for node in _nodes())
+    return sum(_process_count(node, {"CPU": cpus, "GPU": gpus}) for node in _nodes())
 
 
 def largest_memory() -> int:
@@ -101,7 +101,7 @@ def best_device() -> torch.device:
 
 
 def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
-    """What a precision is where the cluster's tasks run, on GPUs or not: one of them looks."""
+    """The precision that "auto" means for the cluster's tasks, on GPUs or not; a task looks it up."""
     if precision != "auto":
         return precision
     if executors.current():
@@ -110,19 +110,19 @@ def precision_of_tasks(precision: Precision, gpu: bool) -> Resolved:
     import torch
 
     await_node(1, int(gpu))
-    if not gpu and _this_node_is_all():
+    if not gpu and _is_only_node():
         return resolve_precision(precision, torch.device("cpu"))  # a task would take 3 s
     # A core, so that it is not the head's processor that is looked at.
     task = ray.remote(num_cpus=1, num_gpus=int(gpu))(_precision_here)
-    found: Resolved = ray.get(task.remote(precision))
-    return found
+    resolved: Resolved = ray.get(task.remote(precision))
+    return resolved
 
 
 def _precision_here(precision: Precision) -> Resolved:
     return resolve_precision(precision, best_device())
 
 
-def _this_node_is_all() -> bool:
+def _is_only_node() -> bool:
     """Whether tasks can run on this process's node only."""
     import ray
 
@@ -130,12 +130,12 @@ def _this_node_is_all() -> bool:
     return up == [ray.get_runtime_context().get_node_id()] and not may_grow()
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
 def _nodes() -> list[dict[str, float]]:
-    """The resources of the nodes that are up. What a node has none of is left out."""
+    """The resources of the nodes that are up, without those that a node has none of."""
     if executors.current():
         return [{"CPU": float(os.cpu_count() or 1)}]
     import ray
@@ -143,7 +143,7 @@ def _nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _fit(node: dict[str, float], needed: dict[str, float]) -> int:
+def _process_count(node: dict[str, float], needed: dict[str, float]) -> int:
     """How many processes of these needs a node holds."""
     return min(
         (int(node.get(name, 0) // value) for name, value in needed.items() if value), default=0
@@ -152,14 +152,14 @@ def _fit(node: dict[str, float], needed: dict[str, float]) -> int:
 
 @dataclass(frozen=True)
 class _Autoscaler:
-    """What the autoscaler says of itself."""
+    """The state that the autoscaler reports."""
 
     has_reported: bool = True
-    """It says nothing in the first seconds of a cluster."""
+    """False in the first seconds of a cluster."""
     may_grow: bool = True
     is_starting_nodes: bool = False
     refuses: bool = False
-    """It has no node type for what is asked for."""
+    """True where no node type offers the needed resources."""
 
 
 def _autoscaler(needed: dict[str, float]) -> _Autoscaler:
@@ -178,10 +178,12 @@ def _autoscaler(needed: dict[str, float]) -> _Autoscaler:
     reply.ParseFromString(GcsClient(address).get_cluster_status(timeout_s=10))
     state = reply.autoscaling_state
     if state.autoscaler_state_version:
-        asked = {name: value for name, value in needed.items() if value}
-        refused = [dict(one.resources_bundle) for one in state.infeasible_resource_requests]
+        bundle = {name: value for name, value in needed.items() if value}
+        refused_bundles = [
+            dict(request.resources_bundle) for request in state.infeasible_resource_requests
+        ]
         starting = bool(state.pending_instance_requests or state.pending_instances)
-        return _Autoscaler(is_starting_nodes=starting, refuses=asked in refused)
+        return _Autoscaler(is_starting_nodes=starting, refuses=bundle in refused_bundles)
     if not (text := _internal_kv_get("__autoscaling_status")):
         return _Autoscaler(has_reported=False, may_grow=False)
     report: dict[str, Any] = json.loads(text).get("autoscaler_report") or {}
@@ -191,7 +193,7 @@ def _autoscaler(needed: dict[str, float]) -> _Autoscaler:
     return _Autoscaler(may_grow=not only_mirrored, is_starting_nodes=starting)
 
 
-def _largest() -> str:
+def _largest_node() -> str:
     nodes = [{name: node.get(name, 0) for name in ("GPU", "CPU")} for node in _nodes()]
     return _text(max(nodes, key=lambda node: (node["GPU"], node["CPU"]), default={})) or "none"
 

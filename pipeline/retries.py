@@ -29,7 +29,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def with_retries(action: Callable[[], ResultT], delays_s: Sequence[float] = DELAYS_S) -> ResultT:
-    """What `action` returns; tried again after transient errors, with each delay once.
+    """Returns the result of `action`, and tries again after transient errors, with each delay once.
 
     Each delay is drawn from its half to its whole, so that a thousand tasks do not come back at once.
     """

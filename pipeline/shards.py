@@ -31,7 +31,7 @@ from pipeline.retries import DELAYS_S, is_transient, with_retries
 
 Work = Callable[[Draft, str, Any], RecordT]
 
-_STARTS = 4
+_MAX_STARTS = 4
 _MAX_FAILED = 20  # of so many tasks the next one will fail too
 _SHOWN = 5
 
@@ -57,7 +57,7 @@ def run_tasks(
 
     def run(dataset: Any, starts: _Starts) -> Any:
         def do(row: dict[str, Any]) -> dict[str, Any]:
-            return _do(draft, work, delays_s, starts, row)
+            return _run_task(draft, work, delays_s, starts, row)
 
         await_node(1)
         bound = min(memory, largest_memory())  # a small machine tries
@@ -89,22 +89,22 @@ def run_tasks_on_actors(
             self._starts = starts
 
         def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-            return _do(draft, self._work, delays_s, self._starts, row)
+            return _run_task(draft, self._work, delays_s, self._starts, row)
 
     def run(dataset: Any, starts: _Starts) -> Any:
         import ray.data
 
-        least, most = actors.count(len(tasks)), actors.most(len(tasks))
-        cpus = cpus_each(most, actors.gpu, actors.cpus_per_actor)
+        min_actors, max_actors = actors.count(len(tasks)), actors.max_count(len(tasks))
+        cpus = cpus_each(max_actors, actors.gpu, actors.cpus_per_actor)
         return dataset.map(
             Actor,
             fn_constructor_args=(starts,),
             compute=ray.data.ActorPoolStrategy(
-                min_size=least,
-                max_size=most,
+                min_size=min_actors,
+                max_size=max_actors,
                 # Ray's default is twice as many. A pool that may grow needs them: it grows when they wait.
                 max_tasks_in_flight_per_actor=None
-                if tasks_at_once == 1 or least < most
+                if tasks_at_once == 1 or min_actors < max_actors
                 else tasks_at_once,
                 max_concurrent_calls_per_actor=tasks_at_once,
                 enable_true_multi_threading=tasks_at_once > 1,
@@ -116,7 +116,7 @@ def run_tasks_on_actors(
     return _run(draft, tasks, label, kind, make, run, rows, on_actors=True)
 
 
-def _do(
+def _run_task(
     draft: Draft,
     work: Work[RecordT],
     delays_s: Sequence[float],
@@ -139,9 +139,9 @@ def _do(
     number = starts.add(task) if starts else 1
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
         return outcome
-    if number > _STARTS:
-        why = f"its process died {_STARTS} times; where a node's memory was full, give it less at a time"
-        return {**outcome, "failure": why}
+    if number > _MAX_STARTS:
+        advice = "where a node's memory was full, give it less at a time"
+        return {**outcome, "failure": f"its process died {_MAX_STARTS} times; {advice}"}
 
     def do_and_mark() -> TaskRecord:
         record = task_costs.measured(lambda: work(draft, task, row["argument"]))
@@ -156,8 +156,8 @@ def _do(
         if failure := storage_failure(error):
             return {**outcome, "storage": f"{failure} (on {socket.gethostname()})"}
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        shown = "" if is_transient(error) else traceback.format_exc()
-        return {**outcome, "failure": text, "traceback": shown}
+        trace = "" if is_transient(error) else traceback.format_exc()
+        return {**outcome, "failure": text, "traceback": trace}
     return {**outcome, "cost": json.dumps(dataclasses.asdict(cost))}
 
 
@@ -196,11 +196,11 @@ class _Starts:
         """See `_StartCounter.end`."""
         import ray
 
-        found: dict[str, list[str]] = ray.get(self.actor.end.remote(self.run))
-        return found
+        hosts_by_task: dict[str, list[str]] = ray.get(self.actor.end.remote(self.run))
+        return hosts_by_task
 
 
-_kept: dict[str, Any] = {}  # an actor ends with the handle that its creator has
+_actor_handles: dict[str, Any] = {}  # an actor ends with the handle that its creator has
 
 
 def _start_counter() -> Any:
@@ -213,16 +213,16 @@ def _start_counter() -> Any:
     name = f"task starts of job {context.get_job_id()}"
     with suppress(ValueError):
         return ray.get_actor(name)
-    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
+    this_node = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
     options = {
         "name": name,
         "num_cpus": 0,
-        "scheduling_strategy": here,
+        "scheduling_strategy": this_node,
         "max_restarts": -1,  # killed, it forgets the counts; the job goes on
         "max_task_retries": -1,
     }
-    _kept["counter"] = ray.remote(_StartCounter).options(**options).remote()
-    return _kept["counter"]
+    _actor_handles["counter"] = ray.remote(_StartCounter).options(**options).remote()
+    return _actor_handles["counter"]
 
 
 def _run(
@@ -236,23 +236,23 @@ def _run(
     on_actors: bool = False,
 ) -> list[RecordT]:
     """`run(dataset, starts)` adds the work to the dataset of tasks; `make()` is the work in this process."""
-    done = draft.marks()
-    missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in done]
-    size, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
-    started = sum(size[name] for name in tasks if name in done)
-    total = sum(size[name] for name in tasks)
+    marks = draft.marks()
+    missing = [{"task": name, "argument": tasks[name]} for name in tasks if name not in marks]
+    sizes, unit = (rows, "row") if rows else (dict.fromkeys(tasks, 1), "task")
+    done_size = sum(sizes[name] for name in tasks if name in marks)
+    total_size = sum(sizes[name] for name in tasks)
     failed: dict[str, str] = {}
     died_on: dict[str, list[str]] = {}
-    with progress.bar(label, total, started, unit) as bar:
+    with progress.bar(label, total_size, done_size, unit) as bar:
         if missing:
-            if here := executors.current():
-                ended = here.actor_tasks if on_actors else here.tasks
-                outcomes = _in_this_process(ended, draft, missing, make)
+            if executor := executors.current():
+                ended_tasks = executor.actor_tasks if on_actors else executor.tasks
+                outcomes = _run_in_this_process(ended_tasks, draft, missing, make)
             else:
-                outcomes = _on_cluster(missing, run, died_on)
-            failed = _failures(outcomes, label, lambda task: bar.update(size[task]))
-            done = draft.marks()
-    records = done.records((name for name in tasks if name in done), kind)
+                outcomes = _run_on_cluster(missing, run, died_on)
+            failed = _failures(outcomes, label, lambda task: bar.update(sizes[task]))
+            marks = draft.marks()
+    records = marks.records((name for name in tasks if name in marks), kind)
     costs = {name: record.cost for name, record in records.items()}
     task_costs.report(task_costs.Stage(label, costs, failed, died_on))
     if failed:
@@ -260,20 +260,20 @@ def _run(
     return [records[name] for name in tasks]
 
 
-def _in_this_process(
-    ended: list[str],
+def _run_in_this_process(
+    ended_tasks: list[str],
     draft: Draft,
     missing: Sequence[dict[str, Any]],
     make: Callable[[], Work[RecordT]],
 ) -> Generator[dict[str, Any], None, None]:
-    """The outcome of each task, as it ends; its name joins `ended`."""
+    """The outcome of each task, as it ends; its name joins `ended_tasks`."""
     work = make()
     for row in missing:
-        yield _do(draft, work, DELAYS_S, None, row)
-        ended.append(row["task"])
+        yield _run_task(draft, work, DELAYS_S, None, row)
+        ended_tasks.append(row["task"])
 
 
-def _on_cluster(
+def _run_on_cluster(
     missing: list[dict[str, Any]],
     run: Callable[[Any, _Starts], Any],
     died_on: dict[str, list[str]],
@@ -289,7 +289,7 @@ def _on_cluster(
 
 
 def _failures(
-    outcomes: Generator[dict[str, Any], None, None], label: str, ended: Callable[[str], object]
+    outcomes: Generator[dict[str, Any], None, None], label: str, on_end: Callable[[str], object]
 ) -> dict[str, str]:
     """Why tasks failed, by task. The others have gone on to the end, unless too many failed.
 
@@ -306,7 +306,7 @@ def _failures(
                 )
             if not row["failure"]:
                 task_costs.count_done(label, TaskCost(**json.loads(row["cost"])))
-                ended(row["task"])
+                on_end(row["task"])
                 continue
             if row["traceback"] and not failed:
                 print(row["traceback"], file=sys.stderr, flush=True)
@@ -322,8 +322,8 @@ def _describe(failed: Mapping[str, str], tasks: Mapping[str, Any], label: str) -
     shown = "; ".join(
         f"{task} ({str(tasks[task])[:200]}): {failed[task]}" for task in list(failed)[:_SHOWN]
     )
-    more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+    suffix = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
     return (
-        f"{label}: {len(failed)} of {len(tasks)} tasks failed: {shown}{more}; the same command does what "
+        f"{label}: {len(failed)} of {len(tasks)} tasks failed: {shown}{suffix}; the same command does what "
         "is missing"
     )

@@ -30,8 +30,8 @@ _WHOLE_BYTES = 1 << 24
 # An object store answers in some 20 to 100 ms and then sends some 80 MB/s: 3 ranges of 8 MiB at a time hide
 # the wait, and bring three times what one stream does.
 _AHEAD_BYTES = 8 << 20
-_AHEAD = 3
-_BESIDE = ".tmp"
+_RANGES_AHEAD = 3
+_TEMPORARY_SUFFIX = ".tmp"
 _THREADS = 16  # of files that are looked at, or written, at a time
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
 
@@ -56,8 +56,8 @@ def locate(uri: str) -> tuple[pafs.FileSystem, str]:
     try:
         import fsspec  # type: ignore[import-untyped]
 
-        other, path = fsspec.core.url_to_fs(uri)
-        return pafs.PyFileSystem(pafs.FSSpecHandler(other)), str(path)
+        fsspec_system, path = fsspec.core.url_to_fs(uri)
+        return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec_system)), str(path)
     except (ImportError, ValueError) as error:
         raise BadInput(f"{uri}: no file system for this URI ({error})") from None
 
@@ -104,9 +104,9 @@ def list_files(uri: str) -> list[str]:
 
     Names that begin with "." or "_" are passed over, as every Parquet reader does.
     """
-    below = sizes_below(uri)
+    paths = sizes_below(uri)
     return [
-        join(uri, name) for name in below if not any(part[:1] in "._" for part in name.split("/"))
+        join(uri, name) for name in paths if not any(part[:1] in "._" for part in name.split("/"))
     ]
 
 
@@ -134,8 +134,8 @@ def list_folders(uri: str) -> list[str]:
     """The folders right in a folder, sorted; [] where it does not exist."""
     filesystem, root = locate(uri)
     infos = filesystem.get_file_info(pafs.FileSelector(root, allow_not_found=True))
-    found = (info.path for info in infos if info.type == pafs.FileType.Directory)
-    return sorted(join(uri, posixpath.basename(path.rstrip("/"))) for path in found)
+    paths = (info.path for info in infos if info.type == pafs.FileType.Directory)
+    return sorted(join(uri, posixpath.basename(path.rstrip("/"))) for path in paths)
 
 
 def is_occupied(uri: str) -> bool:
@@ -158,10 +158,10 @@ def expand(uris: Sequence[str], option: str = "input") -> list[str]:
         kind = filesystem.get_file_info(path).type
         if kind == pafs.FileType.NotFound:
             raise BadInput(f"--{option} {uri}: no such file or folder")
-        found = [uri] if kind == pafs.FileType.File else list_files(uri)
-        if not found:
+        uri_files = [uri] if kind == pafs.FileType.File else list_files(uri)
+        if not uri_files:
             raise BadInput(f"--{option} {uri}: the folder holds no files")
-        files += map(absolute, found)
+        files += map(absolute, uri_files)
     if not files:
         raise BadInput(f"--{option}: no file is named")
     return list(dict.fromkeys(files))
@@ -180,25 +180,27 @@ def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[by
         end = stream.size() if end is None else end
         starts = iter(range(start, end, _AHEAD_BYTES))
 
-        def read(at: int) -> bytes:
-            data: bytes = with_retries(lambda: stream.read_at(min(_AHEAD_BYTES, end - at), at))
+        def read_range(offset: int) -> bytes:
+            data: bytes = with_retries(
+                lambda: stream.read_at(min(_AHEAD_BYTES, end - offset), offset)
+            )
             return data
 
         if is_local(uri):
-            yield from map(read, starts)
+            yield from map(read_range, starts)
             return
-        with ThreadPoolExecutor(_AHEAD) as pool:
-            waiting: deque[Future[bytes]] = deque()
+        with ThreadPoolExecutor(_RANGES_AHEAD) as pool:
+            futures: deque[Future[bytes]] = deque()
             try:
-                for at in starts:
-                    waiting.append(pool.submit(read, at))
-                    if len(waiting) == _AHEAD:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
+                for offset in starts:
+                    futures.append(pool.submit(read_range, offset))
+                    if len(futures) == _RANGES_AHEAD:
+                        yield futures.popleft().result()
+                while futures:
+                    yield futures.popleft().result()
             finally:
-                for one in waiting:
-                    one.cancel()
+                for future in futures:
+                    future.cancel()
 
 
 def read_bytes(uri: str) -> bytes:
@@ -213,8 +215,8 @@ def write_bytes(uri: str, data: bytes | pa.Buffer) -> None:
     filesystem, path = locate(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        beside = _write_beside(Path(path), data)
-        beside.replace(path)
+        temporary = _write_temporary(Path(path), data)
+        temporary.replace(path)
     else:
         # By default pyarrow compresses what is called .zst, .gz or .bz2, also where it is that already.
         with filesystem.open_output_stream(path, compression=None) as stream:
@@ -231,7 +233,7 @@ def write_pieces(uri: str, pieces: Iterable[bytes]) -> None:
                 out.write(piece)
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    _write_beside(Path(path), pieces).replace(path)
+    _write_temporary(Path(path), pieces).replace(path)
 
 
 def create_bytes(uri: str, data: bytes) -> bool:
@@ -243,13 +245,13 @@ def create_bytes(uri: str, data: bytes) -> bool:
     filesystem, path = locate(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        beside = _write_beside(Path(path), data)
+        temporary = _write_temporary(Path(path), data)
         try:
-            Path(path).hardlink_to(beside)
+            Path(path).hardlink_to(temporary)
         except FileExistsError:
             return False
         finally:
-            beside.unlink()
+            temporary.unlink()
         return True
     parts = _URI.fullmatch(uri)
     if parts and parts[1] in object_store.SCHEMES:
@@ -262,20 +264,20 @@ def create_bytes(uri: str, data: bytes) -> bool:
     return read_bytes(uri) == data
 
 
-def _write_beside(path: Path, data: bytes | pa.Buffer | Iterable[bytes]) -> Path:
+def _write_temporary(path: Path, data: bytes | pa.Buffer | Iterable[bytes]) -> Path:
     """A file next to `path`. Its name is hidden: a write that is killed leaves it behind, until
     `remove_unfinished`."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_BESIDE}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}")
     try:
-        with beside.open("wb") as stream:
+        with temporary.open("wb") as stream:
             for piece in (data,) if isinstance(data, (bytes, pa.Buffer)) else data:
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
     except BaseException:  # such as a full disk, which half a file should not fill further
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    return beside
+    return temporary
 
 
 def remove_unfinished(uri: str, deep: bool = True) -> None:
@@ -286,7 +288,7 @@ def remove_unfinished(uri: str, deep: bool = True) -> None:
     """
     if is_local(uri):
         folder = Path(absolute(uri))
-        for file in (folder.rglob if deep else folder.glob)(f".*{_BESIDE}"):
+        for file in (folder.rglob if deep else folder.glob)(f".*{_TEMPORARY_SUFFIX}"):
             file.unlink(missing_ok=True)
 
 
@@ -304,9 +306,9 @@ def upload(folder: Path, uri: str) -> None:
     """Copies a local folder's files to `uri`, which may be local too."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     with ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(_upload, file, join(uri, file.relative_to(folder).as_posix()))
+        for future in [pool.submit(_upload, file, join(uri, file.relative_to(folder).as_posix()))
                      for file in files]:  # fmt: skip
-            done.result()
+            future.result()
 
 
 def _upload(file: Path, uri: str) -> None:
@@ -332,8 +334,8 @@ def raw_fingerprint(uris: Sequence[str], whole: bool = False) -> str:
     """
     total = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
-        ordered = sorted(uris, key=name_of)
-        for text in pool.map(lambda uri: _describe_contents(uri, whole), ordered):
+        sorted_uris = sorted(uris, key=name_of)
+        for text in pool.map(lambda uri: _describe_contents(uri, whole), sorted_uris):
             total.update(text.encode())
     return total.hexdigest()
 
@@ -341,17 +343,17 @@ def raw_fingerprint(uris: Sequence[str], whole: bool = False) -> str:
 def _describe_contents(uri: str, whole: bool) -> str:
     filesystem, path = locate(uri)
     info = filesystem.get_file_info(path)
-    size, digest, changed = int(info.size or 0), hashlib.sha256(), ""
+    size, digest, mtime_text = int(info.size or 0), hashlib.sha256(), ""
     if whole or size <= _WHOLE_BYTES:
         for piece in read_ahead(uri, 0, size):
             digest.update(piece)
     else:
-        changed = f" {info.mtime_ns}"
+        mtime_text = f" {info.mtime_ns}"
         with open_input(uri) as stream:
             for number in range(16):
-                at = (size - _PIECE_BYTES) * number // 15
-                digest.update(stream.read_at(_PIECE_BYTES, at))
-    return f"{name_of(uri)} {size} {digest.hexdigest()}{changed}\n"
+                offset = (size - _PIECE_BYTES) * number // 15
+                digest.update(stream.read_at(_PIECE_BYTES, offset))
+    return f"{name_of(uri)} {size} {digest.hexdigest()}{mtime_text}\n"
 
 
 def walk_json(uri: str) -> Iterator[str]:

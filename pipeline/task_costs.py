@@ -1,4 +1,4 @@
-"""What tasks cost: measured where they run, summed up by the process that started them.
+"""The costs of tasks: measured where they run, summed up by the process that started them.
 
 Each task's record says its seconds, rows, bytes, peak memory and host. At the end of a stage its
 stragglers, restarts and failures are printed; MLflow gets them as `tasks.json`, and Ray's Prometheus
@@ -27,7 +27,7 @@ from pipeline.records import RecordT, TaskCost
 _STRAGGLER_FACTOR = 3.0  # times the median
 _STRAGGLER_SECONDS = 10.0  # and at least so long: short tasks wait for each other
 _SHOWN = 5
-_KEPT = 200  # of a stage's tasks, in tasks.json: the slowest
+_MAX_TASKS_IN_JSON = 200  # of a stage's tasks, in tasks.json: the slowest
 
 
 def measured(action: Callable[[], RecordT]) -> RecordT:
@@ -65,9 +65,9 @@ class Stage:
 
     name: str
     costs: Mapping[str, TaskCost]
-    """Of the finished tasks."""
+    """The costs of the finished tasks."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Why, by task."""
+    """The reasons, by task."""
     died_on: Mapping[str, list[str]] = field(default_factory=dict)
     """Hosts on which the process of a task died, by task."""
 
@@ -84,7 +84,7 @@ class Stage:
 
     def as_json(self) -> dict[str, Any]:
         costs = self.costs.values()
-        slowest = sorted(self.costs.items(), key=lambda item: -item[1].seconds)[:_KEPT]
+        slowest = sorted(self.costs.items(), key=lambda item: -item[1].seconds)[:_MAX_TASKS_IN_JSON]
         return {
             "stage": self.name,
             "tasks": len(self.costs),
@@ -104,12 +104,12 @@ _stages: ContextVar[list[Stage] | None] = ContextVar("stages", default=None)
 
 
 @contextmanager
-def collected() -> Iterator[list[Stage]]:
+def collect_stages() -> Iterator[list[Stage]]:
     """The stages that end meanwhile, in this thread."""
-    found: list[Stage] = []
-    token = _stages.set(found)
+    stages: list[Stage] = []
+    token = _stages.set(stages)
     try:
-        yield found
+        yield stages
     finally:
         _stages.reset(token)
 
@@ -117,9 +117,10 @@ def collected() -> Iterator[list[Stage]]:
 def report(stage: Stage) -> None:
     """Says what a person should know of a stage that has ended, and keeps it for MLflow."""
     for task, hosts in stage.died_on.items():
-        where = ", ".join(hosts)
+        host_names = ", ".join(hosts)
         print(
-            f"{stage.name}: {task} was started again: its process died on {where}", file=sys.stderr
+            f"{stage.name}: {task} was started again: its process died on {host_names}",
+            file=sys.stderr,
         )
     stragglers = stage.stragglers()
     for task, cost in list(stragglers.items())[:_SHOWN]:
@@ -128,9 +129,9 @@ def report(stage: Stage) -> None:
     if len(stragglers) > _SHOWN:
         print(f"{stage.name}: and {len(stragglers) - _SHOWN} more stragglers", file=sys.stderr)
     progress.event("stage", **stage.as_json())
-    kept = _stages.get()
-    if kept is not None:
-        kept.append(stage)
+    stages = _stages.get()
+    if stages is not None:
+        stages.append(stage)
 
 
 class Totals:
@@ -160,7 +161,7 @@ class Totals:
             tag_keys=("stage", "outcome"),
         )
 
-    def done(self, stage: str, cost: TaskCost) -> None:
+    def count_done(self, stage: str, cost: TaskCost) -> None:
         tags = {"stage": stage}
         for counter, value in ((self._rows, cost.rows), (self._bytes, cost.bytes)):
             if value:  # Ray refuses to add nothing
@@ -168,22 +169,22 @@ class Totals:
         self._seconds.observe(cost.seconds, tags)
         self._tasks.inc(1, {**tags, "outcome": "done"})
 
-    def failed(self, stage: str) -> None:
+    def count_failed(self, stage: str) -> None:
         self._tasks.inc(1, {"stage": stage, "outcome": "failed"})
 
 
 def count_done(stage: str, cost: TaskCost) -> None:
     if totals := _totals():
-        totals.done(stage, cost)
+        totals.count_done(stage, cost)
 
 
 def count_failed(stage: str) -> None:
     if totals := _totals():
-        totals.failed(stage)
+        totals.count_failed(stage)
 
 
 def _totals() -> Totals | None:
-    """Those of this process; None without Ray, which exports them."""
+    """The totals of this process; None without Ray, which exports them."""
     ray = sys.modules.get("ray")
     return _totals_of_process() if ray and ray.is_initialized() else None
 

@@ -1,4 +1,4 @@
-"""News from tasks and workers of the cluster, heard by the process that started them."""
+"""Messages from tasks and workers of the cluster to the process that started them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ray.util.queue import Queue
 
 
 @contextmanager
-def listening(hear: Callable[..., None]) -> Iterator[Queue]:
-    """A queue; each tuple that is put into it becomes the arguments of `hear`, in a thread.
+def listening(handle: Callable[..., None]) -> Iterator[Queue]:
+    """A queue; each tuple that is put into it becomes the arguments of `handle`, in a thread.
 
-    What was put in before the end is heard before it.
+    All messages that were put in before the end are handled before it.
     """
     queue = Queue(actor_options={"num_cpus": 0})
 
     def listen() -> None:
-        while (news := queue.get()) is not None:
-            hear(*news)
+        while (message := queue.get()) is not None:
+            handle(*message)
 
     thread = threading.Thread(target=listen, daemon=True, name="news")
     thread.start()

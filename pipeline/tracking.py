@@ -48,7 +48,9 @@ class Run:
     ) -> None:
         """Logs the finite numbers, without waiting for the server unless told to."""
         finite = {
-            _safe(name): float(value) for name, value in metrics.items() if math.isfinite(value)
+            _metric_name(name): float(value)
+            for name, value in metrics.items()
+            if math.isfinite(value)
         }
         mlflow.set_tracking_uri(self.tracking_uri)
         mlflow.log_metrics(finite, step=step, run_id=self.run_id, synchronous=wait)
@@ -65,7 +67,7 @@ class Run:
         """(step, value) of a metric in the order of the steps, also from before the job was resumed."""
         self.flush()
         client = mlflow.MlflowClient(self.tracking_uri)
-        points = client.get_metric_history(self.run_id, _safe(name))
+        points = client.get_metric_history(self.run_id, _metric_name(name))
         return sorted({point.step: point.value for point in points}.items())
 
     def flush(self) -> None:
@@ -111,7 +113,7 @@ def start_sweep(
 
 def server() -> str:
     """The address for processes elsewhere."""
-    return _absolute(mlflow.get_tracking_uri())
+    return _absolute_uri(mlflow.get_tracking_uri())
 
 
 @contextmanager
@@ -120,7 +122,7 @@ def _open(
     name: str,
     inputs: Mapping[str, Mapping[str, Any]],
     settings: dict[str, Any],
-    more_tags: dict[str, str],
+    extra_tags: dict[str, str],
     earlier_run: str = "",
 ) -> Iterator[Run]:
     """Continues the run `earlier_run` if the server has it; else opens a new one."""
@@ -133,20 +135,20 @@ def _open(
     tags = {
         "job": job,
         "git_revision": git_revision() or "unknown",
-        "mlflow.note.content": "\n".join(["Made from:", *_tree(inputs)]),
-        **more_tags,
+        "mlflow.note.content": "\n".join(["Made from:", *_ancestry_lines(inputs)]),
+        **extra_tags,
     }
     for input_name, reference in inputs.items():
         for field in ("uri", "fingerprint", "run_id"):
             if value := reference.get(field):  # an encoder from elsewhere has no run
                 tags[f"input.{input_name}.{field}"] = str(value)
     run_id = earlier_run if _can_continue(earlier_run, experiment_id) else None
-    with mlflow.start_run(run_id, run_name=name, tags=tags) as active:
+    with mlflow.start_run(run_id, run_name=name, tags=tags) as active_run:
         params = {k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in flatten(settings).items()}
         # MLflow refuses a second value of a parameter: those of the first attempt stay.
-        mlflow.log_params({k: v for k, v in params.items() if k not in active.data.params})
-        run = Run(active.info.run_id, mlflow.get_tracking_uri())
-        with task_costs.collected() as stages:
+        mlflow.log_params({k: v for k, v in params.items() if k not in active_run.data.params})
+        run = Run(active_run.info.run_id, mlflow.get_tracking_uri())
+        with task_costs.collect_stages() as stages:
             try:
                 yield run
             finally:
@@ -188,9 +190,9 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
     client = mlflow.MlflowClient()
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    found = client.search_model_versions(f"name = '{name}'")
-    named = (artifact.uri, artifact.fingerprint)
-    version = next((v for v in found if (v.source, v.tags.get("fingerprint")) == named), None)
+    versions = client.search_model_versions(f"name = '{name}'")
+    identity = (artifact.uri, artifact.fingerprint)
+    version = next((v for v in versions if (v.source, v.tags.get("fingerprint")) == identity), None)
     if version is None:
         tags = {"fingerprint": artifact.fingerprint}
         version = client.create_model_version(
@@ -210,8 +212,8 @@ def registered_version(name: str, version: str) -> tuple[str, str]:
         aliases = dict(client.get_registered_model(name).aliases)
         number = str(aliases.get(version, version))
         if not number.isdecimal():
-            known = ", ".join(sorted(aliases)) or "none"
-            raise BadInput(f"{name}: no version has the alias {version}; there are: {known}")
+            alias_names = ", ".join(sorted(aliases)) or "none"
+            raise BadInput(f"{name}: no version has the alias {version}; there are: {alias_names}")
         return number, str(client.get_model_version(name, number).source)
     except MlflowException as error:
         raise BadInput(f"{name}, version {version}: {str(error).splitlines()[0]}") from None
@@ -235,13 +237,13 @@ def move_alias(name: str, alias: str, version: str) -> None:
     nobody would know the version before.
     """
     client, previous = mlflow.MlflowClient(), previous_alias(alias)
-    before = version_of_alias(name, alias)
+    version_before = version_of_alias(name, alias)
     moves = [(alias, version)]
-    if before and before != version:
+    if version_before and version_before != version:
         is_back = version_of_alias(name, previous) == version
-        moves.insert(len(moves) if is_back else 0, (previous, before))
-    for moved, target in moves:
-        client.set_registered_model_alias(name, moved, target)
+        moves.insert(len(moves) if is_back else 0, (previous, version_before))
+    for moved_alias, target in moves:
+        client.set_registered_model_alias(name, moved_alias, target)
 
 
 def _earlier_run(draft: Draft) -> str:
@@ -280,14 +282,14 @@ def _set_experiment(name: str) -> str:
     if not uri.startswith(_SQLITE):
         return str(mlflow.set_experiment(name).experiment_id)
     base = Path(uri.removeprefix(_SQLITE))
-    with _alone(base.with_name(f"{base.name}.lock")):
+    with _file_lock(base.with_name(f"{base.name}.lock")):
         if mlflow.get_experiment_by_name(name) is None:
             mlflow.create_experiment(name, artifact_location=str(base.parent / "mlruns"))
         return str(mlflow.set_experiment(name).experiment_id)
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _file_lock(lock: Path) -> Iterator[None]:
     """Waits for other processes that hold the file; one that dies lets go."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as stream:
@@ -296,23 +298,23 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _tree(inputs: Mapping[str, Any], depth: int = 0) -> list[str]:
+def _ancestry_lines(inputs: Mapping[str, Any], depth: int = 0) -> list[str]:
     lines = []
     for name, reference in inputs.items():
-        made_by = f", run {reference['run_id']}" if reference.get("run_id") else ""
-        text = f"{name}: {reference['uri']} ({reference['fingerprint'][:16]}{made_by})"
+        run_text = f", run {reference['run_id']}" if reference.get("run_id") else ""
+        text = f"{name}: {reference['uri']} ({reference['fingerprint'][:16]}{run_text})"
         lines.append("    " * depth + "* " + text)
-        lines += _tree(reference.get("inputs") or {}, depth + 1)
+        lines += _ancestry_lines(reference.get("inputs") or {}, depth + 1)
     return lines
 
 
-def _absolute(uri: str) -> str:
+def _absolute_uri(uri: str) -> str:
     """A relative sqlite path means another file in another process' working directory."""
     if not uri.startswith(_SQLITE):
         return uri
     return _SQLITE + str(Path(uri.removeprefix(_SQLITE)).absolute())
 
 
-def _safe(name: str) -> str:
+def _metric_name(name: str) -> str:
     """MLflow refuses a whole batch of metrics for one "@" in a name."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)

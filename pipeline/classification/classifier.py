@@ -35,7 +35,7 @@ SETTINGS, WEIGHTS = "classifier.json", "head.safetensors"
 
 @dataclass(frozen=True)
 class Classified:
-    """What a classifier says of one text."""
+    """A classifier's answer to one text."""
 
     probabilities_C: Tensor
     out_of_scope: bool
@@ -44,11 +44,11 @@ class Classified:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A head with the names of what it tells apart."""
+    """A head with the names of its intents."""
 
     head: Head
     labels: tuple[str, ...]
-    """Of the head's outputs, in order."""
+    """The intents, in the order of the head's outputs."""
     threshold: float
     """Texts whose best probability is below it are out of scope; 0: none is."""
     encode: EncodeConfig
@@ -57,7 +57,7 @@ class Classifier:
     encoder_fingerprint: str
 
     def files(self) -> dict[str, bytes]:
-        """Its files by name."""
+        """The classifier's files by name."""
         settings = {
             "labels": list(self.labels),
             "threshold": self.threshold,
@@ -80,7 +80,7 @@ class Classifier:
             return probabilities_NC
 
     def classify(self, vectors_NF: Tensor) -> list[Classified]:
-        """What it says of texts with these vectors."""
+        """The answers to texts with these vectors."""
         return [
             Classified(row_C, row_C.max().item() < self.threshold)
             for row_C in self.probabilities(vectors_NF)
@@ -127,16 +127,16 @@ def load(folder: Path) -> Classifier:
         labels = tuple(values["labels"])
         config, encode = from_dict(HeadConfig, values["head"]), values["encode"]
         head = Head(values["features"], config.hidden, len(labels))
-        named = values["encoder"]
-        made = Classifier(
+        encoder_reference = values["encoder"]
+        classifier = Classifier(
             head, labels, float(values["threshold"]), from_dict(EncodeConfig, encode), config,
-            str(named["uri"]), str(named["fingerprint"]),
+            str(encoder_reference["uri"]), str(encoder_reference["fingerprint"]),
         )  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise BadInput(f"{path}: not the settings of a classifier ({error!r})") from None
     _fill(head, folder / WEIGHTS)
     require(len(labels) >= 2, str(path), labels, "two intents at least")
-    return made
+    return classifier
 
 
 def _fill(head: Head, path: Path) -> None:

@@ -48,19 +48,22 @@ def load(folder: Path, config: EncodeConfig, on: device) -> FrozenEncoder:
 
     Raises BadInput for a model that gives texts no vectors of their own.
     """
-    ranker = _ranker(folder, config)
+    ranker = _load_ranker(folder, config)
     ranker.config.require_vectors()
     return FrozenEncoder(inference.prepare(ranker, on, config.precision), config)
 
 
-def _ranker(folder: Path, config: EncodeConfig) -> Ranker:
-    sentence_transformers = (folder, folder / "context")  # the second: with a folder for each side
-    theirs = any((one / SENTENCE_TRANSFORMERS).exists() for one in sentence_transformers)
-    if theirs or (folder / SETTINGS).exists():
-        says = f"as {folder} says it itself"
-        require(config.reduction == "mean", "encode.reduction", config.reduction, f"mean, {says}")
+def _load_ranker(folder: Path, config: EncodeConfig) -> Ranker:
+    folders = (folder, folder / "context")  # the second: with a folder for each side
+    is_external = any((path / SENTENCE_TRANSFORMERS).exists() for path in folders)
+    if is_external or (folder / SETTINGS).exists():
+        hint = f"as {folder} says it itself"
+        require(config.reduction == "mean", "encode.reduction", config.reduction, f"mean, {hint}")
         require(
-            theirs or not config.max_tokens, "encode.max_tokens", config.max_tokens, f"0, {says}"
+            is_external or not config.max_tokens,
+            "encode.max_tokens",
+            config.max_tokens,
+            f"0, {hint}",
         )
         return from_anywhere.load(folder, config.max_tokens, config.max_tokens)
     encoder = Encoder.load(folder)

@@ -28,79 +28,85 @@ class Answers:
     confidence_N: Floats
     """The best probability."""
     outside_M: Floats
-    """Likewise, of texts out of scope."""
+    """The best probabilities of texts out of scope."""
 
     @property
-    def right(self) -> Bools:
+    def is_right(self) -> Bools:
         """[N]"""
         return np.asarray(self.true_N == self.answered_N)
 
 
 def answers(texts: Sequence[Labelled], probabilities: Tensor, labels: tuple[str, ...]) -> Answers:
     """Probabilities [texts, C] beside the intents that are right."""
-    place_of = {label: place for place, label in enumerate(labels)}
+    place_of_label = {label: place for place, label in enumerate(labels)}
     inside = [place for place, row in enumerate(texts) if not row.out_of_scope]
     outside = [place for place, row in enumerate(texts) if row.out_of_scope]
-    found = probabilities.double().numpy()
+    probabilities_NC = probabilities.double().numpy()
     return Answers(
-        np.array([place_of[texts[place].intent] for place in inside], np.int64),
-        found[inside].argmax(axis=1).astype(np.int64),
-        found[inside].max(axis=1, initial=0.0),
-        found[outside].max(axis=1, initial=0.0),
+        np.array([place_of_label[texts[place].intent] for place in inside], np.int64),
+        probabilities_NC[inside].argmax(axis=1).astype(np.int64),
+        probabilities_NC[inside].max(axis=1, initial=0.0),
+        probabilities_NC[outside].max(axis=1, initial=0.0),
     )
 
 
-def numbers(given: Answers, intents: int, threshold: float) -> dict[str, float]:
+def numbers(answers: Answers, intents: int, threshold: float) -> dict[str, float]:
     """`accuracy` and `macro_f1` are of the texts in scope, whatever the threshold; with texts out of scope
     `in_scope_accuracy`, `oos_recall` and `oos_precision` say what the threshold does."""
-    counts_CC = metrics.confusion_counts(given.true_N, given.answered_N, intents)
+    counts_CC = metrics.confusion_counts(answers.true_N, answers.answered_N, intents)
     names = tuple(map(str, range(intents)))
-    found = {
+    values = {
         "accuracy": metrics.accuracy(counts_CC),
         "macro_f1": metrics.macro_f1(metrics.by_intent(counts_CC, names)),
     }
-    if len(given.outside_M):
-        scope = metrics.scope(threshold, given.confidence_N, given.right, given.outside_M)
-        found.update(scope._asdict())
-    return found
+    if len(answers.outside_M):
+        scope = metrics.scope(threshold, answers.confidence_N, answers.is_right, answers.outside_M)
+        values.update(scope._asdict())
+    return values
 
 
-def report(given: Answers, labels: tuple[str, ...]) -> dict[str, Any]:
+def report(answers: Answers, labels: tuple[str, ...]) -> dict[str, Any]:
     """The worst intents, the pairs that are confused, and every intent."""
-    counts_CC = metrics.confusion_counts(given.true_N, given.answered_N, len(labels))
+    counts_CC = metrics.confusion_counts(answers.true_N, answers.answered_N, len(labels))
     results = metrics.by_intent(counts_CC, labels)
     return {
-        "worst": [one._asdict() for one in metrics.worst(results)],
-        "confusions": [one._asdict() for one in metrics.confusions(counts_CC, labels)],
-        "by_intent": [one._asdict() for one in results],
+        "worst": [result._asdict() for result in metrics.worst(results)],
+        "confusions": [pair._asdict() for pair in metrics.confusions(counts_CC, labels)],
+        "by_intent": [result._asdict() for result in results],
     }
 
 
-def plot(given: Answers, labels: tuple[str, ...]) -> bytes:
+def plot(answers: Answers, labels: tuple[str, ...]) -> bytes:
     """A PNG of the confusion: a row is an intent, a column what its texts were answered with, as shares of
     the row. Of more than 40 intents the 30 worst, and the others' answers together."""
-    counts_CC = metrics.confusion_counts(given.true_N, given.answered_N, len(labels))
+    counts_CC = metrics.confusion_counts(answers.true_N, answers.answered_N, len(labels))
     results = metrics.by_intent(counts_CC, labels)
-    shown = sorted(one.intent for one in (results if len(results) <= _WHOLE else results[:_SHOWN]))
-    places = [labels.index(name) for name in shown]
+    shown_intents = sorted(
+        result.intent for result in (results if len(results) <= _WHOLE else results[:_SHOWN])
+    )
+    places = [labels.index(name) for name in shown_intents]
     rows_RC = counts_CC[places]
     shares_RR = rows_RC[:, places] / rows_RC.sum(1, keepdims=True)
-    columns = list(shown)
-    if len(shown) < len(labels):
+    columns = list(shown_intents)
+    if len(shown_intents) < len(labels):
         shares_RR = np.column_stack([shares_RR, 1 - shares_RR.sum(1)])
         columns.append("(another)")
-    side = 3 + 0.22 * len(shown)
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    inches = 3 + 0.22 * len(shown_intents)
+    figure = Figure(figsize=(inches + 1, inches), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares_RR, cmap="Blues", vmin=0, vmax=1)
-    across, down = (
-        [name.replace("$", r"\$") for name in names] for names in (columns, shown)
+    column_names, row_names = (
+        [name.replace("$", r"\$") for name in names] for names in (columns, shown_intents)
     )  # no formulas
-    axes.set_xticks(range(len(columns)), across, rotation=90, fontsize=7)
-    axes.set_yticks(range(len(shown)), down, fontsize=7)
+    axes.set_xticks(range(len(columns)), column_names, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(shown_intents)), row_names, fontsize=7)
     axes.set_xlabel("answered")
     axes.set_ylabel("intent")
-    title = f"{len(shown)} of {len(labels)} intents, the worst" if len(columns) > len(shown) else ""
+    title = (
+        f"{len(shown_intents)} of {len(labels)} intents, the worst"
+        if len(columns) > len(shown_intents)
+        else ""
+    )
     axes.set_title(title, fontsize=8)
     figure.colorbar(image, ax=axes, shrink=0.6, label="share of the intent's texts")
     buffer = io.BytesIO()

@@ -64,7 +64,7 @@ def fit(
     head.reset(generator)
     head.to(vectors_NF.device)
     texts, steps = len(vectors_NF), math.ceil(len(vectors_NF) / config.batch)
-    units_NF, kept = unit(vectors_NF), 1 - config.dropout
+    units_NF, keep_share = unit(vectors_NF), 1 - config.dropout
     weights_N = torch.ones(texts)
     if config.balanced:
         weights_N = 1 / torch.bincount(labels_N.cpu(), minlength=intents)[labels_N.cpu()]
@@ -76,8 +76,8 @@ def fit(
         for places_B in drawn.to(vectors_NF.device).view(steps, config.batch):
             vectors_BF = units_NF[places_B]
             if config.dropout:
-                mask_BF = torch.empty(vectors_BF.shape).bernoulli_(kept, generator=generator)
-                vectors_BF = vectors_BF * mask_BF.to(vectors_BF.device) / kept
+                mask_BF = torch.empty(vectors_BF.shape).bernoulli_(keep_share, generator=generator)
+                vectors_BF = vectors_BF * mask_BF.to(vectors_BF.device) / keep_share
             loss = F.cross_entropy(head.logits(vectors_BF), labels_N[places_B])
             with torch.no_grad():
                 gradients = torch.autograd.grad(loss, parameters)

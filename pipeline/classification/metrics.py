@@ -45,44 +45,46 @@ def accuracy(counts_CC: Ints) -> float:
 
 def by_intent(counts_CC: Ints, labels: tuple[str, ...]) -> list[IntentResult]:
     """The intents that the texts have, worst F1 first. A precision without answers is 0."""
-    right_C = np.diag(counts_CC)
+    right_counts_C = np.diag(counts_CC)
     texts_C, answers_C = counts_CC.sum(1), counts_CC.sum(0)
-    found = []
+    results = []
     for place in np.flatnonzero(texts_C).tolist():
-        wrong_C = counts_CC[place].copy()
-        wrong_C[place] = 0
-        worst = int(wrong_C.argmax())
-        found.append(
+        wrong_counts_C = counts_CC[place].copy()
+        wrong_counts_C[place] = 0
+        most_confused = int(wrong_counts_C.argmax())
+        results.append(
             IntentResult(
                 labels[place],
                 int(texts_C[place]),
-                float(right_C[place] / texts_C[place]),
-                float(right_C[place] / max(answers_C[place], 1)),
-                float(2 * right_C[place] / (texts_C[place] + answers_C[place])),
-                labels[worst] if wrong_C[worst] else "",
+                float(right_counts_C[place] / texts_C[place]),
+                float(right_counts_C[place] / max(answers_C[place], 1)),
+                float(2 * right_counts_C[place] / (texts_C[place] + answers_C[place])),
+                labels[most_confused] if wrong_counts_C[most_confused] else "",
             )
         )
-    return sorted(found, key=lambda one: (one.f1, one.intent))
+    return sorted(results, key=lambda result: (result.f1, result.intent))
 
 
 def macro_f1(results: list[IntentResult]) -> float:
     """The mean of the F1 of the intents that the texts have."""
-    return float(np.mean([one.f1 for one in results]))
+    return float(np.mean([result.f1 for result in results]))
 
 
 def worst(results: list[IntentResult]) -> list[IntentResult]:
     """The ten worst that have an error."""
-    return [one for one in results if one.f1 < 1][:_WORST]
+    return [result for result in results if result.f1 < 1][:_WORST]
 
 
 def confusions(counts_CC: Ints, labels: tuple[str, ...]) -> list[Confusion]:
     """The ten pairs that are confused most often."""
-    wrong_CC = counts_CC.copy()
-    np.fill_diagonal(wrong_CC, 0)
-    order = np.argsort(-wrong_CC, axis=None, kind="stable")[:_PAIRS]
+    wrong_counts_CC = counts_CC.copy()
+    np.fill_diagonal(wrong_counts_CC, 0)
+    order = np.argsort(-wrong_counts_CC, axis=None, kind="stable")[:_PAIRS]
     pairs = [divmod(int(place), len(labels)) for place in order]
     return [
-        Confusion(labels[a], labels[b], int(wrong_CC[a, b])) for a, b in pairs if wrong_CC[a, b]
+        Confusion(labels[a], labels[b], int(wrong_counts_CC[a, b]))
+        for a, b in pairs
+        if wrong_counts_CC[a, b]
     ]
 
 
@@ -91,7 +93,7 @@ def confusions(counts_CC: Ints, labels: tuple[str, ...]) -> list[Confusion]:
 
 
 class Scope(NamedTuple):
-    """What a threshold does."""
+    """The effect of a threshold."""
 
     in_scope_accuracy: float
     """Share of the texts in scope whose intent is answered, and not answered "out of scope"."""
@@ -101,14 +103,14 @@ class Scope(NamedTuple):
     """Share of the texts answered "out of scope" that are; 0 where there are none."""
 
 
-def best_threshold(confidence_N: Floats, right_N: Bools, outside_M: Floats) -> float:
+def best_threshold(confidence_N: Floats, is_right_N: Bools, outside_M: Floats) -> float:
     """The threshold with the most right answers, "out of scope" being one (Larson et al. 2019).
 
-    `confidence_N`, `right_N`: of texts in scope their best probability, and whether it is of the right
+    `confidence_N`, `is_right_N`: of texts in scope their best probability, and whether it is of the right
     intent; `outside_M`: the best probability of texts out of scope. Of several thresholds the lowest.
     """
     confidence = np.concatenate([confidence_N, outside_M])
-    gain = np.concatenate([-right_N.astype(np.int64), np.ones(len(outside_M), np.int64)])
+    gain = np.concatenate([-is_right_N.astype(np.int64), np.ones(len(outside_M), np.int64)])
     order = np.argsort(confidence, kind="stable")
     confidence, gain = confidence[order], np.cumsum(gain[order])
     # A threshold stands between two values that differ: texts below it are rejected.
@@ -116,17 +118,17 @@ def best_threshold(confidence_N: Floats, right_N: Bools, outside_M: Floats) -> f
     best = int(ends[np.argmax(gain[ends])])
     if gain[best] <= 0:
         return 0.0
-    last = confidence[best]
-    above = confidence[best + 1] if best + 1 < len(confidence) else last
-    return float(max((last + above) / 2, np.nextafter(last, 2)))
+    below = confidence[best]
+    above = confidence[best + 1] if best + 1 < len(confidence) else below
+    return float(max((below + above) / 2, np.nextafter(below, 2)))
 
 
-def scope(threshold: float, confidence_N: Floats, right_N: Bools, outside_M: Floats) -> Scope:
-    """What a threshold does with texts in scope and texts out of scope."""
-    kept_N, rejected_M = confidence_N >= threshold, outside_M < threshold
-    rejected = rejected_M.sum() + (~kept_N).sum()
+def scope(threshold: float, confidence_N: Floats, is_right_N: Bools, outside_M: Floats) -> Scope:
+    """The effect of a threshold on texts in scope and out of scope."""
+    accepted_N, rejected_M = confidence_N >= threshold, outside_M < threshold
+    rejected_count = rejected_M.sum() + (~accepted_N).sum()
     return Scope(
-        float((kept_N & right_N).mean()),
+        float((accepted_N & is_right_N).mean()),
         float(rejected_M.mean()),
-        float(rejected_M.sum() / max(rejected, 1)),
+        float(rejected_M.sum() / max(rejected_count, 1)),
     )

@@ -9,9 +9,9 @@ from pipeline.config import require
 from pipeline.models.precision import Precision
 
 KIND = "classifier"
-"""Of the artifact."""
+"""The kind of the artifact."""
 REPORT, PLOT = "report.json", "confusion.png"
-"""Its files that say how well it does."""
+"""The files of the artifact that show its quality."""
 
 Side = Literal["context", "candidate"]
 

@@ -59,7 +59,7 @@ class ReadConfig(tables.TableFormat):
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts by what they are for."""
+    """Texts by their purpose."""
 
     train: list[Labelled]
     asked: list[Labelled]
@@ -82,48 +82,49 @@ def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts
     for split, row in _rows(storage.expand(uris), config, reading, account):
         by_split.setdefault(split, []).append(row)
     _check_share(account, reading)
-    kept = {name: n for name, n in by_split.items() if n}
-    where = " ".join(uris)
-    if not kept:
-        raise BadInput(f"--input {where}: no text with an intent")
-    if len(kept) == 1 or kept.keys() <= {"train", None}:
-        train, valid, asked = _cut([row for rows in kept.values() for row in rows], where)
+    rows_by_split = {split: rows for split, rows in by_split.items() if rows}
+    inputs = " ".join(uris)
+    if not rows_by_split:
+        raise BadInput(f"--input {inputs}: no text with an intent")
+    if len(rows_by_split) == 1 or rows_by_split.keys() <= {"train", None}:
+        rows = [row for rows in rows_by_split.values() for row in rows]
+        train, valid, asked = _split_tenths(rows, inputs)
         asked_split = "tenth"
     else:
-        train = [*kept.get(None, []), *kept.get("train", [])]
-        asked_split = "test" if "test" in kept else "valid"
-        asked = kept[cast(Split, asked_split)]
-        valid = kept["valid"] if asked_split == "test" and "valid" in kept else []
+        train = [*rows_by_split.get(None, []), *rows_by_split.get("train", [])]
+        asked_split = "test" if "test" in rows_by_split else "valid"
+        asked = rows_by_split[cast(Split, asked_split)]
+        valid = rows_by_split["valid"] if asked_split == "test" and "valid" in rows_by_split else []
     outside = [row for row in (*train, *valid) if row.out_of_scope]
     inside = [row for row in valid if not row.out_of_scope]
     train = [row for row in train if not row.out_of_scope]
     if outside and not inside:
-        eight, ninth, tenth = _cut(train, where)
+        eight, ninth, tenth = _split_tenths(train, inputs)
         train, inside = [*eight, *ninth], tenth
-    notes = [*account.notes, *_contradictions([*train, *asked]), *_known(train, asked)]
+    notes = [*account.notes, *_contradiction_notes([*train, *asked]), *_overlap_notes(train, asked)]
     if not outside:
         notes.append("no text out of scope sets a threshold: it is 0, so every text gets an intent")
     dropped = {**account.dropped.counts, **account.malformed.counts}
     texts = Texts(train, asked, [*inside, *outside] if outside else [], asked_split, dropped,
                   tuple(notes))  # fmt: skip
-    _check(texts, where)
+    _check(texts, inputs)
     return texts
 
 
 def labels_of(texts: Sequence[Labelled]) -> tuple[str, ...]:
-    """Their intents, sorted."""
+    """The intents of the texts, sorted."""
     return tuple(sorted({row.intent for row in texts}))
 
 
 def draw(texts: Sequence[Labelled], shots: int, seed: int) -> list[Labelled]:
     """`shots` texts of every intent, all where it has fewer; more shots of a seed hold the fewer ones."""
-    by_intent: dict[str, list[Labelled]] = {}
+    rows_by_intent: dict[str, list[Labelled]] = {}
     for row in texts:
-        by_intent.setdefault(row.intent, []).append(row)
+        rows_by_intent.setdefault(row.intent, []).append(row)
     random = np.random.default_rng(seed)
     drawn = list[Labelled]()
-    for intent in sorted(by_intent):
-        rows = by_intent[intent]
+    for intent in sorted(rows_by_intent):
+        rows = rows_by_intent[intent]
         drawn += [rows[place] for place in random.permutation(len(rows))[:shots].tolist()]
     return drawn
 
@@ -152,18 +153,18 @@ def _table_rows(
     form = config if config.dataset == "csv" else tables.TableFormat()
     for uri in files:
         split = named_split(raw.plain_name(uri))
-        for at, row in tables.read(uri, columns, reading, account, form=form):
+        for line, row in tables.read(uri, columns, reading, account, form=form):
             text, intent = row.get(text_column), row.get(label_column)
             text, intent = "" if text is None else text, "" if intent is None else intent
             if isinstance(intent, int):  # labels that are numbers, in JSON and Parquet
                 intent = str(intent)
             if not raw.is_text(text) or not raw.is_text(intent):
-                shown = json.dumps([str(text), str(intent)], ensure_ascii=False)
-                account.malformed.add("not a text and an intent", uri, at, shown)
+                sample = json.dumps([str(text), str(intent)], ensure_ascii=False)
+                account.malformed.add("not a text and an intent", uri, line, sample)
             elif not text.strip():
-                account.dropped.add("empty text", uri, at, intent)
+                account.dropped.add("empty text", uri, line, intent)
             elif not intent.strip():
-                account.dropped.add("no intent", uri, at, text)
+                account.dropped.add("no intent", uri, line, text)
             else:
                 intent = intent.strip()
                 outside = config.dataset == "csv" and intent == config.out_of_scope_label
@@ -172,27 +173,27 @@ def _table_rows(
 
 def _check_share(account: file_tasks.Account, reading: raw.Reading) -> None:
     """Raises BadInput where too much is malformed."""
-    bad = sum(account.malformed.counts.values())
-    if bad > account.records * reading.max_malformed_share:
+    malformed = sum(account.malformed.counts.values())
+    if malformed > account.records * reading.max_malformed_share:
         first = account.malformed.samples[0]
-        raise BadInput(f"{bad:,} of {account.records:,} rows are malformed, the first is {first['file']}, "
-                       f"line {first['line']}: {first['reason']}; more than "
+        raise BadInput(f"{malformed:,} of {account.records:,} rows are malformed, the first is "
+                       f"{first['file']}, line {first['line']}: {first['reason']}; more than "
                        f"reading.max_malformed_share {reading.max_malformed_share:g}")  # fmt: skip
 
 
-def _cut(
-    texts: Sequence[Labelled], where: str
+def _split_tenths(
+    texts: Sequence[Labelled], inputs: str
 ) -> tuple[list[Labelled], list[Labelled], list[Labelled]]:
     """Eight tenths, one, and one of every intent; an intent of few texts has at least one in the first
     part and one in the last."""
     parts: tuple[list[Labelled], list[Labelled], list[Labelled]] = ([], [], [])
-    by_intent: dict[str, dict[str, list[Labelled]]] = {}
+    groups_by_intent: dict[str, dict[str, list[Labelled]]] = {}
     for row in texts:
-        by_intent.setdefault(row.intent, {}).setdefault(_key(row.text), []).append(row)
-    for intent in sorted(by_intent):
-        groups = by_intent[intent]
+        groups_by_intent.setdefault(row.intent, {}).setdefault(_key(row.text), []).append(row)
+    for intent in sorted(groups_by_intent):
+        groups = groups_by_intent[intent]
         if len(groups) < 2:
-            raise BadInput(f"--input {where}: intent {intent!r} has 1 text (equal ones count once), and a "
+            raise BadInput(f"--input {inputs}: intent {intent!r} has 1 text (equal ones count once), and a "
                            "tenth of each is to be held out; allowed: 2 at least, or a file test.csv "
                            "beside it")  # fmt: skip
         keys = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest())
@@ -206,44 +207,44 @@ def _cut(
 
 
 def _key(text: str) -> str:
-    """What equal texts have in common."""
+    """The same for texts that count as equal."""
     return " ".join(text.casefold().split())
 
 
-def _known(train: Sequence[Labelled], asked: Sequence[Labelled]) -> list[str]:
+def _overlap_notes(train: Sequence[Labelled], asked: Sequence[Labelled]) -> list[str]:
     """Says how many asked texts are trained on: their answers are known."""
     keys = {_key(row.text) for row in train}
     count = sum(_key(row.text) in keys for row in asked)
     return [f"of {len(asked):,} asked texts, trained on too: {count:,}"] if count else []
 
 
-def _contradictions(texts: Sequence[Labelled]) -> list[str]:
-    intents_of: dict[str, set[str]] = {}
+def _contradiction_notes(texts: Sequence[Labelled]) -> list[str]:
+    intents_by_text: dict[str, set[str]] = {}
     for row in texts:
-        intents_of.setdefault(row.text, set()).add(row.intent)
-    count = sum(len(found) > 1 for found in intents_of.values())
+        intents_by_text.setdefault(row.text, set()).add(row.intent)
+    count = sum(len(text_intents) > 1 for text_intents in intents_by_text.values())
     return [f"texts with more than one intent: {count:,}"] if count else []
 
 
-def _check(texts: Texts, where: str) -> None:
-    known = labels_of(texts.train)
-    if len(known) < 2:
-        names = ", ".join(known) or "none"
-        raise BadInput(f"--input {where}: the texts to train on have {len(known)} intents ({names}); "
-                       "allowed: 2 at least")  # fmt: skip
+def _check(texts: Texts, inputs: str) -> None:
+    train_intents = labels_of(texts.train)
+    if len(train_intents) < 2:
+        names = ", ".join(train_intents) or "none"
+        raise BadInput(f"--input {inputs}: the texts to train on have {len(train_intents)} intents "
+                       f"({names}); allowed: 2 at least")  # fmt: skip
     inside = [row for row in texts.asked if not row.out_of_scope]
     if not inside:
-        raise BadInput(f"--input {where}: no text with an intent is left to ask")
+        raise BadInput(f"--input {inputs}: no text with an intent is left to ask")
     for rows, name in ((inside, texts.asked_split), (texts.threshold, "valid")):
         unknown = Counter(row.intent for row in rows if not row.out_of_scope)
-        for intent in known:
+        for intent in train_intents:
             del unknown[intent]
         if unknown:
-            shown = ", ".join(repr(intent) for intent in sorted(unknown)[:_SHOWN])
-            more = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
-            raise BadInput(f"--input {where}: {name} has {len(unknown):,} intents that train lacks "
-                           f"({shown}{more}), of {sum(unknown.values()):,} texts; allowed: intents of "
-                           "train, or read.out_of_scope_label")  # fmt: skip
+            shown_intents = ", ".join(repr(intent) for intent in sorted(unknown)[:_SHOWN])
+            suffix = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
+            raise BadInput(f"--input {inputs}: {name} has {len(unknown):,} intents that train lacks "
+                           f"({shown_intents}{suffix}), of {sum(unknown.values()):,} texts; allowed: "
+                           "intents of train, or read.out_of_scope_label")  # fmt: skip
 
 
 def parse_shots(text: str) -> int:

@@ -35,28 +35,28 @@ class HeadRecord(TaskRecord):
 
     seed: int
     numbers: dict[str, float]
-    """Of `evaluation.numbers`."""
+    """The result of `evaluation.numbers`."""
     threshold: float
     seconds: float
     details: dict[str, Any] = field(default_factory=dict)
-    """Of `evaluation.report`, of the first head."""
+    """The result of `evaluation.report` for the first head."""
 
 
 @dataclass(frozen=True)
 class Vectors:
     """One vector of each text."""
 
-    place_of: Mapping[str, int]
-    all_NF: Tensor
+    place_of_text: Mapping[str, int]
+    vectors_NF: Tensor
 
     def of(self, rows: Sequence[Labelled]) -> Tensor:
         """[rows, F]"""
-        return self.all_NF[[self.place_of[row.text] for row in rows]]
+        return self.vectors_NF[[self.place_of_text[row.text] for row in rows]]
 
 
 def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Vectors:
-    """Of all texts, each once; a resumed job has them."""
-    distinct = _distinct(texts)
+    """The vectors of all texts, each text once; a resumed job reads them."""
+    distinct = _distinct_texts(texts)
     device = best_device()
     if "vectors" not in out.marks():
         began = time.perf_counter()
@@ -72,36 +72,36 @@ def encode(out: Draft, texts: Texts, source: Source, config: EncodeConfig) -> Ve
 
 
 def estimate(texts: Texts, source: Source, config: EncodeConfig) -> cost.Estimate:
-    """By the vectors of some texts, made here; heads train in seconds."""
-    distinct = _distinct(texts)
+    """Extrapolates from the vectors of a sample, made here; heads train in seconds."""
+    distinct = _distinct_texts(texts)
     model = encoder.load(source.local(), config, best_device())
-    some = distinct[:: max(1, len(distinct) // _MEASURED_TEXTS)][:_MEASURED_TEXTS]
-    model.vectors(some[:1])  # the first allocates
+    sample = distinct[:: max(1, len(distinct) // _MEASURED_TEXTS)][:_MEASURED_TEXTS]
+    model.vectors(sample[:1])  # the first allocates
     began = time.perf_counter()
-    model.vectors(some)
-    rate = len(some) / (time.perf_counter() - began)
+    model.vectors(sample)
+    rate = len(sample) / (time.perf_counter() - began)
     hours = len(distinct) / rate / 3600
     return cost.measured_here(hours, f"{rate:,.0f} texts a second", rows=len(distinct))
 
 
-def _distinct(texts: Texts) -> list[str]:
-    """Those that get a vector."""
+def _distinct_texts(texts: Texts) -> list[str]:
+    """The texts that get a vector."""
     rows = (*texts.train, *texts.asked, *texts.threshold)
     return list(dict.fromkeys(row.text for row in rows))
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What all heads of a job have in common."""
+    """The settings that all heads of a job share."""
 
     encode: EncodeConfig
     head: HeadConfig
     shots: int
     """Texts of every intent; 0: all."""
     first_seed: int
-    """Of the head whose files go into the output."""
+    """The seed of the head whose files go into the output."""
     encoder: Mapping[str, Any]
-    """What a manifest says of the encoder."""
+    """The manifest's reference to the encoder."""
 
 
 def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: int) -> HeadRecord:
@@ -110,42 +110,44 @@ def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: 
     if task in marks:
         return marks.record(task, HeadRecord)
     began, labels = time.perf_counter(), labels_of(texts.train)
-    drawn = draw(texts.train, plan.shots, seed) if plan.shots else texts.train
-    place_of = {label: place for place, label in enumerate(labels)}
-    numbers_N = torch.tensor([place_of[row.intent] for row in drawn])
-    vectors_NF = vectors.of(drawn)
-    trained = head.fit(
+    train_rows = draw(texts.train, plan.shots, seed) if plan.shots else texts.train
+    place_of_label = {label: place for place, label in enumerate(labels)}
+    labels_N = torch.tensor([place_of_label[row.intent] for row in train_rows])
+    vectors_NF = vectors.of(train_rows)
+    trained_head = head.fit(
         vectors_NF,
-        numbers_N.to(vectors_NF.device),
+        labels_N.to(vectors_NF.device),
         len(labels),
         plan.head,
         seed,
         _Progress(f"head {seed}", plan.head.epochs),
     ).cpu()
-    named = str(plan.encoder["uri"]), str(plan.encoder["fingerprint"])
-    made = Classifier(trained, labels, 0.0, plan.encode, plan.head, *named)
+    encoder_reference = str(plan.encoder["uri"]), str(plan.encoder["fingerprint"])
+    classifier = Classifier(trained_head, labels, 0.0, plan.encode, plan.head, *encoder_reference)
     if texts.threshold:
-        probabilities = made.probabilities(vectors.of(texts.threshold).cpu())
-        known = evaluation.answers(texts.threshold, probabilities, labels)
-        threshold = best_threshold(known.confidence_N, known.right, known.outside_M)
-        made = replace(made, threshold=threshold)
-    asked = made.probabilities(vectors.of(texts.asked).cpu())
-    answers = evaluation.answers(texts.asked, asked, labels)
-    numbers = evaluation.numbers(answers, len(labels), made.threshold)
+        probabilities = classifier.probabilities(vectors.of(texts.threshold).cpu())
+        calibration = evaluation.answers(texts.threshold, probabilities, labels)
+        threshold = best_threshold(
+            calibration.confidence_N, calibration.is_right, calibration.outside_M
+        )
+        classifier = replace(classifier, threshold=threshold)
+    asked_probabilities = classifier.probabilities(vectors.of(texts.asked).cpu())
+    answers = evaluation.answers(texts.asked, asked_probabilities, labels)
+    numbers = evaluation.numbers(answers, len(labels), classifier.threshold)
     record = HeadRecord(
         seed=seed,
         numbers=numbers,
-        threshold=made.threshold,
+        threshold=classifier.threshold,
         seconds=round(time.perf_counter() - began, 1),
         counts={
             "intents": len(labels),
-            "train_examples": len(drawn),
+            "train_examples": len(train_rows),
             "examples": len(answers.true_N),
             "out_of_scope_examples": len(answers.outside_M),
         },
     )
     if seed == plan.first_seed:
-        files = {**made.files(), PLOT: evaluation.plot(answers, labels)}
+        files = {**classifier.files(), PLOT: evaluation.plot(answers, labels)}
         entries = [out.write_file(name, data) for name, data in files.items()]
         record = replace(record, files=entries, details=evaluation.report(answers, labels))
     out.mark(task, record)
@@ -159,23 +161,23 @@ def means(records: Sequence[HeadRecord]) -> dict[str, float]:
 
 
 def report(texts: Texts, records: Sequence[HeadRecord], plan: TrainingPlan) -> dict[str, Any]:
-    """What `report.json` holds: numbers are means over the heads, the details are of the first."""
-    first = records[0]
+    """The content of `report.json`: means over the heads, and the details of the first head."""
+    first_record = records[0]
     accuracies = [record.numbers["accuracy"] for record in records]
     return {
         **means(records),
         "accuracy_std": statistics.stdev(accuracies) if len(records) > 1 else None,
-        **first.counts,
+        **first_record.counts,
         "asked_split": texts.asked_split,
         "shots": plan.shots or "full",
         "encoder": {name: plan.encoder[name] for name in ("uri", "fingerprint")},
-        "threshold": first.threshold,
+        "threshold": first_record.threshold,
         "heads": [
             {"seed": record.seed, **record.numbers, "seconds": record.seconds} for record in records
         ],
         "dropped": dict(texts.dropped),
         "notes": list(texts.notes),
-        **first.details,
+        **first_record.details,
     }
 
 

@@ -1,4 +1,4 @@
-"""What a ranker has to beat: chance, and shared words by TF-IDF and BM25.
+"""The baselines that a ranker has to beat: chance, and shared words by TF-IDF and BM25.
 
 Words are hashed, so that one that no known text holds is a rare word, not an unknown one.
 """
@@ -28,14 +28,14 @@ _HASH = HashingVectorizer(
 
 def known_texts(corpus: Artifact, limit: int = 200_000) -> list[str]:
     """The first responses of the train split: what the weights come from."""
-    known: list[str] = []
+    texts: list[str] = []
     for uri in corpus.files("train/", ".parquet"):
         with storage.open_input(uri) as stream:
             for batch in pq.ParquetFile(stream).iter_batches(columns=["response"]):
-                if len(known) >= limit:
-                    return known[:limit]
-                known += batch.column(0).to_pylist()
-    return known[:limit]
+                if len(texts) >= limit:
+                    return texts[:limit]
+                texts += batch.column(0).to_pylist()
+    return texts[:limit]
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,23 @@ class BM25:
     def fit(cls, texts: Iterable[str]) -> BM25:
         """Takes N, df and the average length from the texts."""
         counts_NV = _HASH.transform(texts)
-        known = counts_NV.shape[0]
-        found_V = np.bincount(counts_NV.indices, minlength=counts_NV.shape[1])
-        idf_V = np.log1p((known - found_V + 0.5) / (found_V + 0.5))
-        return cls(idf_V, max(1.0, counts_NV.sum() / known))
+        text_count = counts_NV.shape[0]
+        df_V = np.bincount(counts_NV.indices, minlength=counts_NV.shape[1])
+        idf_V = np.log1p((text_count - df_V + 0.5) / (df_V + 0.5))
+        return cls(idf_V, max(1.0, counts_NV.sum() / text_count))
 
     def prepare(self, questions: Questions) -> PreparedScorer:
-        return _Words.of(questions, self._candidates, _different_words)
+        return _Words.of(questions, self._candidates, _binary_counts)
 
     def _candidates(self, texts: Iterable[str]) -> Sparse:
         weights = _HASH.transform(texts)
         words_N = np.asarray(weights.sum(axis=1))[:, 0]
-        slowed_N = self.k1 * (1 - self.b + self.b * words_N / self.average_words)
+        saturation_N = self.k1 * (1 - self.b + self.b * words_N / self.average_words)
         counts = weights.data
-        per_text = np.diff(weights.indptr)
+        words_per_text = np.diff(weights.indptr)
         weights.data = (
             self.idf_V[weights.indices] * counts * (self.k1 + 1)
-            / (counts + np.repeat(slowed_N, per_text))
+            / (counts + np.repeat(saturation_N, words_per_text))
         )  # fmt: skip
         return weights
 
@@ -124,32 +124,32 @@ class _Words:
 
     vectors_TV: Sparse
     shared_VS: Sparse
-    of_contexts: Callable[[Iterable[str]], Sparse]
+    vectorise_contexts: Callable[[Iterable[str]], Sparse]
 
     @classmethod
     def of(
         cls,
         questions: Questions,
-        of_candidates: Callable[[Iterable[str]], Sparse],
-        of_contexts: Callable[[Iterable[str]], Sparse],
+        vectorise_candidates: Callable[[Iterable[str]], Sparse],
+        vectorise_contexts: Callable[[Iterable[str]], Sparse],
     ) -> _Words:
-        vectors_TV = of_candidates(questions.texts)
-        return cls(vectors_TV, vectors_TV[: questions.shared].T.tocsr(), of_contexts)
+        vectors_TV = vectorise_candidates(questions.texts)
+        return cls(vectors_TV, vectors_TV[: questions.shared].T.tocsr(), vectorise_contexts)
 
     def scores(self, questions: Questions) -> Floats:
-        count, own = questions.own_NK.shape
-        contexts_NV = self.of_contexts(_joined(questions.contexts))
-        repeated = contexts_NV[np.repeat(np.arange(count), own)]
-        products = self.vectors_TV[questions.own_NK.ravel()].multiply(repeated).sum(axis=1)
-        own_NK = np.asarray(products).reshape(count, own)
-        return np.hstack([own_NK, (contexts_NV @ self.shared_VS).toarray()])
+        count, own_count = questions.places_NK.shape
+        contexts_NV = self.vectorise_contexts(_join_turns(questions.contexts))
+        repeated = contexts_NV[np.repeat(np.arange(count), own_count)]
+        products = self.vectors_TV[questions.places_NK.ravel()].multiply(repeated).sum(axis=1)
+        own_scores_NK = np.asarray(products).reshape(count, own_count)
+        return np.hstack([own_scores_NK, (contexts_NV @ self.shared_VS).toarray()])
 
 
-def _different_words(texts: Iterable[str]) -> Sparse:
-    found = _HASH.transform(texts)
-    found.data[:] = 1
-    return found
+def _binary_counts(texts: Iterable[str]) -> Sparse:
+    counts = _HASH.transform(texts)
+    counts.data[:] = 1
+    return counts
 
 
-def _joined(contexts: Sequence[Sequence[str]]) -> list[str]:
+def _join_turns(contexts: Sequence[Sequence[str]]) -> list[str]:
     return ["\n".join(turns) for turns in contexts]

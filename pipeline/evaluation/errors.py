@@ -16,35 +16,37 @@ _TURNS = 6
 _CHARACTERS = 300
 
 
-def worst(result: Result, asked: Questions, count: int) -> list[dict[str, Any]]:
+def worst(result: Result, questions: Questions, count: int) -> list[dict[str, Any]]:
     """Records of the `count` worst-ranked questions, the worst first; long texts are cut."""
-    found, ranking, right_N = [], result.ranking, asked.right()
-    wrong = int((ranking.ranks_N > 1).sum())
-    for number in np.argsort(-ranking.ranks_N, kind="stable")[: min(count, wrong)].tolist():
-        context = asked.contexts[number]
-        places = asked.places(number)[ranking.top_NT[number]]
+    records, ranking, right_places_N = [], result.ranking, questions.right()
+    wrong_count = int((ranking.ranks_N > 1).sum())
+    for number in np.argsort(-ranking.ranks_N, kind="stable")[: min(count, wrong_count)].tolist():
+        context = questions.contexts[number]
+        places = questions.places(number)[ranking.top_NT[number]]
         best = zip(places, ranking.top_scores_NT[number], strict=True)
-        found.append({
+        records.append({
             "scorer": result.name,
-            "example_id": asked.ids[number],
+            "example_id": questions.ids[number],
             "rank": int(ranking.ranks_N[number]),
-            "candidates": asked.candidates,
+            "candidates": questions.candidates,
             "context": [*["…"][: len(context) > _TURNS], *map(_cut, context[-_TURNS:])],
-            "response": _cut(asked.texts[right_N[number]]),
-            "score": float(ranking.right_N[number]),
+            "response": _cut(questions.texts[right_places_N[number]]),
+            "score": float(ranking.right_scores_N[number]),
             "top": [
-                {"text": _cut(asked.texts[place]), "score": float(score),
-                 "right": bool(place == right_N[number])}
+                {"text": _cut(questions.texts[place]), "score": float(score),
+                 "right": bool(place == right_places_N[number])}
                 for place, score in best
             ],
         })  # fmt: skip
-    return found
+    return records
 
 
 def lines(records: Sequence[Sequence[dict[str, Any]]]) -> bytes:
     """JSON lines of each model's records."""
     return "".join(
-        json.dumps(record, ensure_ascii=False) + "\n" for some in records for record in some
+        json.dumps(record, ensure_ascii=False) + "\n"
+        for model_records in records
+        for record in model_records
     ).encode()
 
 

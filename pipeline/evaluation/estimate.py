@@ -1,4 +1,4 @@
-"""What an evaluation will take: a few questions are asked here, and their time says that of all."""
+"""The time that an evaluation will take, extrapolated from a few questions that are asked here."""
 
 from __future__ import annotations
 
@@ -16,51 +16,53 @@ _MOST_CANDIDATES = 64  # of a question that is asked here: among 10,001, one wou
 
 @dataclass(frozen=True)
 class AskedModel:
-    """A model, and what its time grows with."""
+    """A model, and whether its time grows with texts or with pairs."""
 
     load: Callable[[], Scorer]
     has_vectors: bool
     """Then it reads each text once, else each pair of a context and a candidate."""
 
-    def reads(self, asked: Questions) -> int:
+    def reads(self, questions: Questions) -> int:
         """Texts or pairs."""
         if self.has_vectors:
-            return len(asked.texts) + len(asked)
-        return int((asked.own_NK != NO_TEXT).sum()) + len(asked) * asked.shared
+            return len(questions.texts) + len(questions)
+        return int((questions.places_NK != NO_TEXT).sum()) + len(questions) * questions.shared
 
 
-def estimate(asked: Questions, models: Mapping[str, AskedModel]) -> cost.Estimate:
+def estimate(questions: Questions, models: Mapping[str, AskedModel]) -> cost.Estimate:
     """Asks each model some of the questions, in this process. Baselines count as free."""
-    rates = {name: _rate(model, asked) for name, model in models.items()}
-    hours = sum(model.reads(asked) / rates[name] for name, model in models.items()) / 3600
+    rates = {name: _rate(model, questions) for name, model in models.items()}
+    hours = sum(model.reads(questions) / rates[name] for name, model in models.items()) / 3600
     measured = ", ".join(
         f"{name} {rate:,.0f} {'texts' if models[name].has_vectors else 'pairs'} a second"
         for name, rate in rates.items()
     )
-    return cost.measured_here(hours, measured, rows=len(asked))
+    return cost.measured_here(hours, measured, rows=len(questions))
 
 
-def _rate(model: AskedModel, asked: Questions) -> float:
+def _rate(model: AskedModel, questions: Questions) -> float:
     """Texts or pairs that the model reads in a second."""
     scorer, count = model.load(), 2
     while True:
-        some = _some(asked, count)
+        sample = _sample_questions(questions, count)
         began = time.perf_counter()
-        rank(scorer.prepare(some), some)
+        rank(scorer.prepare(sample), sample)
         seconds = time.perf_counter() - began
-        if count > 2 and (seconds >= _MEASURED_S or len(some) == len(asked)):  # the first warms up
-            return model.reads(some) / seconds
+        if count > 2 and (
+            seconds >= _MEASURED_S or len(sample) == len(questions)
+        ):  # the first warms up
+            return model.reads(sample) / seconds
         count *= 4
 
 
-def _some(asked: Questions, count: int) -> Questions:
-    """The first ones, each with a few of its candidates."""
+def _sample_questions(questions: Questions, count: int) -> Questions:
+    """The first questions, each with a few of its candidates."""
     return Questions.of(
         Question(
-            asked.ids[number],
-            asked.contexts[number],
-            [asked.texts[place] for place in asked.places(number)[:_MOST_CANDIDATES]],
+            questions.ids[number],
+            questions.contexts[number],
+            [questions.texts[place] for place in questions.places(number)[:_MOST_CANDIDATES]],
             0,
         )
-        for number in range(min(count, len(asked)))
+        for number in range(min(count, len(questions)))
     )

@@ -76,8 +76,8 @@ def fit_map(contexts_ND: Tensor, responses_ND: Tensor, seed: int) -> Tensor:
     dev = max(1, round(_DEV_SHARE * len(contexts_ND)))
     settings = itertools.product(_RATES, _DECAYS)
     pairs = (contexts_ND[dev:], responses_ND[dev:], contexts_ND[:dev], responses_ND[:dev])
-    found = (_fit(*pairs, rate, decay, seed) for rate, decay in settings)
-    return max(found, key=lambda one: one[0])[1]
+    results = (_fit(*pairs, rate, decay, seed) for rate, decay in settings)
+    return max(results, key=lambda result: result[0])[1]
 
 
 class _Map(nn.Module):
@@ -107,36 +107,36 @@ def _fit(
         optimizer = torch.optim.Adagrad(
             network.parameters(), lr=rate, initial_accumulator_value=_FIRST_SQUARES
         )
-        best, weights, since = -1.0, torch.empty(0), 0
+        best, weights, epochs_since_best = -1.0, torch.empty(0), 0
         for _ in range(_MOST_EPOCHS):
             for places_B in torch.split(torch.randperm(len(contexts_ND)), _BATCH):
                 scores_BB = network(contexts_ND[places_B], responses_ND[places_B])
-                right_B = torch.arange(len(places_B))
-                loss = F.cross_entropy(scores_BB, right_B, label_smoothing=_SMOOTHING)
+                targets_B = torch.arange(len(places_B))
+                loss = F.cross_entropy(scores_BB, targets_B, label_smoothing=_SMOOTHING)
                 loss = loss + decay * network.weight.square().sum() / 2
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             with torch.no_grad():
-                right = _right(network, dev_contexts_ND, dev_responses_ND)
-                since += 1
-                if right > best:
+                recall = _recall_at_1(network, dev_contexts_ND, dev_responses_ND)
+                epochs_since_best += 1
+                if recall > best:
                     identity_DD = torch.eye(len(network.weight))
-                    best, since = right, 0
+                    best, epochs_since_best = recall, 0
                     weights = network.weight + network.residual * identity_DD
-            if since >= _PATIENCE:
+            if epochs_since_best >= _PATIENCE:
                 break
     return best, weights
 
 
-def _right(network: _Map, contexts_ND: Tensor, responses_ND: Tensor) -> float:
-    right = 0
+def _recall_at_1(network: _Map, contexts_ND: Tensor, responses_ND: Tensor) -> float:
+    hits = 0
     for contexts_BD, responses_BD in zip(
         torch.split(contexts_ND, _BATCH), torch.split(responses_ND, _BATCH), strict=True
     ):
         best_B = network(contexts_BD, responses_BD).argmax(dim=1)
-        right += int((best_B == torch.arange(len(best_B))).sum())
-    return right / len(contexts_ND)
+        hits += int((best_B == torch.arange(len(best_B))).sum())
+    return hits / len(contexts_ND)
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,14 @@ class _Vectors:
     def scores(self, questions: Questions) -> Floats:
         contexts_ND = unit_vectors(self.encoder, [context[-1] for context in questions.contexts])
         # Question by question: of 10,000 candidates each, all vectors at once would be gigabytes.
-        own_NK = torch.stack(
+        own_scores_NK = torch.stack(
             [
-                self.responses_TD[own_K] @ context_D
-                for own_K, context_D in zip(
-                    torch.from_numpy(questions.own_NK), contexts_ND, strict=True
+                self.responses_TD[places_K] @ context_D
+                for places_K, context_D in zip(
+                    torch.from_numpy(questions.places_NK), contexts_ND, strict=True
                 )
             ]
         )
         shared_NS = contexts_ND @ self.responses_TD[: questions.shared].T
-        found: Floats = torch.cat([own_NK, shared_NS], dim=1).double().numpy()
-        return found
+        scores_NC: Floats = torch.cat([own_scores_NK, shared_NS], dim=1).double().numpy()
+        return scores_NC

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from pipeline.evaluation.ranking import Ranking
 
 
-def require_none(asked: Questions, option: str) -> None:
+def require_none(questions: Questions, option: str) -> None:
     """Raises BadInput unless every question has the candidate."""
-    if not (asked.own_NK == asked.place_of(NONE)).any(axis=1).all():
+    if not (questions.places_NK == questions.place_of(NONE)).any(axis=1).all():
         raise BadInput(f"{option}: there are examples without the candidate {NONE!r}; allowed: a "
                        "corpus of DSTC7's sub-task 4")  # fmt: skip
 
 
-def is_right(asked: Questions) -> Bools:
-    """Where no answer is right, [N]."""
-    found: Bools = asked.right() == asked.place_of(NONE)
-    return found
+def is_right(questions: Questions) -> Bools:
+    """Whether NONE is the right candidate of each question, [N]."""
+    is_right_N: Bools = questions.right() == questions.place_of(NONE)
+    return is_right_N
 
 
-def threshold(best: Ranking, none_right_N: Bools) -> float:
+def threshold(best: Ranking, is_none_right_N: Bools) -> float:
     """The score for NONE with the highest R@1 on questions that were ranked with NONE at -inf.
 
     A threshold is right about a question where NONE is right and all scores are below it, and about
@@ -41,11 +41,11 @@ def threshold(best: Ranking, none_right_N: Bools) -> float:
     does the number change; of equally good thresholds the lowest is taken.
     """
     best_N = best.top_scores_NT[:, 0].astype(np.float64)
-    absent = np.sort(best_N[none_right_N])
-    present = np.sort(best_N[~none_right_N & (best.ranks_N == 1)])
+    absent = np.sort(best_N[is_none_right_N])
+    present = np.sort(best_N[~is_none_right_N & (best.ranks_N == 1)])
     edges = np.unique(np.concatenate([absent, present]))
     if not len(edges):
         return 0.0
-    between = np.concatenate([[edges[0] - 1], (edges[1:] + edges[:-1]) / 2, [edges[-1] + 1]])
-    right = np.searchsorted(absent, between, "left") - np.searchsorted(present, between, "right")
-    return float(between[np.argmax(right)])
+    thresholds = np.concatenate([[edges[0] - 1], (edges[1:] + edges[:-1]) / 2, [edges[-1] + 1]])
+    lost = np.searchsorted(present, thresholds, "right")
+    return float(thresholds[np.argmax(np.searchsorted(absent, thresholds, "left") - lost)])

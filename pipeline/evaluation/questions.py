@@ -56,8 +56,8 @@ class Questions:
     contexts: list[list[str]]
     texts: list[str]
     """All candidates, each text once; the first S are the shared ones."""
-    own_NK: Ints
-    """Places in `texts`; `NO_TEXT` behind the candidates of a question that has fewer than K."""
+    places_NK: Ints
+    """Each question's own candidates as places in `texts`; `NO_TEXT` fills the rows with fewer than K."""
     label_N: Ints
     """The right candidate's place among a question's own."""
     shared: int = 0
@@ -69,7 +69,7 @@ class Questions:
     def of(cls, questions: Iterable[Question], shared: Sequence[str] = ()) -> Questions:
         """Gathers questions."""
         places = {text: place for place, text in enumerate(shared)}
-        texts, ids, contexts, own, labels = list(shared), [], [], [], []
+        texts, ids, contexts, own_places, labels = list(shared), [], [], [], []
         for question in questions:
             ids.append(question.example_id)
             contexts.append(question.context)
@@ -77,11 +77,11 @@ class Questions:
             for text in question.candidates:
                 if places.setdefault(text, len(texts)) == len(texts):
                     texts.append(text)
-            own.append([places[text] for text in question.candidates])
-        own_NK = np.full((len(own), max(map(len, own), default=0)), NO_TEXT)
-        for number, row in enumerate(own):
-            own_NK[number, : len(row)] = row
-        return cls(ids, contexts, texts, own_NK, np.array(labels, np.int64), len(shared))
+            own_places.append([places[text] for text in question.candidates])
+        places_NK = np.full((len(own_places), max(map(len, own_places), default=0)), NO_TEXT)
+        for number, row in enumerate(own_places):
+            places_NK[number, : len(row)] = row
+        return cls(ids, contexts, texts, places_NK, np.array(labels, np.int64), len(shared))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -89,35 +89,35 @@ class Questions:
     @property
     def candidates(self) -> int:
         """C = K + S, the most that a question has."""
-        return int(self.own_NK.shape[1]) + self.shared
+        return int(self.places_NK.shape[1]) + self.shared
 
     def places(self, number: int) -> Ints:
         """A question's candidates as places in `texts`, [C]: its own, then the shared ones."""
-        own_K = self.own_NK[number]
-        return np.concatenate([own_K[own_K != NO_TEXT], np.arange(self.shared)])
+        places_K = self.places_NK[number]
+        return np.concatenate([places_K[places_K != NO_TEXT], np.arange(self.shared)])
 
     def rows(self, numbers: Ints) -> Questions:
         """Some of the questions, with all texts."""
         ids = [self.ids[number] for number in numbers]
         contexts = [self.contexts[number] for number in numbers]
-        own_NK, label_N = self.own_NK[numbers], self.label_N[numbers]
-        return Questions(ids, contexts, self.texts, own_NK, label_N, self.shared)
+        places_NK, label_N = self.places_NK[numbers], self.label_N[numbers]
+        return Questions(ids, contexts, self.texts, places_NK, label_N, self.shared)
 
     def part(self, numbers: Ints) -> Questions:
-        """Some of the questions, with the texts that they need and no others."""
-        some = self.rows(numbers)
-        used = np.unique(some.own_NK)
-        own_texts = used[used >= self.shared]
+        """Some of the questions, with only the texts that they need."""
+        subset = self.rows(numbers)
+        used_places = np.unique(subset.places_NK)
+        own_used_places = used_places[used_places >= self.shared]
         places = np.arange(len(self.texts))
-        places[own_texts] = self.shared + np.arange(len(own_texts))
-        kept = [*self.texts[: self.shared], *(self.texts[place] for place in own_texts)]
-        own_NK = np.where(some.own_NK == NO_TEXT, NO_TEXT, places[some.own_NK])
-        return replace(some, texts=kept, own_NK=own_NK)
+        places[own_used_places] = self.shared + np.arange(len(own_used_places))
+        texts = [*self.texts[: self.shared], *(self.texts[place] for place in own_used_places)]
+        places_NK = np.where(subset.places_NK == NO_TEXT, NO_TEXT, places[subset.places_NK])
+        return replace(subset, texts=texts, places_NK=places_NK)
 
     def right(self) -> Ints:
         """The right candidates as places in `texts`, [N]."""
-        found: Ints = np.take_along_axis(self.own_NK, self.label_N[:, None], axis=1)[:, 0]
-        return found
+        places_N: Ints = np.take_along_axis(self.places_NK, self.label_N[:, None], axis=1)[:, 0]
+        return places_N
 
     def place_of(self, text: str) -> int:
         """-1: no candidate is this text."""
@@ -125,9 +125,9 @@ class Questions:
 
     def unanswerable(self) -> int:
         """Questions where a wrong candidate has the right one's very text: nobody can tell them apart."""
-        right_N = self.right()
-        twice_N = (self.own_NK == right_N[:, None]).sum(axis=1) > 1
-        return int((twice_N | (right_N < self.shared)).sum())
+        right_places_N = self.right()
+        has_copy_N = (self.places_NK == right_places_N[:, None]).sum(axis=1) > 1
+        return int((has_copy_N | (right_places_N < self.shared)).sum())
 
 
 def questions(
@@ -146,11 +146,11 @@ def questions(
 
     Raises BadInput where there are no candidates, or not as many.
     """
-    total = _count(corpus, split)
+    total = _count_examples(corpus, split)
     places = draw_places(total, max_examples, seed)
-    found = _asked(corpus, split, source, candidates, places, seed, fewer)
-    left_out = {"beyond max_examples": total - len(found)}
-    return replace(found, left_out={name: count for name, count in left_out.items() if count})
+    drawn = _questions_at_places(corpus, split, source, candidates, places, seed, fewer)
+    left_out = {"beyond max_examples": total - len(drawn)}
+    return replace(drawn, left_out={name: count for name, count in left_out.items() if count})
 
 
 def validation_questions(
@@ -163,28 +163,28 @@ def validation_questions(
     responses of the drawn examples, or as many as there are. Each text stands once among a question's
     candidates: a second copy of the right one would be a wrong one.
     """
-    total = _count(corpus, split)
+    total = _count_examples(corpus, split)
     rows = read_rows(corpus, split, sorted(draw_places(total, max_examples, seed)))
     pool = list(dict.fromkeys(row["response"] for row in rows))
-    asked = []
+    answerable = []
     for row in rows:
         if row["candidates"]:
             texts = list(dict.fromkeys([row["response"], *row["candidates"]]))
-            question = _shuffled(row, texts, 0, random.Random(f"{row['example_id']} {seed}"))
+            question = _shuffle(row, texts, 0, random.Random(f"{row['example_id']} {seed}"))
         else:
-            question = _sampled(row, pool, min(candidates, len(pool)), seed)
+            question = _sample(row, pool, min(candidates, len(pool)), seed)
         if len(question.candidates) > 1:
-            asked.append(question)
+            answerable.append(question)
     left_out = {
         "beyond valid_examples": total - len(rows),
-        "no wrong candidate": len(rows) - len(asked),
+        "no wrong candidate": len(rows) - len(answerable),
     }
     return replace(
-        Questions.of(asked), left_out={n: count for n, count in left_out.items() if count}
+        Questions.of(answerable), left_out={n: count for n, count in left_out.items() if count}
     )
 
 
-def _count(corpus: Artifact, split: str) -> int:
+def _count_examples(corpus: Artifact, split: str) -> int:
     """Examples of a split. Raises BadInput where there are none."""
     total = corpus.rows(f"{split}/")
     if not total:
@@ -192,7 +192,7 @@ def _count(corpus: Artifact, split: str) -> int:
     return total
 
 
-def _asked(
+def _questions_at_places(
     corpus: Artifact,
     split: str,
     source: CandidateSource,
@@ -202,17 +202,17 @@ def _asked(
     fewer: bool,
 ) -> Questions:
     if source == "blocks":
-        return _blocks(corpus, split, places, candidates, seed, fewer)
+        return _block_questions(corpus, split, places, candidates, seed, fewer)
     rows = read_rows(corpus, split, sorted(places))
     if source == "given":
-        return Questions.of(_given(row, candidates, seed) for row in rows)
+        return Questions.of(_read_given(row, candidates, seed) for row in rows)
     if source == "sampled":
         pool = _responses(corpus, split, candidates, fewer)
-        return Questions.of(_sampled(row, pool, min(candidates, len(pool)), seed) for row in rows)
-    return _among_others(corpus, rows, candidates)
+        return Questions.of(_sample(row, pool, min(candidates, len(pool)), seed) for row in rows)
+    return _article_questions(corpus, rows, candidates)
 
 
-def _given(row: DrawnRow, candidates: int, seed: int) -> Question:
+def _read_given(row: DrawnRow, candidates: int, seed: int) -> Question:
     name, texts, label = f"example {row['example_id']}", row["candidates"], row["label"]
     if texts is None or label is None:
         raise BadInput(f"{name}: no candidates; allowed: a corpus that gives them, or "
@@ -225,55 +225,55 @@ def _given(row: DrawnRow, candidates: int, seed: int) -> Question:
     if texts[label] != row["response"]:
         raise BadInput(f"{name}: the response is not the candidate at label {label}; allowed: a "
                        "corpus whose label is the response's place among its candidates")  # fmt: skip
-    return _shuffled(row, texts, label, random.Random(f"{row['example_id']} {seed}"))
+    return _shuffle(row, texts, label, random.Random(f"{row['example_id']} {seed}"))
 
 
-def _sampled(row: DrawnRow, pool: list[str], candidates: int, seed: int) -> Question:
+def _sample(row: DrawnRow, pool: list[str], candidates: int, seed: int) -> Question:
     rng = random.Random(f"{row['example_id']} {seed}")
     wrong: list[str] = []
     while len(wrong) < candidates - 1:
         missing = candidates - 1 - len(wrong)
         drawn = rng.sample(pool, k=min(len(pool), missing + 1))
         wrong += [text for text in drawn if text != row["response"] and text not in wrong]
-    return _shuffled(row, [*wrong[: candidates - 1], row["response"]], candidates - 1, rng)
+    return _shuffle(row, [*wrong[: candidates - 1], row["response"]], candidates - 1, rng)
 
 
-def _shuffled(row: DrawnRow, texts: list[str], label: int, rng: random.Random) -> Question:
+def _shuffle(row: DrawnRow, texts: list[str], label: int, rng: random.Random) -> Question:
     order = list(range(len(texts)))
     rng.shuffle(order)
     shuffled = [texts[place] for place in order]
     return Question(row["example_id"], row["context"], shuffled, order.index(label))
 
 
-def _blocks(
+def _block_questions(
     corpus: Artifact, split: str, places: Sequence[int], candidates: int, seed: int, fewer: bool
 ) -> Questions:
-    total, asked = corpus.rows(f"{split}/"), len(places)
-    if asked < candidates <= total:  # enough for a block, some of them are only candidates
+    total, question_count = corpus.rows(f"{split}/"), len(places)
+    if question_count < candidates <= total:  # enough for a block, some of them are only candidates
         places = draw_places(total, candidates, seed)
     size = min(candidates, len(places)) if fewer else candidates
     if not 2 <= size <= len(places):
         raise BadInput(f"--candidates {candidates}: {total} examples; allowed: a block's worth of "
                        "examples at least")  # fmt: skip
     rows = read_rows(corpus, split, places)
-    return Questions.of(itertools.islice(_in_blocks(rows, size, seed), asked))
+    return Questions.of(itertools.islice(_walk_blocks(rows, size, seed), question_count))
 
 
-def _in_blocks(rows: Sequence[DrawnRow], size: int, seed: int) -> Iterator[Question]:
+def _walk_blocks(rows: Sequence[DrawnRow], size: int, seed: int) -> Iterator[Question]:
     for start in range(0, len(rows), size):
         block = list(rows[start : start + size])
         rng = random.Random(f"block {start} {seed}")
-        own = len(block)
-        block += rng.sample(rows[:start], size - own)  # a last, smaller block
+        own_count = len(block)
+        block += rng.sample(rows[:start], size - own_count)  # a last, smaller block
         order = rng.sample(range(size), size)
-        if own < size:  # its own responses stand anywhere
-            block, order = [block[at] for at in order], [order.index(at) for at in range(own)]
+        if own_count < size:  # its own responses stand anywhere
+            block, order = [block[n] for n in order], [order.index(n) for n in range(own_count)]
         texts = [row["response"] for row in block]
         for label in order:
             yield Question(block[label]["example_id"], block[label]["context"], texts, label)
 
 
-def _among_others(corpus: Artifact, rows: Sequence[DrawnRow], candidates: int) -> Questions:
+def _article_questions(corpus: Artifact, rows: Sequence[DrawnRow], candidates: int) -> Questions:
     files = corpus.files("others/", ".parquet")
     if not files:
         raise BadInput(f"{corpus.uri}: no others/; allowed: a corpus for article search "
@@ -282,23 +282,23 @@ def _among_others(corpus: Artifact, rows: Sequence[DrawnRow], candidates: int) -
     if table.num_rows < candidates - 1:
         raise BadInput(f"--candidates {candidates}: {corpus.uri} has {table.num_rows} texts in "
                        f"others/; allowed: at most {table.num_rows + 1}")  # fmt: skip
-    names = set(table["id"].to_pylist())
+    other_ids = set(table["id"].to_pylist())
     for row in rows:
-        if row["group_id"] in names:
+        if row["group_id"] in other_ids:
             raise BadInput(f"example {row['example_id']}: its article is among others/; allowed: "
                            "--split valid or test")  # fmt: skip
-    asked = (Question(row["example_id"], row["context"], [row["response"]], 0) for row in rows)
-    return Questions.of(asked, table["text"].to_pylist())
+    questions = (Question(row["example_id"], row["context"], [row["response"]], 0) for row in rows)
+    return Questions.of(questions, table["text"].to_pylist())
 
 
 def _responses(corpus: Artifact, split: str, candidates: int, fewer: bool) -> list[str]:
     """The different responses of a split."""
     table = _table(corpus.files(f"{split}/", ".parquet"), ["response"])
-    found: list[str] = pc.unique(table["response"]).to_pylist()
-    if len(found) < (2 if fewer else candidates):
-        raise BadInput(f"--candidates {candidates}: {corpus.uri} has {len(found)} different "
+    responses: list[str] = pc.unique(table["response"]).to_pylist()
+    if len(responses) < (2 if fewer else candidates):
+        raise BadInput(f"--candidates {candidates}: {corpus.uri} has {len(responses)} different "
                        f"responses in {split}/; allowed: 2 to as many")  # fmt: skip
-    return found
+    return responses
 
 
 def _table(uris: Sequence[str], columns: list[str]) -> pa.Table:

@@ -33,7 +33,7 @@ _LATENCY_S = 20.0
 
 
 class PreparedScorer(Protocol):
-    """A scorer that has done with the candidates what can be done before a context is known."""
+    """A scorer that has done all work on the candidates that needs no context."""
 
     def scores(self, questions: Questions) -> Floats:
         """[N, C], higher is better; a question's own candidates first, then the shared ones. What stands
@@ -44,19 +44,19 @@ class Scorer(Protocol):
     """Anything that scores candidates."""
 
     def prepare(self, questions: Questions) -> PreparedScorer:
-        """Takes in the texts of all questions; all or some of them are asked then."""
+        """Reads the texts of all questions. The prepared scorer then scores all or some of them."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a scorer made of N questions."""
+    """A scorer's results on N questions."""
 
     ranks_N: Ints
     """The right candidates' ranks, pessimistic."""
-    right_N: Floats
-    """Their scores."""
+    right_scores_N: Floats
+    """The right candidates' scores."""
     losses_N: Floats
-    """Their cross-entropies, in nats."""
+    """The right candidates' cross-entropies, in nats."""
     top_NT: Ints
     """The best five candidates, best first: columns of `PreparedScorer.scores`."""
     top_scores_NT: Floats
@@ -88,29 +88,31 @@ def rank(
         total=len(questions), desc=f"{label}: rank", unit="question", disable=not label
     ) as bar:
         for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
-            some = questions.rows(order[start : start + _QUESTIONS_AT_ONCE])
-            scores_NC = prepared.scores(some)
-            own_NK = scores_NC[:, : some.own_NK.shape[1]]
-            own_NK[some.own_NK == NO_TEXT] = -np.inf
+            batch = questions.rows(order[start : start + _QUESTIONS_AT_ONCE])
+            scores_NC = prepared.scores(batch)
+            own_scores_NK = scores_NC[:, : batch.places_NK.shape[1]]
+            own_scores_NK[batch.places_NK == NO_TEXT] = -np.inf
             if none_score is not None and none_place != NO_TEXT:
-                own_NK[some.own_NK == none_place] = none_score
-            _tie(scores_NC, some)
-            parts.append(_ranking(scores_NC, some.label_N))
-            bar.update(len(some))
+                own_scores_NK[batch.places_NK == none_place] = none_score
+            _tie_copies(scores_NC, batch)
+            parts.append(_ranking(scores_NC, batch.label_N))
+            bar.update(len(batch))
     inverse = np.argsort(order)
-    return Ranking(*(field[inverse] for field in vars(joined(parts)).values()))
+    return Ranking(*(field[inverse] for field in vars(join_rankings(parts)).values()))
 
 
-def _tie(scores_NC: Floats, questions: Questions) -> None:
+def _tie_copies(scores_NC: Floats, questions: Questions) -> None:
     """Gives every copy of the right text its score: in a batch of another shape it is rounded otherwise."""
-    own_NK, right_N = scores_NC[:, : questions.own_NK.shape[1]], questions.right()
-    score_N1 = np.take_along_axis(own_NK, questions.label_N[:, None], axis=1)
-    own_NK[:] = np.where(questions.own_NK == right_N[:, None], score_N1, own_NK)
-    (shared,) = np.nonzero(right_N < questions.shared)
-    scores_NC[shared, own_NK.shape[1] + right_N[shared]] = score_N1[shared, 0]
+    own_scores_NK, right_places_N = scores_NC[:, : questions.places_NK.shape[1]], questions.right()
+    right_scores_N1 = np.take_along_axis(own_scores_NK, questions.label_N[:, None], axis=1)
+    own_scores_NK[:] = np.where(
+        questions.places_NK == right_places_N[:, None], right_scores_N1, own_scores_NK
+    )
+    (rows,) = np.nonzero(right_places_N < questions.shared)
+    scores_NC[rows, own_scores_NK.shape[1] + right_places_N[rows]] = right_scores_N1[rows, 0]
 
 
-def joined(parts: Sequence[Ranking]) -> Ranking:
+def join_rankings(parts: Sequence[Ranking]) -> Ranking:
     """The rankings of consecutive questions as one."""
     fields = zip(*(vars(part).values() for part in parts), strict=True)
     return Ranking(*(np.concatenate(field) for field in fields))
@@ -129,22 +131,22 @@ def latency(prepared: PreparedScorer, questions: Questions, queries: int) -> Lat
 
 
 def _seconds(
-    prepared: PreparedScorer, questions: Questions, numbers: Ints, at_most_s: float
+    prepared: PreparedScorer, questions: Questions, numbers: Ints, limit_s: float
 ) -> list[float]:
-    """How long each of some questions takes, until they take too long together."""
-    found: list[float] = []
+    """Seconds of each question; stops when their sum exceeds `limit_s`."""
+    seconds: list[float] = []
     for number in numbers:
-        one = questions.rows(np.array([number]))
+        question = questions.rows(np.array([number]))
         began = time.perf_counter()
-        prepared.scores(one)
-        found.append(time.perf_counter() - began)
-        if sum(found) > at_most_s:
+        prepared.scores(question)
+        seconds.append(time.perf_counter() - began)
+        if sum(seconds) > limit_s:
             break
-    return found
+    return seconds
 
 
 def device_name() -> str:
-    """What the models of this process run on."""
+    """The device on which the models of this process run."""
     if best_device().type == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
@@ -176,8 +178,8 @@ class RankerScorer:
     """Whether scores are those that the softmax of the loss takes (`Ranker.loss_scale`)."""
 
     def prepare(self, questions: Questions) -> PreparedScorer:
-        found = self._prepare(questions)
-        return Scaled(found, self.ranker.loss_scale) if self.as_in_loss else found
+        prepared = self._prepare(questions)
+        return Scaled(prepared, self.ranker.loss_scale) if self.as_in_loss else prepared
 
     def _prepare(self, questions: Questions) -> PreparedScorer:
         if not self.ranker.config.has_vectors:
@@ -230,13 +232,13 @@ def load_mean_scorer(models: Sequence[Artifact], precision: Precision = "auto") 
 
 @dataclass(frozen=True)
 class PreparedMean:
-    """What `MeanScorer` is once its scorers are prepared."""
+    """A `MeanScorer` whose scorers are prepared."""
 
-    each: Sequence[PreparedScorer]
+    scorers: Sequence[PreparedScorer]
 
     def scores(self, questions: Questions) -> Floats:
-        found: Floats = np.mean([prepared.scores(questions) for prepared in self.each], axis=0)
-        return found
+        mean_NC: Floats = np.mean([prepared.scores(questions) for prepared in self.scorers], axis=0)
+        return mean_NC
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class PreparedDual:
     batch_tokens: int
 
     def scores(self, questions: Questions) -> Floats:
-        device, shared, own = self.ranker.device, questions.shared, questions.own_NK.shape[1]
+        device, shared, own = self.ranker.device, questions.shared, questions.places_NK.shape[1]
         vectors_NMD, mask_NM = inference.context_vectors(
             self.ranker, questions.contexts, self.batch_tokens
         )
@@ -259,17 +261,17 @@ class PreparedDual:
             for start in range(0, len(questions), step):
                 rows = slice(start, start + step)
                 context = vectors_NMD[rows].to(device), mask_NM[rows].to(device)
-                places = torch.from_numpy(questions.own_NK[rows]).to(device)
+                places = torch.from_numpy(questions.places_NK[rows]).to(device)
                 scores_NC[rows, :own] = self._score(context, self.vectors_TD[places])
-                for at in range(0, shared, _TEXTS_AT_ONCE):
-                    end = min(shared, at + _TEXTS_AT_ONCE)
-                    block_CD = self.vectors_TD[at:end]
-                    scores_NC[rows, own + at : own + end] = self._score(context, block_CD)
+                for first in range(0, shared, _TEXTS_AT_ONCE):
+                    end = min(shared, first + _TEXTS_AT_ONCE)
+                    block_CD = self.vectors_TD[first:end]
+                    scores_NC[rows, own + first : own + end] = self._score(context, block_CD)
         return scores_NC
 
     def _score(self, context: tuple[Tensor, Tensor], candidates: Tensor) -> Floats:
-        found: Floats = self.ranker.dual.scores(*context, candidates).cpu().numpy()
-        return found
+        scores: Floats = self.ranker.dual.scores(*context, candidates).cpu().numpy()
+        return scores
 
 
 @dataclass(frozen=True)
@@ -280,17 +282,19 @@ class PreparedCross:
     batch_tokens: int
 
     def scores(self, questions: Questions) -> Floats:
-        found = []
+        row_scores = []
         step = max(1, _PAIRS_AT_ONCE // questions.candidates)
         for start in range(0, len(questions), step):
             numbers = range(start, min(start + step, len(questions)))
             texts = [[questions.texts[place] for place in questions.places(n)] for n in numbers]
             contexts = questions.contexts[start : start + step]
             rows = inference.pair_scores(self.ranker, contexts, texts, self.batch_tokens)
-            found += [row.numpy() for row in rows]
+            row_scores += [row.numpy() for row in rows]
         shared_NS = np.ones((len(questions), questions.shared), bool)
         scores_NC = np.full((len(questions), questions.candidates), -np.inf, np.float32)
-        scores_NC[np.hstack([questions.own_NK != NO_TEXT, shared_NS])] = np.concatenate(found)
+        scores_NC[np.hstack([questions.places_NK != NO_TEXT, shared_NS])] = np.concatenate(
+            row_scores
+        )
         return scores_NC
 
 
@@ -303,13 +307,15 @@ def own_scores(
 ) -> list[Floats]:
     """For each context the scores of its own candidates, [C] each; any number of them, one at least.
     `as_in_loss`: see `RankerScorer`."""
-    each = zip(contexts, candidates, strict=True)
-    questions = Questions.of(Question("", list(context), list(texts), 0) for context, texts in each)
+    pairs = zip(contexts, candidates, strict=True)
+    questions = Questions.of(
+        Question("", list(context), list(texts), 0) for context, texts in pairs
+    )
     scorer = RankerScorer(ranker, batch_tokens=batch_tokens, as_in_loss=as_in_loss)
     prepared = scorer.prepare(questions)
-    found = []
+    context_scores = []
     for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
-        some = questions.rows(np.arange(start, min(len(questions), start + _QUESTIONS_AT_ONCE)))
-        scores = zip(prepared.scores(some), some.own_NK != NO_TEXT, strict=True)
-        found += [scores_K[there_K] for scores_K, there_K in scores]
-    return found
+        batch = questions.rows(np.arange(start, min(len(questions), start + _QUESTIONS_AT_ONCE)))
+        scores = zip(prepared.scores(batch), batch.places_NK != NO_TEXT, strict=True)
+        context_scores += [scores_K[is_candidate_K] for scores_K, is_candidate_K in scores]
+    return context_scores

@@ -26,20 +26,20 @@ def as_json(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> dict[s
 def markdown(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
     """One row per scorer; then every two models; then what the times are."""
     names = list(rows[0].metrics)
-    timed = any(row.latency for row in rows)
+    has_latency = any(row.latency for row in rows)
     header = [
         "scorer",
         names[0],
         f"95 % of {names[0]}",
         *names[1:],
-        *(["ms (p95)"] if timed else []),
+        *(["ms (p95)"] if has_latency else []),
     ]
     lines = [header, ["---", *("---:" for _ in header[1:])]]
     for row in rows:
         low, high = row.intervals[names[0]]
         numbers = [f"{row.metrics[name]:.3f}" for name in names]
         lines.append([row.name, numbers[0], f"{low:.3f} to {high:.3f}", *numbers[1:]])
-        if timed:
+        if has_latency:
             ms = row.latency
             lines[-1].append(f"{_short(ms.median)} ({_short(ms.p95)})" if ms else "")
     text = [f"| {' | '.join(cells)} |" for cells in lines]
@@ -53,8 +53,8 @@ def markdown(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
         low, high = pair.interval
         text.append(f"| {pair.first} - {pair.second} | {pair.difference:+.3f} "
                     f"| {low:+.3f} to {high:+.3f} | {pair.p:.2g} |")  # fmt: skip
-    if timed:
-        text += ["", f"ms: one question alone, median (95th percentile), {_setting(rows)}"]
+    if has_latency:
+        text += ["", f"ms: one question alone, median (95th percentile), {_describe_setting(rows)}"]
     return "\n".join(text)
 
 
@@ -74,7 +74,7 @@ def plot(rows: Sequence[Result]) -> bytes:
         axes.annotate(row.name, place, xytext=(6, 4), textcoords="offset points")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.set_xlabel(f"milliseconds for one question alone, {_setting(rows)}", fontsize=8)
+    axes.set_xlabel(f"milliseconds for one question alone, {_describe_setting(rows)}", fontsize=8)
     axes.set_ylabel(f"{metric}, with its 95 % interval")
     axes.margins(x=0.15)
     axes.grid(alpha=0.3)
@@ -83,15 +83,15 @@ def plot(rows: Sequence[Result]) -> bytes:
     return png.getvalue()
 
 
-def _setting(rows: Sequence[Result]) -> str:
-    """What the times were taken on, and what they leave out."""
+def _describe_setting(rows: Sequence[Result]) -> str:
+    """The devices of the measured times, and the work that the times leave out."""
     devices: dict[str, list[str]] = {}
     for row in rows:
         if row.latency:
             devices.setdefault(row.latency.device, []).append(row.name)
-    shown = [f"{device} ({', '.join(names)})" for device, names in devices.items()]
-    where = shown if len(shown) > 1 else devices
-    return f"on {'; '.join(where)}; all but cross-encoders have their candidates' vectors ready"
+    devices_with_names = [f"{device} ({', '.join(names)})" for device, names in devices.items()]
+    parts = devices_with_names if len(devices_with_names) > 1 else devices
+    return f"on {'; '.join(parts)}; all but cross-encoders have their candidates' vectors ready"
 
 
 def _short(milliseconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What comes out for one scorer: its ranking, and the numbers made of it."""
+"""The results of one scorer: its ranking, and the numbers made of it."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class Result:
     name: str
     ranking: Ranking
     metrics: dict[str, float]
-    """The first is the main one: R@1, unless others were asked for."""
+    """The first is the main metric: R@1, unless other metrics were asked for."""
     intervals: dict[str, Interval]
-    """Of each metric."""
+    """The interval of each metric."""
     latency: Latency | None
-    """None: not measured."""
+    """None: the latency was not measured."""
 
     def numbers(self) -> dict[str, float]:
-        """All of it by name; MLflow wants no "@" in one."""
-        found = dict(self.metrics)
+        """All numbers by name; MLflow allows no "@" in a name."""
+        values = dict(self.metrics)
         for name, (low, high) in self.intervals.items():
-            found |= {f"{name}.low": low, f"{name}.high": high}
+            values |= {f"{name}.low": low, f"{name}.high": high}
         if self.latency:
-            found |= {"ms.median": self.latency.median, "ms.p95": self.latency.p95}
-        return {name.replace("@", "_at_"): number for name, number in found.items()}
+            values |= {"ms.median": self.latency.median, "ms.p95": self.latency.p95}
+        return {name.replace("@", "_at_"): number for name, number in values.items()}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured, the same for every scorer."""
+    """The settings of a measurement, the same for every scorer."""
 
     asked: Questions
     protocol: Protocol
@@ -63,19 +63,19 @@ class Measurement:
         """Asks a scorer all questions, in this process or on a cluster (see `ask`)."""
         none_score = None
         if self.calibration:
-            found, _ = ask(f"{name}: NONE", make, self.calibration, 0, -np.inf, actors)
-            none_score = none.threshold(found, none.is_right(self.calibration))
+            ranking, _ = ask(f"{name}: NONE", make, self.calibration, 0, -np.inf, actors)
+            none_score = none.threshold(ranking, none.is_right(self.calibration))
         queries = self.queries if timed else 0
-        found, latency = ask(name, make, self.asked, queries, none_score, actors)
-        numbers = (found.ranks_N, self.protocol.candidates, self.protocol.recall_at)
+        ranking, latency = ask(name, make, self.asked, queries, none_score, actors)
+        numbers = (ranking.ranks_N, self.protocol.candidates, self.protocol.recall_at)
         intervals = significance.intervals(*numbers, self.seed)
-        return Result(name, found, summarise(*numbers), intervals, latency)
+        return Result(name, ranking, summarise(*numbers), intervals, latency)
 
 
 def ask(
     name: str,
     make: Callable[[], Scorer],
-    asked: Questions,
+    questions: Questions,
     queries: int,
     none_score: float | None,
     actors: Actors,
@@ -86,40 +86,40 @@ def ask(
     questions, the texts that those need, and a scorer of its own.
     """
     if actors == HERE:
-        return _ask(name, make, asked, queries, none_score)
+        return _ask(name, make, questions, queries, none_score)
 
     import ray
 
     from pipeline.evaluation import ranking
 
-    count = max(actors.count(len(asked)), min(actors.max_actors, len(asked)))
-    cpus = cpus_each(count, actors.gpu, actors.cpus_per_actor)
+    task_count = max(actors.count(len(questions)), min(actors.max_actors, len(questions)))
+    cpus = cpus_each(task_count, actors.gpu, actors.cpus_per_actor)
     task = ray.remote(_ask).options(num_cpus=cpus, num_gpus=int(actors.gpu))
-    shares = np.array_split(np.arange(len(asked)), count)
-    running = [
-        task.remote("", make, asked.part(numbers), 0 if share else queries, none_score)
+    shares = np.array_split(np.arange(len(questions)), task_count)
+    tasks = [
+        task.remote("", make, questions.part(numbers), 0 if share else queries, none_score)
         for share, numbers in enumerate(shares)
     ]
-    found = [ray.get(share) for share in tqdm(running, desc=name, unit="share")]
-    return ranking.joined([part for part, _ in found]), found[0][1]
+    answers = [ray.get(share) for share in tqdm(tasks, desc=name, unit="share")]
+    return ranking.join_rankings([part for part, _ in answers]), answers[0][1]
 
 
 def _ask(
     name: str,
     make: Callable[[], Scorer],
-    asked: Questions,
+    questions: Questions,
     queries: int,
     none_score: float | None,
 ) -> tuple[Ranking, Latency | None]:
     from pipeline.evaluation import ranking
 
-    prepared = make().prepare(asked)
-    found = ranking.rank(prepared, asked, name, none_score)
-    return found, ranking.latency(prepared, asked, queries) if queries else None
+    prepared = make().prepare(questions)
+    result = ranking.rank(prepared, questions, name, none_score)
+    return result, ranking.latency(prepared, questions, queries) if queries else None
 
 
 def compare_all(results: Sequence[Result], seed: int) -> list[Comparison]:
-    """Every two of them."""
+    """Comparisons of all pairs of results."""
     return [
         significance.compare(
             first.name, second.name, first.ranking.ranks_N == 1, second.ranking.ranks_N == 1, seed

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.arrays import Bools, Floats, Ints
-from pipeline.evaluation.metrics import earned
+from pipeline.evaluation.metrics import metric_values
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -31,7 +31,7 @@ class Comparison:
     difference: float
     """R@1 of the first less that of the second."""
     interval: Interval
-    """Of the difference: paired bootstrap, 95 %."""
+    """The interval of the difference: paired bootstrap, 95 %."""
     p: float
     """Two-sided sign test on the questions that one of them gets right; not corrected for the number
     of comparisons. It is the exact form of the permutation test: to swap the two models' answers to
@@ -41,22 +41,22 @@ class Comparison:
 def intervals(
     ranks: Ints, candidates: int, recall_ks: Sequence[int], seed: int = 0
 ) -> dict[str, Interval]:
-    """For each metric of `summarise` its 95 % interval."""
+    """The 95 % interval of each metric of `summarise`."""
     distinct_U, counts_U = np.unique(ranks, return_counts=True)
-    parts = earned(distinct_U, candidates, recall_ks)
+    parts = metric_values(distinct_U, candidates, recall_ks)
     low, high = _percentiles(np.stack(list(parts.values()), axis=1), counts_U, seed)
     return {name: (float(low[at]), float(high[at])) for at, name in enumerate(parts)}
 
 
 def compare(
-    first: str, second: str, right_first_N: Bools, right_second_N: Bools, seed: int = 0
+    first: str, second: str, is_right_first_N: Bools, is_right_second_N: Bools, seed: int = 0
 ) -> Comparison:
     """`right_…`: whether the model ranked the right candidate first."""
     from scipy.stats import binomtest
 
-    questions = len(right_first_N)
-    wins = int((right_first_N & ~right_second_N).sum())
-    losses = int((right_second_N & ~right_first_N).sum())
+    questions = len(is_right_first_N)
+    wins = int((is_right_first_N & ~is_right_second_N).sum())
+    losses = int((is_right_second_N & ~is_right_first_N).sum())
     counts_3 = np.array([wins, losses, questions - wins - losses])
     low, high = _percentiles(np.array([[1.0], [-1.0], [0.0]]), counts_3, seed)
     p = float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
@@ -84,8 +84,8 @@ def compare_means(
     size_U, counts_U = np.unique(np.abs(difference_N).round(9), return_counts=True)
     swapped_RU = 2 * np.random.default_rng(seed).binomial(counts_U, 0.5, (RESAMPLES, len(size_U)))
     sums_R = (swapped_RU - counts_U) @ size_U
-    least = abs(float(difference_N.sum())) - 1e-6
-    p = (1 + int((np.abs(sums_R) >= least).sum())) / (1 + RESAMPLES)
+    observed = abs(float(difference_N.sum())) - 1e-6
+    p = (1 + int((np.abs(sums_R) >= observed).sum())) / (1 + RESAMPLES)
     interval = mean_interval(difference_N, seed)
     return Comparison(first, second, float(difference_N.mean()), interval, p)
 
@@ -96,10 +96,10 @@ def _percentiles(values_UK: Floats, counts_U: Ints, seed: int) -> tuple[Floats, 
     questions = int(counts_U.sum())
     step = max(1, _DRAWN_AT_ONCE // len(counts_U))
     means = [
-        rng.multinomial(questions, counts_U / questions, size=min(step, RESAMPLES - done))
+        rng.multinomial(questions, counts_U / questions, size=min(step, RESAMPLES - start))
         @ values_UK
         / questions
-        for done in range(0, RESAMPLES, step)
+        for start in range(0, RESAMPLES, step)
     ]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0)

@@ -47,22 +47,24 @@ class MultiHead(nn.Module):
             keys_BTD = keys_BTD.float()
             weights_BHMT = self.weights(queries_MD, keys_BTD, mask_BT)
             values_BTHK = self._split(self.v(keys_BTD))
-            seen_BMHK = torch.einsum("bhmt,bthk->bmhk", weights_BHMT, values_BTHK)
-            attended: Tensor = self.o(seen_BMHK.flatten(-2))
+            sums_BMHK = torch.einsum("bhmt,bthk->bmhk", weights_BHMT, values_BTHK)
+            attended: Tensor = self.o(sums_BMHK.flatten(-2))
         return attended
 
     def scores(self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Tensor) -> Tensor:
-        """[B, C]: each candidate, [B, C, D] or [C, D], times what it sees in the vectors.
+        """[B, C]: each candidate, [B, C, D] or [C, D], times the sum of the vectors that it attends to.
 
         With W and b of the last layer, candidate · (W seen + b) = Wᵀ candidate · seen + candidate · b.
         So the values are met by Wᵀ candidate, per head, and what is seen, [B, C, D], is never built.
         Float32, under autocast too.
         """
-        left = "chk" if candidates.dim() == 2 else "bchk"
+        axes = "chk" if candidates.dim() == 2 else "bchk"
         with no_autocast(candidates):
             vectors_BMD, candidates = vectors_BMD.float(), candidates.float()
-            met = self._split(candidates @ self.o.weight)
-            products = torch.einsum(f"{left},bmhk->bhcm", met, self._split(self.v(vectors_BMD)))
+            projected = self._split(candidates @ self.o.weight)
+            products = torch.einsum(
+                f"{axes},bmhk->bhcm", projected, self._split(self.v(vectors_BMD))
+            )
             weights_BHCM = self.weights(candidates, vectors_BMD, mask_BM)
             return (weights_BHCM * products).sum(dim=(1, 3)) + candidates @ self.o.bias
 
@@ -71,10 +73,10 @@ class MultiHead(nn.Module):
 
         Queries and keys are float32; autocast would round their logits.
         """
-        left = "qhk" if queries.dim() == 2 else "bqhk"
+        axes = "qhk" if queries.dim() == 2 else "bqhk"
         with no_autocast(keys_BTD):
             queries, keys_BTHK = self._split(self.q(queries)), self._split(self.k(keys_BTD))
-            logits_BHQT = torch.einsum(f"{left},bthk->bhqt", queries, keys_BTHK)
+            logits_BHQT = torch.einsum(f"{axes},bthk->bhqt", queries, keys_BTHK)
             return masked_softmax(self._scale(logits_BHQT), mask_BT[:, None, None, :])
 
     def _split(self, rows: Tensor) -> Tensor:

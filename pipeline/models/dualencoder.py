@@ -45,23 +45,23 @@ class DualEncoder(VectorNetwork):
                 self.context_projection if shared else copy.deepcopy(self.context_projection)
             )
         self.full_width = config.projection or width
-        for name, value, most in (
+        for name, value, limit in (
             ("projection", config.projection, width),
             ("matryoshka", max(config.matryoshka, default=0), self.full_width - 1),
         ):
-            if value > most:
-                raise BadInput(f"ranker.{name}: {value} is not allowed; allowed: at most {most}, with "
+            if value > limit:
+                raise BadInput(f"ranker.{name}: {value} is not allowed; allowed: at most {limit}, with "
                                f"vectors of {self.full_width if name == 'matryoshka' else width} "
                                "dimensions")  # fmt: skip
 
     @property
     def dimensions(self) -> int:
-        """Of the vectors that leave here."""
+        """The width of the vectors that the network returns."""
         return self.config.dimensions or self.full_width
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """What vectors are cut to in training: `matryoshka`, then all that they have."""
+        """The widths that vectors are cut to in training: `matryoshka`, then the full width."""
         narrower = (width for width in self.config.matryoshka if width < self.dimensions)
         return (*narrower, self.dimensions)
 

@@ -19,7 +19,7 @@ from pipeline.models.ranker import Ranker
 
 
 class Attended(NamedTuple):
-    """What the vectors of a context are made of."""
+    """The tokens that the vectors of a context attend to."""
 
     tokens: list[str]
     """`Tokenizer.pieces`, special tokens included."""
@@ -28,7 +28,7 @@ class Attended(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """What the context's vectors are made of, and how much each counts in each candidate's score."""
+    """The attention of the context's vectors, and their weights in each candidate's score."""
 
     attended: Attended
     weights_CM: Tensor
@@ -73,7 +73,7 @@ def candidate_weights(
     Raises BadInput for a ranker whose contexts have no vectors.
     """
     network, device = ranker.dual, ranker.device
-    given = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
+    inputs = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
     with torch.inference_mode():
-        weights_CM: Tensor = network.vector_weights(*given)[0].cpu()
+        weights_CM: Tensor = network.vector_weights(*inputs)[0].cpu()
     return weights_CM

@@ -48,20 +48,20 @@ _MEASURED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """What a step costs, from the shapes of a model; shared layers (ALBERT's) are counted once."""
+    """The cost of a step, from the shapes of a model; shared layers (ALBERT's) are counted once."""
 
     per_token: int
-    """Of the encoder's linear layers on the way there."""
+    """Operations of the encoder's linear layers in the forward pass."""
     per_prediction: int
-    """Of the MLM head for a predicted token on the way there; 0: there is no such head."""
+    """Operations of the MLM head for a predicted token in the forward pass; 0: there is no such head."""
     width: int
-    """Of queries, keys and values: all heads together."""
+    """The width of queries, keys and values: all heads together."""
     windows: tuple[int | None, ...]
-    """For each layer how many tokens to either side one sees; None: all."""
+    """For each layer, how many tokens to either side a token attends to; None: all."""
 
     @classmethod
     def of(cls, encoder: Encoder, mlm_head: nn.Module | None = None) -> TrainingFlops:
-        """Of models on any device, "meta" too. `mlm_head`: `PretrainingModel.mlm`."""
+        """Counts for a model on any device, "meta" too. `mlm_head`: `PretrainingModel.mlm`."""
         config = encoder.hf.config
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * int(
             config.num_hidden_layers
@@ -69,18 +69,18 @@ class TrainingFlops:
         windows = tuple(
             None if kind == "full_attention" else int(config.sliding_window) for kind in kinds
         )
-        head = _linear(mlm_head) if mlm_head is not None else 0
-        return cls(_linear(encoder.hf), head, encoder.width, windows)
+        head = _linear_operations(mlm_head) if mlm_head is not None else 0
+        return cls(_linear_operations(encoder.hf), head, encoder.width, windows)
 
     def step(self, lengths: Iterable[int], predicted: int = 0) -> int:
         """Operations of a step, there and back, over texts of so many tokens without padding."""
         texts = tuple(lengths)
-        seen = sum(_pairs(length, window) for length in texts for window in self.windows)
+        pair_count = sum(_pairs(length, window) for length in texts for window in self.windows)
         products = self.per_token * sum(texts) + self.per_prediction * predicted
-        return 3 * (products + 4 * self.width * seen)  # 4: q kᵀ and its product with v
+        return 3 * (products + 4 * self.width * pair_count)  # 4: q kᵀ and its product with v
 
 
-def _linear(module: nn.Module) -> int:
+def _linear_operations(module: nn.Module) -> int:
     return sum(2 * part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
 
 
@@ -99,40 +99,40 @@ class Peak(NamedTuple):
 
 
 def peak_flops(device: torch.device, precision: Literal["bf16", "fp32"]) -> Peak:
-    """Of one GPU, or of this process's threads.
+    """The peak of one GPU, or of this process's threads.
 
     Stated for well-known GPUs in bf16. Else measured by products of large matrices, which takes one to
     two seconds; that is below the peak of the hardware.
     """
     if device.type == "cuda" and precision == "bf16":
-        stated = _stated(torch.cuda.get_device_name(device))
+        stated = _stated_flops(torch.cuda.get_device_name(device))
         if stated:
             return Peak(stated, "stated")
-    return Peak(_measured(device, precision), "measured")
+    return Peak(_measure_flops(device, precision), "measured")
 
 
-def _stated(name: str) -> float | None:
+def _stated_flops(name: str) -> float | None:
     """None: the device is not known, or is a part of one (MIG)."""
     words = set(re.split(r"[\s-]+", name))
     if "MIG" in words:
         return None
-    return next((peak * 1e12 for needed, peak in _STATED if words.issuperset(needed)), None)
+    return next((peak * 1e12 for model, peak in _STATED if words.issuperset(model)), None)
 
 
-def _measured(device: torch.device, precision: Literal["bf16", "fp32"]) -> float:
+def _measure_flops(device: torch.device, precision: Literal["bf16", "fp32"]) -> float:
     """The fastest of some products: another process may disturb most of them."""
     size = _MEASURED_SIZE.get(device.type, _MEASURED_SIZE["cpu"])
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    left = torch.ones(size, size, dtype=dtype, device=device)
-    product = left @ left
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    product = matrix @ matrix
     seconds, spent, synchronize = float("inf"), 0.0, device.type == "cuda"
     while spent < _MEASURED_SECONDS:
         if synchronize:
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        torch.mm(left, left, out=product)
+        torch.mm(matrix, matrix, out=product)
         if synchronize:
             torch.cuda.synchronize(device)
-        took = time.perf_counter() - start
-        seconds, spent = min(seconds, took), spent + took
+        duration = time.perf_counter() - start
+        seconds, spent = min(seconds, duration), spent + duration
     return 2 * size**3 / seconds

@@ -27,7 +27,7 @@ BATCH_TOKENS = 0
 _SUITS_A_CORE, _SUITS_A_GPU = 2_048, 65_536
 _WINDOW = 4096  # texts that are tokenised, and sorted by length, together
 
-GivenT = TypeVar("GivenT")
+ItemT = TypeVar("ItemT")
 VectorsT = TypeVar("VectorsT")
 Rows = list[list[int]]
 """Token ids, of `Ranker.context_rows` or `Ranker.candidate_rows`."""
@@ -42,7 +42,7 @@ def prepare(ranker: Ranker, device: torch.device, precision: Precision = "auto")
 
 
 def place(ranker: Ranker, device: torch.device, precision: Precision = "auto") -> Ranker:
-    """Brings the ranker to a device, and settles what it computes in there."""
+    """Brings the ranker to a device, and sets its precision there."""
     ranker.to(device)
     ranker.precision = resolve_precision(precision, device)
     return ranker
@@ -58,7 +58,7 @@ def to_bf16(ranker: Ranker) -> None:
             module.to(torch.bfloat16)
             if ranker.device.type == "cpu":
                 cpu.pack_weights(module)
-            module.register_forward_hook(lambda module, given, hidden_BTD: hidden_BTD.float())
+            module.register_forward_hook(lambda module, inputs, hidden_BTD: hidden_BTD.float())
 
 
 def candidate_vectors(
@@ -69,26 +69,26 @@ def candidate_vectors(
 
 
 def in_windows(
-    given: Sequence[GivenT],
-    rows_of: Callable[[Sequence[GivenT]], Rows],
-    vectors_of: Callable[[Rows], VectorsT],
+    items: Sequence[ItemT],
+    tokenise: Callable[[Sequence[ItemT]], Rows],
+    encode: Callable[[Rows], VectorsT],
 ) -> Iterator[tuple[Rows, VectorsT]]:
-    """The rows and the vectors of any number of texts or contexts, 4,096 after the other.
+    """The rows and the vectors of any number of texts or contexts, 4,096 at a time.
 
-    Of the next ones another thread makes the rows meanwhile.
+    Another thread tokenises the next window meanwhile.
     """
-    windows = [given[at : at + _WINDOW] for at in range(0, len(given), _WINDOW)]
+    windows = [items[start : start + _WINDOW] for start in range(0, len(items), _WINDOW)]
     if len(windows) == 1:
-        rows = rows_of(given)
-        yield rows, vectors_of(rows)
+        rows = tokenise(items)
+        yield rows, encode(rows)
         return
-    with ThreadPoolExecutor(1) as ahead:
-        waiting = [ahead.submit(rows_of, window) for window in windows[:1]]
+    with ThreadPoolExecutor(1) as pool:
+        futures = [pool.submit(tokenise, window) for window in windows[:1]]
         for number in range(len(windows)):
-            rows = waiting.pop().result()
+            rows = futures.pop().result()
             if number + 1 < len(windows):
-                waiting.append(ahead.submit(rows_of, windows[number + 1]))
-            yield rows, vectors_of(rows)
+                futures.append(pool.submit(tokenise, windows[number + 1]))
+            yield rows, encode(rows)
 
 
 def row_vectors(
@@ -100,7 +100,7 @@ def row_vectors(
         tokens = ranker.tokenizer.batch([rows[place] for place in places])
         return ranker.dual.encode_candidates(tokens.to(ranker.device))
 
-    return _in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
+    return _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
 
 
 def context_vectors(
@@ -122,8 +122,8 @@ def context_row_vectors(
         # One tensor for both: the mask travels as a last column.
         return torch.cat([vectors_BMD.float(), mask_BM[:, :, None].float()], dim=2)
 
-    joined = _in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
-    return joined[:, :, :-1], joined[:, :, -1] > 0
+    outputs = _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
+    return outputs[:, :, :-1], outputs[:, :, -1] > 0
 
 
 def text_row_vectors(
@@ -135,7 +135,7 @@ def text_row_vectors(
         tokens = ranker.tokenizer.batch([rows[place] for place in places])
         return ranker.dual.encode_texts(tokens.to(ranker.device))
 
-    return _in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
+    return _run_in_batches(ranker, [len(row) for row in rows], batch_tokens, forward)
 
 
 def vector_scores(
@@ -144,8 +144,8 @@ def vector_scores(
     """[C]: the scores of candidates for one context, by the vectors of both."""
     device = ranker.device
     with torch.inference_mode():
-        given = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
-        scores_C: Tensor = ranker.dual.scores(*given)[0].cpu()
+        inputs = (vectors_MD[None].to(device), mask_M[None].to(device), candidates_CD.to(device))
+        scores_C: Tensor = ranker.dual.scores(*inputs)[0].cpu()
     return scores_C
 
 
@@ -159,7 +159,7 @@ def attention_to_tokens(ranker: Ranker, row: Sequence[int]) -> Tensor:
     def forward(places: list[int]) -> Tensor:
         return network.attention_to_tokens(ranker.tokenizer.batch([row]).to(ranker.device))
 
-    return _in_batches(ranker, [len(row)], BATCH_TOKENS, forward)[0]
+    return _run_in_batches(ranker, [len(row)], BATCH_TOKENS, forward)[0]
 
 
 def pair_scores(
@@ -170,9 +170,9 @@ def pair_scores(
 ) -> list[Tensor]:
     """A cross-encoder's scores: for each context those of its own candidates, [C] each."""
     context_rows = ranker.context_rows(contexts)
-    flat = ranker.candidate_rows([text for texts in candidates for text in texts])
-    owner = [place for place, texts in enumerate(candidates) for _ in texts]
-    pairs = [(context_rows[owner[place]], row) for place, row in enumerate(flat)]
+    candidate_rows = ranker.candidate_rows([text for texts in candidates for text in texts])
+    context_of_row = [place for place, texts in enumerate(candidates) for _ in texts]
+    pairs = [(context_rows[context_of_row[place]], row) for place, row in enumerate(candidate_rows)]
     scores = pair_row_scores(ranker, pairs, batch_tokens)
     return list(torch.split(scores, [len(texts) for texts in candidates]))
 
@@ -191,36 +191,36 @@ def pair_row_scores(
         return network.score_pairs(tokenizer.pairs(contexts, candidates).to(ranker.device))
 
     lengths = [len(context) + len(candidate) - 1 for context, candidate in pairs]
-    return _in_batches(ranker, lengths, batch_tokens, forward)
+    return _run_in_batches(ranker, lengths, batch_tokens, forward)
 
 
-def _in_batches(
+def _run_in_batches(
     ranker: Ranker, lengths: list[int], batch_tokens: int, forward: Callable[[list[int]], Tensor]
 ) -> Tensor:
     """Runs `forward` over all places, longest first, and puts the results in order."""
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     parts: list[Tensor] = []
-    done = 0
+    start = 0
     bf16 = resolve_precision(ranker.precision, ranker.device) == "bf16" and not _is_bf16(ranker)
-    suits = _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
-    budget = batch_tokens or suits
+    limit = _SUITS_A_CORE * torch.get_num_threads() if ranker.device.type == "cpu" else _SUITS_A_GPU
+    budget = batch_tokens or limit
     with torch.inference_mode(), torch.autocast(ranker.device.type, torch.bfloat16, enabled=bf16):
-        while done < len(order):
-            rows = max(1, budget // lengths[order[done]])
+        while start < len(order):
+            rows = max(1, budget // lengths[order[start]])
             try:
-                part = forward(order[done : done + rows])
+                part = forward(order[start : start + rows])
             except (MemoryError, RuntimeError) as error:
                 if rows == 1 or not _is_out_of_memory(error):
                     raise
                 torch.cuda.empty_cache()
-                budget = rows // 2 * lengths[order[done]]
+                budget = rows // 2 * lengths[order[start]]
                 continue
             parts.append(part.float().cpu())
-            done += rows
-    joined = torch.cat(parts)
+            start += rows
+    results = torch.cat(parts)
     inverse = torch.empty(len(order), dtype=torch.long)
     inverse[torch.tensor(order)] = torch.arange(len(order))
-    return joined[inverse]
+    return results[inverse]
 
 
 def _is_bf16(ranker: Ranker) -> bool:

@@ -42,8 +42,8 @@ def false_negatives(key_C: Tensor, label_B: Tensor) -> Tensor:
     `key_C` names each column's text. Without this a frequent answer is pushed away from its own
     contexts.
     """
-    same_BC = key_C[label_B][:, None] == key_C[None, :]
-    return same_BC & (torch.arange(len(key_C), device=key_C.device) != label_B[:, None])
+    is_same_BC = key_C[label_B][:, None] == key_C[None, :]
+    return is_same_BC & (torch.arange(len(key_C), device=key_C.device) != label_B[:, None])
 
 
 def distillation_kl(student_BC: Tensor, teacher_BC: Tensor, temperature: float) -> Tensor:
@@ -52,12 +52,12 @@ def distillation_kl(student_BC: Tensor, teacher_BC: Tensor, temperature: float) 
     Both are scores over `temperature`, whose square keeps the gradients' size. Candidates whose
     teacher score is NaN do not count; contexts with fewer than two others count as 0.
     """
-    unknown_BC = teacher_BC.isnan()
-    least = torch.finfo(student_BC.dtype).min
-    student_BC = (student_BC / temperature).masked_fill(unknown_BC, least).log_softmax(dim=1)
-    teacher_BC = (teacher_BC / temperature).masked_fill(unknown_BC, least).log_softmax(dim=1)
-    each_BC = teacher_BC.exp() * (teacher_BC - student_BC)
-    return each_BC.masked_fill(unknown_BC, 0.0).sum(dim=1).mean() * temperature**2
+    is_unknown_BC = teacher_BC.isnan()
+    lowest = torch.finfo(student_BC.dtype).min
+    student_BC = (student_BC / temperature).masked_fill(is_unknown_BC, lowest).log_softmax(dim=1)
+    teacher_BC = (teacher_BC / temperature).masked_fill(is_unknown_BC, lowest).log_softmax(dim=1)
+    divergence_BC = teacher_BC.exp() * (teacher_BC - student_BC)
+    return divergence_BC.masked_fill(is_unknown_BC, 0.0).sum(dim=1).mean() * temperature**2
 
 
 def margin_mse(student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ def margin_mse(student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
     Margins in which a teacher score is NaN do not count; 0 where none does.
     """
     gap_BC = (student_BC[:, :1] - student_BC[:, 1:]) - (teacher_BC[:, :1] - teacher_BC[:, 1:])
-    known_BC = ~gap_BC.isnan()
-    return gap_BC.masked_fill(~known_BC, 0.0).square().sum() / known_BC.sum().clamp(min=1)
+    is_known_BC = ~gap_BC.isnan()
+    return gap_BC.masked_fill(~is_known_BC, 0.0).square().sum() / is_known_BC.sum().clamp(min=1)
 
 
 TEACHING: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "kl": distillation_kl,
     "margin_mse": lambda student_BC, teacher_BC, temperature: margin_mse(student_BC, teacher_BC),
 }
-"""What a ranker learns from a teacher's scores, by the name in `Distillation.loss`: a function of the
+"""The losses on a teacher's scores, by the name in `Distillation.loss`: a function of the
 student's scores, the teacher's, and the temperature. The right candidate is the first column."""

@@ -1,4 +1,4 @@
-"""What networks have in common: a ranker gives vectors to contexts and candidates, or scores pairs.
+"""The interfaces of networks: a ranker gives vectors to contexts and candidates, or scores pairs.
 
 Other modules use these two interfaces. Which network stands behind one of them, only
 `pipeline.models.ranker` knows.
@@ -22,7 +22,7 @@ class TextEncoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its weights are."""
+        """The type of its weights."""
         return next(self.parameters()).dtype
 
 
@@ -35,7 +35,7 @@ class View(NamedTuple):
 
 
 class Network(nn.Module):
-    """What all networks have."""
+    """The interface that all networks share."""
 
     def before_step(self, step: int) -> None:
         """Called before each step of training, from 0. What it sets follows from the step or lies in
@@ -86,7 +86,7 @@ class VectorNetwork(Network):
         """The vectors' first `width` dimensions."""
 
     def context_views(self, tokens: Tokens) -> list[View]:
-        """What is to rank the response in training; the first one is what `encode_contexts` returns."""
+        """The views that rank the response in training; the first is the result of `encode_contexts`."""
         return [View(*self.encode_contexts(tokens))]
 
     @property

@@ -71,8 +71,8 @@ def last_m_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tensor
     count_B1 = mask.bool().sum(dim=1, keepdim=True)
     place_BM = (count_B1 - m).clamp(min=0) + torch.arange(m, device=hidden.device)
     vector_mask = place_BM < count_B1
-    taken_BM = place_BM.clamp(max=hidden.shape[1] - 1)
-    return hidden.take_along_dim(taken_BM[:, :, None], dim=1), vector_mask
+    index_BM = place_BM.clamp(max=hidden.shape[1] - 1)
+    return hidden.take_along_dim(index_BM[:, :, None], dim=1), vector_mask
 
 
 def last_m_and_first_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tensor, Tensor]:
@@ -82,8 +82,8 @@ def last_m_and_first_vectors(hidden: Tensor, mask: Tensor, m: int) -> tuple[Tens
     among the last M already, so that no output counts twice. Paper, appendix C.
     """
     vectors, vector_mask = last_m_vectors(hidden, mask, m)
-    first_B1 = mask.bool().sum(dim=1, keepdim=True) > m
-    return torch.cat([hidden[:, :1], vectors], dim=1), torch.cat([first_B1, vector_mask], dim=1)
+    has_first_B1 = mask.bool().sum(dim=1, keepdim=True) > m
+    return torch.cat([hidden[:, :1], vectors], dim=1), torch.cat([has_first_B1, vector_mask], dim=1)
 
 
 def poly_scores(
@@ -121,7 +121,7 @@ def _scale(vectors: Tensor, attention: Attention) -> float:
     return 1 / math.sqrt(vectors.shape[-1]) if attention == "scaled_dot" else 1.0
 
 
-_TAKEN = {
+_OUTPUT_VECTORS = {
     "first_m": first_m_vectors,
     "last_m": last_m_vectors,
     "last_m_and_first": last_m_and_first_vectors,
@@ -149,7 +149,7 @@ class PolyEncoder(DualEncoder):
     def context_vectors(self, hidden_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
         if config.context_codes != "learnt":
-            return _TAKEN[config.context_codes](hidden_BTD, mask_BT, config.m)
+            return _OUTPUT_VECTORS[config.context_codes](hidden_BTD, mask_BT, config.m)
         assert self.codes_MD is not None
         if config.code_attention != "multi_head":
             return learnt_code_vectors(hidden_BTD, mask_BT, self.codes_MD, config.code_attention)
@@ -176,5 +176,5 @@ class PolyEncoder(DualEncoder):
             return poly_scores(vectors_BMD, mask_BM, candidates, self.config.candidate_attention)
         assert self.candidate_heads is not None
         device = self.candidate_heads.o.weight.device  # vectors may have been brought to the CPU
-        given = (vectors_BMD.to(device), mask_BM.to(device), candidates.to(device))
-        return self.candidate_heads.scores(*given).to(vectors_BMD.device)
+        inputs = (vectors_BMD.to(device), mask_BM.to(device), candidates.to(device))
+        return self.candidate_heads.scores(*inputs).to(vectors_BMD.device)

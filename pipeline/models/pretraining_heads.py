@@ -63,7 +63,7 @@ class PretrainingModel(nn.Module):
         super().__init__()
         self.encoder = Encoder(masked_lm.base_model)
         self.mlm = masked_lm
-        setattr(masked_lm, masked_lm.base_model_prefix, _Given())
+        setattr(masked_lm, masked_lm.base_model_prefix, _BaseStub())
         self.next = nn.Linear(self.encoder.width, 1)
         nn.init.normal_(self.next.weight, std=0.02)
         nn.init.zeros_(self.next.bias)
@@ -82,9 +82,9 @@ class PretrainingModel(nn.Module):
         """
         masked_lm, missing = load_pretrained(AutoModelForMaskedLM, folder)
         prefix = f"{masked_lm.base_model_prefix}."
-        if lacking := [name for name in missing if name.startswith(prefix)]:
-            raise BadInput(f"{folder}: the weights lack {len(lacking)} of the encoder's tensors, "
-                           f"among them {lacking[0]}")  # fmt: skip
+        if absent := [name for name in missing if name.startswith(prefix)]:
+            raise BadInput(f"{folder}: the weights lack {len(absent)} of the encoder's tensors, "
+                           f"among them {absent[0]}")  # fmt: skip
         model = cls(masked_lm)
         next_head = read_next_head(folder, model.encoder.width)
         if next_head:
@@ -100,7 +100,7 @@ class PretrainingModel(nn.Module):
         try:
             self.mlm.save_pretrained(str(folder), safe_serialization=True)
         finally:
-            setattr(self.mlm, prefix, _Given())
+            setattr(self.mlm, prefix, _BaseStub())
         head = {name: value.detach().contiguous() for name, value in self.next.named_parameters()}
         save_file(head, folder / NEXT_HEAD)
 
@@ -119,14 +119,14 @@ class PretrainingModel(nn.Module):
         for one of every parameter.
         """
         hidden_BTD = self.encoder(tokens)
-        nothing = hidden_BTD.new_zeros((), dtype=torch.float32)
-        mlm_sum = mlm_count = mlm_hits = next_sum = next_hits = pairs = nothing
+        zero = hidden_BTD.new_zeros((), dtype=torch.float32)
+        mlm_sum = mlm_count = mlm_hits = next_sum = next_hits = pairs = zero
         if predicted_N is None or labels_N is None:
             mlm_sum = self._zero(self.mlm)
         else:
             hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, predicted_N)
             mlm_sum, mlm_hits = self._predict(hidden_ND, labels_N)
-            mlm_count = nothing + len(labels_N)
+            mlm_count = zero + len(labels_N)
         if is_next_B is None:
             next_sum = self._zero(self.next)
         else:
@@ -136,7 +136,7 @@ class PretrainingModel(nn.Module):
                 logits_B, is_next_B.float(), reduction="sum"
             )
             next_hits = ((logits_B.detach() > 0) == is_next_B).sum().float()
-            pairs = nothing + len(is_next_B)
+            pairs = zero + len(is_next_B)
         return PretrainingSums(mlm_sum, mlm_count, mlm_hits, next_sum, next_hits, pairs)
 
     def mlm_logits(self, hidden_ND: Tensor) -> Tensor:
@@ -167,11 +167,11 @@ class PretrainingModel(nn.Module):
     def _zero(self, head: nn.Module) -> Tensor:
         """0, with a gradient of zeros for each weight that is the head's alone."""
         shared = set(self.encoder.parameters())
-        own = [weight.sum() for weight in head.parameters() if weight not in shared]
-        return torch.stack(own).sum() * 0
+        sums = [weight.sum() for weight in head.parameters() if weight not in shared]
+        return torch.stack(sums).sum() * 0
 
 
-class _Given(nn.Module):
+class _BaseStub(nn.Module):
     """Stands in a masked language model for its base, so that only the head is computed."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutput:

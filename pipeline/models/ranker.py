@@ -74,7 +74,7 @@ class Ranker(nn.Module):
         self.tokenizer = tokenizer
         self.network = network
         self.precision: Precision = "auto"
-        """What inference computes in; heads are always float32."""
+        """The precision of inference; heads are always float32."""
 
     @property
     def dual(self) -> VectorNetwork:
@@ -91,13 +91,13 @@ class Ranker(nn.Module):
         """Numbers that were trained, those that are kept in 8 bits too."""
         levels = [value for name, value in self.named_buffers() if "levels" in name.split(".")[-1]]
         biases = [layer.bias for layer in self.modules() if isinstance(layer, Int8Linear)]
-        kept = [*self.parameters(), *levels, *(bias for bias in biases if bias is not None)]
-        return sum(value.numel() for value in kept)
+        tensors = [*self.parameters(), *levels, *(bias for bias in biases if bias is not None)]
+        return sum(value.numel() for value in tensors)
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of training multiplies the scores by: only then a softmax over them is what the
-        ranker has learnt."""
+        """The factor on the scores in the loss of training: a softmax over scaled scores is the distribution
+        that the ranker has learnt."""
         return float(self.dual.training_scale) if self.config.has_vectors else 1.0
 
     @property
@@ -174,13 +174,13 @@ def new_ranker(config: RankerConfig, encoder_folder: Path, seed: int) -> Ranker:
     """
     if isinstance(config, ConvertConfig):
         return Ranker(config, *convert.new(config, encoder_folder, seed))
-    encoder, other = Encoder.load(encoder_folder), None
+    encoder, candidate_encoder = Encoder.load(encoder_folder), None
     if _has_two_towers(config) and encoder_folder.name == _CONTEXTS:
-        beside = encoder_folder.parent / _CANDIDATES
-        other = Encoder.load(beside) if beside.exists() else None
+        candidate_folder = encoder_folder.parent / _CANDIDATES
+        candidate_encoder = Encoder.load(candidate_folder) if candidate_folder.exists() else None
     tokenizer = Tokenizer.load(encoder_folder)
     torch.manual_seed(seed)
-    network = new_network(config, encoder, other)
+    network = new_network(config, encoder, candidate_encoder)
     if isinstance(network, CrossEncoder) and network.pooler is None:
         next_head = read_next_head(encoder_folder, encoder.width)
         if next_head:
@@ -201,13 +201,13 @@ def load_ranker(folder: Path) -> Ranker:
         return Ranker(config, *convert.load(config, folder)).eval()
     name = _ONLY if isinstance(config, CrossConfig) else _CONTEXTS
     encoder = Encoder.load(folder / name)
-    other = Encoder.load(folder / _CANDIDATES) if _has_two_towers(config) else None
-    network = new_network(config, encoder, other)
+    candidate_encoder = Encoder.load(folder / _CANDIDATES) if _has_two_towers(config) else None
+    network = new_network(config, encoder, candidate_encoder)
     try:
-        found = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
+        head = load_file(folder / _HEAD) if (folder / _HEAD).exists() else {}
     except SafetensorError as error:
         raise BadInput(f"{folder / _HEAD}: not to be read ({error})") from None
-    set_head(network, found, f"{folder / _HEAD}: does not fit {SETTINGS}")
+    set_head(network, head, f"{folder / _HEAD}: does not fit {SETTINGS}")
     ranker = Ranker(config, Tokenizer.load(folder / name), network)
     return ranker.eval()
 
@@ -227,29 +227,29 @@ def set_head(network: OnEncoder, weights: Mapping[str, Tensor], problem: str) ->
 
 
 def new_network(
-    config: RankerOnEncoder, encoder: Encoder, other: Encoder | None = None
+    config: RankerOnEncoder, encoder: Encoder, candidate_encoder: Encoder | None = None
 ) -> OnEncoder:
-    """A network with a new head. `other`: the candidates' tower where it is not the same, or to be
-    the same at the start.
+    """A network with a new head. `candidate_encoder`: the candidates' tower; None: the contexts' tower, or
+    a copy of it, as the settings say.
 
     Raises BadInput for settings that an encoder is too small for.
     """
     needed = {"context": config.max_context_tokens, "candidate": config.max_candidate_tokens}
     if isinstance(config, CrossConfig):
         needed = {"context_tokens + max_candidate": sum(needed.values()) - 1}
-    positions = min(tower.positions for tower in (encoder, other) if tower is not None)
+    positions = min(tower.positions for tower in (encoder, candidate_encoder) if tower is not None)
     for name, tokens in needed.items():
         if tokens > positions:
             raise BadInput(f"ranker.max_{name}_tokens: {tokens} is not allowed; allowed: at most "
                            f"{positions}, the encoder's positions")  # fmt: skip
     if isinstance(config, CrossConfig):
         return CrossEncoder(encoder, config)
-    if other is None:
-        other = encoder if config.share_towers else copy.deepcopy(encoder)
-    if other.width != encoder.width:
-        raise BadInput(f"the candidates' encoder has {other.width} dimensions, the contexts' "
+    if candidate_encoder is None:
+        candidate_encoder = encoder if config.share_towers else copy.deepcopy(encoder)
+    if candidate_encoder.width != encoder.width:
+        raise BadInput(f"the candidates' encoder has {candidate_encoder.width} dimensions, the contexts' "
                        f"{encoder.width}; allowed: as many")  # fmt: skip
-    return NETWORKS[type(config)](encoder, other, config)
+    return NETWORKS[type(config)](encoder, candidate_encoder, config)
 
 
 def _has_two_towers(config: RankerConfig) -> bool:

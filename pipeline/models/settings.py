@@ -309,25 +309,25 @@ def ranker_config(values: Mapping[str, Any]) -> RankerConfig:
     """
     name = values["architecture"]
     require(name in _KINDS.kinds, "ranker.architecture", name, ", ".join(_KINDS.kinds))
-    known = set().union(*(_KINDS.option_names(kind) for kind in _KINDS.kinds))
-    others = known - _KINDS.option_names(name)
-    kept = {field: value for field, value in values.items() if field not in others}
-    settings: RankerConfig = from_dict(_KINDS.kinds[name], kept)
+    all_fields = set().union(*(_KINDS.option_names(kind) for kind in _KINDS.kinds))
+    foreign_fields = all_fields - _KINDS.option_names(name)
+    own_values = {field: value for field, value in values.items() if field not in foreign_fields}
+    settings: RankerConfig = from_dict(_KINDS.kinds[name], own_values)
     return settings
 
 
-def parse_settings(text: bytes, where: str) -> RankerConfig:
+def parse_settings(text: bytes, origin: str) -> RankerConfig:
     """The settings in a `ranker.json`.
 
-    Raises BadInput, naming `where` they stand, for what this version does not know.
+    Raises BadInput, naming their `origin`, for settings that this version does not know.
     """
     try:
         return ranker_config(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadInput(f"{where}: not the settings of a ranker ({error!r})") from None
+        raise BadInput(f"{origin}: not the settings of a ranker ({error!r})") from None
 
 
 def _architectures(has_vectors: bool) -> str:
-    """The names of those that have vectors, or of the others."""
+    """The names of the architectures that have vectors, or of the others."""
     kinds = _KINDS.kinds.items()
     return ", ".join(name for name, kind in kinds if kind().has_vectors == has_vectors)

@@ -1,4 +1,4 @@
-"""Where encoders and other models come from.
+"""The sources of encoders and other models.
 
 What travels to workers is a `Source`, not a folder: each node of a cluster makes a copy of its own.
 """
@@ -20,7 +20,7 @@ from pipeline.drafts import folder_entries
 from pipeline.models.settings import SETTINGS, parse_settings
 
 SENTENCE_TRANSFORMERS = "modules.json"
-"""In every directory that sentence-transformers saved."""
+"""A file in every directory that sentence-transformers saved."""
 _FROM_HUB = ["*.json", "*.safetensors", "*.txt"]
 
 
@@ -28,7 +28,7 @@ class Source(Protocol):
     """A folder of files, wherever they lie: an `Artifact`, or one of those below."""
 
     def local(self) -> Path:
-        """It, or a copy of it, on the disk of this process' node."""
+        """The folder, or a copy of it, on the disk of this process' node."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class HubModel:
     revision: str
 
     def local(self) -> Path:
-        found = snapshot_download(self.name, revision=self.revision, allow_patterns=_FROM_HUB)
-        return Path(found)
+        folder = snapshot_download(self.name, revision=self.revision, allow_patterns=_FROM_HUB)
+        return Path(folder)
 
 
 def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str, Any]]:
-    """What a ranker starts from, and what a manifest says of it.
+    """The model that a ranker starts from, and the manifest's reference to it.
 
     An encoder: ours, a ranker's, any `transformers` directory, or a hub id. Or a tokenizer of ours, for a
     ranker that starts from nothing else. `option` names the URI in messages.
@@ -88,7 +88,7 @@ def open_encoder(uri: str, option: str = "--encoder") -> tuple[Source, dict[str,
 
 
 def open_text_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
-    """Any model that gives texts vectors, and what a manifest says of it: a ranker or an encoder of ours,
+    """Any model that gives texts vectors, and the manifest's reference to it: a ranker or an encoder of ours,
     what sentence-transformers saved, a `transformers` directory, or a hub id.
 
     Raises BadInput where there is none, and for a ranker without vectors.
@@ -107,7 +107,7 @@ def open_text_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
 
 
 def open_tokenizer(uri: str, option: str = "--tokenizer") -> tuple[Source, dict[str, Any]]:
-    """A tokenizer, and what a manifest says of it: ours, an encoder's, any `transformers` directory, or a
+    """A tokenizer, and the manifest's reference to it: ours, an encoder's, any `transformers` directory, or a
     hub id. `option` names the URI in messages.
 
     Raises BadInput where there is none.
@@ -123,7 +123,7 @@ def open_tokenizer(uri: str, option: str = "--tokenizer") -> tuple[Source, dict[
 
 
 def open_external(uri: str) -> tuple[External, dict[str, Any]]:
-    """A folder that no job made, and what a manifest says of it."""
+    """A folder that no job made, and the manifest's reference to it."""
     source = External(
         storage.absolute(uri), storage.raw_fingerprint(storage.list_files(uri), whole=True)
     )
@@ -146,14 +146,14 @@ def _may_be_hub_id(uri: str) -> bool:
     return storage.is_local(uri) and uri.count("/") <= 1 and not storage.exists(uri)
 
 
-def _open_hub_model(name: str, option: str, needed: str) -> tuple[HubModel, dict[str, Any]]:
+def _open_hub_model(name: str, option: str, required_file: str) -> tuple[HubModel, dict[str, Any]]:
     try:
         revision = fetch_from_hub(name).name  # the folder of a snapshot is named after its commit
     except BadInput as error:
         raise BadInput(f"{option} {error}") from None
     source = HubModel(name, revision)
-    if not (source.local() / needed).exists():
-        raise BadInput(f"{option} {name}: not a model directory ({needed} is missing)")
+    if not (source.local() / required_file).exists():
+        raise BadInput(f"{option} {name}: not a model directory ({required_file} is missing)")
     # The snapshot may hold more that somebody else has fetched.
     return source, _reference(name, source, _FROM_HUB)
 

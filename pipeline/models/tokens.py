@@ -84,9 +84,9 @@ class Tokenizer:
         self._fast.no_truncation()  # some come with a limit of their own (all-MiniLM: 128)
         self._fast.no_padding()
         self._fast.encode_special_tokens = True  # "[SEP]" in somebody's text is text
-        self.cls: int = _special(tokenizer, "cls_token")
-        self.sep: int = _special(tokenizer, "sep_token")
-        self.pad: int = _special(tokenizer, "pad_token")
+        self.cls: int = _special_id(tokenizer, "cls_token")
+        self.sep: int = _special_id(tokenizer, "sep_token")
+        self.pad: int = _special_id(tokenizer, "pad_token")
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -99,8 +99,8 @@ class Tokenizer:
         try:
             hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # tokenizers raises no class of its own
-            why = " ".join(str(error).split())[:200]
-            raise BadInput(f"{folder}: its tokenizer cannot be read ({why})") from None
+            reason = " ".join(str(error).split())[:200]
+            raise BadInput(f"{folder}: its tokenizer cannot be read ({reason})") from None
         return cls(hf)
 
     def save(self, folder: Path) -> None:
@@ -120,34 +120,34 @@ class Tokenizer:
         Of a character whose bytes are several tokens the last one holds the character.
         """
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]
-        before = self._fast.decode_batch([pair[:-1] for pair in pairs], skip_special_tokens=False)
-        both = self._fast.decode_batch([list(pair) for pair in pairs], skip_special_tokens=False)
-        return [text.removeprefix(left) for text, left in zip(both, before, strict=True)]
+        firsts = self._fast.decode_batch([pair[:-1] for pair in pairs], skip_special_tokens=False)
+        texts = self._fast.decode_batch([list(pair) for pair in pairs], skip_special_tokens=False)
+        return [text.removeprefix(first) for text, first in zip(texts, firsts, strict=True)]
 
     def contexts(self, contexts: Sequence[Sequence[str]], max_tokens: int) -> list[list[int]]:
         """One row of ids per context, at most `max_tokens` with [CLS] and [SEP]."""
-        rows = self._kept_ids(["\n".join(turns) for turns in contexts], max_tokens - 2, newest=True)
+        rows = self._cut_ids(["\n".join(turns) for turns in contexts], max_tokens - 2, newest=True)
         return [[self.cls, *row, self.sep] for row in rows]
 
     def candidates(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """One row of ids per candidate, at most `max_tokens` with [CLS] and [SEP]."""
-        rows = self._kept_ids(texts, max_tokens - 2, newest=False)
+        rows = self._cut_ids(texts, max_tokens - 2, newest=False)
         return [[self.cls, *row, self.sep] for row in rows]
 
-    def _kept_ids(self, texts: Sequence[str], keep: int, newest: bool) -> list[list[int]]:
+    def _cut_ids(self, texts: Sequence[str], keep: int, newest: bool) -> list[list[int]]:
         """The last or the first `keep` ids of each text; of a long one no more is tokenised than they
         need."""
         rows: list[list[int]] = [[] for _ in texts]
         places, characters = list(range(len(texts))), keep * _CHARACTERS_PER_TOKEN
-        part_of = _tail if newest else _head
+        cut_text = _tail if newest else _head
         while places:
-            parts = [part_of(texts[place], characters) for place in places]
-            short = []
+            parts = [cut_text(texts[place], characters) for place in places]
+            unfinished = []
             for place, part, ids in zip(places, parts, self.ids(parts), strict=True):
                 rows[place] = ids[max(0, len(ids) - keep) :] if newest else ids[:keep]
                 if len(part) < len(texts[place]) and len(ids) < keep + _SPARE_TOKENS:
-                    short.append(place)
-            places, characters = short, characters * 4
+                    unfinished.append(place)
+            places, characters = unfinished, characters * 4
         return rows
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
@@ -160,9 +160,9 @@ class Tokenizer:
         """Pads pairs of a row of `contexts` and a row of `candidates`: [CLS] a [SEP] b [SEP]."""
         rows = [[*a, *b[1:]] for a, b in zip(contexts, candidates, strict=True)]
         tokens = self._pad(rows)
-        first_B = torch.tensor([len(context) for context in contexts])
+        context_length_B = torch.tensor([len(context) for context in contexts])
         place_T = torch.arange(tokens.ids_BT.shape[1])
-        segments_BT = ((place_T >= first_B[:, None]) & tokens.mask_BT).long()
+        segments_BT = ((place_T >= context_length_B[:, None]) & tokens.mask_BT).long()
         return tokens._replace(segments_BT=segments_BT)
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> Tokens:
@@ -181,12 +181,12 @@ def _head(text: str, characters: int) -> str:
 
 def _tail(text: str, characters: int) -> str:
     """An end that begins with a space, and so between words; the whole text if it is short."""
-    first = len(text) - characters
-    start = text.find(" ", first, first + characters // 2) if first > 0 else -1
+    earliest = len(text) - characters
+    start = text.find(" ", earliest, earliest + characters // 2) if earliest > 0 else -1
     return text if start < 0 else text[start:]
 
 
-def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+def _special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
     token = getattr(tokenizer, f"{name}_id")
     if token is None:
         raise BadInput(f"{tokenizer.name_or_path}: the tokenizer has no {name}")

@@ -173,16 +173,18 @@ def freeze(encoder: Encoder, train: TrainLayers) -> None:
     if train == "all":
         return
     layers = _layers(encoder, "finetune.train_layers", train, "all")
-    trained = {"all_but_embeddings": len(layers), "top4": 4, "top": 1}[train]
+    trained_count = {"all_but_embeddings": len(layers), "top4": 4, "top": 1}[train]
     encoder.hf.requires_grad_(False)
-    for layer in layers[max(0, len(layers) - trained) :]:
+    for layer in layers[max(0, len(layers) - trained_count) :]:
         layer.requires_grad_(True)
     parts = list(encoder.hf.children())
     holder = next(
-        at for at, part in enumerate(parts) if any(layers is one for one in part.modules())
+        number
+        for number, part in enumerate(parts)
+        if any(layers is module for module in part.modules())
     )
-    for above in parts[holder + 1 :]:  # such as BERT's pooler and ModernBERT's last norm
-        above.requires_grad_(True)
+    for part in parts[holder + 1 :]:  # such as BERT's pooler and ModernBERT's last norm
+        part.requires_grad_(True)
 
 
 def shorten(encoder: Encoder, depth: int) -> None:

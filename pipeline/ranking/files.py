@@ -58,5 +58,5 @@ def fingerprint(uri: str, artifact: Artifact | None) -> str:
     if artifact is not None:
         return artifact.fingerprint
     entries = folder_entries(external_folder(uri))
-    named = [(one["path"], one["sha256"]) for one in entries if one["path"] != MANIFEST]
-    return digest(sorted(named))
+    digests = [(entry["path"], entry["sha256"]) for entry in entries if entry["path"] != MANIFEST]
+    return digest(sorted(digests))

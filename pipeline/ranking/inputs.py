@@ -9,46 +9,46 @@ from pipeline.config import BadInput, require
 
 Context = str | Sequence[str]
 """A text, or turns, oldest first and newest last."""
-GivenT = TypeVar("GivenT")
+ItemT = TypeVar("ItemT")
 
 
-def context(given: Context, name: str = "context") -> list[str]:
+def context(value: Context, name: str = "context") -> list[str]:
     """The turns. Raises BadInput where none of them has any text."""
-    turns = [given] if isinstance(given, str) else _listed(given, name, "turns, or a text")
+    turns = [value] if isinstance(value, str) else _require_list(value, name, "turns, or a text")
     for number, turn in enumerate(turns):
-        _require_text(turn, name if isinstance(given, str) else f"{name}[{number}]")
+        _require_text(turn, name if isinstance(value, str) else f"{name}[{number}]")
     if not any(turn.strip() for turn in turns):
         raise BadInput(f"{name}: empty; allowed: a text, or turns, one of them with text at least")
     return turns
 
 
-def contexts(given: Iterable[Context]) -> list[list[str]]:
+def contexts(values: Iterable[Context]) -> list[list[str]]:
     """The turns of each context. Raises BadInput as `context`."""
-    listed = _listed(given, "contexts", "contexts")
-    return [context(one, f"contexts[{number}]") for number, one in enumerate(listed)]
+    items = _require_list(values, "contexts", "contexts")
+    return [context(item, f"contexts[{number}]") for number, item in enumerate(items)]
 
 
-def texts(given: Iterable[str], name: str) -> list[str]:
+def texts(values: Iterable[str], name: str) -> list[str]:
     """Raises BadInput for what is no text, and for an empty one."""
-    listed = _listed(given, name, "texts")
-    for number, text in enumerate(listed):
+    items = _require_list(values, name, "texts")
+    for number, text in enumerate(items):
         _require_filled(text, f"{name}[{number}]")
-    return listed
+    return items
 
 
-def candidates(given: Iterable[str] | Mapping[str, str]) -> tuple[list[str], list[str]]:
+def candidates(values: Iterable[str] | Mapping[str, str]) -> tuple[list[str], list[str]]:
     """(ids, texts). Raises BadInput as `texts`, and where there is none."""
-    if isinstance(given, Mapping):
-        for key, text in given.items():
+    if isinstance(values, Mapping):
+        for key, text in values.items():
             require(isinstance(key, str), "candidates", key, "ids that are text")
             _require_filled(text, f"candidates[{key!r}]")
-        ids, found = list(given), list(given.values())
+        ids, candidate_texts = list(values), list(values.values())
     else:
-        found = texts(given, "candidates")
-        ids = [str(number) for number in range(len(found))]
-    if not found:
+        candidate_texts = texts(values, "candidates")
+        ids = [str(number) for number in range(len(candidate_texts))]
+    if not candidate_texts:
         raise BadInput("candidates: none; allowed: one text at least")
-    return ids, found
+    return ids, candidate_texts
 
 
 def require_top_k(top_k: int) -> None:
@@ -57,15 +57,17 @@ def require_top_k(top_k: int) -> None:
     require(is_number and top_k >= 1, "top_k", top_k, "a whole number >= 1")
 
 
-def _listed(given: Iterable[GivenT], name: str, what: str) -> list[GivenT]:
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise BadInput(f"{name}: {_shown(given)} is not allowed; allowed: a list of {what}")
-    return list(given)
+def _require_list(values: Iterable[ItemT], name: str, contents: str) -> list[ItemT]:
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise BadInput(
+            f"{name}: {_short_repr(values)} is not allowed; allowed: a list of {contents}"
+        )
+    return list(values)
 
 
 def _require_text(text: object, name: str) -> None:
     if not isinstance(text, str):
-        raise BadInput(f"{name}: {_shown(text)} is not allowed; allowed: a text")
+        raise BadInput(f"{name}: {_short_repr(text)} is not allowed; allowed: a text")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -75,9 +77,11 @@ def _require_text(text: object, name: str) -> None:
 def _require_filled(text: object, name: str) -> None:
     _require_text(text, name)
     if not str(text).strip():
-        raise BadInput(f"{name}: {_shown(text)} is not allowed; allowed: a text that is not empty")
+        raise BadInput(
+            f"{name}: {_short_repr(text)} is not allowed; allowed: a text that is not empty"
+        )
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

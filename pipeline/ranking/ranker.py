@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from pipeline.models.ranker import Ranker as RankerModule
     from pipeline.models.settings import RankerConfig
 
-GivenT = TypeVar("GivenT")
+ItemT = TypeVar("ItemT")
 
 
 class ContextVectors(NamedTuple):
-    """What contexts are turned into."""
+    """The vectors of contexts."""
 
     vectors: Floats
     """[N, M, D] float32; a bi-encoder's M is 1."""
@@ -76,7 +76,7 @@ class Ranker:
         """The torch module with its tokenizer and its settings."""
         self.uri = uri
         self.artifact = artifact
-        """What a job has published; None: a folder that none has."""
+        """The artifact that a job has published; None: a plain folder."""
 
     @classmethod
     def load(cls, uri: str | Path, precision: Precision = "auto", device: str = "auto") -> Ranker:
@@ -99,7 +99,7 @@ class Ranker:
         from pipeline.ranking import files
 
         opened = files.open_ranker(str(uri))
-        module = _prepared(load_ranker(opened.folder), precision, device)
+        module = _prepare(load_ranker(opened.folder), precision, device)
         return cls(module, opened.uri, opened.artifact)
 
     @classmethod
@@ -130,7 +130,7 @@ class Ranker:
         lengths = from_sentence_transformers.Lengths(max_context_tokens, max_candidate_tokens)
         folder = files.external_folder(str(path))
         module = from_sentence_transformers.load(folder, lengths)
-        return cls(_prepared(module, precision, device), str(path))
+        return cls(_prepare(module, precision, device), str(path))
 
     # What it is
 
@@ -151,7 +151,7 @@ class Ranker:
 
     @property
     def precision(self) -> str:
-        """What it computes in: bf16 or fp32; scores and vectors are float32."""
+        """The precision of computation: bf16 or fp32; scores and vectors are float32."""
         return str(self.module.precision)
 
     @cached_property
@@ -205,14 +205,14 @@ class Ranker:
         from pipeline.models import inference
 
         turns, (_, texts) = inputs.context(context), inputs.candidates(candidates)
-        place_of = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+        place_of_text = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         if self.config.has_vectors:
             vectors_1MD, mask_1M = inference.context_vectors(self.module, [turns])
-            vectors_CD = inference.candidate_vectors(self.module, list(place_of))
+            vectors_CD = inference.candidate_vectors(self.module, list(place_of_text))
             scores = inference.vector_scores(self.module, vectors_1MD[0], mask_1M[0], vectors_CD)
         else:
-            (scores,) = inference.pair_scores(self.module, [turns], [list(place_of)])
-        scores_C: Floats = _array(scores)[[place_of[text] for text in texts]]
+            (scores,) = inference.pair_scores(self.module, [turns], [list(place_of_text)])
+        scores_C: Floats = _array(scores)[[place_of_text[text] for text in texts]]
         return scores_C
 
     def encode_contexts(
@@ -269,17 +269,17 @@ class Ranker:
         from pipeline.models import inference
 
         self.config.require_vectors()
-        given = inputs.texts(texts, "texts")
-        vectors_ND = np.empty((len(given), self.dimensions), np.float32)
-        done = 0
+        text_list = inputs.texts(texts, "texts")
+        vectors_ND = np.empty((len(text_list), self.dimensions), np.float32)
+        start = 0
         for part in self._in_windows(
-            given,
+            text_list,
             self.module.candidate_rows,
             lambda rows: inference.row_vectors(self.module, rows, batch_tokens),
             "candidates" if progress else "",
         ):
-            vectors_ND[done : done + len(part)] = _array(part)
-            done += len(part)
+            vectors_ND[start : start + len(part)] = _array(part)
+            start += len(part)
         return vectors_ND
 
     def explain(self, context: Context, candidates: Iterable[str]) -> Explanation:
@@ -302,29 +302,29 @@ class Ranker:
         (row,) = self.module.context_rows([turns])
         vectors_1MD, mask_1M = inference.context_row_vectors(self.module, [row])
         vectors_CD = inference.candidate_vectors(self.module, texts)
-        found = explanation.explain(self.module, row, vectors_1MD[0], mask_1M[0], vectors_CD)
-        tokens, attention_MT = found.attended
-        return Explanation(tokens, _array(attention_MT), _array(found.weights_CM))
+        result = explanation.explain(self.module, row, vectors_1MD[0], mask_1M[0], vectors_CD)
+        tokens, attention_MT = result.attended
+        return Explanation(tokens, _array(attention_MT), _array(result.weights_CM))
 
     def _in_windows(
         self,
-        given: Sequence[GivenT],
-        rows_of: Callable[[Sequence[GivenT]], list[list[int]]],
-        vectors_of: Callable[[list[list[int]]], Any],
+        items: Sequence[ItemT],
+        tokenise: Callable[[Sequence[ItemT]], list[list[int]]],
+        encode: Callable[[list[list[int]]], Any],
         label: str,
     ) -> Iterable[Any]:
-        """What `vectors_of` makes of some thousand texts after the other; `label`: of the bar, "": none."""
+        """The encoded items, some thousand at a time; `label`: of the bar, "": no bar."""
         from tqdm import tqdm
 
         from pipeline.models import inference
 
-        with tqdm(total=len(given), desc=label, unit="text", disable=not label) as bar:
-            for rows, vectors in inference.in_windows(given, rows_of, vectors_of):
+        with tqdm(total=len(items), desc=label, unit="text", disable=not label) as bar:
+            for rows, vectors in inference.in_windows(items, tokenise, encode):
                 yield vectors
                 bar.update(len(rows))
 
 
-def _prepared(module: RankerModule, precision: Precision, device: str) -> RankerModule:
+def _prepare(module: RankerModule, precision: Precision, device: str) -> RankerModule:
     import torch
 
     from pipeline.models import inference

@@ -1,4 +1,4 @@
-"""What a ranking is, in Python and over HTTP: candidates with their scores, best first.
+"""A ranking, in Python and over HTTP: candidates with their scores, best first.
 
 Nothing here needs torch.
 """
@@ -15,13 +15,13 @@ class Result:
     """A candidate with its score."""
 
     index: int
-    """Its place among the candidates that were given, or in the pool, from 0."""
+    """The candidate's place in the caller's list or in the pool, from 0."""
     id: str
-    """Of the pool, or as it was given; of a plain list its index as text."""
+    """The id in the pool or in the caller's dictionary; for a plain list, the index as text."""
     text: str
     score: float
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Those that a pool keeps to filter by."""
+    """The columns that a pool keeps to filter by."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ranking(Sequence[Result]):
 
     def __str__(self) -> str:
         """A line for each result: its score, its text."""
-        return "\n".join(f"{one.score:9.3f}  {one.text}" for one in self.results)
+        return "\n".join(f"{result.score:9.3f}  {result.text}" for result in self.results)
 
 
 def best_results(

@@ -40,16 +40,16 @@ def search(
         if not among.any():
             return Ranking(())
     vectors_1MD, mask_1M = ranker.encode_contexts([context])
-    found = top_rows(pool, vectors_1MD, top_k, mask_1M, attention, method, among)
-    results = results_at(pool, found.places[0], found.scores[0])
-    return Ranking(tuple(results), bool(found.certified[0]))
+    answers = top_rows(pool, vectors_1MD, top_k, mask_1M, attention, method, among)
+    results = results_at(pool, answers.places[0], answers.scores[0])
+    return Ranking(tuple(results), bool(answers.certified[0]))
 
 
 def results_at(pool: Pool, places_K: Ints, scores_K: Floats) -> list[Result]:
     """The candidates at places of a pool, in this order."""
-    kept = filters.columns(pool)
-    rows = pool.rows_at(places_K, kept)
+    names = filters.columns(pool)
+    rows = pool.rows_at(places_K, names)
     return [
-        Result(place, row["id"], row["text"], score, {name: row[name] for name in kept})
+        Result(place, row["id"], row["text"], score, {name: row[name] for name in names})
         for place, score, row in zip(places_K.tolist(), scores_K.tolist(), rows, strict=True)
     ]

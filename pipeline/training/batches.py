@@ -47,14 +47,14 @@ class Cursor(NamedTuple):
 
 
 class Collator(Protocol[BatchT_co]):
-    """What a task makes of rows."""
+    """Makes batches of rows for a task."""
 
     @property
     def columns(self) -> Sequence[str]:
         """Columns of the corpus that `prepare` needs."""
 
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[Any]:
-        """What batches are made of: one item per row of a window, which come in random order."""
+        """The items of batches: one per row of a window; the rows come in random order."""
 
     def collate(self, items: list[Any], generator: torch.Generator) -> BatchT_co:
         """Items to one padded batch; all chance comes from `generator`."""
@@ -80,11 +80,11 @@ class Rows:
         rank: int,
         world: int,
         seed: int,
-        without: Collection[str] = (),
+        excluded: Collection[str] = (),
     ) -> Rows:
-        """All files of the split but those `without`. Raises BadInput where the corpus has none."""
+        """All files of the split but the `excluded` ones. Raises BadInput where the corpus has none."""
         paths = corpus.paths(f"{split}/", ".parquet")
-        files = [storage.join(corpus.uri, path) for path in paths if path not in without]
+        files = [storage.join(corpus.uri, path) for path in paths if path not in excluded]
         if not files:
             raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")
         with ThreadPoolExecutor(16) as pool:  # of thousands of files, from an object store
@@ -92,13 +92,13 @@ class Rows:
         return cls(tuple(zip(files, rows, strict=True)), tuple(columns), rank, world, seed)
 
     @property
-    def of_all_ranks(self) -> int:
+    def total(self) -> int:
         """Rows of the split."""
         return sum(sum(rows) for _, rows in self.files)
 
     def __len__(self) -> int:
         """Rows in an epoch of one rank: the same for all, up to world - 1 rows are left out."""
-        return self.of_all_ranks // self.world
+        return self.total // self.world
 
     def epoch(self, number: int) -> Epoch:
         """The order of an epoch."""
@@ -116,9 +116,9 @@ class Rows:
         return self._epoch([(file, g) for file, rows in enumerate(sizes) for g in range(len(rows))])
 
     def _epoch(self, groups: Sequence[tuple[int, int]]) -> Epoch:
-        """In this order of (number of the file, row group)."""
-        first = itertools.accumulate((n for _, rows in self.files for n in rows), initial=0)
-        places = [[next(first) for _ in rows] for _, rows in self.files]
+        """An epoch in this order of (number of the file, row group)."""
+        group_starts = itertools.accumulate((n for _, rows in self.files for n in rows), initial=0)
+        places = [[next(group_starts) for _ in rows] for _, rows in self.files]
         return Epoch(
             [(self.files[file][0], group) for file, group in groups],
             list(itertools.accumulate(self.files[file][1][group] for file, group in groups)),
@@ -135,16 +135,16 @@ class Epoch:
     groups: list[tuple[str, int]]
     """(file, row group) of all ranks' shares."""
     ends: list[int]
-    """Rows up to the end of each."""
+    """Rows up to the end of each group."""
     places: list[int]
-    """The `PLACE` of each one's first row."""
+    """The `PLACE` of each group's first row."""
     columns: tuple[str, ...]
-    first: int
+    first_row: int
     """The place of this rank's first row."""
 
     def read(self, start: int, stop: int) -> pa.Table:
         """Rows start to stop, which is beyond start, of this rank's share."""
-        start, stop = self.first + start, self.first + stop
+        start, stop = self.first_row + start, self.first_row + stop
         place, end = bisect_right(self.ends, start), bisect_left(self.ends, stop) + 1
         # Neighbours in the order lie in the same file: one read for all of them.
         columns = [name for name in self.columns if name != PLACE]
@@ -157,7 +157,7 @@ class Epoch:
         ends = [self.ends[place - 1] if place else 0, *self.ends[place:end]]
         if PLACE in self.columns:
             sizes = zip(self.places[place:end], itertools.pairwise(ends), strict=True)
-            numbers = [np.arange(first, first + to - begin) for first, (begin, to) in sizes]
+            numbers = [np.arange(first, first + end - begin) for first, (begin, end) in sizes]
             table = table.append_column(PLACE, pa.array(np.concatenate(numbers)))
         return table.slice(start - ends[0], stop - start)
 
@@ -192,10 +192,10 @@ class Batches(Generic[BatchT]):
 
     def __post_init__(self) -> None:
         if len(self.rows) < self.examples:
-            have = self.rows.of_all_ranks
-            raise BadInput(f"the split has {have:,} examples, too few for a batch of "
+            row_count = self.rows.total
+            raise BadInput(f"the split has {row_count:,} examples, too few for a batch of "
                            f"{self.examples} on each of {self.rows.world} workers; allowed: "
-                           f"finetune.batch_examples of {have} at most")  # fmt: skip
+                           f"finetune.batch_examples of {row_count} at most")  # fmt: skip
 
     @property
     def examples(self) -> int:
@@ -206,24 +206,25 @@ class Batches(Generic[BatchT]):
     def steps_per_epoch(self) -> int:
         """Batches in an epoch. With a number of ranks that does not divide `batch_examples` there are a few
         more, but the length of a run must not depend on its ranks."""
-        return self.rows.of_all_ranks // self.batch_examples
+        return self.rows.total // self.batch_examples
 
     def start(self, cursors: Sequence[Sequence[int]] = ()) -> Generator[tuple[BatchT, Cursor]]:
         """Batches from the saved cursors of all ranks on, prepared in a thread of their own."""
-        own = Cursor()
+        cursor = Cursor()
         if cursors:  # of more ranks than there were, a new one starts where rank 0 stands
-            own = Cursor(*cursors[self.rows.rank if self.rows.rank < len(cursors) else 0])
-        return ahead(self._walk(self._here(own)), depth=4)
+            cursor = Cursor(*cursors[self.rows.rank if self.rows.rank < len(cursors) else 0])
+        return ahead(self._walk(self._translate_cursor(cursor)), depth=4)
 
-    def _here(self, cursor: Cursor) -> Cursor:
+    def _translate_cursor(self, cursor: Cursor) -> Cursor:
         """A cursor of another number of ranks. It skips as many rows of the epoch as the earlier run had
         read, but not the same rows: some rows of this epoch are read twice, some never."""
         if cursor.world in (0, self.rows.world):
             return cursor
-        before = self.batch_examples // cursor.world
-        read = (cursor.window * self._window_size(before) + cursor.batch * before) * cursor.world
-        done = read // (self.examples * self.rows.world)
-        window, batch = divmod(done, self._window_size(self.examples) // self.examples)
+        examples = self.batch_examples // cursor.world
+        window_start = cursor.window * self._window_size(examples)
+        rows_read = (window_start + cursor.batch * examples) * cursor.world
+        batches_done = rows_read // (self.examples * self.rows.world)
+        window, batch = divmod(batches_done, self._window_size(self.examples) // self.examples)
         return Cursor(cursor.epoch, window, batch, self.rows.world)
 
     def _walk(self, cursor: Cursor) -> Iterator[tuple[BatchT, Cursor]]:
@@ -263,7 +264,7 @@ class Batches(Generic[BatchT]):
 
 def ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
     """Takes from `source` in a thread, up to `depth` items ahead."""
-    waiting: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
+    prefetched: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()
 
     def fill() -> None:
@@ -272,7 +273,7 @@ def ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
             for item in source:
                 while not stop.is_set():
                     try:
-                        waiting.put((item, None), timeout=0.1)
+                        prefetched.put((item, None), timeout=0.1)
                         break
                     except queue.Full:
                         continue
@@ -280,12 +281,12 @@ def ahead(source: Iterator[BatchT], depth: int) -> Generator[BatchT]:
                     return
         except BaseException as caught:
             error = caught
-        waiting.put((None, error or StopIteration()))
+        prefetched.put((None, error or StopIteration()))
 
     threading.Thread(target=fill, daemon=True, name="batches").start()
     try:
         while True:
-            item, error = waiting.get()
+            item, error = prefetched.get()
             if isinstance(error, StopIteration):
                 return
             if error is not None:

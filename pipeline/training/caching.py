@@ -23,11 +23,11 @@ from pipeline.training.objectives import Objective
 
 
 def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, StepMetrics]:
-    """The whole batch at once."""
+    """The loss and its gradients, of the whole batch at once."""
     with autocast:
-        loss, shown = model(batch)
+        loss, metrics = model(batch)
     torch.autograd.backward(loss)
-    return loss.detach(), shown
+    return loss.detach(), metrics
 
 
 def cached_backward(objective: Objective, chunk_examples: int) -> Backward:
@@ -49,25 +49,25 @@ def cached_backward(objective: Objective, chunk_examples: int) -> Backward:
                 chunks.append(objective.encode(part))
         rows = [torch.cat(tensors) for tensors in zip(*chunks, strict=True)]
         floats = [tensor.requires_grad_() for tensor in rows if tensor.is_floating_point()]
-        loss, shown = objective.loss(rows, batch)
+        loss, metrics = objective.loss(rows, batch)
         torch.autograd.backward(loss)
         # Weights that only the loss uses have their gradients now. DistributedDataParallel averages
         # those of the weights that it sees in the last chunk.
-        used = [value for value in objective.parameters() if value.grad is not None]
+        loss_parameters = [value for value in objective.parameters() if value.grad is not None]
         gradients = zip(
             *(torch.split(_gradient(tensor), chunk_examples) for tensor in floats), strict=True
         )
-        for number, (part, seed, own) in enumerate(zip(parts, seeds, gradients, strict=True)):
-            last = number == len(parts) - 1
-            apart: Any = nullcontext if last else getattr(model, "no_sync", nullcontext)
+        for number, (part, seed, gradient) in enumerate(zip(parts, seeds, gradients, strict=True)):
+            is_last = number == len(parts) - 1
+            sync_context: Any = nullcontext if is_last else getattr(model, "no_sync", nullcontext)
             torch.manual_seed(seed)
-            with apart():
+            with sync_context():
                 with autocast:
-                    stand_in = model(part, own)
-                if last:
-                    stand_in = stand_in + sum((value * 0).sum() for value in used)
+                    stand_in = model(part, gradient)
+                if is_last:
+                    stand_in = stand_in + sum((value * 0).sum() for value in loss_parameters)
                 torch.autograd.backward(stand_in)
-        return loss.detach(), shown
+        return loss.detach(), metrics
 
     return run
 

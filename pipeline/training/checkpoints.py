@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the state of a run as safetensors and JSON, so that loading it runs no code.
+"""The content of a checkpoint: the state of a run as safetensors and JSON, so that loading it runs no code.
 
     state.safetensors    every tensor
     state.json           everything else; a tensor's place holds its name
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config import BadInput
 
-_TENSORS, _REST = "state.safetensors", "state.json"
+_TENSORS, _STRUCTURE = "state.safetensors", "state.json"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -61,7 +61,7 @@ def training_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         return {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
     weights, moments = get_state_dict(module, optimizer, options=_WHOLE)
     numbers = {name: number for number, name in _names(module, optimizer).items()}
-    return {"module": weights, "optimizer": _renamed(moments, numbers)}
+    return {"module": weights, "optimizer": _rename_parameters(moments, numbers)}
 
 
 def load_training_state(
@@ -76,7 +76,7 @@ def load_training_state(
         module,
         optimizer,
         model_state_dict=dict(state["module"]),
-        optim_state_dict=_renamed(state["optimizer"], _names(module, optimizer)),
+        optim_state_dict=_rename_parameters(state["optimizer"], _names(module, optimizer)),
         options=StateDictOptions(full_state_dict=True),
     )
 
@@ -85,11 +85,13 @@ def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str
     """The parameters' names by their numbers in the optimizer's state, where the functions for sharded
     weights have names."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    parameters = (weight for group in optimizer.param_groups for weight in group["params"])
     return {number: names[parameter] for number, parameter in enumerate(parameters)}
 
 
-def _renamed(optimizer_state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+def _rename_parameters(
+    optimizer_state: Mapping[str, Any], names: Mapping[Any, Any]
+) -> dict[str, Any]:
     """An optimizer's state with other keys for its parameters."""
     return {
         "state": {names[key]: value for key, value in optimizer_state.get("state", {}).items()},
@@ -103,20 +105,20 @@ def _renamed(optimizer_state: Mapping[str, Any], names: Mapping[Any, Any]) -> di
 def write_state(state: Mapping[str, Any], folder: Path) -> None:
     """Writes nested dictionaries and lists of tensors, numbers, texts and None."""
     tensors: dict[str, Tensor] = {}
-    rest = _to_json(state, tensors)
+    structure = _to_json(state, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _TENSORS)
-    (folder / _REST).write_text(json.dumps(rest), encoding="utf-8")
+    (folder / _STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `write_state` wrote, on the CPU.
+    """The state that `write_state` wrote, on the CPU.
 
     Raises BadInput for files that are missing or cut off.
     """
     try:
         tensors = load_file(folder / _TENSORS)
-        state = _from_json(json.loads((folder / _REST).read_text(encoding="utf-8")), tensors)
+        state = _from_json(json.loads((folder / _STRUCTURE).read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise BadInput(f"{folder}: not a training state ({error})") from None
     assert isinstance(state, dict)
@@ -141,8 +143,8 @@ def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
         # Tied weights come under two names, and safetensors stores no memory twice.
-        same = (name for name, other in tensors.items() if _is_same(value, other))
-        name = next(same, str(len(tensors)))
+        same_names = (name for name, tensor in tensors.items() if _shares_memory(value, tensor))
+        name = next(same_names, str(len(tensors)))
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
@@ -152,11 +154,11 @@ def _to_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _shares_memory(first: Tensor, second: Tensor) -> bool:
     return (
-        one.numel() > 0
-        and one.data_ptr() == other.data_ptr()
-        and (one.shape, one.dtype) == (other.shape, other.dtype)
+        first.numel() > 0
+        and first.data_ptr() == second.data_ptr()
+        and (first.shape, first.dtype) == (second.shape, second.dtype)
     )
 
 

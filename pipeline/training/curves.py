@@ -25,13 +25,13 @@ NAMES = tuple(name for _, names in _PANELS for name in names)
 
 def draw(curves: Mapping[str, Curve], title: str) -> bytes:
     """A PNG with a panel for losses, accuracies, the rate and the gradient's norm; validations are dots."""
-    shown = [(label, [name for name in names if curves.get(name)]) for label, names in _PANELS]
-    shown = [(label, names) for label, names in shown if names]
-    figure = Figure(figsize=(6.4 * max(1, len(shown)) / 1.6, 3.4), layout="constrained")
+    panels = [(label, [name for name in names if curves.get(name)]) for label, names in _PANELS]
+    panels = [(label, names) for label, names in panels if names]
+    figure = Figure(figsize=(6.4 * max(1, len(panels)) / 1.6, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
-    for place, (label, names) in enumerate(shown):
-        axes = figure.add_subplot(1, len(shown), place + 1)
+    for place, (label, names) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), place + 1)
         for name in names:
             steps, values = zip(*curves[name], strict=True)
             style = "o-" if name.startswith("valid_") else "-"

@@ -1,4 +1,4 @@
-"""What a training will need: sizes, steps, memory by estimate, hours by a rate measured here."""
+"""The needs of a training: sizes, steps, memory by estimate, hours by a rate measured here."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def estimate_pretraining(
     """Computes a few micro-batches on `device` to measure its rate; (estimate, what else there is to say)."""
     config = recipe.pretrain
     task = recipe.build(0, 1)
-    model, news = recipe.model()
+    model, start_note = recipe.model()
     parameters = sum(value.numel() for value in model.parameters())
     layers = 1 if config.gradient_checkpointing else int(model.encoder.hf.config.num_hidden_layers)
     sharded = workers.workers if workers.shard_weights else 1
-    wide = 2 if resolve_precision(recipe.loop.precision, device) == "fp32" else 1
-    activations = _ACTIVATION_BYTES * wide * config.lane_tokens * model.encoder.width * layers
+    factor = 2 if resolve_precision(recipe.loop.precision, device) == "fp32" else 1
+    activations = _ACTIVATION_BYTES * factor * config.lane_tokens * model.encoder.width * layers
     pace = _measure(task, recipe.loop, device, workers)
     rate = pace.work["tokens"] / pace.seconds
     tokens = config.steps * config.batch_tokens
     cpu_hours, gpu_hours = _hours(tokens / rate / 3600, pace, device)
     entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
-    found = Estimate(
+    estimate = Estimate(
         input_files=len(entries),
         input_bytes=sum(entry["bytes"] for entry in entries),
         steps=config.steps,
@@ -52,9 +52,9 @@ def estimate_pretraining(
         gpu_hours=gpu_hours,
         basis=_basis(pace, workers, device),
     )
-    return found, {
+    return estimate, {
         "parameters": parameters,
-        "start": news,
+        "start": start_note,
         "corpus_tokens": recipe.tokens(),
         "batch_tokens": config.batch_tokens,
         "micro_batches_per_step": config.lanes,
@@ -78,7 +78,7 @@ def estimate_finetuning(
     hours = task.steps * pace.seconds / pace.steps / 3600
     cpu_hours, gpu_hours = _hours(hours * workers.workers, pace, device)
     on_gpu = device.type == "cuda"
-    found = Estimate(
+    estimate = Estimate(
         input_files=len(recipe.corpus.paths("train/", ".parquet")),
         input_bytes=sum(entry["bytes"] for entry in recipe.corpus.manifest["files"]),
         rows=recipe.corpus.rows("train/"),
@@ -90,7 +90,7 @@ def estimate_finetuning(
         gpu_hours=gpu_hours,
         basis=_basis(pace, workers, device),
     )
-    return found, {
+    return estimate, {
         "memory_is": "the peak of these steps"
         if on_gpu
         else "of weights, gradients and moments; activations come on top",
@@ -115,7 +115,7 @@ def _basis(pace: _Pace, workers: Workers, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Pace:
-    """What was computed, in how long."""
+    """Measured steps, their work and their time."""
 
     steps: int
     work: dict[str, float]
@@ -166,7 +166,7 @@ def _compute(
 
 
 def _flops_per_token(recipe: Pretraining) -> int:
-    """Of the longest pair, with the tokens that are predicted in it."""
+    """Operations per token of the longest pair, with its predicted tokens."""
     model, _ = recipe.model()
     longest = recipe.pretrain.longest_pair
     predicted = round(recipe.pretrain.masked_share * longest)

@@ -30,9 +30,9 @@ class DualBatch:
     responses: Tokens
     key_B: Tensor
     """int64; equal where the responses' tokens are."""
-    wrong: Tokens
+    negatives: Tokens
     """K wrong candidates of each context's own, B · K rows; K may be 0."""
-    wrong_key_BK: Tensor
+    negative_keys_BK: Tensor
     teacher_BC: Tensor
     """The teacher's scores of the response and the K others; NaN where it gave none."""
 
@@ -44,20 +44,20 @@ class DualBatch:
             self.contexts.to(device),
             self.responses.to(device),
             self.key_B.to(device),
-            self.wrong.to(device),
-            self.wrong_key_BK.to(device),
+            self.negatives.to(device),
+            self.negative_keys_BK.to(device),
             self.teacher_BC.to(device),
         )
 
     def part(self, start: int, stop: int) -> DualBatch:
         """Examples start to stop."""
-        each = self.wrong_key_BK.shape[1]
+        count = self.negative_keys_BK.shape[1]
         return DualBatch(
             self.contexts.rows(start, stop),
             self.responses.rows(start, stop),
             self.key_B[start:stop],
-            self.wrong.rows(start * each, stop * each),
-            self.wrong_key_BK[start:stop],
+            self.negatives.rows(start * count, stop * count),
+            self.negative_keys_BK[start:stop],
             self.teacher_BC[start:stop],
         )
 
@@ -87,9 +87,9 @@ class PairBatch:
 
     def part(self, start: int, stop: int) -> PairBatch:
         """Examples start to stop."""
-        each = self.teacher_BC.shape[1]
+        count = self.teacher_BC.shape[1]
         return PairBatch(
-            self.pairs.rows(start * each, stop * each),
+            self.pairs.rows(start * count, stop * count),
             self.label_B[start:stop],
             self.key_BC[start:stop],
             self.teacher_BC[start:stop],
@@ -117,8 +117,8 @@ class _Candidate(NamedTuple):
     teacher: float
 
 
-def _choose(
-    row: ExampleRow, others: Sequence[str], count: int, generator: torch.Generator
+def _choose_candidates(
+    row: ExampleRow, other_responses: Sequence[str], count: int, generator: torch.Generator
 ) -> list[_Candidate]:
     """The right candidate, then wrong ones: given if there are any, else other responses.
 
@@ -126,16 +126,18 @@ def _choose(
     """
     texts = row.get("candidates") or ()
     scores = row.get(TEACHER) or [_NO_SCORE] * len(texts)
-    given = [_Candidate(*one) for one in zip(texts, scores, strict=True)]
-    right = next((one for one in given if one.text == row["response"]), None)
-    given = [one for one in given if one.text != row["response"]]
-    order = torch.randperm(len(given), generator=generator)[:count].tolist()
-    wrong = [given[place] for place in order]
-    while len(wrong) < count:
-        text = others[int(torch.randint(len(others), (1,), generator=generator))]
-        if text != row["response"] or len(set(others)) == 1:
-            wrong.append(_Candidate(text, _NO_SCORE))
-    return [right or _Candidate(row["response"], _NO_SCORE), *wrong]
+    candidates = [_Candidate(*candidate) for candidate in zip(texts, scores, strict=True)]
+    response = next(
+        (candidate for candidate in candidates if candidate.text == row["response"]), None
+    )
+    candidates = [candidate for candidate in candidates if candidate.text != row["response"]]
+    order = torch.randperm(len(candidates), generator=generator)[:count].tolist()
+    negatives = [candidates[place] for place in order]
+    while len(negatives) < count:
+        text = other_responses[int(torch.randint(len(other_responses), (1,), generator=generator))]
+        if text != row["response"] or len(set(other_responses)) == 1:
+            negatives.append(_Candidate(text, _NO_SCORE))
+    return [response or _Candidate(row["response"], _NO_SCORE), *negatives]
 
 
 class _Item(NamedTuple):
@@ -146,18 +148,22 @@ class _Item(NamedTuple):
     """The response, then wrong ones."""
 
 
-def _chosen(rows: list[ExampleRow], count: int, generator: torch.Generator) -> list[_Item]:
-    others = [row["response"] for row in rows]
-    return [_Item(row["context"], _choose(row, others, count, generator)) for row in rows]
+def _make_items(rows: list[ExampleRow], count: int, generator: torch.Generator) -> list[_Item]:
+    responses = [row["response"] for row in rows]
+    return [
+        _Item(row["context"], _choose_candidates(row, responses, count, generator)) for row in rows
+    ]
 
 
-def _teacher(items: Sequence[_Item]) -> Tensor:
-    return torch.tensor([[one.teacher for one in item.candidates] for item in items])
+def _teacher_scores(items: Sequence[_Item]) -> Tensor:
+    return torch.tensor([[candidate.teacher for candidate in item.candidates] for item in items])
 
 
 def _candidate_rows(ranker: Ranker, items: Sequence[_Item]) -> list[list[list[int]]]:
     """Tokens of each item's candidates."""
-    tokens = iter(ranker.candidate_rows([one.text for item in items for one in item.candidates]))
+    tokens = iter(
+        ranker.candidate_rows([candidate.text for item in items for candidate in item.candidates])
+    )
     return [[next(tokens) for _ in item.candidates] for item in items]
 
 
@@ -166,7 +172,7 @@ def _keys(candidates: Sequence[Sequence[Sequence[int]]]) -> Tensor:
 
     They are hashes of integers, which are the same in every process.
     """
-    return torch.tensor([[hash(tuple(ids)) for ids in own] for own in candidates])
+    return torch.tensor([[hash(tuple(ids)) for ids in rows] for rows in candidates])
 
 
 class DualCollator:
@@ -192,21 +198,21 @@ class DualCollator:
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
         if self._mined is not None:
             rows = [{**row, "candidates": self._mined(row[PLACE])} for row in rows]
-        return _chosen(rows, self._negatives, generator)
+        return _make_items(rows, self._negatives, generator)
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> DualBatch:
         tokenizer = self._ranker.tokenizer
         candidates = _candidate_rows(self._ranker, items)
         keys = _keys(candidates)
-        wrong = [ids for _, *others in candidates for ids in others]
+        negatives = [ids for _, *rows in candidates for ids in rows]
         empty = Tokens(torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool), ())
         return DualBatch(
             tokenizer.batch(self._ranker.context_rows([item.context for item in items])),
-            tokenizer.batch([right for right, *_ in candidates]),
+            tokenizer.batch([response for response, *_ in candidates]),
             keys[:, 0],
-            tokenizer.batch(wrong) if wrong else empty,
+            tokenizer.batch(negatives) if negatives else empty,
             keys[:, 1:],
-            _teacher(items),
+            _teacher_scores(items),
         )
 
 
@@ -219,7 +225,7 @@ class PairCollator:
         self.columns = ("context", "response", "candidates", *([TEACHER] if teacher else []))
 
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
-        return _chosen(rows, self._negatives, generator)
+        return _make_items(rows, self._negatives, generator)
 
     def collate(self, items: list[_Item], generator: torch.Generator) -> PairBatch:
         contexts = self._ranker.context_rows([item.context for item in items])
@@ -227,8 +233,8 @@ class PairCollator:
         tokenizer = self._ranker.tokenizer
         assert isinstance(tokenizer, Tokenizer)
         pairs = tokenizer.pairs(
-            [context for context, some in zip(contexts, candidates, strict=True) for _ in some],
-            [ids for some in candidates for ids in some],
+            [context for context, rows in zip(contexts, candidates, strict=True) for _ in rows],
+            [ids for rows in candidates for ids in rows],
         )
         labels = torch.zeros(len(items), dtype=torch.long)
-        return PairBatch(pairs, labels, _keys(candidates), _teacher(items))
+        return PairBatch(pairs, labels, _keys(candidates), _teacher_scores(items))

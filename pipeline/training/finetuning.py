@@ -1,4 +1,4 @@
-"""What fine-tuning is: which rankers learn from which examples, against what, for how long."""
+"""Fine-tuning: which rankers learn from which examples, against what, for how long."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FinetuneTask(Task):
         """How many examples of valid/ a validation asks, and by reason how many it leaves out."""
         if not isinstance(self.validation, Validation):
             return 0, {}
-        return len(self.validation.asked), dict(self.validation.asked.left_out)
+        return len(self.validation.questions), dict(self.validation.questions.left_out)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Finetuning:
         return paths[self.finetune.held_out :: folds] if folds > 1 else []
 
     def unseen(self) -> list[str]:
-        """Those of them that the ranker which this one starts from has not read either."""
+        """The held-out files that the ranker which this one starts from has not read either."""
         held_out, start = self.held_out(), self.encoder
         if isinstance(start, Tower) and corpora_of(start.ranker) & corpora_of(self.corpus):
             return [path for path in held_out if path in start.ranker.manifest.get("held_out", ())]
@@ -92,8 +92,10 @@ class Finetuning:
 
         def optimize() -> Optimization:
             # Without a pre-trained encoder all weights are alike.
-            new = [value for name, value in network.named_parameters() if "encoder." not in name]
-            head = new if encoders else []
+            new_weights = [
+                value for name, value in network.named_parameters() if "encoder." not in name
+            ]
+            head = new_weights if encoders else []
             return optimization(self.loop, module, steps, head, network.token_tables)
 
         return FinetuneTask(
@@ -125,9 +127,9 @@ class Finetuning:
         return Miner(ranker, rows, config.mine, max(1, steps), rank, world)
 
     def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, Any]:
-        """What is minimised, and what makes its batches."""
+        """The objective, and the collator of its batches."""
         config = self.finetune
-        taught = config.distill.loss != "none"
+        has_teacher = config.distill.loss != "none"
         if not ranker.config.has_vectors:
             require(not config.label_smoothing, "finetune.label_smoothing", config.label_smoothing,
                     f"0 with ranker.architecture {ranker.config.architecture!r}")  # fmt: skip
@@ -140,8 +142,8 @@ class Finetuning:
                 f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
         if not ranker.config.has_vectors:
             return (PairModule(ranker.cross, config.distill),
-                    PairCollator(ranker, config.negatives, teacher=taught))  # fmt: skip
-        given = 0 if config.negatives_from == "batch" else config.negatives
+                    PairCollator(ranker, config.negatives, teacher=has_teacher))  # fmt: skip
+        negatives = 0 if config.negatives_from == "batch" else config.negatives
         module = DualModule(
             ranker.dual,
             config.negatives_from,
@@ -150,40 +152,40 @@ class Finetuning:
             config.label_smoothing,
         )
         return module, DualCollator(
-            ranker, given, teacher=taught, mined=miner.of if miner else None
+            ranker, negatives, teacher=has_teacher, mined=miner.negatives_of if miner else None
         )
 
     def _check_encoders(self, encoders: Sequence[Encoder]) -> None:
         """Raises BadInput for settings of a pre-trained encoder where there is none."""
         config, kind = self.finetune, self.ranker.architecture
-        for name, value, none in (
+        for name, value, default in (
             ("keep_layers", config.keep_layers, 0),
             ("train_layers", config.train_layers, "all"),
             ("dropout", config.dropout, None),
         ):
-            require(bool(encoders) or value == none, f"finetune.{name}", value,
-                    f"{none!r} with ranker.architecture {kind!r}")  # fmt: skip
+            require(bool(encoders) or value == default, f"finetune.{name}", value,
+                    f"{default!r} with ranker.architecture {kind!r}")  # fmt: skip
 
     def _check_teacher(self) -> None:
         """Raises BadInput for a loss on a teacher's scores that nothing would get."""
         config = self.finetune
         if config.distill.loss == "none":
             return
-        wrong = ""
+        requirement = ""
         if config.negatives_from in ("batch", "mined") and self.ranker.has_vectors:
-            wrong = f"'none', with finetune.negatives_from {config.negatives_from!r}"
+            requirement = f"'none', with finetune.negatives_from {config.negatives_from!r}"
         elif not has_candidates(self.corpus, TEACHER):
-            wrong = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"
-        require(not wrong, "finetune.distill.loss", config.distill.loss, wrong)
+            requirement = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"
+        require(not requirement, "finetune.distill.loss", config.distill.loss, requirement)
 
     def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
         config = self.finetune
         if not self.corpus.rows("valid/"):
             return None
-        asked = validation_questions(
+        questions = validation_questions(
             self.corpus, "valid", config.valid_candidates, config.valid_examples, self.loop.seed
         )
-        return Validation(ranker, asked, rank, world) if len(asked) else None
+        return Validation(ranker, questions, rank, world) if len(questions) else None
 
     def _steps(self, per_epoch: int, miner: Miner | None) -> int:
         """Steps of the whole run. Raises BadInput for a run that ends before it mines."""

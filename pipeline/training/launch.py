@@ -43,7 +43,7 @@ from pipeline.training.loop import Cursor, Listener, Progress, Saved, Task, trai
 from pipeline.training.pace import Pace
 from pipeline.training.restarts import RetryMachinesOnly
 from pipeline.training.resuming import (
-    last_whole,
+    newest_readable,
     read_saved,
     read_saved_at,
     read_start,
@@ -74,7 +74,7 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class _Assignment:
-    """What every worker is told."""
+    """The instructions for every worker."""
 
     recipe: Recipe
     loop: LoopConfig
@@ -89,7 +89,7 @@ class _Assignment:
 
 @dataclass(frozen=True)
 class Trained:
-    """What `fit` returns."""
+    """The result of `fit`."""
 
     metrics: dict[str, float]
     """The last ones."""
@@ -98,7 +98,7 @@ class Trained:
 
     @property
     def delivered(self) -> dict[str, float]:
-        """Those of the best validation, whose weights are the result; none without validations."""
+        """The metrics of the best validation, whose weights are the result; none without validations."""
         return {
             name.removeprefix("best_"): value
             for name, value in self.metrics.items()
@@ -140,12 +140,12 @@ def fit(
 
 def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
     workers, draft = assignment.workers, assignment.draft
-    per_worker = {"CPU": assignment.threads, **({"GPU": 1} if workers.gpu else {})}
-    number = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
+    resources = {"CPU": assignment.threads, **({"GPU": 1} if workers.gpu else {})}
+    count = (workers.min_workers, workers.workers) if workers.min_workers else workers.workers
     trainer = ray.train.torch.TorchTrainer(
         functools.partial(_work, assignment, messages),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=number, use_gpu=workers.gpu, resources_per_worker=per_worker
+            num_workers=count, use_gpu=workers.gpu, resources_per_worker=resources
         ),
         run_config=ray.train.RunConfig(
             name=_RUN,
@@ -163,34 +163,34 @@ def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
     except SystemExit:  # how Ray ends a run that it has aborted after Ctrl-C
         raise KeyboardInterrupt from None
     except Exception as error:
-        if known := cause_of(error, BadInput, Stopped):
-            raise known from None
+        if failure := cause_of(error, BadInput, Stopped):
+            raise failure from None
         raise
     finally:
         if threading.current_thread() is threading.main_thread():  # Ray leaves its own handler
             signal.signal(signal.SIGINT, on_interrupt)
     metrics = {name: float(value) for name, value in (result.metrics or {}).items()}
-    last = result.checkpoint  # None: there was no step to train
-    where = draft.path(_CHECKPOINTS, _RUN, Path(last.path).name) if last else ""
-    return Trained({"step": 0.0, **metrics}, where)
+    checkpoint = result.checkpoint  # None: there was no step to train
+    uri = draft.path(_CHECKPOINTS, _RUN, Path(checkpoint.path).name) if checkpoint else ""
+    return Trained({"step": 0.0, **metrics}, uri)
 
 
 def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
     """On one rank. It restarts nothing; the same job, started again, goes on from the last checkpoint."""
     folder = assignment.draft.path(_CHECKPOINTS, _RUN)
-    kept = storage.list_folders(folder)
+    uris = storage.list_folders(folder)
 
     def keep(local: Path, metrics: dict[str, float]) -> None:
-        kept.append(storage.join(folder, f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"))
-        storage.upload(local, kept[-1])
+        uris.append(storage.join(folder, f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"))
+        storage.upload(local, uris[-1])
         shutil.rmtree(local)
-        while len(kept) > assignment.loop.keep_checkpoints:
-            storage.delete(kept.pop(0))
+        while len(uris) > assignment.loop.keep_checkpoints:
+            storage.delete(uris.pop(0))
 
-    assignment = replace(assignment, checkpoint=last_whole(kept))
+    assignment = replace(assignment, checkpoint=newest_readable(uris))
     with torch.random.fork_rng(devices=[]):
         metrics = _train_rank(_Rank(assignment, 0, 1, best_device(), show, keep, lambda: None))
-    return Trained(metrics, kept[-1] if kept else "")
+    return Trained(metrics, uris[-1] if uris else "")
 
 
 @contextmanager
@@ -256,7 +256,7 @@ def _work(assignment: _Assignment, messages: Queue) -> None:
         device = ray.train.torch.get_device()  # with its number: workers of a node see each other's
 
     def keep(local: Path, metrics: dict[str, float]) -> None:
-        """It travels from the node's disk while training goes on."""
+        """Uploads the checkpoint from the node's disk while training goes on."""
         ray.train.report(
             metrics,
             checkpoint=ray.train.Checkpoint.from_directory(str(local)),
@@ -268,7 +268,7 @@ def _work(assignment: _Assignment, messages: Queue) -> None:
         messages.put((step, metrics))
 
     rank, world = context.get_world_rank(), context.get_world_size()
-    _train_rank(_Rank(assignment, rank, world, device, send, keep, _saved_by_ray))
+    _train_rank(_Rank(assignment, rank, world, device, send, keep, _read_ray_checkpoint))
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _train_rank(rank: _Rank) -> dict[str, float]:
     if assignment.loop.compile:
         model = torch.compile(model)  # type: ignore[assignment]
     reports = _Reports(rank)
-    listener = Listener(reports.progress, reports.checkpoint, reports.bad_batch)
+    listener = Listener(reports.progress, reports.checkpoint, reports.save_bad_batch)
     train(task, model, assignment.loop, device, rank.number, listener, reports.resume)
     sharded = is_sharded(task.module)
     weights = weights_of(task.module) if sharded else {}  # a collective call
@@ -316,14 +316,14 @@ def _train_rank(rank: _Rank) -> dict[str, float]:
 
 
 class _Reports:
-    """What a rank tells the driver, and keeps."""
+    """The reports of a rank to the driver, and its checkpoints."""
 
     def __init__(self, rank: _Rank) -> None:
         self._rank = rank
         self.metrics: dict[str, float] = {}
         """The last ones."""
         self._pace = Pace(rank.device, 0)
-        self._tidied = 0
+        self._tidied_step = 0
 
     def resume(self) -> Saved | None:
         """The last checkpoint of this run, or the state that it starts from."""
@@ -332,19 +332,19 @@ class _Reports:
             saved = read_saved_at(assignment.checkpoint)
         if saved is None and assignment.start:
             saved = read_start(assignment.start)
-        first = saved.state["step"] if saved else 0
-        self._tidied = first
-        self.metrics = {"step": float(first)}
+        step = saved.state["step"] if saved else 0
+        self._tidied_step = step
+        self.metrics = {"step": float(step)}
         if saved:  # a finished run that was killed before it published trains no further step
             self.metrics |= Selection.of(saved.state["selection"]).best
-        self._pace = Pace(self._rank.device, first)
+        self._pace = Pace(self._rank.device, step)
         return saved
 
     def progress(self, progress: Progress) -> None:
-        if self._rank.device.type == "cpu" and progress.step >= self._tidied + _STEPS_TO_TIDY:
+        if self._rank.device.type == "cpu" and progress.step >= self._tidied_step + _STEPS_TO_TIDY:
             cpu.return_memory()
-            self._tidied = progress.step
-        metrics = {**progress.metrics, **self._pace.of(progress)}
+            self._tidied_step = progress.step
+        metrics = {**progress.metrics, **self._pace.measure(progress)}
         if "flops_per_s" in metrics:
             metrics["mfu"] = metrics.pop("flops_per_s") / (self._rank.world * self._peak)
         if self._rank.number == 0:
@@ -365,17 +365,17 @@ class _Reports:
         write_saved(folder, state, cursor, self._rank.number, self._rank.world)
         self._rank.keep(folder, dict(self.metrics))
 
-    def bad_batch(self, step: int, batch: Any) -> str:
-        where = self._rank.assignment.draft.path(
+    def save_bad_batch(self, step: int, batch: Any) -> str:
+        uri = self._rank.assignment.draft.path(
             "_bad_batch", f"step-{step}-rank-{self._rank.number}"
         )
         with tempfile.TemporaryDirectory() as folder:
             write_state(tensors_in(batch), Path(folder))
-            storage.upload(Path(folder), where)
-        return where
+            storage.upload(Path(folder), uri)
+        return uri
 
 
-def _saved_by_ray() -> Saved | None:
+def _read_ray_checkpoint() -> Saved | None:
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return None

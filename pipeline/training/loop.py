@@ -61,7 +61,7 @@ class Refresh(Protocol):
         """Makes it; a collective call."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: the weights that made it may be gone."""
+        """The state in a checkpoint: the weights that made it may no longer exist."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes a `state` back."""
@@ -78,7 +78,7 @@ def no_work(batch: Any) -> Mapping[str, float]:
 
 @dataclass(kw_only=True)
 class Task:
-    """What one rank trains."""
+    """The training of one rank."""
 
     module: nn.Module
     """forward(batch), as `backward` calls it."""
@@ -94,17 +94,17 @@ class Task:
     validation: Callable[[], Measured] | None = None
     """Measures `module`; a collective call. None: there is nothing to validate on."""
     refresh: Refresh | None = None
-    """What batches depend on and weights change. None: there is nothing."""
+    """Data of the batches that depends on the weights, such as hard negatives; None: there is none."""
     before_step: Callable[[int], None] = no_hook
     """Called with each step's number, from 0: annealed scales, ranges of quantisation. What it sets
     follows from the step, or lies in the module's buffers: checkpoints hold nothing else of it."""
     work: Callable[[Any], Mapping[str, float]] = no_work
-    """What a rank's batch holds, such as {"tokens": 4000.0}; shown per second over all ranks."""
+    """The work in a rank's batch, such as {"tokens": 4000.0}; shown per second over all ranks."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the loop reports."""
+    """A report of the loop."""
 
     step: int
     """Steps done."""
@@ -122,13 +122,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who hears of a run."""
+    """The callbacks of a run."""
 
     progress: Callable[[Progress], None]
     checkpoint: Callable[[dict[str, Any], Cursor], None]
     """(state, this rank's cursor), on every rank; the state's tensors go on training afterwards."""
-    bad_batch: Callable[[int, Any], str] = lambda step, batch: ""
-    """(step, batch) → where the batch was kept for a look at it."""
+    save_bad_batch: Callable[[int, Any], str] = lambda step, batch: ""
+    """(step, batch) → the URI under which the batch was saved."""
 
 
 def validation_steps(task: Task, config: LoopConfig) -> int:
@@ -165,87 +165,87 @@ def train(
     Raises Stopped where the loss or the gradient is not finite `max_skipped_steps` times in a row.
     """
     module, steps, optimization = task.module, task.steps, task.optimize()
-    every = validation_steps(task, config)
+    validate_every = validation_steps(task, config)
     decay = config.plateau_decay if config.schedule == "plateau" else 1.0
-    chosen = Selection(decay, config.stop_after_validations)
-    done, cursors = _resume(task, optimization.optimizer, chosen, resume)
+    selection = Selection(decay, config.stop_after_validations)
+    step, cursors = _resume(task, optimization.optimizer, selection, resume)
     batches = task.batches.start(cursors)
     bf16 = resolve_precision(config.precision, device) == "bf16"
     model.train()
     meter, skipped = Meter(device), 0
-    while done < steps and not chosen.stop:
-        batch, cursor = meter.timed(next, batches)
-        rate = optimization.learning_rate * optimization.rate_share(done) * chosen.share
+    while step < steps and not selection.stop:
+        batch, cursor = meter.time_wait(next, batches)
+        rate = optimization.learning_rate * optimization.rate_share(step) * selection.share
         optimization.set_rate(rate)
-        torch.manual_seed(_step_seed(config.seed, done, rank))
-        task.before_step(done)
+        torch.manual_seed(_step_seed(config.seed, step, rank))
+        task.before_step(step)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-        loss, shown = task.backward(model, batch.to(device), autocast)
+        loss, step_metrics = task.backward(model, batch.to(device), autocast)
         norm = optimization.clip()
-        if _finite_on_all_ranks(loss, norm):
+        if _is_finite_on_all_ranks(loss, norm):
             optimization.optimizer.step()
-            meter.add({"loss": loss, "gradient_norm": norm, **shown}, task.work(batch))
+            meter.add({"loss": loss, "gradient_norm": norm, **step_metrics}, task.work(batch))
             skipped = 0
         else:
             skipped += 1
             meter.skip()
         optimization.optimizer.zero_grad(set_to_none=True)
-        done += 1
+        step += 1
         if skipped == config.max_skipped_steps:
-            where = listener.bad_batch(done, batch)
-            raise Stopped(f"step {done}: the loss or the gradient was not finite {skipped} times in a "
+            uri = listener.save_bad_batch(step, batch)
+            raise Stopped(f"step {step}: the loss or the gradient was not finite {skipped} times in a "
                           f"row (loss {loss.item()}, gradient norm {norm.item()}); the last batch: "
-                          f"{where}")  # fmt: skip
-        if task.refresh is not None and done % task.refresh.every_steps == 0 and done < steps:
+                          f"{uri}")  # fmt: skip
+        if task.refresh is not None and step % task.refresh.every_steps == 0 and step < steps:
             task.refresh()
             batches.close()  # it has prepared some ahead
-            batches = task.batches.start(_of_all_ranks(cursor))
+            batches = task.batches.start(_gather_cursors(cursor))
             model.train()
-        validate = every > 0 and (done % every == 0 or done == steps)
-        save = done % config.checkpoint_every_steps == 0 or done == steps
-        if not (validate or save or done % config.log_every_steps == 0):
+        validate = validate_every > 0 and (step % validate_every == 0 or step == steps)
+        save = step % config.checkpoint_every_steps == 0 or step == steps
+        if not (validate or save or step % config.log_every_steps == 0):
             continue
         metrics = meter.read()
         unsaved = metrics.pop(UNSAVED)
         save |= 0 < config.checkpoint_every_minutes <= unsaved
         if validate and task.validation is not None:
-            metrics |= chosen.judge(task.validation(), done, weights_of(module))
+            metrics |= selection.judge(task.validation(), step, weights_of(module))
             model.train()
-        listener.progress(Progress(done, {**metrics, "learning_rate": rate}))
-        if save or chosen.stop:
+        listener.progress(Progress(step, {**metrics, "learning_rate": rate}))
+        if save or selection.stop:
             state = {
                 **training_state(module, optimization.optimizer),
-                "selection": chosen.state(),
+                "selection": selection.state(),
                 "refresh": task.refresh.state() if task.refresh is not None else {},
-                "step": done,
+                "step": step,
             }
             listener.checkpoint(state, cursor)
-            meter.saved()
+            meter.mark_saved()
         if save or validate:
             meter.restart()
-    if chosen.weights:
-        load_weights(module, chosen.weights)
+    if selection.weights:
+        load_weights(module, selection.weights)
 
 
 def _resume(
     task: Task,
     optimizer: torch.optim.Optimizer,
-    chosen: Selection,
+    selection: Selection,
     resume: Callable[[], Saved | None],
 ) -> tuple[int, list[Cursor]]:
-    """Takes up what was saved; returns the steps done and the cursors. Nothing of it stays referenced:
+    """Loads the saved state; returns the steps done and the cursors. Nothing of it stays referenced:
     the state is twice the model, and more with the optimizer's moments."""
     saved = resume()
     if saved is None:
         return 0, []
     load_training_state(task.module, optimizer, saved.state)
-    chosen.load(saved.state["selection"])
+    selection.load(saved.state["selection"])
     if task.refresh is not None:
         task.refresh.load(saved.state["refresh"])
     return saved.state["step"], saved.cursors
 
 
-def _finite_on_all_ranks(loss: Tensor, norm: Tensor) -> bool:
+def _is_finite_on_all_ranks(loss: Tensor, norm: Tensor) -> bool:
     """Waits for the device: a step that must be skipped has to be known before the weights move. All
     ranks decide alike, or their weights would part."""
     finite = torch.isfinite(loss.float()) & torch.isfinite(norm.float())
@@ -255,7 +255,7 @@ def _finite_on_all_ranks(loss: Tensor, norm: Tensor) -> bool:
     return bool(finite)
 
 
-def _of_all_ranks(cursor: Cursor) -> list[Cursor]:
+def _gather_cursors(cursor: Cursor) -> list[Cursor]:
     if not dist.is_initialized():
         return [cursor]
     cursors: list[Cursor] = [None] * dist.get_world_size()

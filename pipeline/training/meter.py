@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Weighted(NamedTuple):
-    """A sum and what it is divided by; shown is the mean over all steps and ranks of a report."""
+    """A sum and its divisor; a report shows the mean over all steps and ranks."""
 
     total: Tensor
     weight: float
@@ -37,10 +37,10 @@ class Meter:
 
     def __post_init__(self) -> None:
         self.restart()
-        self.saved()
+        self.mark_saved()
 
-    def saved(self) -> None:
-        """A checkpoint is there."""
+    def mark_saved(self) -> None:
+        """Notes the time of a checkpoint."""
         self._saved = time.perf_counter()
 
     def restart(self) -> None:
@@ -49,15 +49,15 @@ class Meter:
         self._waited_s = 0.0
         self._began = time.perf_counter()
 
-    def timed(self, function: Callable[[Any], Any], argument: Any) -> Any:
+    def time_wait(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """Calls `function` and counts its time as waiting for data."""
         began = time.perf_counter()
         result = function(argument)
         self._waited_s += time.perf_counter() - began
         return result
 
-    def add(self, shown: StepMetrics, work: Mapping[str, float]) -> None:
-        for name, value in shown.items():
+    def add(self, metrics: StepMetrics, work: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
             total, weight = value if isinstance(value, Weighted) else (value, 1.0)
             total = total.detach()
             self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
@@ -72,7 +72,7 @@ class Meter:
         self._skipped += 1
 
     def read(self) -> dict[str, float]:
-        """The means since the last call, rates per second, and minutes since `saved`.
+        """The means since the last call, rates per second, and minutes since `mark_saved`.
 
         A collective call; ranks may have shown different names.
         """
@@ -94,10 +94,8 @@ class Meter:
         values = numbers.tolist()
         seconds = time.perf_counter() - self._began
         n = len(names)
-        means = {
-            name: values[at] / values[n + at] for at, name in enumerate(names) if values[n + at]
-        }
-        rates = {f"{name}_per_s": values[2 * n + at] / seconds for at, name in enumerate(work)}
+        means = {name: values[i] / values[n + i] for i, name in enumerate(names) if values[n + i]}
+        rates = {f"{name}_per_s": values[2 * n + i] / seconds for i, name in enumerate(work)}
         speed = {"steps_per_s": self._steps / seconds, "data_wait_share": self._waited_s / seconds}
         skipped = {"skipped_steps": float(self._skipped)}
         self.restart()
@@ -105,6 +103,6 @@ class Meter:
 
 
 def _union(names: list[str]) -> list[str]:
-    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, names)
-    return sorted({name for own in every for name in own})
+    names_of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(names_of_ranks, names)
+    return sorted({name for rank_names in names_of_ranks for name in rank_names})

@@ -55,10 +55,10 @@ _ROWS_AT_ONCE = 1 << 16  # exchanged; 8 MB a rank with 30 places each
 
 
 class _Round(NamedTuple):
-    """What one round found."""
+    """The result of one round."""
 
     number: int
-    """From 1; 0: nothing has been mined."""
+    """The round's number, from 1; 0: nothing has been mined."""
     pool: list[str]
     places_NK: NDArray[np.int32]
     """Places in the pool of each row's negatives, nearest first; -1 where there are no more."""
@@ -84,23 +84,23 @@ class Miner:
         # Batches that are prepared meanwhile read it in another thread: it is replaced as a whole.
         self._round = _NO_ROUND
 
-    def of(self, place: int) -> list[str]:
+    def negatives_of(self, place: int) -> list[str]:
         """The hard negatives of the row at this `batches.PLACE`, nearest first; none before the first
         round."""
-        last = self._round
-        if not last.number:
+        latest = self._round
+        if not latest.number:
             return []
-        return [last.pool[number] for number in last.places_NK[place].tolist() if number >= 0]
+        return [latest.pool[number] for number in latest.places_NK[place].tolist() if number >= 0]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. `found` is the mapped file, not a copy of it."""
+        """The state in a checkpoint. `found` is the mapped file, not a copy of it."""
         number, pool, places_NK = self._round
         return {"round": number, "pool": pool, "found": torch.from_numpy(places_NK)}
 
     def load(self, state: dict[str, Any]) -> None:
         self._round = _NO_ROUND
         if state["round"]:
-            places_NK = _mapped(*state["found"].shape)
+            places_NK = _mapped_array(*state["found"].shape)
             for start in range(0, self._count, _ROWS_AT_ONCE):
                 part_BK = state["found"][start : start + _ROWS_AT_ONCE]
                 places_NK[start : start + _ROWS_AT_ONCE] = part_BK.cpu().numpy()
@@ -115,8 +115,8 @@ class Miner:
         self._ranker.eval()
         number = self._round.number + 1
         pool = self._draw(number)
-        vectors_PD = self._gathered(self._embedded(pool[slice(*self._share(len(pool)))]), len(pool))
-        places_NK = _mapped(self._count, min(self._config.top_k, len(pool)))
+        vectors_PD = self._gather(self._embed(pool[slice(*self._share(len(pool)))]), len(pool))
+        places_NK = _mapped_array(self._count, min(self._config.top_k, len(pool)))
         self._search(places_NK, pool, vectors_PD.to(self._ranker.device))
         self._exchange(places_NK)
         self._round = _Round(number, pool, places_NK)
@@ -129,10 +129,10 @@ class Miner:
         drawn = drawn[slice(*self._share(count))]
         texts = list[str]()
         for start, stop in _row_groups(self._responses, 0, self._count):
-            inside = drawn[np.searchsorted(drawn, start) : np.searchsorted(drawn, stop)]
-            if len(inside):
+            drawn_in_group = drawn[np.searchsorted(drawn, start) : np.searchsorted(drawn, stop)]
+            if len(drawn_in_group):
                 table = self._responses.read(start, stop)
-                texts += table["response"].take(pa.array(inside - start)).to_pylist()
+                texts += table["response"].take(pa.array(drawn_in_group - start)).to_pylist()
         return list(dict.fromkeys(gather_texts(texts)))
 
     def _share(self, count: int, rank: int | None = None) -> tuple[int, int]:
@@ -140,7 +140,7 @@ class Miner:
         size, rank = -(-count // self._world), self._rank if rank is None else rank
         return min(count, rank * size), min(count, (rank + 1) * size)
 
-    def _gathered(self, rows: Tensor, count: int) -> Tensor:
+    def _gather(self, rows: Tensor, count: int) -> Tensor:
         """All ranks' shares of `count` rows, put together, on the CPU."""
         size = -(-count // self._world)
         padded = torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
@@ -148,20 +148,20 @@ class Miner:
         device = self._ranker.device if dist.is_initialized() else "cpu"
         return gather(padded.to(device)).cpu()[:count]
 
-    def _embedded(self, texts: list[str]) -> Tensor:
+    def _embed(self, texts: list[str]) -> Tensor:
         if not texts:
             return torch.empty(0, self._ranker.dual.dimensions)
         return inference.candidate_vectors(self._ranker, texts)
 
     def _search(self, places_NK: NDArray[np.int32], pool: list[str], vectors_PD: Tensor) -> None:
         """Fills in this rank's share of the rows."""
-        place = {text: number for number, text in enumerate(pool)}
+        places = {text: number for number, text in enumerate(pool)}
         for start, stop in _row_groups(self._contexts, *self._share(self._count)):
             table = self._contexts.read(start, stop)
-            for first in range(0, len(table), _CONTEXTS_AT_ONCE):
-                nearest_BK = self._nearest(table.slice(first, _CONTEXTS_AT_ONCE), place, vectors_PD)
-                first += start
-                places_NK[first : first + len(nearest_BK)] = nearest_BK.numpy()
+            for row in range(0, len(table), _CONTEXTS_AT_ONCE):
+                nearest_BK = self._nearest(table.slice(row, _CONTEXTS_AT_ONCE), places, vectors_PD)
+                row += start
+                places_NK[row : row + len(nearest_BK)] = nearest_BK.numpy()
 
     def _exchange(self, places_NK: NDArray[np.int32]) -> None:
         """Fills in the other ranks' shares."""
@@ -171,40 +171,40 @@ class Miner:
         for begin in range(0, self._share(self._count, 0)[1], _ROWS_AT_ONCE):
             parts = [places_NK[start + begin : stop][:_ROWS_AT_ONCE] for start, stop in shares]
             rows = len(parts[0])  # the first rank's part is never the shorter one
-            own_BK = torch.from_numpy(parts[self._rank])
-            gathered = self._gathered(own_BK, rows * self._world).numpy()
+            rank_part_BK = torch.from_numpy(parts[self._rank])
+            gathered = self._gather(rank_part_BK, rows * self._world).numpy()
             for number, part_BK in enumerate(parts):
                 part_BK[:] = gathered[number * rows :][: len(part_BK)]
 
-    def _nearest(self, table: pa.Table, place: dict[str, int], vectors_PD: Tensor) -> Tensor:
+    def _nearest(self, table: pa.Table, places: dict[str, int], vectors_PD: Tensor) -> Tensor:
         """Places in the pool, [B, K] int32, nearest first, -1 where there are no more."""
         dual, device = self._ranker.dual, self._ranker.device
         responses = table["response"].to_pylist()
         vectors_BMD, mask_BM = inference.context_vectors(self._ranker, table["context"].to_pylist())
         vectors_BMD, mask_BM = vectors_BMD.to(device), mask_BM.to(device)
-        right_BD = inference.candidate_vectors(self._ranker, responses).to(device)
-        right_B = dual.scores(vectors_BMD, mask_BM, right_BD[:, None])[:, 0]
+        responses_BD = inference.candidate_vectors(self._ranker, responses).to(device)
+        response_B = dual.scores(vectors_BMD, mask_BM, responses_BD[:, None])[:, 0]
         columns = max(1, _LOGITS_AT_ONCE // (vectors_BMD.shape[0] * vectors_BMD.shape[1]))
         scores_BP = torch.cat(
             [dual.scores(vectors_BMD, mask_BM, part) for part in torch.split(vectors_PD, columns)],
             dim=1,
         ).cpu()
-        scores_BP[scores_BP > _limit(self._config, right_B.cpu())[:, None]] = -torch.inf
+        scores_BP[scores_BP > _limit(self._config, response_B.cpu())[:, None]] = -torch.inf
         for number, text in enumerate(responses):
-            if text in place:
-                scores_BP[number, place[text]] = -torch.inf
-        best = scores_BP.topk(min(self._config.top_k, len(place)), dim=1)
+            if text in places:
+                scores_BP[number, places[text]] = -torch.inf
+        best = scores_BP.topk(min(self._config.top_k, len(places)), dim=1)
         return best.indices.masked_fill(best.values == -torch.inf, -1).int()
 
 
 def _row_groups(order: Epoch, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The rows from start to stop, cut where row groups end, as (from, to)."""
-    for first, end in itertools.pairwise([0, *order.ends]):
-        if max(first, start) < min(end, stop):
-            yield max(first, start), min(end, stop)
+    for group_start, group_end in itertools.pairwise([0, *order.ends]):
+        if max(group_start, start) < min(group_end, stop):
+            yield max(group_start, start), min(group_end, stop)
 
 
-def _mapped(rows: int, columns: int) -> NDArray[np.int32]:
+def _mapped_array(rows: int, columns: int) -> NDArray[np.int32]:
     """[rows, columns] int32 in a file that goes with the array.
 
     Its bytes are reserved first: a disk that fills up later would kill the process by a signal.
@@ -214,7 +214,7 @@ def _mapped(rows: int, columns: int) -> NDArray[np.int32]:
         return np.memmap(file, np.int32, "r+", shape=(rows, columns))
 
 
-def _limit(config: Mining, right_B: Tensor) -> Tensor:
-    """The highest score of a wrong one, given the right one's."""
-    by_share_B = torch.where(right_B > 0, right_B * config.max_share, math.inf)
-    return torch.minimum(right_B - config.margin, by_share_B)
+def _limit(config: Mining, response_B: Tensor) -> Tensor:
+    """The highest score that a negative may have, given the response's score."""
+    share_limit_B = torch.where(response_B > 0, response_B * config.max_share, math.inf)
+    return torch.minimum(response_B - config.margin, share_limit_B)

@@ -1,4 +1,4 @@
-"""What rankers are trained for: first every row is encoded alone, then rows are compared."""
+"""The training objectives of rankers: first every row is encoded alone, then rows are compared."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Objective(nn.Module):
                 return self.loss(encoded, batch)
         floats = [tensor for tensor in encoded if tensor.is_floating_point()]
         return torch.stack(
-            [(tensor * given).sum() for tensor, given in zip(floats, gradients, strict=True)]
+            [(tensor * gradient).sum() for tensor, gradient in zip(floats, gradients, strict=True)]
         ).sum()
 
 
@@ -75,60 +75,64 @@ class DualModule(Objective):
         views = self.network.context_views(batch.contexts)
         vectors_BVMD = torch.stack([view.vectors_BMD for view in views], dim=1)
         mask_BVM = torch.stack([view.mask_BM for view in views], dim=1)
-        own_BD = self.network.encode_candidates(batch.responses)
-        wrong_BKD = own_BD.new_zeros(len(batch), 0, own_BD.shape[1])
-        if len(batch.wrong.ids_BT):
-            wrong_ND = self.network.encode_candidates(batch.wrong)
-            wrong_BKD = wrong_ND.view(len(batch), -1, wrong_ND.shape[1])
-        return vectors_BVMD.float(), mask_BVM, own_BD.float(), wrong_BKD.float()
+        responses_BD = self.network.encode_candidates(batch.responses)
+        negatives_BKD = responses_BD.new_zeros(len(batch), 0, responses_BD.shape[1])
+        if len(batch.negatives.ids_BT):
+            negatives_ND = self.network.encode_candidates(batch.negatives)
+            negatives_BKD = negatives_ND.view(len(batch), -1, negatives_ND.shape[1])
+        return vectors_BVMD.float(), mask_BVM, responses_BD.float(), negatives_BKD.float()
 
     def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, StepMetrics]:
         """The sum over the views, each the mean over the widths; accuracy is the first view's."""
-        vectors_BVMD, mask_BVM, own_BD, wrong_BKD = encoded
-        count, device = len(own_BD), own_BD.device
+        vectors_BVMD, mask_BVM, responses_BD, negatives_BKD = encoded
+        count, device = len(responses_BD), responses_BD.device
         if self._from_batch:
-            right = gather_with_gradient(own_BD)  # [C, D]
+            responses = gather_with_gradient(responses_BD)  # [C, D]
             label_B = torch.arange(count, device=device) + rank() * count
             excluded_BC = false_negatives(gather(batch.key_B), label_B)
         else:
-            right = own_BD[:, None]  # [B, 1, D]
+            responses = responses_BD[:, None]  # [B, 1, D]
             label_B = torch.zeros(count, dtype=torch.long, device=device)
             excluded_BC = torch.zeros(count, 1, dtype=torch.bool, device=device)
-        each = wrong_BKD.shape[1]
-        wrong, wrong_key = wrong_BKD, batch.wrong_key_BK  # [B, K, D] and [B, K]
-        own_BC = torch.arange(each, device=device).expand(count, each) + excluded_BC.shape[1]
+        k = negatives_BKD.shape[1]
+        negatives, negative_keys = negatives_BKD, batch.negative_keys_BK  # [B, K, D] and [B, K]
+        # The columns that the teacher scored.
+        column_BC = torch.arange(k, device=device).expand(count, k) + excluded_BC.shape[1]
         if self._share_negatives:
-            wrong = gather_with_gradient(wrong_BKD.flatten(0, 1))  # [N, D], N = ranks · B · K
-            wrong_key = gather(batch.wrong_key_BK.flatten())  # [N]
-            first_B = (torch.arange(count, device=device) + rank() * count) * each
-            own_BC = own_BC + first_B[:, None]
-        own_BC = torch.cat([label_B[:, None], own_BC], dim=1)  # columns that the teacher scored
-        excluded_BC = torch.cat([excluded_BC, wrong_key == batch.key_B[:, None]], dim=1)
-        teacher_BC = batch.teacher_BC.masked_fill(excluded_BC.gather(1, own_BC), math.nan)
-        parts, shown = [], dict[str, Tensor]()
+            # [N, D] and [N], N = ranks · B · K
+            negatives = gather_with_gradient(negatives_BKD.flatten(0, 1))
+            negative_keys = gather(batch.negative_keys_BK.flatten())
+            first_column_B = (torch.arange(count, device=device) + rank() * count) * k
+            column_BC = column_BC + first_column_B[:, None]
+        column_BC = torch.cat([label_B[:, None], column_BC], dim=1)
+        excluded_BC = torch.cat([excluded_BC, negative_keys == batch.key_B[:, None]], dim=1)
+        teacher_BC = batch.teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
+        parts, metrics = [], dict[str, Tensor]()
         for vectors_BMD, mask_BM in zip(vectors_BVMD.unbind(1), mask_BVM.unbind(1), strict=True):
-            losses, distilled = [], []
+            losses, teacher_losses = [], []
             for width in self.network.widths:  # the last one is all that the vectors have
-                scores_BC = self._scores(vectors_BMD, mask_BM, (right, wrong), width)
+                scores_BC = self._scores(vectors_BMD, mask_BM, (responses, negatives), width)
                 losses.append(
                     ranking_loss(
                         scores_BC, label_B, excluded_BC, self._smoothing, mask_BM.any(dim=1)
                     )
                 )
                 if self._distill.loss != "none":
-                    distilled.append(
-                        _distillation_loss(self._distill, scores_BC.gather(1, own_BC), teacher_BC)
+                    teacher_losses.append(
+                        _distillation_loss(
+                            self._distill, scores_BC.gather(1, column_BC), teacher_BC
+                        )
                     )
             parts.append(torch.stack(losses).mean())
-            if not shown:
+            if not metrics:
                 with torch.no_grad():
                     best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
-                shown["accuracy"] = (best_B == label_B).float().mean()
-                if distilled:
-                    teaching = torch.stack(distilled).mean()
-                    shown["distill_loss"] = teaching.detach()
-                    parts.append(teaching)
-        return torch.stack(parts).sum(), shown
+                metrics["accuracy"] = (best_B == label_B).float().mean()
+                if teacher_losses:
+                    teacher_loss = torch.stack(teacher_losses).mean()
+                    metrics["distill_loss"] = teacher_loss.detach()
+                    parts.append(teacher_loss)
+        return torch.stack(parts).sum(), metrics
 
     def _scores(
         self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Sequence[Tensor], width: int
@@ -163,12 +167,12 @@ class PairModule(Objective):
         with torch.no_grad():
             best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
         loss = ranking_loss(scores_BC, batch.label_B, excluded_BC)
-        shown = {"accuracy": (best_B == batch.label_B).float().mean()}
+        metrics = {"accuracy": (best_B == batch.label_B).float().mean()}
         if self._distill.loss != "none":
             teacher_BC = batch.teacher_BC.masked_fill(excluded_BC, math.nan)
-            teaching = _distillation_loss(self._distill, scores_BC, teacher_BC)
-            loss, shown["distill_loss"] = loss + teaching, teaching.detach()
-        return loss, shown
+            teacher_loss = _distillation_loss(self._distill, scores_BC, teacher_BC)
+            loss, metrics["distill_loss"] = loss + teacher_loss, teacher_loss.detach()
+        return loss, metrics
 
 
 def _distillation_loss(config: Distillation, student_BC: Tensor, teacher_BC: Tensor) -> Tensor:

@@ -13,20 +13,20 @@ from pipeline.training.loop import Progress
 
 
 class Pace:
-    """From its making on: a process that went on from a checkpoint counts its own steps."""
+    """Measures from its creation on: a process that resumed from a checkpoint counts its own steps."""
 
     def __init__(self, device: torch.device, step: float) -> None:
         self._device = device
-        self._first = self._last = step
+        self._first_step = self._last_step = step
         self._seconds = 0.0
         _forget_peak(device)
 
-    def of(self, progress: Progress) -> dict[str, float]:
+    def measure(self, progress: Progress) -> dict[str, float]:
         """`mean_steps_per_s`: without validations and checkpoints. `peak_memory_mib`: with them."""
-        self._seconds += (progress.step - self._last) / progress.metrics["steps_per_s"]
-        self._last = progress.step
+        self._seconds += (progress.step - self._last_step) / progress.metrics["steps_per_s"]
+        self._last_step = progress.step
         return {
-            "mean_steps_per_s": (self._last - self._first) / self._seconds,
+            "mean_steps_per_s": (self._last_step - self._first_step) / self._seconds,
             "peak_memory_mib": _peak_bytes(self._device) / 2**20,
         }
 
@@ -40,7 +40,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Of a GPU's tensors; on a CPU of the whole process, libraries included."""
+    """Peak memory of a GPU's tensors; on a CPU of the whole process, libraries included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -39,7 +39,7 @@ class WindowReader:
     """Windows of one corpus."""
 
     rows: Rows
-    """Of lane 0."""
+    """The rows of lane 0."""
     corpus: int
     config: PretrainConfig
 
@@ -48,7 +48,7 @@ class WindowReader:
         cls, corpus: TokenizedCorpus, number: int, config: PretrainConfig, seed: int
     ) -> WindowReader:
         """Raises BadInput where a lane has no row, or texts are cut shorter than the recipe's."""
-        check_kept(corpus, config)
+        require_text_lengths(corpus, config)
         rows = Rows.of(corpus.artifact, "train", _COLUMNS, 0, config.lanes, seed)
         if not len(rows):
             raise BadInput(f"{corpus.artifact.uri}: too few examples in train/ for "
@@ -67,7 +67,7 @@ class WindowReader:
 
     @property
     def windows(self) -> int:
-        """In an epoch of a lane."""
+        """Windows in an epoch of a lane."""
         return -(-len(self.rows) // self.window_rows)
 
     def read(self, lane: int, epoch: int, window: int) -> Window:
@@ -75,33 +75,33 @@ class WindowReader:
         order = dataclasses.replace(self.rows, rank=lane).epoch(epoch)
         start = window * self.window_rows
         stop = min(start + self.window_rows, len(self.rows))
-        first, last = order.first + start, order.first + stop
+        first_place, end_place = order.first_row + start, order.first_row + stop
         table = order.read(start, stop)
         keep_context, keep_response = utterance_pairs.keep(self.config)
         contexts = Texts.of(table["context"], keep_context, newest=True)
         responses = Texts.of(table["response"], keep_response, newest=False)
         rng = np.random.default_rng([self.rows.seed, self.corpus, epoch, window, lane])
-        others, share = None, 0.0
+        other_responses, share = None, 0.0
         if self.config.objective != "mlm":
-            others = self._others(order, first, last, rng)
+            other_responses = self._read_other_responses(order, first_place, end_place, rng)
             share = self.config.random_share
         # The place in the epoch's order, which no number of lanes or workers changes, names an example.
-        keys_R = example_keys(self.rows.seed, self.corpus, epoch, np.arange(first, last))
-        pairs = utterance_pairs.make_pairs(contexts, responses, others, keys_R, share)
+        keys_R = example_keys(self.rows.seed, self.corpus, epoch, np.arange(first_place, end_place))
+        pairs = utterance_pairs.make_pairs(contexts, responses, other_responses, keys_R, share)
         return Window(pairs, utterance_pairs.cut(pairs.lengths, self.config.lane_tokens, rng))
 
-    def _others(
+    def _read_other_responses(
         self, order: Epoch, start: int, stop: int, rng: np.random.Generator
     ) -> Texts | None:
         """Responses of as many neighbouring rows elsewhere in the epoch's order, if there are so many."""
-        total, beyond = self.total, self.total - (stop - start)
-        count = min(stop - start, beyond)
+        total, rows_beyond = self.total, self.total - (stop - start)
+        count = min(stop - start, rows_beyond)
         if not count:
             return None
-        first = (stop + int(rng.integers(beyond - count + 1))) % total
-        everywhere = dataclasses.replace(order, columns=("response",), first=0)
+        first = (stop + int(rng.integers(rows_beyond - count + 1))) % total
+        split_order = dataclasses.replace(order, columns=("response",), first_row=0)
         pieces = [(first, min(first + count, total)), (0, max(0, first + count - total))]
-        tables = [everywhere.read(*piece) for piece in pieces if piece[0] < piece[1]]
+        tables = [split_order.read(*piece) for piece in pieces if piece[0] < piece[1]]
         _, keep_response = utterance_pairs.keep(self.config)
         return Texts.of(pa.concat_tables(tables)["response"], keep_response, newest=False)
 
@@ -115,7 +115,7 @@ class WindowStream:
         self._reader, self._lane, self._threads = reader, lane, threads
         self._epoch, self._window, self._batch = position
         self._current: Window | None = None
-        self._next = self._read(self._epoch, self._window)
+        self._next = self._submit_read(self._epoch, self._window)
 
     @property
     def position(self) -> list[int]:
@@ -125,19 +125,19 @@ class WindowStream:
         """The pairs of a window, and which of them are a micro-batch."""
         if self._current is None:
             self._current = self._next.result()
-            self._next = self._read(*self._following())
+            self._next = self._submit_read(*self._next_place())
         window = self._current
         rows_B = window.batches[self._batch]
         self._batch += 1
         if self._batch == len(window.batches):
-            self._epoch, self._window = self._following()
+            self._epoch, self._window = self._next_place()
             self._batch, self._current = 0, None
         return window.pairs, rows_B
 
-    def _read(self, epoch: int, window: int) -> Future[Window]:
+    def _submit_read(self, epoch: int, window: int) -> Future[Window]:
         return self._threads.submit(self._reader.read, self._lane, epoch, window)
 
-    def _following(self) -> tuple[int, int]:
+    def _next_place(self) -> tuple[int, int]:
         if self._window + 1 < self._reader.windows:
             return self._epoch, self._window + 1
         return self._epoch + 1, 0
@@ -150,29 +150,29 @@ def sample_valid_pairs(
     order = Rows.of(corpus.artifact, "valid", _COLUMNS, 0, 1, seed).epoch(0)
     ends = np.array(order.ends[:_VALIDATION_GROUPS])
     rng = np.random.default_rng([seed, number])
-    drawn = np.sort(rng.choice(ends[-1], min(count, int(ends[-1])), replace=False))
+    drawn_rows = np.sort(rng.choice(ends[-1], min(count, int(ends[-1])), replace=False))
     tables = []
     for begin, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
-        of_group = drawn[(drawn >= begin) & (drawn < end)]
-        if len(of_group):
-            tables.append(order.read(begin, end).take(of_group - begin))
+        drawn_in_group = drawn_rows[(drawn_rows >= begin) & (drawn_rows < end)]
+        if len(drawn_in_group):
+            tables.append(order.read(begin, end).take(drawn_in_group - begin))
     table = pa.concat_tables(tables)
     keep_context, keep_response = utterance_pairs.keep(config)
     contexts = Texts.of(table["context"], keep_context, newest=True)
     responses = Texts.of(table["response"], keep_response, newest=False)
     share = 0.0 if config.objective == "mlm" else config.random_share
-    keys_R = example_keys(seed, number, 0, drawn)
+    keys_R = example_keys(seed, number, 0, drawn_rows)
     return utterance_pairs.make_pairs(contexts, responses, responses, keys_R, share)
 
 
-def check_kept(corpus: TokenizedCorpus, config: PretrainConfig) -> None:
+def require_text_lengths(corpus: TokenizedCorpus, config: PretrainConfig) -> None:
     """Raises BadInput where the corpus' texts are cut shorter than the recipe's."""
-    kept = corpus.kept
-    for name, have, wanted in zip(
+    limits = corpus.tokenize_config
+    for name, available, needed in zip(
         ("max_context_tokens", "max_response_tokens"),
-        (kept.max_context_tokens, kept.max_response_tokens),
+        (limits.max_context_tokens, limits.max_response_tokens),
         utterance_pairs.keep(config),
         strict=True,
     ):
-        require(wanted <= have, f"pretrain.{name}", wanted + 2,
-                f"at most {have + 2}, as {corpus.artifact.uri} holds {have} tokens")  # fmt: skip
+        require(needed <= available, f"pretrain.{name}", needed + 2,
+                f"at most {available + 2}, as {corpus.artifact.uri} holds {available} tokens")  # fmt: skip

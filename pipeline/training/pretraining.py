@@ -1,4 +1,4 @@
-"""What pre-training is: an encoder that predicts masked tokens (MLM) and the next utterance or sentence.
+"""Pre-training: an encoder that predicts masked tokens (MLM) and the next utterance or sentence.
 
 A step is one micro-batch of every lane (pretraining_batches.py). Each loss is the sum over all micro-batches
 of all workers, divided by what is predicted in them, so the number of workers does not change the objective.
@@ -81,55 +81,55 @@ class _Accumulation:
         predicted = sum(part.predicted_count for part in batch.parts)
         pairs = sum(part.pair_count for part in batch.parts)
         device = batch.parts[0].tokens.ids_BT.device
-        all_predicted, all_pairs, world = _over_ranks(predicted, pairs, device)
+        total_predicted, total_pairs, world = _sum_over_ranks(predicted, pairs, device)
         total = torch.zeros(len(PretrainingSums._fields), device=device)
         loss = torch.zeros((), device=device)
         for number, (lane, part) in enumerate(zip(batch.lanes, batch.parts, strict=True)):
             torch.manual_seed(_lane_seed(self._seed, self._step, lane))
-            with _synchronised(model, last=number == len(batch.parts) - 1):
+            with _gradient_sync(model, is_last=number == len(batch.parts) - 1):
                 with autocast:
                     sums: PretrainingSums = model(
                         part.tokens, part.predicted_N, part.labels_N, part.is_next_B
                     )
                 # Ranks' gradients are averaged, so each rank's share of the sum counts `world` times.
-                share = sums.mlm_sum / max(1, all_predicted) + sums.next_sum / max(1, all_pairs)
+                share = sums.mlm_sum / max(1, total_predicted) + sums.next_sum / max(1, total_pairs)
                 torch.autograd.backward(share * world)
             loss += share.detach() * world
             total += torch.stack([value.detach() for value in sums])
-        found = PretrainingSums(*total)
-        shown: dict[str, Weighted] = {}
+        step_sums = PretrainingSums(*total)
+        metrics: dict[str, Weighted] = {}
         if predicted:
-            shown["mlm_loss"] = Weighted(found.mlm_sum, predicted)
-            shown["mlm_accuracy"] = Weighted(found.mlm_hits, predicted)
+            metrics["mlm_loss"] = Weighted(step_sums.mlm_sum, predicted)
+            metrics["mlm_accuracy"] = Weighted(step_sums.mlm_hits, predicted)
         if pairs:
-            shown["next_loss"] = Weighted(found.next_sum, pairs)
-            shown["next_accuracy"] = Weighted(found.next_hits, pairs)
-        return loss, shown
+            metrics["next_loss"] = Weighted(step_sums.next_sum, pairs)
+            metrics["next_accuracy"] = Weighted(step_sums.next_hits, pairs)
+        return loss, metrics
 
 
-def _over_ranks(predicted: int, pairs: int, device: torch.device) -> tuple[float, float, int]:
-    """What is predicted and asked in a step by all ranks, and how many they are."""
+def _sum_over_ranks(predicted: int, pairs: int, device: torch.device) -> tuple[float, float, int]:
+    """(predicted tokens, pairs) of a step over all ranks, and the number of ranks."""
     if not dist.is_initialized():
         return predicted, pairs, 1
     counts = torch.tensor([predicted, pairs], dtype=torch.float64, device=device)
     dist.all_reduce(counts)
-    all_predicted, all_pairs = counts.tolist()
-    return all_predicted, all_pairs, dist.get_world_size()
+    total_predicted, total_pairs = counts.tolist()
+    return total_predicted, total_pairs, dist.get_world_size()
 
 
-def _synchronised(model: Any, last: bool) -> AbstractContextManager[Any]:
+def _gradient_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:
     """Ranks exchange gradients with the last micro-batch of a step only."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(is_last)
         return nullcontext()
-    apart: AbstractContextManager[Any] = (
-        nullcontext() if last else getattr(model, "no_sync", nullcontext)()
+    context: AbstractContextManager[Any] = (
+        nullcontext() if is_last else getattr(model, "no_sync", nullcontext)()
     )
-    return apart
+    return context
 
 
 def _lane_seed(seed: int, step: int, lane: int) -> int:
-    """Of dropout: the same for a micro-batch whichever worker computes it."""
+    """The seed of dropout: the same for a micro-batch, whichever worker computes it."""
     return int(np.random.SeedSequence([seed, step, lane, 1]).generate_state(1, np.uint32)[0])
 
 
@@ -139,7 +139,7 @@ class PretrainingValidation:
 
     model: PretrainingModel
     batches: list[MicroBatch]
-    """Of all ranks."""
+    """The micro-batches of all ranks."""
     rank: int
     world: int
     loop: LoopConfig
@@ -153,11 +153,11 @@ class PretrainingValidation:
         total = torch.zeros(len(PretrainingSums._fields), dtype=torch.float64, device=device)
         # Sharded weights are gathered in each pass: a rank that has none left computes one for nothing.
         for start in range(0, len(self.batches), self.world):
-            mine = start + self.rank
-            batch = self.batches[min(mine, len(self.batches) - 1)].to(device)
+            number = start + self.rank
+            batch = self.batches[min(number, len(self.batches) - 1)].to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 sums = self.model(batch.tokens, batch.predicted_N, batch.labels_N, batch.is_next_B)
-            if mine < len(self.batches):
+            if number < len(self.batches):
                 total += torch.stack([value.double() for value in sums])
         if dist.is_initialized():
             dist.all_reduce(total)
@@ -165,17 +165,17 @@ class PretrainingValidation:
 
 
 def _metrics(sums: PretrainingSums) -> dict[str, float]:
-    found = {"loss": 0.0}
+    metrics = {"loss": 0.0}
     if sums.mlm_count:
-        mlm = float(sums.mlm_sum / sums.mlm_count)
-        found |= {"mlm_loss": mlm, "perplexity": float(np.exp(mlm)),
+        mlm_loss = float(sums.mlm_sum / sums.mlm_count)
+        metrics |= {"mlm_loss": mlm_loss, "perplexity": float(np.exp(mlm_loss)),
                   "mlm_accuracy": float(sums.mlm_hits / sums.mlm_count)}  # fmt: skip
-        found["loss"] += mlm
+        metrics["loss"] += mlm_loss
     if sums.pairs:
-        following = float(sums.next_sum / sums.pairs)
-        found |= {"next_loss": following, "next_accuracy": float(sums.next_hits / sums.pairs)}
-        found["loss"] += following
-    return found
+        next_loss = float(sums.next_sum / sums.pairs)
+        metrics |= {"next_loss": next_loss, "next_accuracy": float(sums.next_hits / sums.pairs)}
+        metrics["loss"] += next_loss
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,9 @@ class Pretraining:
         if isinstance(self.start, Shape):
             special = {"pad": vocabulary.pad, "cls": vocabulary.cls, "sep": vocabulary.sep}
             model = PretrainingModel.new(self.start, vocabulary.size, special)
-            news = "a new encoder"
+            start_note = "a new encoder"
         else:
-            model, news = PretrainingModel.from_encoder(self.start.local())
+            model, start_note = PretrainingModel.from_encoder(self.start.local())
             size = int(model.encoder.hf.config.vocab_size)
             if size < vocabulary.size:
                 raise BadInput(f"--start: the encoder has {size:,} tokens, the tokenizer of "
@@ -211,7 +211,7 @@ class Pretraining:
                 f"with max_response_tokens at most the encoder's positions, {positions}")  # fmt: skip
         if config.gradient_checkpointing:
             model.encoder.recompute_layers()
-        return model, news
+        return model, start_note
 
     def build(self, rank: int, world: int) -> Task:
         """Raises BadInput for settings that do not fit each other or the corpora."""
@@ -219,7 +219,7 @@ class Pretraining:
         model, _ = self.model()
         tokenizer = Tokenizer.load(self.corpora[0].tokenizer().local())
         batches = PretrainingBatches.of(self.corpora, self.weights, config, rank, world, seed)
-        held_out = validation_batches(self.corpora, self.weights, config, 0, 1, seed)
+        valid_batches = validation_batches(self.corpora, self.weights, config, 0, 1, seed)
         cost = TrainingFlops.of(model.encoder, model.mlm)
         accumulation = _Accumulation(seed)
 
@@ -243,8 +243,8 @@ class Pretraining:
             backward=accumulation,
             before_step=accumulation.before_step,
             save=save,
-            validation=PretrainingValidation(model, held_out, rank, world, self.loop)
-            if held_out
+            validation=PretrainingValidation(model, valid_batches, rank, world, self.loop)
+            if valid_batches
             else None,
             work=work,
         )

@@ -31,13 +31,13 @@ from pipeline.training.batches import ahead
 from pipeline.training.pair_windows import (
     WindowReader,
     WindowStream,
-    check_kept,
+    require_text_lengths,
     sample_valid_pairs,
 )
 from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.token_masking import (
     Masker,
-    derived,
+    derive_keys,
     prediction_probabilities,
     token_shares,
     uniform,
@@ -72,7 +72,7 @@ class MicroBatch:
     predicted_N: Tensor | None
     """Places of the predicted tokens in the flattened [B·T], int64; None: this step predicts no tokens."""
     labels_N: Tensor | None
-    """Their true ids, int64; None as `predicted_N`."""
+    """The true ids of the predicted tokens, int64; None as `predicted_N`."""
     is_next_B: Tensor | None
     """bool: whether the second text is the context's own; None: this step does not ask."""
     unswapped: int = 0
@@ -95,27 +95,27 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The batch on a device; from pinned memory the copy does not wait."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> MicroBatch:
-        """In memory from which a copy to a GPU does not wait."""
-        return self._with(lambda tensor: tensor.pin_memory())
+    def pin(self) -> MicroBatch:
+        """The batch in pinned memory, from which a copy to a GPU does not wait."""
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        def changed(tensor: Tensor | None) -> Tensor | None:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        def change_optional(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
 
         tokens = Tokens(
             change(self.tokens.ids_BT),
             change(self.tokens.mask_BT),
             self.tokens.lengths,
-            changed(self.tokens.segments_BT),
+            change_optional(self.tokens.segments_BT),
         )
         return MicroBatch(
             tokens,
-            changed(self.predicted_N),
-            changed(self.labels_N),
-            changed(self.is_next_B),
+            change_optional(self.predicted_N),
+            change_optional(self.labels_N),
+            change_optional(self.is_next_B),
             self.unswapped,
         )
 
@@ -144,19 +144,19 @@ class _Collator:
         return cls(vocabulary, Masker(probability_V, vocabulary.mask, starts_V), config)
 
     def micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
-        """What a step trains: an alternating run masks tokens in even steps only."""
+        """The micro-batch of a step: an alternating run masks tokens in even steps only."""
         objective = self.config.objective
-        masks = objective != "alternate" or step % 2 == 0
+        masks_tokens = objective != "alternate" or step % 2 == 0
         asks_next = objective == "joint" or (objective == "alternate" and step % 2 == 1)
-        ids_BT, lengths_B, second_B = utterance_pairs.layout(pairs, rows_B, self.vocabulary)
+        ids_BT, lengths_B, second_start_B = utterance_pairs.layout(pairs, rows_B, self.vocabulary)
         predicted_N = labels_N = None
-        if masks:
+        if masks_tokens:
             ids_BT, predicted_N, labels_N = self.masker.mask_pairs(
-                ids_BT, lengths_B, second_B, pairs.keys_R[rows_B]
+                ids_BT, lengths_B, second_start_B, pairs.keys_R[rows_B]
             )
         places_T = np.arange(ids_BT.shape[1])
         mask_BT = places_T < lengths_B[:, None]
-        segments_BT = (mask_BT & (places_T >= second_B[:, None])).astype(np.int64)
+        segments_BT = (mask_BT & (places_T >= second_start_B[:, None])).astype(np.int64)
         tokens = Tokens(
             torch.from_numpy(ids_BT),
             torch.from_numpy(mask_BT),
@@ -181,7 +181,7 @@ class PretrainingBatches:
     """Cumulative weights of the corpora."""
     collator: _Collator
     lanes: tuple[int, ...]
-    """Those of this worker."""
+    """The lanes of this worker."""
     seed: int
 
     @classmethod
@@ -220,7 +220,7 @@ class PretrainingBatches:
     def _positions(self, cursors: Sequence[LaneCursor]) -> dict[int, LanePosition]:
         count = self.collator.config.lanes
         beginning = LanePosition(micro_batches=0, corpora=[[0, 0, 0] for _ in self.readers])
-        saved = {int(lane): at for cursor in cursors for lane, at in cursor.items()}
+        saved = {int(lane): position for cursor in cursors for lane, position in cursor.items()}
         if not saved:
             return dict.fromkeys(self.lanes, beginning)
         if sorted(saved) != list(range(count)):
@@ -243,15 +243,15 @@ class PretrainingBatches:
         try:
             streams = {
                 lane: [
-                    WindowStream(reader, lane, at, threads)
-                    for reader, at in zip(self.readers, position["corpora"], strict=True)
+                    WindowStream(reader, lane, lane_position, threads)
+                    for reader, lane_position in zip(self.readers, position["corpora"], strict=True)
                 ]
                 for lane, position in positions.items()
             }
             step = next(iter(positions.values()))["micro_batches"]
             while True:
                 batches = [
-                    self._micro_batch(*streams[lane][self._corpus(lane, step)].next(), step)
+                    self._micro_batch(*streams[lane][self._draw_corpus(lane, step)].next(), step)
                     for lane in self.lanes
                 ]
                 step += 1
@@ -265,17 +265,17 @@ class PretrainingBatches:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _corpus(self, lane: int, step: int) -> int:
+    def _draw_corpus(self, lane: int, step: int) -> int:
         """Which corpus a lane's micro-batch comes from."""
         key = np.zeros(1, np.uint64)
         for number in (_MIX, self.seed, lane, step):
-            key = derived(key, number)
+            key = derive_keys(key, number)
         place = int(np.searchsorted(self.shares, uniform(key)[0], side="right"))
         return min(place, len(self.readers) - 1)
 
     def _micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
         batch = self.collator.micro_batch(pairs, rows_B, step)
-        return batch.pinned() if torch.cuda.is_available() else batch
+        return batch.pin() if torch.cuda.is_available() else batch
 
 
 def _check(corpora: Sequence[TokenizedCorpus], weights: Sequence[float]) -> None:
@@ -304,15 +304,15 @@ def validation_batches(
     """
     _check(corpora, weights)
     collator = _Collator.of(corpora, weights, config)
-    held_out = [
+    valid_corpora = [
         (number, corpus, weight)
         for number, (corpus, weight) in enumerate(zip(corpora, weights, strict=True))
         if corpus.artifact.paths("valid/", ".parquet")
     ]
-    total = sum(weight for *_, weight in held_out)
+    total = sum(weight for *_, weight in valid_corpora)
     batches = list[MicroBatch]()
-    for number, corpus, weight in held_out:
-        check_kept(corpus, config)
+    for number, corpus, weight in valid_corpora:
+        require_text_lengths(corpus, config)
         count = max(1, int(config.valid_examples * weight / total))
         pairs = sample_valid_pairs(corpus, number, count, config, seed)
         rng = np.random.default_rng([seed, number])

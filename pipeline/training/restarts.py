@@ -18,5 +18,5 @@ class RetryMachinesOnly(UserCallback):  # type: ignore[misc]
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for error in worker_exceptions.values():
-            if found := cause_of(error, *DETERMINISTIC):
-                raise found  # Ray Train retries no error of a callback
+            if failure := cause_of(error, *DETERMINISTIC):
+                raise failure  # Ray Train retries no error of a callback

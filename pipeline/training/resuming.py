@@ -59,7 +59,7 @@ def read_start(uri: str) -> Saved:
     return Saved({**saved.state, "selection": selection}, saved.cursors)
 
 
-def last_whole(checkpoints: list[str]) -> str:
+def newest_readable(checkpoints: list[str]) -> str:
     """The newest that can be read, of folders that are named by the time; "": none."""
     for checkpoint in reversed(checkpoints):
         with suppress(BadInput):
@@ -72,10 +72,10 @@ def unlisted_checkpoint(folder: str) -> str:
     """The newest whole checkpoint in Ray Train's folder, where a kill came before its list of them was
     written, or truncated it; then the list is removed, as Ray Train would end at it. "": the list is whole,
     or there is no checkpoint."""
-    listed = storage.join(folder, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME)
-    if storage.exists(listed):
+    listing = storage.join(folder, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME)
+    if storage.exists(listing):
         with suppress(ValueError):
-            json.loads(storage.read_bytes(listed))
+            json.loads(storage.read_bytes(listing))
             return ""
-        storage.delete(listed)
-    return last_whole(storage.list_folders(folder))
+        storage.delete(listing)
+    return newest_readable(storage.list_folders(folder))

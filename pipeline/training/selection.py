@@ -1,4 +1,4 @@
-"""What validations decide: the learning rate after a plateau, when to stop, which weights to keep."""
+"""The decisions by validations: the learning rate after a plateau, when to stop, which weights to keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Measured:
-    """What a validation finds."""
+    """The result of a validation."""
 
     metrics: Mapping[str, float]
     """By name; "loss" is among them, in nats."""
@@ -40,11 +40,11 @@ class Selection:
     lowest_loss: float = math.inf
     best_merit: tuple[float, float] = (-math.inf, -math.inf)
     best_metrics: dict[str, float] = field(default_factory=dict)
-    """Of the best validation."""
+    """The metrics of the best validation."""
     best_step: int = 0
     without_better: int = 0
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """Of the best validation, on the CPU; empty before the first."""
+    """The weights of the best validation, on the CPU; empty before the first."""
 
     @property
     def best(self) -> dict[str, float]:
@@ -73,8 +73,8 @@ class Selection:
             self.weights = {
                 name: value.detach().to("cpu", copy=True) for name, value in weights.items()
             }
-        shown = {f"valid_{name}": value for name, value in measured.metrics.items()}
-        return {**shown, **self.best}
+        metrics = {f"valid_{name}": value for name, value in measured.metrics.items()}
+        return {**metrics, **self.best}
 
     def state(self) -> dict[str, Any]:
         return {
@@ -83,7 +83,7 @@ class Selection:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Selection:
-        """What a `state` holds, for a look at it."""
+        """The selection in a `state`."""
         selection = cls(decay=1.0, patience=0)
         selection.load(state)
         return selection

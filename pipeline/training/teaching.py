@@ -37,9 +37,9 @@ from pipeline.training.settings import TeachingConfig
 # Rows that are scored together, their texts sorted by length and each candidate embedded once: 7,316 of
 # ConvAI2, 20 candidates each of 6,965 in all, embed 101,695 by 256 rows.
 # Contexts of poly-360, d = 768, take 1.1 GB.
-_AT_ONCE = 1024
+_ROWS_AT_ONCE = 1024
 _MEASURED_ROWS = 64
-_ADDED = pa.field(TEACHER, pa.list_(pa.float32()))
+_FIELD = pa.field(TEACHER, pa.list_(pa.float32()))
 
 
 def score(
@@ -50,10 +50,10 @@ def score(
     actors: Actors,
 ) -> list[TaskRecord]:
     """Makes the shards; returns their records."""
-    by_shard = teachers_of(corpus, teachers, config)
+    teachers_of_shard = teachers_of(corpus, teachers, config)
     tasks = {
         path.replace("/", "-"): {"uri": storage.join(corpus.uri, path), "path": path,
-                                 "teachers": by_shard.get(path, [])}
+                                 "teachers": teachers_of_shard.get(path, [])}
         for split in ("train", "valid", "test")
         for path in corpus.paths(f"{split}/", ".parquet")
     }  # fmt: skip
@@ -63,7 +63,9 @@ def score(
         rankers = [load_ranker(teacher.local()).to(device) for teacher in teachers]
 
         def work(draft: Draft, name: str, shard: dict[str, Any]) -> TaskRecord:
-            return _score_shard(draft, shard, [rankers[at] for at in shard["teachers"]], config)
+            return _score_shard(
+                draft, shard, [rankers[number] for number in shard["teachers"]], config
+            )
 
         return work
 
@@ -79,19 +81,19 @@ def estimate(
     files = corpus.files("train/", ".parquet")
     with storage.open_input(files[0]) as stream:
         rows = next(pq.ParquetFile(stream).iter_batches(_MEASURED_ROWS)).to_pylist()
-    bare = [row for row in rows if not row["candidates"]]
+    bare_rows = [row for row in rows if not row["candidates"]]
     texts = list(dict.fromkeys(row["response"] for row in rows))
     began = time.perf_counter()
     if config.random_candidates and len(texts) > 1:
-        _add_candidates(bare, texts, rankers, config, np.random.default_rng(config.seed))
-    asked = [row for row in rows if row["candidates"]]
-    _add_scores(asked, rankers, config.batch_tokens)
-    scored = corpus.rows("train/") * len(asked) / len(rows)
-    hours = (time.perf_counter() - began) / max(len(asked), 1) * scored / 3600
+        _add_candidates(bare_rows, texts, rankers, config, np.random.default_rng(config.seed))
+    scored_rows = [row for row in rows if row["candidates"]]
+    _add_scores(scored_rows, rankers, config.batch_tokens)
+    expected_rows = corpus.rows("train/") * len(scored_rows) / len(rows)
+    hours = (time.perf_counter() - began) / max(len(scored_rows), 1) * expected_rows / 3600
     sizes = [entry["bytes"] for entry in corpus.manifest["files"]]
     return cost.measured_here(
         hours,
-        f"{len(asked)} rows",
+        f"{len(scored_rows)} rows",
         input_files=len(sizes),
         input_bytes=sum(sizes),
         rows=corpus.rows("train/"),
@@ -105,24 +107,27 @@ def teachers_of(
 ) -> dict[str, list[int]]:
     """Which teachers score each shard of train. Raises BadInput for a shard that none does, or none
     that can tell the hardest."""
-    paths, everyone = corpus.paths("train/", ".parquet"), list(range(len(teachers)))
-    found = dict.fromkeys(paths, everyone)
+    paths, all_numbers = corpus.paths("train/", ".parquet"), list(range(len(teachers)))
+    teachers_of_path = dict.fromkeys(paths, all_numbers)
     if config.held_out:
         for teacher in teachers:
             require(bool(corpora_of(teacher) & corpora_of(corpus)), "teaching.held_out", True,
                     f"false, as {teacher.uri} was trained on another corpus' files")  # fmt: skip
-        unseen = [set(teacher.manifest.get("held_out", ())) for teacher in teachers]
-        found = {path: [at for at in everyone if path in unseen[at]] for path in paths}
-    dual = [_settings(teacher).has_vectors for teacher in teachers]
-    for path, some in found.items():
-        require(bool(some), "teaching.held_out", True,
+        unseen_paths = [set(teacher.manifest.get("held_out", ())) for teacher in teachers]
+        teachers_of_path = {
+            path: [number for number in all_numbers if path in unseen_paths[number]]
+            for path in paths
+        }
+    dual = [_read_settings(teacher).has_vectors for teacher in teachers]
+    for path, numbers in teachers_of_path.items():
+        require(bool(numbers), "teaching.held_out", True,
                 f"false, as no teacher held out {path} (finetune.folds, finetune.held_out)")  # fmt: skip
-        require(config.hardest_of == 0 or any(dual[at] for at in some), "teaching.hardest_of",
+        require(config.hardest_of == 0 or any(dual[number] for number in numbers), "teaching.hardest_of",
                 config.hardest_of, f"0, as no teacher of {path} is a bi- or poly-encoder")  # fmt: skip
-    return found
+    return teachers_of_path
 
 
-def _settings(teacher: Artifact) -> RankerConfig:
+def _read_settings(teacher: Artifact) -> RankerConfig:
     uri = storage.join(teacher.uri, SETTINGS)
     return parse_settings(storage.read_bytes(uri), uri)
 
@@ -138,19 +143,19 @@ def _score_shard(
     if split == "train":
         draw = np.random.default_rng([config.seed, *shard["path"].encode()])
         texts = list(dict.fromkeys(row["response"] for row in rows))
-        bare = [row for row in rows if not row["candidates"]]
+        bare_rows = [row for row in rows if not row["candidates"]]
         if config.random_candidates == 0 or len(texts) < 2:
-            bare = []
-        for start in range(0, len(bare), _AT_ONCE):
-            _add_candidates(bare[start : start + _AT_ONCE], texts, rankers, config, draw)
-        asked = [row for row in rows if row["candidates"]]
-        for start in range(0, len(asked), _AT_ONCE):
-            _add_scores(asked[start : start + _AT_ONCE], rankers, config.batch_tokens)
-        counts["scored"] = len(asked)
-        counts["without_candidates"] = len(rows) - len(asked)
-    schema = table.schema.append(_ADDED) if TEACHER not in table.schema.names else table.schema
-    scored = pa.Table.from_pylist([{TEACHER: None, **row} for row in rows], schema=schema)
-    return TaskRecord(files=[draft.write_table(shard["path"], scored)], counts=dict(counts))
+            bare_rows = []
+        for start in range(0, len(bare_rows), _ROWS_AT_ONCE):
+            _add_candidates(bare_rows[start : start + _ROWS_AT_ONCE], texts, rankers, config, draw)
+        scored_rows = [row for row in rows if row["candidates"]]
+        for start in range(0, len(scored_rows), _ROWS_AT_ONCE):
+            _add_scores(scored_rows[start : start + _ROWS_AT_ONCE], rankers, config.batch_tokens)
+        counts["scored"] = len(scored_rows)
+        counts["without_candidates"] = len(rows) - len(scored_rows)
+    schema = table.schema.append(_FIELD) if TEACHER not in table.schema.names else table.schema
+    scored_table = pa.Table.from_pylist([{TEACHER: None, **row} for row in rows], schema=schema)
+    return TaskRecord(files=[draft.write_table(shard["path"], scored_table)], counts=dict(counts))
 
 
 def _add_candidates(
@@ -162,29 +167,34 @@ def _add_candidates(
 ) -> None:
     """Gives each row its response at a random place among others of the shard's, `texts`."""
     count = config.random_candidates
-    drawn = max(count, config.hardest_of)
-    each = []
+    draw_count = max(count, config.hardest_of)
+    negatives_of_rows = []
     for row in rows:
-        taken = draw.choice(len(texts), size=min(drawn + 1, len(texts)), replace=False)
-        each.append([texts[at] for at in taken if texts[at] != row["response"]][:drawn])
+        places = draw.choice(len(texts), size=min(draw_count + 1, len(texts)), replace=False)
+        negatives_of_rows.append(
+            [texts[place] for place in places if texts[place] != row["response"]][:draw_count]
+        )
     if config.hardest_of:
         dual = next(ranker for ranker in rankers if ranker.config.has_vectors)
         contexts = [row["context"] for row in rows]
-        scores = own_scores(dual, contexts, each, config.batch_tokens)
-        best = [np.argsort(-some_C, kind="stable")[:count].tolist() for some_C in scores]
-        each = [[others[at] for at in some] for others, some in zip(each, best, strict=True)]
-    for row, others in zip(rows, each, strict=True):
-        label = int(draw.integers(len(others) + 1))
-        row["candidates"] = [*others[:label], row["response"], *others[label:]]
+        scores = own_scores(dual, contexts, negatives_of_rows, config.batch_tokens)
+        best = [np.argsort(-scores_C, kind="stable")[:count].tolist() for scores_C in scores]
+        negatives_of_rows = [
+            [negatives[place] for place in best_places]
+            for negatives, best_places in zip(negatives_of_rows, best, strict=True)
+        ]
+    for row, negatives in zip(rows, negatives_of_rows, strict=True):
+        label = int(draw.integers(len(negatives) + 1))
+        row["candidates"] = [*negatives[:label], row["response"], *negatives[label:]]
         row["label"] = label
 
 
 def _add_scores(rows: list[ExampleRow], rankers: Sequence[Ranker], batch_tokens: int) -> None:
     contexts = [row["context"] for row in rows]
     candidates = [row["candidates"] for row in rows]
-    each = [
+    scores_of_rankers = [
         own_scores(ranker, contexts, candidates, batch_tokens, as_in_loss=True)
         for ranker in rankers
     ]
-    for row, *given_C in zip(rows, *each, strict=True):
-        row[TEACHER] = np.mean(given_C, axis=0).tolist()
+    for row, *scores_C in zip(rows, *scores_of_rankers, strict=True):
+        row[TEACHER] = np.mean(scores_C, axis=0).tolist()

@@ -24,17 +24,17 @@ _MASKED, _RANDOM = 0.8, 0.1  # of the predicted tokens; the others stay as they 
 _CHOICE, _REPLACEMENT = 1, 2  # what a hash decides
 
 
-def hashed(keys: Keys) -> Keys:
+def hash_keys(keys: Keys) -> Keys:
     """The output function of the splitmix64 generator (Steele et al., 2014): well-mixed 64 bits."""
     mixed = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def derived(keys: Keys, numbers: int | Ints) -> Keys:
+def derive_keys(keys: Keys, numbers: int | Ints) -> Keys:
     """Keys of their own for each number; those of consecutive numbers are independent."""
     counters: Keys = (np.atleast_1d(np.asarray(numbers)) + 1).astype(np.uint64)
-    return hashed(keys + counters * _GOLDEN)
+    return hash_keys(keys + counters * _GOLDEN)
 
 
 def example_keys(seed: int, corpus: int, epoch: int, places_R: Ints) -> Keys:
@@ -42,8 +42,8 @@ def example_keys(seed: int, corpus: int, epoch: int, places_R: Ints) -> Keys:
     order of the epoch."""
     keys: Keys = np.zeros(1, np.uint64)
     for number in (seed, corpus, epoch):
-        keys = derived(keys, number)
-    return derived(keys, places_R)
+        keys = derive_keys(keys, number)
+    return derive_keys(keys, places_R)
 
 
 def uniform(keys: Keys) -> Floats:
@@ -85,16 +85,18 @@ def prediction_probabilities(
     """
     probability_V = np.full(vocabulary.size, config.masked_share)
     if config.rare_token_alpha and shares_V is not None:
-        probability_V = _rare_tokens(shares_V, config.masked_share, config.rare_token_alpha)
+        probability_V = _rare_token_probabilities(
+            shares_V, config.masked_share, config.rare_token_alpha
+        )
     if config.masking == "bert":
         probability_V[list(vocabulary.special)] = 0.0
     return probability_V
 
 
-def _rare_tokens(shares_V: Floats, mean: float, alpha: float) -> Floats:
-    there_V = shares_V > 0
+def _rare_token_probabilities(shares_V: Floats, mean: float, alpha: float) -> Floats:
+    occurs_V = shares_V > 0
     weight_V: Floats = np.zeros_like(shares_V)
-    weight_V[there_V] = (shares_V[there_V] / shares_V.max()) ** -alpha
+    weight_V[occurs_V] = (shares_V[occurs_V] / shares_V.max()) ** -alpha
     factor = mean / (shares_V * weight_V).sum()
     for _ in range(100):  # until those that are always predicted leave the others their part
         probability_V: Floats = np.minimum(1.0, factor * weight_V)
@@ -113,29 +115,31 @@ class Masker:
     first one. None: each token for itself."""
 
     def mask_pairs(
-        self, ids_BT: Ints, lengths_B: Ints, second_B: Ints, keys_B: Keys
+        self, ids_BT: Ints, lengths_B: Ints, second_start_B: Ints, keys_B: Keys
     ) -> tuple[Ints, Ints, Ints]:
         """(ids_BT with masks, places of the predicted tokens in the flattened [B·T], their true ids).
 
-        `lengths_B` counts tokens without padding, `second_B` is the place of the second text's first
+        `lengths_B` counts tokens without padding, `second_start_B` is the place of the second text's first
         token, `keys_B` are the examples' keys. Position 0 and padding are never predicted.
         """
         size, width = ids_BT.shape
         places_T = np.arange(width)
         threshold_V = (self.probability_V * 2.0**32).astype(np.uint64)
-        keys_BT = derived(derived(keys_B, _CHOICE)[:, None], places_T)
-        chosen_BT = (keys_BT >> np.uint64(32)) < threshold_V[ids_BT]
-        chosen_BT[:, 0] = False
+        keys_BT = derive_keys(derive_keys(keys_B, _CHOICE)[:, None], places_T)
+        is_predicted_BT = (keys_BT >> np.uint64(32)) < threshold_V[ids_BT]
+        is_predicted_BT[:, 0] = False
         if self.starts_V is not None:
             starts_BT = self.starts_V[ids_BT]
             starts_BT[:, :2] = True
-            starts_BT[np.arange(size), second_B] = True
-            first_N = np.maximum.accumulate(np.where(starts_BT.ravel(), np.arange(ids_BT.size), 0))
-            chosen_BT = chosen_BT.ravel()[first_N].reshape(size, width)
-        chosen_BT &= places_T < lengths_B[:, None]
-        predicted_N = np.flatnonzero(chosen_BT)
+            starts_BT[np.arange(size), second_start_B] = True
+            word_start_N = np.maximum.accumulate(
+                np.where(starts_BT.ravel(), np.arange(ids_BT.size), 0)
+            )
+            is_predicted_BT = is_predicted_BT.ravel()[word_start_N].reshape(size, width)
+        is_predicted_BT &= places_T < lengths_B[:, None]
+        predicted_N = np.flatnonzero(is_predicted_BT)
         labels_N = ids_BT.ravel()[predicted_N]
-        draws_N = derived(keys_BT.ravel()[predicted_N], _REPLACEMENT)
+        draws_N = derive_keys(keys_BT.ravel()[predicted_N], _REPLACEMENT)
         kind_N = uniform(draws_N)
         lower_N = draws_N & np.uint64(0xFFFFFFFF)
         random_N = (lower_N * np.uint64(len(self.probability_V)) >> np.uint64(32)).astype(np.int64)

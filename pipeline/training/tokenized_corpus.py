@@ -100,8 +100,8 @@ class TokenizedCorpus:
         return counts["tokens.train.context"] + counts["tokens.train.response"]
 
     @property
-    def kept(self) -> TokenizeConfig:
-        """How much of each text is there."""
+    def tokenize_config(self) -> TokenizeConfig:
+        """The settings that cut the texts."""
         return TokenizeConfig(**self.artifact.manifest["config"]["tokenize"])
 
     def tokenizer(self) -> Source:
@@ -124,7 +124,7 @@ def require_train(corpus: Artifact) -> None:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What the draft holds, ready to be published."""
+    """The content of the draft, ready to be published."""
 
     files: list[FileEntry]
     counts: dict[str, int]
@@ -138,13 +138,13 @@ def tokenize(
 ) -> Tokenized:
     """Fills the draft."""
     paths = [path for split in _SPLITS for path in corpus.paths(f"{split}/", ".parquet")]
-    held_out = 0.0 if corpus.paths("valid/", ".parquet") else config.valid_share
+    valid_share = 0.0 if corpus.paths("valid/", ".parquet") else config.valid_share
     work = functools.partial(
         _tokenize_shard,
         source=source,
         vocabulary_size=vocabulary.size,
         config=config,
-        held_out=held_out,
+        valid_share=valid_share,
     )
     tasks = {
         path.replace("/", "-").removesuffix(".parquet"): {
@@ -154,17 +154,17 @@ def tokenize(
         for path in paths
     }
     records = shards.run_tasks(draft, tasks, work, "tokenize", TaskRecord)
-    if not any(entry["path"].startswith("train/") for done in records for entry in done.files):
+    if not any(entry["path"].startswith("train/") for record in records for entry in record.files):
         raise BadInput(f"--corpus {corpus.uri}: no example of train/ has a context and a response")
     total_V = np.zeros(vocabulary.size, np.int64)
     for task in tasks:
         total_V += np.load(io.BytesIO(storage.read_bytes(draft.path(_TASK_COUNTS, f"{task}.npy"))))
-    files = [entry for done in records for entry in done.files]
+    files = [entry for record in records for entry in record.files]
     files.append(draft.write_file(_COUNTS, _npy(total_V)))
     tokenizer_files, version = _write_tokenizer(draft, source)
     facts = {"vocabulary": asdict(vocabulary), "tokenizer_version": version}
-    counts = sum_counts(done.counts for done in records)
-    dropped = sum_counts(done.dropped for done in records)
+    counts = sum_counts(record.counts for record in records)
+    dropped = sum_counts(record.dropped for record in records)
     return Tokenized([*files, *tokenizer_files], counts, dropped, facts)
 
 
@@ -205,7 +205,7 @@ def _tokenize_shard(
     source: Source,
     vocabulary_size: int,
     config: TokenizeConfig,
-    held_out: float,
+    valid_share: float,
 ) -> TaskRecord:
     tokenizer = _load(source.local())
     split, _, file = shard["path"].partition("/")
@@ -215,8 +215,8 @@ def _tokenize_shard(
     with storage.open_input(shard["uri"]) as stream:
         for batch in pq.ParquetFile(stream).iter_batches(_ROWS_AT_ONCE, columns=_COLUMNS):
             table, groups = _tokenize_rows(batch, tokenizer, config, kind, dropped)
-            valid_N = pa.array([is_held_out(group, held_out) for group in groups], pa.bool_())
-            if split == "train" and held_out:
+            valid_N = pa.array([is_held_out(group, valid_share) for group in groups], pa.bool_())
+            if split == "train" and valid_share:
                 tables["valid"].append(table.filter(valid_N))
                 tables["train"].append(table.filter(pc.invert(valid_N)))
             else:

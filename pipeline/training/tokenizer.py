@@ -57,7 +57,7 @@ def learn(
             yield from _texts(corpus, share)
 
     if config.kind == "subwords":
-        return _counted(_subwords(texts, config), texts)
+        return _count_holding(_subwords(texts, config), texts)
     tokenizer = _word_pieces(texts, config) if config.kind == "wordpiece" else _bpe(texts, config)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
 
@@ -126,7 +126,7 @@ def _subwords(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> li
             letters.update(run)
     del letters[_BETWEEN_RUNS]
     common = sorted(letters, key=lambda letter: (-letters[letter], letter))
-    common = [one for one in common[:_LETTERS] if letters[one] >= config.min_frequency]
+    common = [letter for letter in common[:_LETTERS] if letters[letter] >= config.min_frequency]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Split(_BETWEEN_RUNS, "removed")
     trainer = trainers.BpeTrainer(
@@ -141,13 +141,13 @@ def _subwords(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> li
     return sorted(ids, key=lambda piece: ids[piece])
 
 
-def _counted(pieces: list[str], texts: Callable[[], Iterator[str]]) -> LearntSubwords:
+def _count_holding(pieces: list[str], texts: Callable[[], Iterator[str]]) -> LearntSubwords:
     subwords = Subwords(pieces, buckets=1)
-    holding, counted = Counter[int](), 0
+    holding, text_count = Counter[int](), 0
     for text in itertools.islice(texts(), _COUNTED_TEXTS):
         holding.update(set(subwords.ids(text)))
-        counted += 1
-    return LearntSubwords(pieces, [holding[number] for number in range(len(pieces))], counted)
+        text_count += 1
+    return LearntSubwords(pieces, [holding[number] for number in range(len(pieces))], text_count)
 
 
 def save(learnt: PreTrainedTokenizerFast | LearntSubwords, folder: Path) -> None:
@@ -160,13 +160,13 @@ def save(learnt: PreTrainedTokenizerFast | LearntSubwords, folder: Path) -> None
 
 def _texts(corpus: Artifact, max_examples: int) -> Iterator[str]:
     """The newest turn of each context and the response: every comment once or twice, not ten times."""
-    left = max_examples
+    remaining = max_examples
     for uri in corpus.files("train/", ".parquet"):
         with storage.open_input(uri) as stream:
             for batch in pq.ParquetFile(stream).iter_batches(columns=["context", "response"]):
-                for row in batch.slice(0, left).to_pylist():
+                for row in batch.slice(0, remaining).to_pylist():
                     yield row["context"][-1]
                     yield row["response"]
-                left -= min(left, batch.num_rows)
-                if not left:
+                remaining -= min(remaining, batch.num_rows)
+                if not remaining:
                     return

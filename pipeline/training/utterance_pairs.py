@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from pipeline.arrays import Bools, Ints, Keys
 from pipeline.training.pretraining_settings import PretrainConfig
-from pipeline.training.token_masking import derived, hashed, uniform
+from pipeline.training.token_masking import derive_keys, hash_keys, uniform
 from pipeline.training.tokenized_corpus import Vocabulary
 
 _SWAP, _OTHER = 3, 4  # what a hash decides; token_masking has 1 and 2
@@ -43,7 +43,9 @@ class Texts:
         ends = np.cumsum(lengths)
         places = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
         tokens = self.ids_F[np.repeat(self.starts_R[rows], lengths) + places]
-        keys = hashed(tokens.astype(np.uint64) * _TOKEN + (places + 1).astype(np.uint64) * _PLACE)
+        keys = hash_keys(
+            tokens.astype(np.uint64) * _TOKEN + (places + 1).astype(np.uint64) * _PLACE
+        )
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])
         prints: Keys = sums[ends] - sums[ends - lengths]
         return prints
@@ -62,7 +64,7 @@ class Pairs:
     unswapped_R: Bools
     """Drawn to have another response, and true because none was found that differs."""
     keys_R: Keys
-    """Of the examples in this epoch."""
+    """The keys of the examples in this epoch."""
 
     @property
     def lengths(self) -> Ints:
@@ -72,42 +74,42 @@ class Pairs:
 
 
 def make_pairs(
-    contexts: Texts, responses: Texts, others: Texts | None, keys_R: Keys, random_share: float
+    contexts: Texts, responses: Texts, pool: Texts | None, keys_R: Keys, random_share: float
 ) -> Pairs:
-    """Gives a share of the contexts a response out of `others` that is not equal to its own.
+    """Gives a share of the contexts a response out of the `pool` that is not equal to its own.
 
-    Which ones and which response follows from `keys_R`. Without `others` all pairs are true.
+    Which ones and which response follows from `keys_R`. Without a `pool` all pairs are true.
     """
     rows = len(keys_R)
-    drawn_R = uniform(derived(keys_R, _SWAP)) < random_share
-    other_R = np.full(rows, -1, np.int64)
-    if others is not None and len(others.lengths_R):
-        prints = others.fingerprints(np.arange(len(others.lengths_R)))
-        waiting = np.flatnonzero(drawn_R)
-        own = responses.fingerprints(waiting)
+    is_drawn_R = uniform(derive_keys(keys_R, _SWAP)) < random_share
+    other_row_R = np.full(rows, -1, np.int64)
+    if pool is not None and len(pool.lengths_R):
+        prints = pool.fingerprints(np.arange(len(pool.lengths_R)))
+        pending = np.flatnonzero(is_drawn_R)
+        own_prints = responses.fingerprints(pending)
         for draw in range(_DRAWS):
-            share = uniform(derived(keys_R[waiting], _OTHER + draw))
-            found = (share * len(prints)).astype(np.int64)
-            differs = prints[found] != own
-            other_R[waiting[differs]] = found[differs]
-            waiting, own = waiting[~differs], own[~differs]
-    swapped_R = other_R >= 0
+            share = uniform(derive_keys(keys_R[pending], _OTHER + draw))
+            rows_drawn = (share * len(prints)).astype(np.int64)
+            differs = prints[rows_drawn] != own_prints
+            other_row_R[pending[differs]] = rows_drawn[differs]
+            pending, own_prints = pending[~differs], own_prints[~differs]
+    is_swapped_R = other_row_R >= 0
     second_starts_R = responses.starts_R + len(contexts.ids_F)
     second_lengths_R = responses.lengths_R.copy()
-    flat = [contexts.ids_F, responses.ids_F]
-    if others is not None:
-        before = len(contexts.ids_F) + len(responses.ids_F)
-        second_starts_R[swapped_R] = others.starts_R[other_R[swapped_R]] + before
-        second_lengths_R[swapped_R] = others.lengths_R[other_R[swapped_R]]
-        flat.append(others.ids_F)
+    id_arrays = [contexts.ids_F, responses.ids_F]
+    if pool is not None:
+        offset = len(contexts.ids_F) + len(responses.ids_F)
+        second_starts_R[is_swapped_R] = pool.starts_R[other_row_R[is_swapped_R]] + offset
+        second_lengths_R[is_swapped_R] = pool.lengths_R[other_row_R[is_swapped_R]]
+        id_arrays.append(pool.ids_F)
     return Pairs(
-        np.concatenate(flat),
+        np.concatenate(id_arrays),
         contexts.starts_R,
         contexts.lengths_R,
         second_starts_R,
         second_lengths_R,
-        ~swapped_R,
-        drawn_R & ~swapped_R,
+        ~is_swapped_R,
+        is_drawn_R & ~is_swapped_R,
         keys_R,
     )
 
@@ -126,22 +128,23 @@ def cut(lengths_R: Ints, tokens: int, rng: np.random.Generator) -> list[Ints]:
     while start < len(sorted_R):
         # The longest is the last: no more rows than fit at the first one's length.
         sizes = sorted_R[start : start + tokens // int(sorted_R[start])]
-        fitting = np.searchsorted(sizes * np.arange(1, len(sizes) + 1), tokens, side="right")
-        batches.append(order_R[start : start + fitting])
-        start += int(fitting)
+        row_count = np.searchsorted(sizes * np.arange(1, len(sizes) + 1), tokens, side="right")
+        batches.append(order_R[start : start + row_count])
+        start += int(row_count)
     return [batches[number] for number in rng.permutation(len(batches))]
 
 
 def layout(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints, Ints]:
-    """(ids_BT, lengths_B, second_B: the place of the second text) of [CLS] context [SEP] response [SEP]."""
-    context_B, second_B = pairs.context_lengths_R[rows_B], pairs.second_lengths_R[rows_B]
-    lengths_B = context_B + second_B + 3
+    """(ids_BT, lengths_B, second_start_B: the second text's place) of [CLS] context [SEP] response [SEP]."""
+    context_length_B = pairs.context_lengths_R[rows_B]
+    second_length_B = pairs.second_lengths_R[rows_B]
+    lengths_B = context_length_B + second_length_B + 3
     places_T = np.arange(lengths_B.max())
-    ends_B = context_B + 1
+    ends_B = context_length_B + 1
     from_context_B = pairs.context_starts_R[rows_B] - 1
     from_second_B = pairs.second_starts_R[rows_B] - ends_B - 1
     source_BT = places_T + np.where(
-        places_T <= context_B[:, None], from_context_B[:, None], from_second_B[:, None]
+        places_T <= context_length_B[:, None], from_context_B[:, None], from_second_B[:, None]
     )
     ids_BT: Ints = pairs.ids_F.take(source_BT, mode="clip").astype(np.int64)
     ids_BT[places_T >= lengths_B[:, None]] = vocabulary.pad

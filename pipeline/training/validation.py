@@ -19,11 +19,11 @@ from pipeline.training.selection import Measured
 class Validation:
     """Asks a ranker the same questions whenever it is called."""
 
-    def __init__(self, ranker: Ranker, asked: Questions, rank: int, world: int) -> None:
-        """`asked`: the questions of all ranks."""
-        self.asked = asked
+    def __init__(self, ranker: Ranker, questions: Questions, rank: int, world: int) -> None:
+        """`questions`: those of all ranks."""
+        self.questions = questions
         self._ranker = ranker
-        self._own = asked.part(np.arange(rank, len(asked), world))
+        self._rank_questions = questions.part(np.arange(rank, len(questions), world))
 
     def __call__(self) -> Measured:
         """R@1 and the loss; a collective call. Leaves the ranker in evaluation mode.
@@ -32,11 +32,11 @@ class Validation:
         cross-entropy of the right candidate, in nats.
         """
         self._ranker.eval()
-        sums = [0.0, 0.0, float(len(self._own))]
-        if len(self._own):
+        sums = [0.0, 0.0, float(len(self._rank_questions))]
+        if len(self._rank_questions):
             scorer = RankerScorer(self._ranker, as_in_loss=True)
-            found = rank(scorer.prepare(self._own), self._own)
-            sums[:2] = [float((found.ranks_N == 1).sum()), float(found.losses_N.sum())]
+            ranking = rank(scorer.prepare(self._rank_questions), self._rank_questions)
+            sums[:2] = [float((ranking.ranks_N == 1).sum()), float(ranking.losses_N.sum())]
         total = torch.tensor(sums, dtype=torch.float64, device=self._ranker.device)
         if dist.is_initialized():
             dist.all_reduce(total)

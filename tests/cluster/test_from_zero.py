@@ -71,7 +71,7 @@ def test_processes_share_the_cores_of_the_nodes_that_are_up(local_ray):
     assert [resources.cpus_each(number) for number in (1, 2, 3)] == [2, 1, 1]
     assert resources.cpus_each(4, chosen=2) == 2
     assert (resources.fitting(1), resources.fitting(2), resources.fitting(1, 1)) == (2, 1, 0)
-    assert (Actors().most(9), Actors(max_actors=5).most(9)) == (2, 5)
+    assert (Actors().max_count(9), Actors(max_actors=5).max_count(9)) == (2, 5)
 
 
 def test_a_gpu_process_gets_the_cores_that_a_node_has_for_each_gpu(monkeypatch):

@@ -35,7 +35,7 @@ from pipeline.models.sources import External
 from pipeline.training.checkpoints import read_state
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.restarts import RetryMachinesOnly
-from pipeline.training.resuming import last_whole, read_saved
+from pipeline.training.resuming import newest_readable, read_saved
 from tests.helpers import wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import tests
@@ -145,7 +145,7 @@ def last_checkpoint(output: Path) -> Path:
     if listed := checkpoints(output):
         return listed[-1]
     root = Path(f"{output}.partial") / "_checkpoints" / "training"
-    return Path(last_whole([str(path) for path in sorted(root.glob("checkpoint_*"))]))
+    return Path(newest_readable([str(path) for path in sorted(root.glob("checkpoint_*"))]))
 
 
 def processes(title: bytes) -> Iterator[int]:

@@ -64,7 +64,7 @@ def test_every_row_is_there_and_every_candidate_of_train_has_its_score(
 def test_the_hardest_of_many_are_what_a_dual_teacher_scores_highest(
     run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(teaching, "_AT_ONCE", 16)
+    monkeypatch.setattr(teaching, "_ROWS_AT_ONCE", 16)
     corpus = in_files(convai2_corpus, tmp_path / "corpus", 50)
     train = rows_of(corpus, "train")
     texts = {row["response"] for row in train}

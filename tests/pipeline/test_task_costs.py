@@ -52,7 +52,7 @@ def test_a_straggler_takes_three_times_the_median_and_ten_seconds():
 def test_the_end_of_a_stage_is_told_and_kept(monkeypatch, capsys):
     monkeypatch.setenv(progress.VARIABLE, "json")
     stage = Stage("embed", costs(5, 6, 5, 40), {"t9": "full"}, {"t1": ["h7"]})
-    with task_costs.collected() as stages:
+    with task_costs.collect_stages() as stages:
         task_costs.report(stage)
     assert stages == [stage]
     task_costs.report(stage)  # where nothing is collected

@@ -75,12 +75,12 @@ def token_weights(
     """
     mask_BT = mask_BT.to(vectors_BTD.dtype)
     count_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-    ruled_out_B1T = _MASKED * (1 - mask_BT)[:, None]
+    penalty_B1T = _MASKED * (1 - mask_BT)[:, None]
     weights = []
     for query, key in zip(queries, keys, strict=True):
         logits_BTT = (vectors_BTD @ query) @ (vectors_BTD @ key).transpose(1, 2)
-        given_BTT = (logits_BTT + ruled_out_B1T).softmax(dim=-1) * mask_BT[:, :, None]
-        weights.append(given_BTT.sum(dim=1) / count_B1.sqrt())
+        attention_BTT = (logits_BTT + penalty_B1T).softmax(dim=-1) * mask_BT[:, :, None]
+        weights.append(attention_BTT.sum(dim=1) / count_B1.sqrt())
     return torch.stack(weights, dim=1)
 
 
@@ -203,12 +203,12 @@ class Attention(nn.Module):
         logits_BTT = logits_BTT.float() / math.sqrt(self.projection)
         place_T = torch.arange(logits_BTT.shape[1], device=logits_BTT.device)
         distance_TT = place_T[None, :] - place_T[:, None]
-        far_TT = distance_TT.abs() > self.window
+        is_beyond_TT = distance_TT.abs() > self.window
         logits_BTT = logits_BTT + self.bias.float()[self.longest + distance_TT]
-        ruled_out_BTT = far_TT | ~places.mask_BT[:, None, :]
-        weights_BTT = logits_BTT.masked_fill(ruled_out_BTT, _MASKED).softmax(dim=-1)
-        seen_BTK = weights_BTT.to(v_BTK.dtype) @ v_BTK
-        attended: Tensor = self.out(places.pack(seen_BTK))
+        is_masked_BTT = is_beyond_TT | ~places.mask_BT[:, None, :]
+        weights_BTT = logits_BTT.masked_fill(is_masked_BTT, _MASKED).softmax(dim=-1)
+        attended_BTK = weights_BTT.to(v_BTK.dtype) @ v_BTK
+        attended: Tensor = self.out(places.pack(attended_BTK))
         return attended
 
 
@@ -223,7 +223,7 @@ class FeedForward(nn.Module):
         narrowed: Tensor = self.narrow(fast_gelu(self.wide(hidden)))
         return narrowed
 
-    def packed(self) -> nn.Module:
+    def pack(self) -> nn.Module:
         """Its fast form on a CPU: 1.702 goes into the weights, so that the activation is swish, which the
         first product applies itself."""
         wide, narrow = self.wide, self.narrow

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.config import BadInput
 from pipeline.models.convert import int8
 from pipeline.models.convert.network import ConvertNetwork
-from pipeline.models.convert.quantisation import Table, dequantised
+from pipeline.models.convert.quantisation import Table, dequantise
 from pipeline.models.convert.start import rarity, start_from_shared_words
 from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.settings import ConvertConfig
@@ -46,13 +46,13 @@ def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenize
     if config.start == "shared_words":
         start_from_shared_words(network, _rarity(folder, tokenizer))
     if (folder / WEIGHTS).exists():
-        weights = _trainable(_read(folder), _tables(network))
-        own = network.state_dict()
+        weights = _to_parameters(_read_weights(folder), _tables(network))
+        state = network.state_dict()
         for name in [name for name in weights if name.startswith(_NEWEST)]:
             weights.setdefault(_EARLIER + name.removeprefix(_NEWEST), weights[name])
-        known = {name: value for name, value in weights.items() if name in own}
-        _require_shapes(folder, known, {name: own[name] for name in known})
-        network.load_state_dict(known, strict=False)
+        matching = {name: value for name, value in weights.items() if name in state}
+        _require_shapes(folder, matching, {name: state[name] for name in matching})
+        network.load_state_dict(matching, strict=False)
     return tokenizer, network
 
 
@@ -62,7 +62,7 @@ def load(config: ConvertConfig, folder: Path) -> tuple[ConvertTokenizer, Convert
     Raises BadInput in one line for what is missing or does not fit the settings.
     """
     tokenizer = load_tokenizer(config, folder)
-    weights = _read(folder)
+    weights = _read_weights(folder)
     with torch.device(
         "meta"
     ):  # drawing the paper's 38 million weights would take longer than reading
@@ -93,18 +93,18 @@ def save(network: ConvertNetwork, tokenizer: ConvertTokenizer, folder: Path) -> 
     if network.config.quantised:
         weights = {name: value.half() for name, value in weights.items()}
         for name, table in _tables(network).items():
-            levels, low, high = table.saved()
+            levels, low, high = table.to_levels()
             weights.pop(f"{name}.weight", None)
             weights[f"{name}.{_LEVELS}"] = levels
             weights[f"{name}.{_RANGE}"] = torch.tensor([low, high])
     if network.config.saves_int8:
         for name, layer in int8.linear_layers(network.blocks).items():
             weights.pop(f"{_BLOCKS}{name}.weight", None)
-            own = layer if isinstance(layer, int8.Int8Linear) else int8.Int8Linear.of(layer)
-            weights[f"{_BLOCKS}{name}.{_LEVELS}"] = own.levels_OI
-            weights[f"{_BLOCKS}{name}.{_SCALE}"] = own.scale_O1
-            if own.bias is not None:
-                weights[f"{_BLOCKS}{name}.bias"] = own.bias.half()
+            int8_layer = layer if isinstance(layer, int8.Int8Linear) else int8.Int8Linear.of(layer)
+            weights[f"{_BLOCKS}{name}.{_LEVELS}"] = int8_layer.levels_OI
+            weights[f"{_BLOCKS}{name}.{_SCALE}"] = int8_layer.scale_O1
+            if int8_layer.bias is not None:
+                weights[f"{_BLOCKS}{name}.bias"] = int8_layer.bias.half()
     save_file({name: value.contiguous().cpu() for name, value in weights.items()}, folder / WEIGHTS)
 
 
@@ -123,7 +123,7 @@ def save_counts(holding: Sequence[int], texts: int, folder: Path) -> None:
 
 
 def _rarity(folder: Path, tokenizer: ConvertTokenizer) -> Tensor | None:
-    """Of the subwords, by what `save_counts` wrote; None where it did not.
+    """The rarity of the subwords, by the counts of `save_counts`; None where there are no counts.
 
     Raises BadInput for counts of another vocabulary.
     """
@@ -145,7 +145,7 @@ def _tables(network: ConvertNetwork) -> dict[str, Table]:
     return {name: part for name, part in network.named_modules() if isinstance(part, Table)}
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
+def _read_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.exists():
         raise BadInput(f"{folder}: the model has no weights ({WEIGHTS} is missing)")
@@ -156,22 +156,22 @@ def _read(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _trainable(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -> dict[str, Tensor]:
+def _to_parameters(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -> dict[str, Tensor]:
     """Saved weights as float32 parameters."""
-    found = {name: value.float() for name, value in weights.items()}
+    parameters = {name: value.float() for name, value in weights.items()}
     for name in tables:
         if f"{name}.{_LEVELS}" in weights:
-            low, high = found.pop(f"{name}.{_RANGE}")
-            levels = found.pop(f"{name}.{_LEVELS}")
-            found[f"{name}.weight"] = dequantised(levels, low, high)
-    for name in [name for name in found if name.endswith(f".{_SCALE}")]:
+            low, high = parameters.pop(f"{name}.{_RANGE}")
+            levels = parameters.pop(f"{name}.{_LEVELS}")
+            parameters[f"{name}.weight"] = dequantise(levels, low, high)
+    for name in [name for name in parameters if name.endswith(f".{_SCALE}")]:
         layer = name.removesuffix(f".{_SCALE}")
-        found[f"{layer}.weight"] = found.pop(f"{layer}.{_LEVELS}") * found.pop(name)
-    return found
+        parameters[f"{layer}.weight"] = parameters.pop(f"{layer}.{_LEVELS}") * parameters.pop(name)
+    return parameters
 
 
 def _saved_shapes(config: ConvertConfig, network: ConvertNetwork) -> dict[str, Tensor]:
-    """What the file of such a model holds, without its values."""
+    """The tensors in the file of such a model, for their shapes."""
     expected: dict[str, Tensor] = dict(network.named_parameters())
     if config.quantised:
         for name in _tables(network):
@@ -186,14 +186,16 @@ def _saved_shapes(config: ConvertConfig, network: ConvertNetwork) -> dict[str, T
 
 
 def _require_shapes(
-    folder: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    folder: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
     """Raises BadInput, naming the first tensor that is missing, too many or of another size."""
-    for name in sorted(found.keys() | expected.keys()):
-        has = list(found[name].shape) if name in found else "nothing"
-        needs = list(expected[name].shape) if name in expected else "nothing"
-        if has == needs:
+    for name in sorted(weights.keys() | expected.keys()):
+        shape = list(weights[name].shape) if name in weights else "nothing"
+        expected_shape = list(expected[name].shape) if name in expected else "nothing"
+        if shape == expected_shape:
             continue
         rows = "subwords of vocabulary.json + ranker.buckets + 1 rows, "
-        why = rows if name.startswith(_SUBWORDS) else ""
-        raise BadInput(f"{folder / WEIGHTS}: {name} has {has}; the settings need {why}{needs}")
+        hint = rows if name.startswith(_SUBWORDS) else ""
+        raise BadInput(
+            f"{folder / WEIGHTS}: {name} has {shape}; the settings need {hint}{expected_shape}"
+        )

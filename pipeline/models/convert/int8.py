@@ -64,8 +64,8 @@ def linear_layers(blocks: nn.Module) -> dict[str, nn.Linear | Int8Linear]:
 
 
 def replace_layer(blocks: nn.Module, name: str, layer: Int8Linear) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(blocks.get_submodule(parent), own, layer)
+    parent, _, attribute = name.rpartition(".")
+    setattr(blocks.get_submodule(parent), attribute, layer)
 
 
 def quantise_blocks(blocks: nn.Module) -> None:

@@ -132,7 +132,7 @@ class ConvertNetwork(VectorNetwork):
         in_newest_BT, in_earlier_BT = self._parts(tokens)
         newest = self._outputs(tokens.ids_BT, in_newest_BT)
         h_x: Tensor = self.context(self.reduction(*newest))
-        all_B = torch.ones(len(h_x), dtype=torch.bool, device=h_x.device)
+        ones_B = torch.ones(len(h_x), dtype=torch.bool, device=h_x.device)
         if self.earlier is None or self.combined is None:
             return [self._with_codes(h_x, *newest)]
         earlier, present_B = self._outputs(tokens.ids_BT, in_earlier_BT), in_earlier_BT.any(dim=1)
@@ -140,8 +140,12 @@ class ConvertNetwork(VectorNetwork):
         # earlier turns uses the same weights as any other: DistributedDataParallel waits for them.
         h_z: Tensor = self.earlier(self.reduction(*earlier)) * present_B[:, None]
         h: Tensor = self.combined((h_x + h_z) / 2)
-        both = (torch.cat(parts, dim=1) for parts in zip(newest, earlier, strict=True))
-        return [self._with_codes(h, *both), self._alone(h_x, all_B), self._alone(h_z, present_B)]
+        outputs = (torch.cat(parts, dim=1) for parts in zip(newest, earlier, strict=True))
+        return [
+            self._with_codes(h, *outputs),
+            self._single_view(h_x, ones_B),
+            self._single_view(h_z, present_B),
+        ]
 
     def encode_candidates(self, tokens: Tokens) -> Tensor:
         hidden_BTD = self.blocks(self.tokens(tokens.ids_BT), tokens.mask_BT)
@@ -162,19 +166,19 @@ class ConvertNetwork(VectorNetwork):
         """[B, M, T]: what each code takes of each token. Without codes [B, 1, T]: what the reduction takes,
         the mean over its heads; the newest turn's and the earlier ones' tokens have half each, where there
         are both."""
-        found, mask_BT = [], tokens.mask_BT
+        rows, mask_BT = [], tokens.mask_BT
         outputs = [self._outputs(tokens.ids_BT, inside_BT) for inside_BT in self._parts(tokens)]
         if self.codes_MD is not None:
-            hidden_BTD, kept_BT = (torch.cat(p, dim=1) for p in zip(*outputs, strict=True))
-            weights_BMT = code_weights(hidden_BTD, kept_BT, self.codes_MD)
-            found = [weights_BMT[:, m][kept_BT] for m in range(len(self.codes_MD))]
+            hidden_BTD, is_token_BT = (torch.cat(p, dim=1) for p in zip(*outputs, strict=True))
+            weights_BMT = code_weights(hidden_BTD, is_token_BT, self.codes_MD)
+            rows = [weights_BMT[:, m][is_token_BT] for m in range(len(self.codes_MD))]
         else:
-            own = [self.reduction.token_weights(*one) for one in outputs]
-            kept_BT = torch.cat([kept for _, kept in outputs], dim=1)
-            found = [torch.cat(own, dim=1)[kept_BT]]
+            weights = [self.reduction.token_weights(*output) for output in outputs]
+            is_token_BT = torch.cat([mask for _, mask in outputs], dim=1)
+            rows = [torch.cat(weights, dim=1)[is_token_BT]]
         zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
         # The kept tokens of a row come in its order: the newest turn's stand before the earlier ones'.
-        weights_BMT = torch.stack([zeros_BT.masked_scatter(mask_BT, one) for one in found], dim=1)
+        weights_BMT = torch.stack([zeros_BT.masked_scatter(mask_BT, row) for row in rows], dim=1)
         return weights_BMT / weights_BMT.sum(dim=2, keepdim=True).clamp(min=1e-9)
 
     def encode_texts(self, tokens: Tokens) -> Tensor:
@@ -185,7 +189,7 @@ class ConvertNetwork(VectorNetwork):
 
     def _outputs(self, ids_BT: Tensor, inside_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Token outputs [B, T', D] of the tokens inside, moved to the beginning, and their mask."""
-        texts = _gathered(ids_BT, inside_BT, self.pad)
+        texts = _gather_inside(ids_BT, inside_BT, self.pad)
         hidden_BTD: Tensor = self.blocks(self.tokens(texts.ids_BT), texts.mask_BT)
         return hidden_BTD, texts.mask_BT
 
@@ -194,16 +198,16 @@ class ConvertNetwork(VectorNetwork):
         if self.codes_MD is None or self.code_projection is None:
             return View(h_BE[:, None], h_BE.new_ones(len(h_BE), 1, dtype=torch.bool))
         with no_autocast(h_BE):
-            seen_BMD, mask_BM = learnt_code_vectors(hidden_BTD, mask_BT, self.codes_MD)
-            vectors_BME = h_BE[:, None] + seen_BMD @ self.code_projection.weight
+            attended_BMD, mask_BM = learnt_code_vectors(hidden_BTD, mask_BT, self.codes_MD)
+            vectors_BME = h_BE[:, None] + attended_BMD @ self.code_projection.weight
             return View(F.normalize(vectors_BME, dim=-1) * self.length, mask_BM)
 
-    def _alone(self, h_BE: Tensor, present_B: Tensor) -> View:
+    def _single_view(self, h_BE: Tensor, present_B: Tensor) -> View:
         """One encoding beside views that have M vectors."""
         count = self.config.vectors_per_context
-        first_M = torch.arange(count, device=h_BE.device) == 0
+        is_first_M = torch.arange(count, device=h_BE.device) == 0
         vectors_BME = (h_BE * self.length)[:, None].expand(-1, count, -1)
-        return View(vectors_BME, present_B[:, None] & first_M)
+        return View(vectors_BME, present_B[:, None] & is_first_M)
 
     def _parts(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """[B, T] each: the tokens of the newest turns, and those of the earlier ones."""
@@ -213,7 +217,7 @@ class ConvertNetwork(VectorNetwork):
         return tokens.mask_BT & (segments_BT == 0), tokens.mask_BT & (segments_BT > 0)
 
 
-def _gathered(ids_BT: Tensor, inside_BT: Tensor, pad: int) -> _Texts:
+def _gather_inside(ids_BT: Tensor, inside_BT: Tensor, pad: int) -> _Texts:
     """The tokens of each row that are inside, moved to the row's beginning."""
     count_B1 = inside_BT.sum(dim=1, keepdim=True)
     width = int(count_B1.max()) if len(ids_BT) else 0

@@ -23,13 +23,13 @@ def value_range(weights: Tensor) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def quantised(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def quantise(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The numbers of the nearest levels, uint8; values beyond the range take its ends."""
     step = (high - low) / LEVELS
     return ((values - low) / step).round().clamp(0, LEVELS).to(torch.uint8)
 
 
-def dequantised(levels: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def dequantise(levels: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The values of levels, float32."""
     return low + levels.float() * ((high - low) / LEVELS)
 
@@ -69,13 +69,13 @@ class Table(nn.Module):
         self.low.fill_(low)
         self.high.fill_(high)
 
-    def saved(self) -> tuple[Tensor, float, float]:
+    def to_levels(self) -> tuple[Tensor, float, float]:
         """(levels uint8, lowest, highest), which `freeze` takes."""
         if self.levels is None:
             assert self.weight is not None
             if self.low.isnan():
                 self.set_range()
-            levels = quantised(self.weight.detach(), self.low, self.high)
+            levels = quantise(self.weight.detach(), self.low, self.high)
         else:
             levels = self.levels
         return levels, self.low.item(), self.high.item()
@@ -83,12 +83,12 @@ class Table(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """[…] → […, width], float32."""
         if self.levels is not None:
-            return dequantised(self.levels[ids], self.low, self.high)
+            return dequantise(self.levels[ids], self.low, self.high)
         assert self.weight is not None
         exact = nn.functional.embedding(ids, self.weight)
         # Before a range is set the levels are no numbers, and the exact values count.
-        levels = quantised(exact.detach().nan_to_num(), *self._range())
-        rounded = dequantised(levels, *self._range())
+        levels = quantise(exact.detach().nan_to_num(), *self._range())
+        rounded = dequantise(levels, *self._range())
         return exact + torch.where(self.low.isnan(), 0.0, rounded - exact.detach())
 
     def _range(self) -> tuple[Tensor, Tensor]:

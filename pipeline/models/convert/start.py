@@ -51,19 +51,19 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
     share_V1 = torch.zeros(len(table), 1)
     spread = 0.0
     if rarity_V is not None:
-        least, most = rarity_V.min(), rarity_V.max()
-        spread = (most - least).item()
+        low, high = rarity_V.min(), rarity_V.max()
+        spread = (high - low).item()
         share_V1.fill_(_RARITY)
-        share_V1[: len(rarity_V), 0] = _RARITY * (rarity_V - least) / max(spread, 1e-6)
+        share_V1[: len(rarity_V), 0] = _RARITY * (rarity_V - low) / max(spread, 1e-6)
     table.uniform_(-_EMBEDDINGS, _EMBEDDINGS)
     deviation = _EMBEDDINGS / math.sqrt(3)
-    _leave_out(table, u_D, v_D)
-    along_V1 = share_V1 / (1 - share_V1**2).sqrt()  # so that of the normed vector it is the share
-    table.add_(deviation * math.sqrt(width) * along_V1 * u_D)
+    _project_out(table, u_D, v_D)
+    ratio_V1 = share_V1 / (1 - share_V1**2).sqrt()  # so that of the normed vector it is the share
+    table.add_(deviation * math.sqrt(width) * ratio_V1 * u_D)
     part: Any  # a ModuleList does not tell its members' type
     for part in network.tokens.positions:
         part.weight.normal_(std=_POSITIONS * deviation * math.sqrt(width))
-        _leave_out(part.weight, u_D, v_D)
+        _project_out(part.weight, u_D, v_D)
     network.tokens.norm.beta.copy_(_CONSTANT * math.sqrt(width) * v_D)
 
     block: Any
@@ -82,8 +82,8 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
         network.code_projection.weight.mul_(_BRANCHES / math.sqrt(width))
 
     # A block's norms shorten all of x by √(1 + constant²), as v makes it longer.
-    longer = 1 + _CONSTANT**2
-    slope = spread / (_RARITY * _CONSTANT * width / longer)
+    squared_length = 1 + _CONSTANT**2
+    slope = spread / (_RARITY * _CONSTANT * width / squared_length)
     for query, key in zip(network.reduction.queries, network.reduction.keys, strict=True):
         for weight, direction_D in ((query, v_D), (key, u_D)):
             weight *= _REDUCTION
@@ -96,11 +96,11 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
 
 def _directions(width: int) -> tuple[Tensor, Tensor]:
     """Two orthogonal directions of length 1 and mean 0, which layer norms keep."""
-    drawn_D2 = torch.randn(width, 2)
-    q_D2, _ = torch.linalg.qr(drawn_D2 - drawn_D2.mean(dim=0))
+    random_D2 = torch.randn(width, 2)
+    q_D2, _ = torch.linalg.qr(random_D2 - random_D2.mean(dim=0))
     return q_D2[:, 0], q_D2[:, 1]
 
 
-def _leave_out(rows_VD: Tensor, *directions: Tensor) -> None:
+def _project_out(rows_VD: Tensor, *directions: Tensor) -> None:
     for direction_D in directions:
         rows_VD -= (rows_VD @ direction_D)[:, None] * direction_D

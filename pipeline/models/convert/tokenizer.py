@@ -44,7 +44,7 @@ def token_ids(
     """
     subwords = Subwords(vocabulary, buckets)
     rows = [subwords.ids(text) for text in texts]
-    return _padded(rows, subwords.pad)
+    return _pad_rows(rows, subwords.pad)
 
 
 def runs(text: str) -> Iterator[str]:
@@ -53,9 +53,9 @@ def runs(text: str) -> Iterator[str]:
 
     Only the letters A to Z are lower-cased. Symbols, such as "$" or an emoji, are word characters.
     """
-    found = _run_pattern().findall(text.translate(_LOWER))
-    last = len(found) - 1
-    for number, run in enumerate(found):
+    parts = _run_pattern().findall(text.translate(_LOWER))
+    last = len(parts) - 1
+    for number, run in enumerate(parts):
         if run != " " or number in (0, last):
             yield MARK + run
 
@@ -70,41 +70,43 @@ def _run_pattern() -> re.Pattern[str]:
                 ranges[-1][1] = code
             else:
                 ranges.append([code, code])
-    between = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in ranges)
-    return re.compile(f"[{between}]+|[^{between}]+")
+    separators = "".join(
+        f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in ranges
+    )
+    return re.compile(f"[{separators}]+|[^{separators}]+")
 
 
 class Subwords:
     """Ids of pieces; those of whole runs are remembered."""
 
     def __init__(self, vocabulary: Sequence[str] | Mapping[str, int], buckets: int) -> None:
-        known = vocabulary if isinstance(vocabulary, Mapping) else _numbered(vocabulary)
-        self._known = known
+        id_of_piece = vocabulary if isinstance(vocabulary, Mapping) else _number_pieces(vocabulary)
+        self._id_of_piece = id_of_piece
         self._buckets = buckets
-        self._longest = max(map(len, known), default=1)
+        self._longest = max(map(len, id_of_piece), default=1)
         self._ids_of_run = lru_cache(_KEPT_RUNS)(self._look_up)
 
     @property
     def pad(self) -> int:
-        return len(self._known) + self._buckets
+        return len(self._id_of_piece) + self._buckets
 
-    def ids(self, text: str, most: int | None = None) -> list[int]:
-        """The ids of a text, or its first `most`; no more of it is looked at."""
-        if most is not None:
-            return self._first_ids(text, most)
+    def ids(self, text: str, limit: int | None = None) -> list[int]:
+        """The ids of a text, or its first `limit`; the rest of the text is not read."""
+        if limit is not None:
+            return self._first_ids(text, limit)
         return [number for run in runs(text) for number in self._ids_of_run(run)]
 
-    def _first_ids(self, text: str, most: int) -> list[int]:
-        characters = most * _CHARACTERS_PER_TOKEN
+    def _first_ids(self, text: str, limit: int) -> list[int]:
+        characters = limit * _CHARACTERS_PER_TOKEN
         while True:
             part = text[:characters]
             ids = list[int]()
             # A run that was cut has other pieces, so that the part's last run counts only at the text's end.
-            whole = list(runs(part)) if len(part) == len(text) else list(runs(part))[:-1]
-            for run in whole:
+            complete_runs = list(runs(part)) if len(part) == len(text) else list(runs(part))[:-1]
+            for run in complete_runs:
                 ids += self._ids_of_run(run)
-                if len(ids) >= most:
-                    return ids[:most]
+                if len(ids) >= limit:
+                    return ids[:limit]
             if len(part) == len(text):
                 return ids
             characters *= 4
@@ -117,7 +119,7 @@ class Subwords:
         start = 0
         while start < len(run):
             ends = range(min(len(run), start + self._longest), start + 1, -1)
-            end = next((end for end in ends if run[start:end] in self._known), start + 1)
+            end = next((end for end in ends if run[start:end] in self._id_of_piece), start + 1)
             yield run[start:end]
             start = end
 
@@ -125,19 +127,19 @@ class Subwords:
         return tuple(map(self._id, self.pieces(run)))
 
     def _id(self, piece: str) -> int:
-        known = self._known.get(piece)
-        if known is not None:
-            return known
+        number = self._id_of_piece.get(piece)
+        if number is not None:
+            return number
         # A lone surrogate has no UTF-8; it is hashed as the three bytes that it would have.
         hashed = fingerprint64(piece.encode("utf-8", "surrogatepass"))
-        return len(self._known) + hashed % self._buckets
+        return len(self._id_of_piece) + hashed % self._buckets
 
 
-def _numbered(vocabulary: Sequence[str]) -> dict[str, int]:
+def _number_pieces(vocabulary: Sequence[str]) -> dict[str, int]:
     return {piece: number for number, piece in enumerate(vocabulary)}
 
 
-def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+def _pad_rows(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     width = max(map(len, rows), default=0)
     ids_BT = torch.full((len(rows), width), pad)
     for ids_T, row in zip(ids_BT, rows, strict=True):
@@ -145,12 +147,12 @@ def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     return ids_BT, ids_BT != pad
 
 
-def join_earlier(turns: Sequence[str], most: int, numbered: bool) -> str:
-    """The `most` newest of some earlier turns, oldest first, as one text: newest first (reference 5.6).
+def join_earlier(turns: Sequence[str], limit: int, numbered: bool) -> str:
+    """The `limit` newest of some earlier turns, oldest first, as one text: newest first (reference 5.6).
 
     numbered: each has "0: ", "1: ", … before it, 0 for the newest, as PolyAI's model for DSTC7 has it.
     """
-    newest = list(reversed(turns))[:most]
+    newest = list(reversed(turns))[:limit]
     if numbered:
         newest = [f"{number}: {turn}" for number, turn in enumerate(newest)]
     return " ".join(newest)
@@ -202,7 +204,7 @@ class ConvertTokenizer:
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Tokens:
         """Pads rows of `contexts` or `candidates`. Segment 1 are the earlier turns of a context."""
-        ids_BT, _ = _padded(rows, self.pad)
+        ids_BT, _ = _pad_rows(rows, self.pad)
         lengths = tuple(map(len, rows))
         inside_BT = torch.arange(ids_BT.shape[1]) < torch.tensor(lengths)[:, None]
         segments_BT = ((ids_BT == self.pad) & inside_BT).cumsum(1)
@@ -231,7 +233,7 @@ def save_vocabulary(vocabulary: Sequence[str], folder: Path) -> None:
 
 
 def load_vocabulary(folder: Path) -> list[str]:
-    """What `save_vocabulary` wrote: subwords in the order of their ids.
+    """The vocabulary that `save_vocabulary` wrote: subwords in the order of their ids.
 
     Raises BadInput in one line for what is not a list of different texts.
     """
@@ -243,7 +245,9 @@ def load_vocabulary(folder: Path) -> list[str]:
         pieces: list[str] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BadInput(f"{path}: not JSON ({error})") from None
-    texts = isinstance(pieces, list) and all(isinstance(piece, str) and piece for piece in pieces)
-    if not texts or len(set(pieces)) != len(pieces):
+    are_texts = isinstance(pieces, list) and all(
+        isinstance(piece, str) and piece for piece in pieces
+    )
+    if not are_texts or len(set(pieces)) != len(pieces):
         raise BadInput(f"{path}: not a vocabulary; allowed: a list of different texts, none empty")
     return pieces

@@ -19,7 +19,7 @@ from pipeline.models.cpu.dropout import drop
 from pipeline.models.cpu.packing import Packing
 
 NAME = "polyrank"
-"""Of the implementation, in `transformers`' register."""
+"""The name of the implementation in `transformers`' register."""
 # Weights of attention made again at once, in bf16: what two cores' caches hold.
 _WEIGHTS_AT_ONCE = 1 << 21
 
@@ -33,19 +33,21 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     packing: Packing | None = None,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """[B, heads, T, d] and a mask [B, 1, 1 or T, T], false where nothing is seen → [B, T, heads, d]."""
     if packing is None:
-        return _padded(module, query, key, value, attention_mask, scaling, dropout, **more), None
+        return _attend_padded(
+            module, query, key, value, attention_mask, scaling, dropout, **options
+        ), None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return _padded(module, q, k, v, mask, scaling, dropout, **more)
+        return _attend_padded(module, q, k, v, mask, scaling, dropout, **options)
 
     return packing.attend(attend, query, key, value), None
 
 
-def _padded(
+def _attend_padded(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -53,32 +55,32 @@ def _padded(
     attention_mask: Tensor | None,
     scaling: float | None,
     dropout: float,
-    **more: Any,
+    **options: Any,
 ) -> Tensor:
     # Without dropout, and not in bf16, the fused attention is as fast as it gets.
     # torch's compiler takes none of our functions with a way back of their own.
-    own = module.training and (dropout or query.dtype == torch.bfloat16)
-    own = own and not torch.compiler.is_compiling()
-    if not own:
+    uses_own_kernel = module.training and (dropout or query.dtype == torch.bfloat16)
+    uses_own_kernel = uses_own_kernel and not torch.compiler.is_compiling()
+    if not uses_own_kernel:
         fused = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
         )
-        whole: Tensor = fused[0]
-        return whole
+        fused_output: Tensor = fused[0]
+        return fused_output
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = attention_mask
     if mask is not None and mask.dtype == torch.bool:
-        hidden = torch.finfo(query.dtype).min
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, hidden)
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, lowest)
     if not dropout and query.requires_grad:
-        found = _Attention.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
+        attended = _Attention.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
     else:
         with torch.autocast("cpu", enabled=False):
             scores = (query * scale) @ key.transpose(2, 3)
             weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
-            found = (drop(weights, dropout) if dropout else weights) @ value
-    turned: Tensor = found.transpose(1, 2).contiguous()
-    return turned
+            attended = (drop(weights, dropout) if dropout else weights) @ value
+    output: Tensor = attended.transpose(1, 2).contiguous()
+    return output
 
 
 class _Attention(torch.autograd.Function):
@@ -110,36 +112,36 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask = ctx.saved_tensors
         (d_out,) = gradients
-        seen = (d_out.float() * out).sum(dim=3)
+        row_sums = (d_out.float() * out).sum(dim=3)
         ones = k.new_ones(*k.shape[:3], 2)
-        keys, queries = torch.cat([k, ones], dim=3), _less(q, lse / ctx.scale)
-        values, errors = torch.cat([v, ones], dim=3), _less(d_out, seen)
+        keys, queries = torch.cat([k, ones], dim=3), _append_subtracted(q, lse / ctx.scale)
+        values, errors = torch.cat([v, ones], dim=3), _append_subtracted(d_out, row_sums)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         step = max(1, _WEIGHTS_AT_ONCE // (q.shape[1] * q.shape[2] * k.shape[2]))
         for start in range(0, len(q), step):
-            some = slice(start, start + step)
-            weights = _product(keys[some], queries[some].mT, ctx.scale)
+            texts = slice(start, start + step)
+            weights = _product(keys[texts], queries[texts].mT, ctx.scale)
             if mask is not None:
-                weights += mask[some].mT
+                weights += mask[texts].mT
             weights.exp_()
-            dv[some] = weights @ d_out[some]
-            d_logits = weights.mul_(values[some] @ errors[some].mT)
-            dk[some] = d_logits @ q[some]
-            dq[some] = d_logits.mT @ k[some]
+            dv[texts] = weights @ d_out[texts]
+            d_logits = weights.mul_(values[texts] @ errors[texts].mT)
+            dk[texts] = d_logits @ q[texts]
+            dq[texts] = d_logits.mT @ k[texts]
         return dq.mul_(ctx.scale), dk.mul_(ctx.scale), dv, None, None
 
 
-def _less(rows: Tensor, subtracted: Tensor) -> Tensor:
+def _append_subtracted(rows: Tensor, subtracted: Tensor) -> Tensor:
     """[…, D], float32 […] → […, D + 2]: products with (x, 1, 1) are those with x, less the number."""
     rounded = subtracted.to(rows.dtype)
-    rest = (subtracted - rounded).to(rows.dtype)
-    return torch.cat([rows, -rounded[..., None], -rest[..., None]], dim=-1)
+    remainder = (subtracted - rounded).to(rows.dtype)
+    return torch.cat([rows, -rounded[..., None], -remainder[..., None]], dim=-1)
 
 
 def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """scale · left @ right of [B, H, …], scaled before it is rounded."""
-    nothing = left.new_empty(1, 1, 1)
-    scaled = torch.baddbmm(nothing, left.flatten(0, 1), right.flatten(0, 1), beta=0, alpha=scale)
+    empty = left.new_empty(1, 1, 1)
+    scaled = torch.baddbmm(empty, left.flatten(0, 1), right.flatten(0, 1), beta=0, alpha=scale)
     return scaled.view(*left.shape[:2], *scaled.shape[1:])
 
 

@@ -16,8 +16,8 @@ class Dropout(nn.Dropout):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.training and self.p and not torch.compiler.is_compiling():
             return drop(hidden, self.p)
-        whole: Tensor = super().forward(hidden)
-        return whole
+        output: Tensor = super().forward(hidden)
+        return output
 
 
 def drop(values: Tensor, share: float) -> Tensor:
@@ -34,11 +34,11 @@ class _Drop(torch.autograd.Function):
         drawn = torch.empty(math.ceil(values.numel() / 4), dtype=torch.int64).random_(
             -(2**63), None
         )
-        kept = (drawn.view(torch.int16)[: values.numel()] >= parts - 32768).view(values.shape)
-        ctx.kept, ctx.factor = kept, 65536 / (65536 - parts)
-        return (values * kept).mul_(ctx.factor)
+        keep_mask = (drawn.view(torch.int16)[: values.numel()] >= parts - 32768).view(values.shape)
+        ctx.keep_mask, ctx.factor = keep_mask, 65536 / (65536 - parts)
+        return (values * keep_mask).mul_(ctx.factor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        dropped: Tensor = (gradients[0] * ctx.kept).mul_(ctx.factor)
+        dropped: Tensor = (gradients[0] * ctx.keep_mask).mul_(ctx.factor)
         return dropped, None

@@ -25,9 +25,9 @@ def pack_weights(model: Any) -> None:
         fused = isinstance(activation, GELUActivation)
         for name, child in part.named_children():
             if isinstance(child, HasPackedForm):
-                setattr(part, name, child.packed())
+                setattr(part, name, child.pack())
             elif type(child) is nn.Linear:
-                setattr(part, name, _packed(child, "gelu" if fused else "none"))
+                setattr(part, name, _pack_layer(child, "gelu" if fused else "none"))
         if fused:
             part.intermediate_act_fn = nn.Identity()
 
@@ -36,11 +36,11 @@ def pack_weights(model: Any) -> None:
 class HasPackedForm(Protocol):
     """A module that knows a faster form of itself."""
 
-    def packed(self) -> nn.Module:
-        """It, for inference in bf16 on a CPU."""
+    def pack(self) -> nn.Module:
+        """The faster form, for inference in bf16 on a CPU."""
 
 
-def _packed(layer: nn.Linear, activation: Activation) -> PackedLinear:
+def _pack_layer(layer: nn.Linear, activation: Activation) -> PackedLinear:
     return PackedLinear(layer.weight, layer.bias, activation)
 
 

@@ -32,7 +32,7 @@ _ROW_PARTS, _ROW_TOKENS = 16, 64
 class _Group:
     texts: int
     length: int
-    """Tokens of the longest."""
+    """Tokens of the longest text."""
     mask: Tensor | None
     """bool [texts, 1, 1, length], false at padding; None: there are none."""
 
@@ -44,15 +44,15 @@ class Packing:
     shape: tuple[int, int]
     """B, T"""
     place_N: Tensor
-    """Where each token stands in [B · T]."""
+    """The place of each token in [B · T]."""
     position_R: Tensor
-    """Its number in its text."""
+    """The number of each token in its text."""
     groups: tuple[_Group, ...]
     """Padded, they are P tokens with one more pad, one group after the other."""
     grouped_R: Tensor
-    """Where each token stands among those; spare ones: at the last."""
+    """The place of each token in the padded groups; spare tokens have the last place."""
     packed_P: Tensor
-    """Where each of those stands in the row; padding: at the first spare one."""
+    """The place in the row of each token of the groups; padding has the first spare place."""
 
     @property
     def spare(self) -> int:
@@ -67,17 +67,17 @@ class Packing:
         end_B = length_B.cumsum(0)
         position_N = torch.arange(int(end_B[-1])) - (end_B - length_B).repeat_interleave(length_B)
         place_N = (order_B * width).repeat_interleave(length_B) + position_N
-        groups, grouped, done, tokens = [], [], 0, 0
-        for texts in _cut(length_B.tolist(), _GROUP_TOKENS):
-            own_B = length_B[done : done + texts]
-            longest = int(own_B[-1])
-            mask = None if own_B[0] == longest else torch.arange(longest) < own_B[:, None]
-            grouped.append(tokens + torch.arange(texts) * longest)
+        groups, text_starts, start, tokens = [], [], 0, 0
+        for texts in _group_sizes(length_B.tolist(), _GROUP_TOKENS):
+            group_B = length_B[start : start + texts]
+            longest = int(group_B[-1])
+            mask = None if group_B[0] == longest else torch.arange(longest) < group_B[:, None]
+            text_starts.append(tokens + torch.arange(texts) * longest)
             groups.append(_Group(texts, longest, None if mask is None else mask[:, None, None]))
-            done += texts
+            start += texts
             tokens += texts * longest
-        position_R = F.pad(position_N, (0, _spare(len(position_N))))
-        grouped_N = torch.cat(grouped).repeat_interleave(length_B) + position_N
+        position_R = F.pad(position_N, (0, _spare_count(len(position_N))))
+        grouped_N = torch.cat(text_starts).repeat_interleave(length_B) + position_N
         grouped_R = F.pad(grouped_N, (0, len(position_R) - len(position_N)), value=tokens)
         packed_P = torch.full((tokens + 1,), len(position_N))
         packed_P[grouped_N] = torch.arange(len(position_N))
@@ -118,8 +118,8 @@ class Packing:
         return _move(torch.cat(parts), self.grouped_R, self.packed_P)[None]
 
 
-def _move(tokens: Tensor, places: Tensor, back: Tensor) -> Tensor:
-    moved: Tensor = _Move.apply(tokens, places, back)  # type: ignore[no-untyped-call]
+def _move(tokens: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
+    moved: Tensor = _Move.apply(tokens, places, inverse)  # type: ignore[no-untyped-call]
     return moved
 
 
@@ -131,13 +131,13 @@ class _Move(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, places: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
+    def forward(ctx: Any, tokens: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
         return tokens.index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, ctx.back), None, None
+        return gradients[0].index_select(0, ctx.inverse), None, None
 
 
 def attach(hf: Any) -> None:
@@ -165,14 +165,14 @@ def _pack(
     if len(set(lengths)) == 1:
         return None
     packing = Packing.of(lengths, mask_BT.shape[1])
-    changed: dict[str, Any] = {
+    packed_inputs: dict[str, Any] = {
         name: packing.pack(kwargs[name])
         for name in ("input_ids", "token_type_ids")
         if name in kwargs
     }
-    changed["position_ids"] = packing.position_R[None] + first_position(hf)
-    changed["attention_mask"] = mask_BT.new_ones(1, 1, 1, 1)
-    return args, {**kwargs, **changed, "packing": packing}
+    packed_inputs["position_ids"] = packing.position_R[None] + first_position(hf)
+    packed_inputs["attention_mask"] = mask_BT.new_ones(1, 1, 1, 1)
+    return args, {**kwargs, **packed_inputs, "packing": packing}
 
 
 def _unpack(hf: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -181,13 +181,13 @@ def _unpack(hf: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any)
     return output
 
 
-def _spare(tokens: int) -> int:
+def _spare_count(tokens: int) -> int:
     """Spare tokens of a row with so many, at least one."""
     share = 1 << (tokens // _ROW_PARTS).bit_length() >> 1  # a power of two
     return -(tokens + 1) % max(share, _ROW_TOKENS) + 1
 
 
-def _cut(lengths: Sequence[int], budget: int) -> Iterator[int]:
+def _group_sizes(lengths: Sequence[int], budget: int) -> Iterator[int]:
     """Texts of each group of ascending lengths: as many as take `budget` tokens with padding."""
     texts = 0
     for length in lengths:

@@ -84,6 +84,6 @@ def card(ranker: Ranker, kind: str, origin: str) -> str:
         "candidate_tokens": config.max_candidate_tokens,
         "pair_tokens": config.max_context_tokens + config.max_candidate_tokens - 1,
     }
-    made = f"`polyrank convert_model` made this folder of the model {origin}.\n"
-    used = use if kind == "ranker" else use.format(**lengths)
-    return "\n".join(["# A converted ranker\n", made, used, _PRECISION])
+    origin_line = f"`polyrank convert_model` made this folder of the model {origin}.\n"
+    usage = use if kind == "ranker" else use.format(**lengths)
+    return "\n".join(["# A converted ranker\n", origin_line, usage, _PRECISION])

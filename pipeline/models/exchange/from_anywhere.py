@@ -19,8 +19,8 @@ def load(folder: Path, max_context_tokens: int, max_candidate_tokens: int) -> Ra
     """
     is_ranker = (folder / SETTINGS).exists()
     if is_ranker or (folder / f"{from_parlai.CHECKPOINT}.opt").exists():
-        given = (max_context_tokens, max_candidate_tokens)
-        require(not any(given), "max_context_tokens, max_candidate_tokens", given,
+        lengths = (max_context_tokens, max_candidate_tokens)
+        require(not any(lengths), "max_context_tokens, max_candidate_tokens", lengths,
                 f"0 and 0: {folder} says itself what it takes")  # fmt: skip
         return load_ranker(folder) if is_ranker else from_parlai.load(folder)
     return from_sentence_transformers.load(

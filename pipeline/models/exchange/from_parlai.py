@@ -72,17 +72,17 @@ _NAMES = {
 
 def load(folder: Path) -> Ranker:
     """Raises BadInput, in one line, for what is missing, damaged or no such poly-encoder."""
-    options = _options(folder / f"{CHECKPOINT}.opt")
-    state = _state(folder / CHECKPOINT)
+    options = _read_options(folder / f"{CHECKPOINT}.opt")
+    state = _read_state(folder / CHECKPOINT)
     tokenizer, words = _tokenizer(folder / f"{CHECKPOINT}.dict", options)
-    where = str(folder / CHECKPOINT)
+    checkpoint = str(folder / CHECKPOINT)
     context, candidate = (
-        _encoder(state, side, options, tokenizer, words, where)
+        _encoder(state, side, options, tokenizer, words, checkpoint)
         for side in ("encoder_ctxt", "encoder_cand")
     )
     heads = {options.get(f"{name}_attention_num_heads", 4) for name in _multi_heads(options)}
     if len(heads) > 1:
-        raise BadInput(f"{where}: poly_attention_num_heads and codes_attention_num_heads: "
+        raise BadInput(f"{checkpoint}: poly_attention_num_heads and codes_attention_num_heads: "
                        f"{sorted(heads)} is not allowed; allowed: the same number")  # fmt: skip
     config = PolyConfig(
         reduction=options["reduction_type"],
@@ -97,30 +97,32 @@ def load(folder: Path) -> Ranker:
         max_candidate_tokens=_limit(options, "label_truncate", context.positions),
     )
     network = new_network(config, context, candidate)
-    set_head(network, _head(state), f"{where}: does not fit {CHECKPOINT}.opt")
+    set_head(network, _head(state), f"{checkpoint}: does not fit {CHECKPOINT}.opt")
     return Ranker(config, tokenizer, network).eval()
 
 
-def _options(path: Path) -> dict[str, Any]:
+def _read_options(path: Path) -> dict[str, Any]:
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
+        options = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise BadInput(
             f"{path}: not to be read; allowed: ParlAI's settings as JSON ({error})"
         ) from None
     for name, (allowed, default) in _NEEDED.items():
-        value = found.setdefault(name, default)
+        value = options.setdefault(name, default)
         require(value in allowed, f"{path}: {name}", value, ", ".join(map(str, allowed)))
     for name in ("n_heads", "n_layers", "poly_n_codes"):
-        require(isinstance(found.get(name), int), f"{path}: {name}", found.get(name), "a number")
-    return found
+        require(
+            isinstance(options.get(name), int), f"{path}: {name}", options.get(name), "a number"
+        )
+    return options
 
 
-def _state(path: Path) -> Mapping[str, Tensor]:
+def _read_state(path: Path) -> Mapping[str, Tensor]:
     """The tensors; `weights_only` lets the pickle name no code but that of tensors."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        state = {str(name): value.float() for name, value in found["model"].items()}
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        state = {str(name): value.float() for name, value in checkpoint["model"].items()}
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{path}: not to be read as tensors ({reason})") from None
@@ -129,10 +131,10 @@ def _state(path: Path) -> Mapping[str, Tensor]:
     return state
 
 
-def _limit(options: Mapping[str, Any], name: str, most: int) -> int:
-    """Of tokens; `truncate` stands for a limit that is not set, and -1 for none."""
+def _limit(options: Mapping[str, Any], name: str, maximum: int) -> int:
+    """The limit of tokens; `truncate` stands for a limit that is not set, and -1 for none."""
     limits = [options.get(key) or -1 for key in (name, "truncate")]
-    return int(min(next((limit for limit in limits if limit > 0), most), most))
+    return int(min(next((limit for limit in limits if limit > 0), maximum), maximum))
 
 
 def _multi_heads(options: Mapping[str, Any]) -> list[str]:
@@ -147,7 +149,7 @@ def _encoder(
     options: Mapping[str, Any],
     tokenizer: Tokenizer,
     words: int,
-    where: str,
+    checkpoint: str,
 ) -> Encoder:
     """A tower as BERT. `words`: ids of ParlAI's dictionary; the tokenizer may have more."""
     tensors: dict[str, Tensor] = {}
@@ -155,7 +157,7 @@ def _encoder(
         if name.startswith(f"{side}."):
             match = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name[len(side) + 1 :])
             if match is None or match[2] not in _NAMES:
-                raise BadInput(f"{where}: no place for the tensor {name}")
+                raise BadInput(f"{checkpoint}: no place for the tensor {name}")
             layer = "" if match[1] is None else f"encoder.layer.{match[1]}."
             tensors[f"{layer}{_NAMES[match[2]]}.{match[3]}"] = value
     try:
@@ -175,10 +177,10 @@ def _encoder(
             pad_token_id=tokenizer.pad,
         )
     except KeyError as error:
-        raise BadInput(f"{where}: no tensor for {side}'s {error.args[0]}") from None
+        raise BadInput(f"{checkpoint}: no tensor for {side}'s {error.args[0]}") from None
     if len(table) != words:
         raise BadInput(
-            f"{where}: embeddings of {len(table):,} words, {words:,} in {CHECKPOINT}.dict"
+            f"{checkpoint}: embeddings of {len(table):,} words, {words:,} in {CHECKPOINT}.dict"
         )
     if options.get("embeddings_scale", True):
         table = table * math.sqrt(table.shape[1])
@@ -187,16 +189,18 @@ def _encoder(
     tensors["embeddings.word_embeddings.weight"] = torch.cat([table, unknown])
     bert = BertModel(config, add_pooling_layer=False)
     expected = {name: value.shape for name, value in bert.state_dict().items()}
-    found = {name: value.shape for name, value in tensors.items()}
-    if wrong := sorted(name for name in expected | found if expected.get(name) != found.get(name)):
-        raise BadInput(f"{where}: {side} has not the tensors of {options['n_layers']} layers of BERT, "
-                       f"among them {wrong[0]}")  # fmt: skip
+    shapes = {name: value.shape for name, value in tensors.items()}
+    if misfits := sorted(
+        name for name in expected | shapes if expected.get(name) != shapes.get(name)
+    ):
+        raise BadInput(f"{checkpoint}: {side} has not the tensors of {options['n_layers']} layers of BERT, "
+                       f"among them {misfits[0]}")  # fmt: skip
     bert.load_state_dict(tensors)
     return Encoder(bert)
 
 
 def _head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is outside of the towers, by our names."""
+    """The tensors outside the towers, by our names."""
     head = {}
     for name, value in state.items():
         if not name.startswith(("encoder_ctxt.", "encoder_cand.")):

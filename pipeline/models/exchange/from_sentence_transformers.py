@@ -41,7 +41,7 @@ _CLASSIFIER = "BertForSequenceClassification"  # others have other layers before
 
 @dataclass(frozen=True)
 class Lengths:
-    """What texts are cut to, special tokens included; 0: as the model says."""
+    """The lengths that texts are cut to, special tokens included; 0: as the model says."""
 
     context: int = 0
     candidate: int = 0
@@ -70,7 +70,7 @@ class _Chain:
     reduction: Reduction
     layers: tuple[_Dense, ...]
     length: float
-    """Of the vectors; 0: any."""
+    """The length of the vectors; 0: any."""
 
 
 def load(folder: Path, lengths: Lengths) -> Ranker:
@@ -90,25 +90,31 @@ def _load(folder: Path, lengths: Lengths) -> Ranker:
     if architecture.endswith("ForSequenceClassification"):
         require(architecture == _CLASSIFIER, f"{folder}: architecture", architecture, _CLASSIFIER)
         return _classifier(_transformer(folder), lengths)
-    about = folder / "config_sentence_transformers.json"
-    kind = _json(about).get("model_type") if about.exists() else None  # older models do not say
-    require(kind in (None, "SentenceTransformer", "CrossEncoder"), f"{about}: model_type", kind,
+    metadata = folder / "config_sentence_transformers.json"
+    # Older models do not say their type.
+    kind = _json(metadata).get("model_type") if metadata.exists() else None
+    require(kind in (None, "SentenceTransformer", "CrossEncoder"), f"{metadata}: model_type", kind,
             "SentenceTransformer, CrossEncoder")  # fmt: skip
     chain = _chain(folder)
     if kind == "CrossEncoder":
         return _cross(chain, lengths)
     # The library's default compares cosines: then vectors have length 1, also where the model leaves them.
-    similarity = (_json(about).get("similarity_fn_name") if about.exists() else None) or "cosine"
+    similarity = (
+        _json(metadata).get("similarity_fn_name") if metadata.exists() else None
+    ) or "cosine"
     require(
-        similarity in ("cosine", "dot"), f"{about}: similarity_fn_name", similarity, "cosine, dot"
+        similarity in ("cosine", "dot"),
+        f"{metadata}: similarity_fn_name",
+        similarity,
+        "cosine, dot",
     )
     chain = chain if similarity == "dot" else replace(chain, length=1.0)
     return _bi([chain], lengths)
 
 
 def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
-    """Of one chain for both sides, or of two."""
-    first, last = chains[0], chains[-1]
+    """A bi-encoder of one chain for both sides, or of two chains."""
+    context, candidate = chains[0], chains[-1]
     weights = {}
     for side, chain in zip(("context", "candidate"), chains, strict=False):
         folder = chain.transformer.folder
@@ -118,19 +124,20 @@ def _bi(chains: list[_Chain], lengths: Lengths) -> Ranker:
                                "bias and activation")  # fmt: skip
             weights[f"{side}_projection.weight"] = layer.weight
     config = BiConfig(
-        reduction=first.reduction,
+        reduction=context.reduction,
         share_towers=len(chains) == 1,
-        projection=len(first.layers[0].weight) if first.layers else 0,
-        vector_length=first.length,
-        max_context_tokens=lengths.context or first.transformer.max_tokens,
-        max_candidate_tokens=lengths.candidate or last.transformer.max_tokens,
+        projection=len(context.layers[0].weight) if context.layers else 0,
+        vector_length=context.length,
+        max_context_tokens=lengths.context or context.transformer.max_tokens,
+        max_candidate_tokens=lengths.candidate or candidate.transformer.max_tokens,
     )
     texts = {chain.transformer.tokenizer.hf.backend_tokenizer.to_str() for chain in chains}
-    if (first.reduction, first.length) != (last.reduction, last.length) or len(texts) > 1:
-        raise BadInput(f"{first.transformer.folder}, {last.transformer.folder}: not the same tokenizer, "
-                       "Pooling and Normalize on both sides")  # fmt: skip
-    other = None if config.share_towers else last.transformer.encoder
-    return _ranker(config, first.transformer, weights, other)
+    are_alike = (context.reduction, context.length) == (candidate.reduction, candidate.length)
+    if not are_alike or len(texts) > 1:
+        raise BadInput(f"{context.transformer.folder}, {candidate.transformer.folder}: not the same "
+                       "tokenizer, Pooling and Normalize on both sides")  # fmt: skip
+    candidate_encoder = None if config.share_towers else candidate.transformer.encoder
+    return _ranker(config, context.transformer, weights, candidate_encoder)
 
 
 def _cross(chain: _Chain, lengths: Lengths) -> Ranker:
@@ -150,9 +157,9 @@ def _cross(chain: _Chain, lengths: Lengths) -> Ranker:
 
 def _classifier(transformer: _Transformer, lengths: Lengths) -> Ranker:
     names = {"pooler": "bert.pooler.dense", "score": "classifier"}
-    found = _weights(transformer.folder)
+    saved_weights = _weights(transformer.folder)
     weights = {
-        f"{ours}.{part}": found[f"{theirs}.{part}"]
+        f"{ours}.{part}": saved_weights[f"{theirs}.{part}"]
         for ours, theirs in names.items()
         for part in ("weight", "bias")
     }
@@ -160,7 +167,7 @@ def _classifier(transformer: _Transformer, lengths: Lengths) -> Ranker:
 
 
 def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths: Lengths) -> Ranker:
-    """The model limits a pair; unless told otherwise, either text may take half of it."""
+    """The model limits a pair; by default either text may take half of the limit."""
     total = transformer.max_tokens + 1  # the candidate's [CLS] is not in the pair
     require(lengths.context <= total - 3, "max_context_tokens", lengths.context,
             f"0 to {total - 3}: the model takes pairs of {transformer.max_tokens}")  # fmt: skip
@@ -174,8 +181,8 @@ def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths:
     theirs = tokenizer.hf.backend_tokenizer.encode("a b", "c")
     ours = tokenizer.pairs(tokenizer.contexts([["a b"]], 9), tokenizer.candidates(["c"], 9))
     assert ours.segments_BT is not None
-    same = theirs.ids == ours.ids_BT[0].tolist()
-    if not same or (encoder.segments and theirs.type_ids != ours.segments_BT[0].tolist()):
+    same_ids = theirs.ids == ours.ids_BT[0].tolist()
+    if not same_ids or (encoder.segments and theirs.type_ids != ours.segments_BT[0].tolist()):
         raise BadInput(f"{transformer.folder}: pairs are not [CLS] context [SEP] candidate [SEP]")
     return _ranker(config, transformer, weights)
 
@@ -184,9 +191,9 @@ def _ranker(
     config: BiConfig | CrossConfig,
     transformer: _Transformer,
     weights: dict[str, Tensor],
-    other: Encoder | None = None,
+    candidate_encoder: Encoder | None = None,
 ) -> Ranker:
-    network = new_network(config, transformer.encoder, other)
+    network = new_network(config, transformer.encoder, candidate_encoder)
     set_head(network, weights, f"{transformer.folder}: its layers do not fit a ranker")
     return Ranker(config, transformer.tokenizer, network).eval()
 
@@ -199,9 +206,9 @@ def _chain(folder: Path) -> _Chain:
     kinds = [kind for kind, _ in modules]
     require(kinds[:2] == ["Transformer", "Pooling"] and set(kinds[2:]) <= {"Dense", "Normalize"},
             str(path), " → ".join(kinds), "Transformer → Pooling → Dense → Normalize")  # fmt: skip
-    about = folder / "config_sentence_transformers.json"
-    if about.exists() and (prompt := _json(about).get("default_prompt_name")) is not None:
-        raise BadInput(f"{about}: default_prompt_name: {prompt!r} is not allowed; allowed: none")
+    metadata = folder / "config_sentence_transformers.json"
+    if metadata.exists() and (prompt := _json(metadata).get("default_prompt_name")) is not None:
+        raise BadInput(f"{metadata}: default_prompt_name: {prompt!r} is not allowed; allowed: none")
     layers: list[_Dense] = []
     length = 0.0
     for kind, place in modules[2:]:
@@ -253,10 +260,10 @@ def _dense(folder: Path) -> _Dense:
 
 
 def _factor(layer: _Dense, folder: Path) -> float:
-    """Of a Dense after Normalize, which can only make vectors longer or shorter."""
+    """The factor of a Dense after Normalize, which can only make vectors longer or shorter."""
     factor = layer.weight[0, 0].item()
-    same = torch.equal(layer.weight, torch.eye(len(layer.weight)) * factor)
-    if not same or factor <= 0 or layer.bias is not None or layer.tanh:
+    is_scaling = torch.equal(layer.weight, torch.eye(len(layer.weight)) * factor)
+    if not is_scaling or factor <= 0 or layer.bias is not None or layer.tanh:
         raise BadInput(f"{folder}: Dense after Normalize is not allowed; allowed: before it")
     return factor
 

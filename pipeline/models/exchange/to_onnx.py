@@ -43,10 +43,10 @@ def export(ranker: Ranker, folder: Path) -> None:
     missing.
     """
     network = ranker.network
-    plain = isinstance(network, ConvertNetwork) and not (
+    is_supported = isinstance(network, ConvertNetwork) and not (
         network.config.earlier_turns or network.config.context_codes
     )
-    if not plain:
+    if not is_supported:
         raise BadInput(f"architecture: {ranker.config.architecture!r} is not allowed; allowed: 'convert' "
                        "with ranker.earlier_turns 0 and ranker.context_codes 0, for --to onnx")  # fmt: skip
     assert isinstance(network, ConvertNetwork)
@@ -90,7 +90,7 @@ class _Graph:
         self._weights.append(tensor)
         return self("Cast", name, to=1) if stored.dtype == np.float16 else name  # 1: float32
 
-    def normed(self, value: str, norm: Norm) -> str:
+    def normalise(self, value: str, norm: Norm) -> str:
         gamma, beta = self.constant(norm.gamma), self.constant(norm.beta)
         return self("LayerNormalization", value, gamma, beta, axis=-1, epsilon=NORM_EPSILON)
 
@@ -105,16 +105,16 @@ class _Graph:
         return product if bias is None else self("Add", product, self.constant(bias))
 
     def integer_product(self, value: str, levels_OI: Tensor, scale_O1: Tensor) -> str:
-        """What pipeline/models/convert/int8.py computes, but for the bias."""
-        last = self.constant(np.array([-1], np.int64))
-        largest = self("ReduceMax", self("Abs", value), last, keepdims=1)
+        """The product of pipeline/models/convert/int8.py, without the bias."""
+        last_axis = self.constant(np.array([-1], np.int64))
+        largest = self("ReduceMax", self("Abs", value), last_axis, keepdims=1)
         scale = self("Div", self("Max", largest, self.constant(_LEAST)), self.constant(127.0))
         levels = self("Cast", self("Round", self("Div", value, scale)), to=3)  # 3: int8
         products = self("MatMulInteger", levels, self.constant(levels_OI.t().contiguous()))
         products = self("Mul", self("Cast", products, to=1), scale)
         return self("Mul", products, self.constant(scale_O1[:, 0].contiguous()))
 
-    def thirds(self, value: str, layer: torch.nn.Module) -> list[str]:
+    def project_thirds(self, value: str, layer: torch.nn.Module) -> list[str]:
         """Queries, keys and values, by a layer that makes all three."""
         if isinstance(layer, Int8Linear):
             parts = zip(layer.levels_OI.chunk(3), layer.scale_O1.chunk(3), strict=True)
@@ -123,7 +123,7 @@ class _Graph:
         parts_OI = layer.weight.chunk(3)
         return [self("MatMul", value, self.constant(p.t().contiguous())) for p in parts_OI]
 
-    def activated(self, value: str, name: str) -> str:
+    def activate(self, value: str, name: str) -> str:
         if name == "relu":
             return self("Relu", value)
         return self("Mul", value, self("Sigmoid", self("Mul", value, self.constant(1.702))))
@@ -148,27 +148,25 @@ def _build(graph: _Graph, network: ConvertNetwork) -> None:
     is_token = graph("Not", graph("Equal", "ids", graph.constant(np.int64(network.pad))))
     mask_BT = graph("Cast", is_token, to=1)
 
-    rows = _looked_up(graph, network.tokens.subwords, "ids")
+    rows = _look_up(graph, network.tokens.subwords, "ids")
     hidden = graph("Mul", rows, graph.constant(math.sqrt(config.width)))
     for table in network.tokens.positions:
         assert isinstance(table, Table)
         place = graph("Mod", place_T, graph.constant(np.int64(table.rows)))
-        hidden = graph("Add", hidden, _looked_up(graph, table, place))
-    hidden = graph.normed(hidden, network.tokens.norm)
+        hidden = graph("Add", hidden, _look_up(graph, table, place))
+    hidden = graph.normalise(hidden, network.tokens.norm)
 
     axes = graph.constant(np.array([1], np.int64))
     column_T1 = graph("Unsqueeze", place_T, axes)
     distance_TT = graph("Sub", place_T, column_T1)
     hidden_mask = graph("Unsqueeze", mask_BT, axes)  # [B, 1, T]
-    ruled_out = graph(
-        "Mul", graph("Sub", graph.constant(1.0), hidden_mask), graph.constant(_MASKED)
-    )
+    penalty = graph("Mul", graph("Sub", graph.constant(1.0), hidden_mask), graph.constant(_MASKED))
     for block in network.blocks.layers:
         assert isinstance(block, Block)
-        hidden = _block(graph, block, hidden, ruled_out, distance_TT)
+        hidden = _block(graph, block, hidden, penalty, distance_TT)
 
     sums = [
-        _summed(graph, query, key, hidden, mask_BT, ruled_out)
+        _reduce_head(graph, query, key, hidden, mask_BT, penalty)
         for query, key in zip(network.reduction.queries, network.reduction.keys, strict=True)
     ]
     r = graph("Concat", *sums, axis=-1, name="sentence")
@@ -176,44 +174,46 @@ def _build(graph: _Graph, network: ConvertNetwork) -> None:
         _feed_forward_2(graph, getattr(network, name), network.skip.weight, r, name)
 
 
-def _looked_up(graph: _Graph, table: Table, ids: str) -> str:
+def _look_up(graph: _Graph, table: Table, ids: str) -> str:
     if table.levels is None:
         assert table.weight is not None
         return graph("Gather", graph.constant(table.weight), ids)
-    levels, low, high = table.saved()
+    levels, low, high = table.to_levels()
     rows = graph("Cast", graph("Gather", graph.constant(levels), ids), to=1)
     scaled = graph("Mul", rows, graph.constant((high - low) / LEVELS))
     return graph("Add", scaled, graph.constant(low))
 
 
-def _block(graph: _Graph, block: Block, hidden: str, ruled_out: str, distance_TT: str) -> str:
+def _block(graph: _Graph, block: Block, hidden: str, penalty: str, distance_TT: str) -> str:
     attention = block.attention
-    q, k, v = graph.thirds(hidden, attention.qkv)
+    q, k, v = graph.project_thirds(hidden, attention.qkv)
     logits = graph("MatMul", q, graph("Transpose", k, perm=[0, 2, 1]))
     logits = graph("Div", logits, graph.constant(math.sqrt(attention.projection)))
     place = graph("Add", distance_TT, graph.constant(np.int64(attention.longest)))
     logits = graph("Add", logits, graph("Gather", graph.constant(attention.bias), place))
-    far = graph("Greater", graph("Abs", distance_TT), graph.constant(np.int64(attention.window)))
-    logits = graph("Where", far, graph.constant(_MASKED), logits)
-    weights = graph("Softmax", graph("Add", logits, ruled_out), axis=-1)
+    outside = graph(
+        "Greater", graph("Abs", distance_TT), graph.constant(np.int64(attention.window))
+    )
+    logits = graph("Where", outside, graph.constant(_MASKED), logits)
+    weights = graph("Softmax", graph("Add", logits, penalty), axis=-1)
     hidden = graph("Add", hidden, graph.linear(graph("MatMul", weights, v), attention.out))
-    hidden = graph.normed(hidden, block.norm_1)
-    wide = graph.activated(graph.linear(hidden, block.feed_forward.wide), "fast_gelu")
-    return graph.normed(
+    hidden = graph.normalise(hidden, block.norm_1)
+    wide = graph.activate(graph.linear(hidden, block.feed_forward.wide), "fast_gelu")
+    return graph.normalise(
         graph("Add", hidden, graph.linear(wide, block.feed_forward.narrow)), block.norm_2
     )
 
 
-def _summed(
-    graph: _Graph, query: Tensor, key: Tensor, hidden: str, mask_BT: str, ruled_out: str
+def _reduce_head(
+    graph: _Graph, query: Tensor, key: Tensor, hidden: str, mask_BT: str, penalty: str
 ) -> str:
-    """[B, D]: what one head of the reduction makes of the tokens."""
+    """[B, D]: the weighted sum of the tokens by one head of the reduction."""
     axes = graph.constant(np.array([1], np.int64))
     q, k = (graph("MatMul", hidden, graph.constant(part)) for part in (query, key))
     logits = graph("MatMul", q, graph("Transpose", k, perm=[0, 2, 1]))
-    given = graph("Softmax", graph("Add", logits, ruled_out), axis=-1)
+    attention = graph("Softmax", graph("Add", logits, penalty), axis=-1)
     # Pads give nothing: their row of the mask is 0.
-    weights_B1T = graph("MatMul", graph("Unsqueeze", mask_BT, axes), given)
+    weights_B1T = graph("MatMul", graph("Unsqueeze", mask_BT, axes), attention)
     count = graph("ReduceSum", mask_BT, axes, keepdims=1)
     root = graph("Sqrt", graph("Max", count, graph.constant(1.0)))
     summed = graph("Squeeze", graph("MatMul", weights_B1T, hidden), axes)
@@ -221,16 +221,16 @@ def _summed(
 
 
 def _feed_forward_2(graph: _Graph, side: FeedForward2, skip: Tensor, r: str, name: str) -> None:
-    hidden = graph.normed(r, side.norm_in)
+    hidden = graph.normalise(r, side.norm_in)
     weights, number = dict(side.named_parameters()), 1
     while f"hidden_{number}.weight" in weights:
         product = graph("MatMul", hidden, graph.constant(weights[f"hidden_{number}.weight"]))
-        hidden = graph.activated(product, side.activation)
-        hidden = graph.normed(hidden, getattr(side, f"norm_{number}"))
+        hidden = graph.activate(product, side.activation)
+        hidden = graph.normalise(hidden, getattr(side, f"norm_{number}"))
         number += 1
     out = graph("MatMul", hidden, graph.constant(weights["out.weight"]))
     summed = graph("Add", out, graph("MatMul", r, graph.constant(skip)))
-    summed = graph.normed(summed, side.norm_out)
+    summed = graph.normalise(summed, side.norm_out)
     axes = graph.constant(np.array([1], np.int64))
     square = graph("ReduceSum", graph("Mul", summed, summed), axes, keepdims=1)
     length = graph("Sqrt", graph("Max", square, graph.constant(_LEAST_SQUARE)))

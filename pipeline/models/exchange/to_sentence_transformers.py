@@ -43,7 +43,7 @@ _TANH = "torch.nn.modules.activation.Tanh"
 
 @dataclass(frozen=True)
 class _Module:
-    """One of what runs after the Transformer."""
+    """One module that runs after the Transformer."""
 
     kind: str
     config: dict[str, Any]
@@ -70,16 +70,16 @@ def _(network: BiEncoder, ranker: Ranker, folder: Path) -> None:
     if config.reduction not in _POOLING:
         raise BadInput(f"ranker.reduction: {config.reduction!r} is unknown to sentence-transformers; "
                        f"allowed: {', '.join(_POOLING)}")  # fmt: skip
-    about = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
+    metadata = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
     tokenizer = _tokenizer(ranker.tokenizer)
     encoder = network.context_encoder
     modules = _vector_modules(network, encoder, network.context_projection)
     tokens = config.max_context_tokens
-    _write(folder / "context", encoder, tokenizer, tokens, "left", modules, about)
+    _write_model(folder / "context", encoder, tokenizer, tokens, "left", modules, metadata)
     encoder = network.candidate_encoder
     modules = _vector_modules(network, encoder, network.candidate_projection)
     tokens = config.max_candidate_tokens
-    _write(folder / "candidate", encoder, tokenizer, tokens, "right", modules, about)
+    _write_model(folder / "candidate", encoder, tokenizer, tokens, "right", modules, metadata)
 
 
 @_export.register
@@ -94,15 +94,15 @@ def _(network: CrossEncoder, ranker: Ranker, folder: Path) -> None:
     weight, bias = network.score.weight * scaling, network.score.bias
     modules.append(_dense(weight, bias, output="scores"))
     tokens = ranker.config.max_context_tokens + ranker.config.max_candidate_tokens - 1
-    about = {"model_type": "CrossEncoder", "activation_fn": _IDENTITY}
+    metadata = {"model_type": "CrossEncoder", "activation_fn": _IDENTITY}
     tokenizer = _tokenizer(ranker.tokenizer)
-    _write(folder, network.encoder, tokenizer, tokens, "left", modules, about)
+    _write_model(folder, network.encoder, tokenizer, tokens, "left", modules, metadata)
 
 
 def _vector_modules(
     dual: DualEncoder, encoder: Encoder, projection: nn.Linear | None
 ) -> list[_Module]:
-    """What makes a vector of token outputs; scaling, projection and cut are one matrix."""
+    """The modules from token outputs to a vector; scaling, projection and cut are one matrix."""
     config = dual.config
     modules = [_pooling(encoder, _POOLING[config.reduction])]
     matrix = torch.eye(encoder.width) if projection is None else projection.weight
@@ -117,7 +117,7 @@ def _vector_modules(
 
 
 def _pooling(encoder: Encoder, mode: str) -> _Module:
-    """In the older form too, which says for each mode whether it is on."""
+    """The Pooling module, also in the older form, which has a flag for each mode."""
     modes = {"cls": "cls_token", "mean": "mean_tokens"}
     flags = {f"pooling_mode_{name}": mode == key for key, name in modes.items()}
     return _Module("Pooling", {"word_embedding_dimension": encoder.width, **flags})
@@ -150,14 +150,14 @@ def _tokenizer(tokenizer: RowTokenizer) -> Tokenizer:
     return plain
 
 
-def _write(
+def _write_model(
     folder: Path,
     encoder: Encoder,
     tokenizer: Tokenizer,
     max_tokens: int,
-    cut: Literal["left", "right"],
+    truncation_side: Literal["left", "right"],
     modules: Sequence[_Module],
-    about: dict[str, Any],
+    metadata: dict[str, Any],
 ) -> None:
     encoder.save(folder)
     tokenizer.save(folder)
@@ -170,28 +170,28 @@ def _write(
             "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json as it is
             "model_max_length": max_tokens,
             "model_input_names": names,
-            "truncation_side": cut,
+            "truncation_side": truncation_side,
             "padding_side": "right",
             "split_special_tokens": True,  # "[SEP]" in somebody's text is text
         },
     )
     limits = {"max_seq_length": max_tokens, "do_lower_case": False}
     _write_json(folder / "sentence_bert_config.json", limits)
-    _write_json(folder / "config_sentence_transformers.json", about)
-    listed = [("", "Transformer")]
+    _write_json(folder / "config_sentence_transformers.json", metadata)
+    listing = [("", "Transformer")]
     for number, module in enumerate(modules, 1):
         name = f"{number}_{module.kind}"
         (folder / name).mkdir()
-        listed.append((name, module.kind))
+        listing.append((name, module.kind))
         if module.config:
             _write_json(folder / name / "config.json", module.config)
         if module.weights:
             weights = {key: value.detach().contiguous() for key, value in module.weights.items()}
             save_file(weights, folder / name / "model.safetensors")
-    types = [f"sentence_transformers.models.{kind}" for _, kind in listed]
+    types = [f"sentence_transformers.models.{kind}" for _, kind in listing]
     entries = [
         {"idx": number, "name": str(number), "path": path, "type": types[number]}
-        for number, (path, _) in enumerate(listed)
+        for number, (path, _) in enumerate(listing)
     ]
     _write_json(folder / "modules.json", entries)
 

@@ -36,12 +36,12 @@ _BITS, _ROUNDS = 4, 10
 
 
 class ShardStatistics(TypedDict):
-    """What a pool's manifest says of a shard."""
+    """The entry of a shard in a pool's manifest."""
 
     shard: str
     rows: int
     lengths: list[float]
-    """Of its vectors: the least, the mean, the greatest."""
+    """The least, the mean and the greatest length of its vectors."""
     missed_by_sketch: float
     """The mean share of a vector's length that the sketch does not have."""
 
@@ -84,42 +84,42 @@ def index(
 
     `neighbours`: for approximate searches, too.
     """
-    done = draft.marks()
-    if "rotation" in done:
-        rotation = done.record("rotation", TaskRecord)
+    marks = draft.marks()
+    if "rotation" in marks:
+        rotation = marks.record("rotation", TaskRecord)
     else:
-        entry = draft.write_file(ROTATION, npy_file(_fit(draft, names, dimensions)))
+        entry = draft.write_file(ROTATION, npy_file(_make_rotation(draft, names, dimensions)))
         rotation = TaskRecord(files=[entry])
         draft.mark("rotation", rotation)
     tasks = {f"sketch-{name}": name for name in names}
-    sketches = shards.run_tasks(draft, tasks, _sketch, "sketch", SketchRecord) if tasks else []
+    sketches = shards.run_tasks(draft, tasks, _make_sketch, "sketch", SketchRecord) if tasks else []
     records: list[TaskRecord] = [rotation, *sketches]
     if neighbours:
         starts = range(0, len(names), _PART_SHARDS)
         parts = {f"neighbours-{n:05d}": names[s : s + _PART_SHARDS] for n, s in enumerate(starts)}
-        records += shards.run_tasks(draft, parts, _neighbours, "neighbours", TaskRecord)
+        records += shards.run_tasks(draft, parts, _index_neighbours, "neighbours", TaskRecord)
     entries = [entry for record in records for entry in record.files]
     return entries, [record.statistics for record in sketches]
 
 
-def _fit(draft: Draft, names: Sequence[str], dimensions: int) -> Floats:
-    def read(name: str) -> Floats:
+def _make_rotation(draft: Draft, names: Sequence[str], dimensions: int) -> Floats:
+    def read_sample(name: str) -> Floats:
         layer, _ = _read_vectors(draft, name)
         return decode(layer.take(slice(None, None, -(-len(layer.matrix) // _SAMPLE_ROWS))))
 
-    some = names[:: -(-len(names) // _SAMPLE_SHARDS) or 1]
-    return fit_rotation(np.concatenate([np.empty((0, dimensions), np.float32), *ahead(read, some)]))
+    samples = ahead(read_sample, names[:: -(-len(names) // _SAMPLE_SHARDS) or 1])
+    return fit_rotation(np.concatenate([np.empty((0, dimensions), np.float32), *samples]))
 
 
-def _sketch(draft: Draft, task: str, name: str) -> SketchRecord:
+def _make_sketch(draft: Draft, task: str, name: str) -> SketchRecord:
     layer, rotation = _read_vectors(draft, name, ROTATION)
-    found = sketch(decode(layer, np.float64), rotation)
-    rows = len(found.matrix)
+    shard_sketch = sketch(decode(layer, np.float64), rotation)
+    rows = len(shard_sketch.matrix)
     lengths = layer.norms[LENGTH].astype(np.float64)
-    missed = found.norms[MISSED].astype(np.float64) / np.maximum(lengths, 1e-300)
+    missed_shares = shard_sketch.norms[MISSED].astype(np.float64) / np.maximum(lengths, 1e-300)
     files = {
-        f"sketch/{name}.npy": npy_file(found.matrix),
-        f"sketch_norms/{name}.npy": npy_file(found.norms),
+        f"sketch/{name}.npy": npy_file(shard_sketch.matrix),
+        f"sketch_norms/{name}.npy": npy_file(shard_sketch.norms),
     }
     return SketchRecord(
         files=_write_together(draft, files, rows),
@@ -127,12 +127,12 @@ def _sketch(draft: Draft, task: str, name: str) -> SketchRecord:
             "shard": name,
             "rows": rows,
             "lengths": [float(lengths.min()), float(lengths.mean()), float(lengths.max())],
-            "missed_by_sketch": float(missed.mean()),
+            "missed_by_sketch": float(missed_shares.mean()),
         },
     )
 
 
-def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> TaskRecord:
+def _index_neighbours(draft: Draft, task: str, names: Sequence[str]) -> TaskRecord:
     import faiss
 
     faiss.omp_set_num_threads(1)  # the other cores have tasks of their own
@@ -149,13 +149,13 @@ def _neighbours(draft: Draft, task: str, names: Sequence[str]) -> TaskRecord:
     return TaskRecord(files=[draft.write_file(name, data, len(vectors_ND))])
 
 
-def _read_vectors(draft: Draft, name: str, also: str = "") -> tuple[Layer, Floats]:
-    """(a shard's vectors, the array in the file `also`), read at the same time."""
+def _read_vectors(draft: Draft, name: str, array_file: str = "") -> tuple[Layer, Floats]:
+    """(a shard's vectors, the array in `array_file`), read at the same time."""
 
     def load(file: str) -> Any:
         return np.load(io.BytesIO(storage.read_bytes(draft.path(file))), allow_pickle=False)
 
-    files = [f"vectors/{name}.npy", f"norms/{name}.npy", *([also] if also else [])]
+    files = [f"vectors/{name}.npy", f"norms/{name}.npy", *([array_file] if array_file else [])]
     with ThreadPoolExecutor(len(files)) as pool:
-        matrix, norms, *more = pool.map(load, files)
-    return Layer(matrix, norms), more[0] if more else np.empty(0, np.float32)
+        matrix, norms, *arrays = pool.map(load, files)
+    return Layer(matrix, norms), arrays[0] if arrays else np.empty(0, np.float32)

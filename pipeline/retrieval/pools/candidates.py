@@ -52,13 +52,13 @@ Piece = tuple[str, tuple[int, int, int] | None]
 
 
 class CandidateRow(NamedTuple):
-    """What can be a candidate."""
+    """A row that can be a candidate."""
 
     name: str
     """"": the content's hash is the id."""
     text: str
     values: list[str | None]
-    """Of the columns kept to filter by."""
+    """Values of the columns that are kept to filter by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def stage(
     several tasks.
     """
     work = functools.partial(
-        _stage,
+        _stage_piece,
         columns=columns,
         max_text_bytes=max_text_bytes,
         reading=reading,
@@ -97,10 +97,10 @@ def stage(
         for number, (uri, groups) in enumerate(zip(files, pieces, strict=True)):
             if len(groups) < 2:
                 tasks[f"file-{number:05d}"] = (uri, None)
-            for at, some in enumerate(groups if len(groups) > 1 else ()):
-                tasks[f"file-{number:05d}-{at:04d}"] = (
+            for index, group in enumerate(groups if len(groups) > 1 else ()):
+                tasks[f"file-{number:05d}-{index:04d}"] = (
                     uri,
-                    (some.first, some.end, some.rows_before),
+                    (group.first, group.end, group.rows_before),
                 )
     return shards.run_tasks(draft, tasks, work, "read candidates", PartsRecord)
 
@@ -129,7 +129,7 @@ def read_published_keys(uri: str) -> tuple[Keys, Keys]:
 
 
 def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
-    """32 hex digits that name a text, with what it is filtered by."""
+    """32 hex digits that name a text and its filter values."""
     content = json.dumps([text, *values]) if values else text
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
@@ -142,7 +142,7 @@ def id_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
-def _stage(
+def _stage_piece(
     draft: Draft,
     task: str,
     piece: Piece,
@@ -157,16 +157,16 @@ def _stage(
     schema = pa.schema([*ROWS, *(pa.field(name, pa.string()) for name in columns[2:])])
     parts = list[tuple[str, int]]()
     redacted = 0
-    some = tables.RowGroups(*groups) if groups else None
+    row_groups = tables.RowGroups(*groups) if groups else None
     for number, rows in enumerate(
-        _parts(_rows(uri, columns, max_text_bytes, reading, account, form, some))
+        _parts(_rows(uri, columns, max_text_bytes, reading, account, form, row_groups))
     ):
         part = f"{task}-{number:03d}"
         table, changed = _table(rows, schema, privacy)
         redacted += changed
         keys = [
             (text_key(hash_), id_key(name), len(text.encode()))
-            for name, text, hash_ in zip(*(table[at].to_pylist() for at in range(3)), strict=True)
+            for name, text, hash_ in zip(*(table[n].to_pylist() for n in range(3)), strict=True)
         ]
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))
         draft.write_file(f"{_FOLDER}/{part}.npy", npy_file(np.array(keys, np.uint64)))
@@ -190,7 +190,7 @@ def _table(rows: list[CandidateRow], schema: pa.Schema, privacy: Privacy) -> tup
         content_hash(text, row.values) for text, row in zip(texts.to_pylist(), rows, strict=True)
     ]
     names = [row.name or hash_ for row, hash_ in zip(rows, hashes, strict=True)]
-    values = [[row.values[at] for row in rows] for at in range(len(schema) - len(ROWS))]
+    values = [[row.values[number] for row in rows] for number in range(len(schema) - len(ROWS))]
     columns = [pa.array(column, pa.string()) for column in (names, texts, hashes, *values)]
     return pa.table(columns, schema=schema), redacted
 
@@ -199,15 +199,17 @@ def require_columns(
     files: list[str], columns: tuple[str, ...], reading: raw.Reading, form: tables.TableFormat
 ) -> None:
     """Raises BadInput where one of the first files lacks one of the `columns` (see `stage`)."""
-    tables.require_columns(files, _by_option(columns), reading, form)
+    tables.require_columns(files, _columns_by_option(columns), reading, form)
 
 
-def _by_option(columns: tuple[str, ...]) -> dict[str, str]:
+def _columns_by_option(columns: tuple[str, ...]) -> dict[str, str]:
     """The columns to read by the option that names each."""
-    id_column, text_column, *kept = columns
-    wanted = {"embed.text_column": text_column, "embed.id_column": id_column}
-    wanted |= {f"embed.filter_columns[{at}]": name for at, name in enumerate(kept)}
-    return {option: column for option, column in wanted.items() if column}
+    id_column, text_column, *filter_columns = columns
+    columns_by_option = {"embed.text_column": text_column, "embed.id_column": id_column}
+    columns_by_option |= {
+        f"embed.filter_columns[{number}]": name for number, name in enumerate(filter_columns)
+    }
+    return {option: column for option, column in columns_by_option.items() if column}
 
 
 def _rows(
@@ -219,16 +221,18 @@ def _rows(
     form: tables.TableFormat,
     groups: tables.RowGroups | None,
 ) -> Iterator[CandidateRow]:
-    """What can be a candidate; everything else is in `account`."""
-    id_column, text_column, *kept = columns
-    wanted = _by_option(columns)
-    for at, row in tables.read(uri, wanted, reading, account, form=form, groups=groups):
+    """The rows that can be candidates; all other rows are counted in `account`."""
+    id_column, text_column, *filter_columns = columns
+    columns_by_option = _columns_by_option(columns)
+    for line, row in tables.read(
+        uri, columns_by_option, reading, account, form=form, groups=groups
+    ):
         text, name = row.get(text_column), row.get(id_column)
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
-        values = [row.get(column) for column in kept]
-        if missing := [column for column in wanted.values() if column not in row]:
+        values = [row.get(column) for column in filter_columns]
+        if missing := [column for column in columns_by_option.values() if column not in row]:
             reason = f"no column {missing[0]}"
-            account.malformed.add(reason, uri, at, json.dumps(row))
+            account.malformed.add(reason, uri, line, json.dumps(row))
             continue
         if not raw.is_text(text):
             reason = "text is not a string"
@@ -244,14 +248,14 @@ def _rows(
         ):
             reason = "a column to filter by has neither text nor a number"
         else:
-            known = [_filter_text(value) for value in values]
-            yield CandidateRow(str(name) if id_column else "", text, known)
+            filter_values = [_filter_text(value) for value in values]
+            yield CandidateRow(str(name) if id_column else "", text, filter_values)
             continue
-        account.dropped.add(reason, uri, at, f"id {name!r}: {text!r}")
+        account.dropped.add(reason, uri, line, f"id {name!r}: {text!r}")
 
 
 def _filter_text(value: object) -> str | None:
-    """What a filter names: true, not Python's True."""
+    """The text that a filter compares with: true, not Python's True."""
     if isinstance(value, bool):
         return json.dumps(value)
     return value if value is None else str(value)

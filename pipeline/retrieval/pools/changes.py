@@ -11,7 +11,7 @@ class Changes:
 
     new: int
     changed: int
-    """They have another text now."""
+    """Ids with another text."""
     same: int
     gone: int
 

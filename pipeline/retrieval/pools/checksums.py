@@ -46,16 +46,16 @@ def contents(
     if check == "once" and note.exists():
         return
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
-        found = pool.map(_sha256, (folder / entry["path"] for entry in entries))
-        for entry, sha256 in zip(entries, found, strict=True):
+        digests = pool.map(_sha256, (folder / entry["path"] for entry in entries))
+        for entry, sha256 in zip(entries, digests, strict=True):
             if sha256 != entry["sha256"]:
                 raise BadInput(
                     f"{folder / entry['path']}: damaged (its checksum is not the manifest's)"
                 )
     ids = pa.chunked_array([c for table in tables for c in table["id"].chunks], pa.string())
     if pc.count_distinct(ids).as_py() != len(ids):
-        twice = next(v for v in pc.value_counts(ids).to_pylist() if v["counts"] > 1)
-        raise BadInput(f"{artifact.uri}: id: {twice['values']!r} comes {twice['counts']} times; "
+        repeated = next(v for v in pc.value_counts(ids).to_pylist() if v["counts"] > 1)
+        raise BadInput(f"{artifact.uri}: id: {repeated['values']!r} comes {repeated['counts']} times; "
                        "allowed: each id once")  # fmt: skip
     note.parent.mkdir(parents=True, exist_ok=True)
     note.touch()

@@ -30,7 +30,7 @@ from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read
 from pipeline.retrieval.pools.plan import Plan, make
 from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
-from pipeline.retrieval.pools.verdict_tasks import PlanInput, Wanted
+from pipeline.retrieval.pools.verdict_tasks import PlanInput, TextQuery
 from pipeline.retrieval.pools.versions import Version, files_of_rows
 from pipeline.shards import Work, run_tasks_on_actors
 
@@ -85,40 +85,40 @@ class EmbedConfig(tables.TableFormat):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What every shard answers for the gate: a build that is resumed goes on only where it is the same."""
+class GateInputs:
+    """The gate's questions to every shard: a resumed build goes on only if they are the same."""
 
     previous: str
     """URI of the version that the gate compares with; "": there is none."""
     contexts: list[list[str]] | None
     """The canaries; None: texts that the plan chooses."""
     canary_texts: int
-    """How many it chooses."""
+    """How many texts the plan chooses."""
     top_k: int
-    """Answers to each."""
+    """Answers to each canary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord(TaskRecord):
-    """What is known of a pool before the first text is embedded."""
+    """The plan of a pool, before the first text is embedded."""
 
     plan: Plan
-    asked: Asked
+    asked: GateInputs
     copies: bool
     """Whether its vectors are those that the model would make."""
     precision: Resolved
-    """What the model computes in."""
+    """The precision in which the model computes."""
     canary_file: str
     """"": the canaries are texts of the pool's own."""
     canaries: list[list[str]]
-    """Their contexts."""
+    """The contexts of the canaries."""
     canaries_before: Canaries | None
-    """Those of the version before."""
+    """The canaries of the version before."""
     seconds: float
     numerics: int = 1
     """See `pipeline.models.precision`."""
     unfinished: list[UnfinishedShard] = field(default_factory=list)
-    """What killed builds have embedded, to copy from."""
+    """Shards of killed builds, to copy vectors from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class EmbedRecord(TaskRecord):
     rows_embedded: int
     """The other rows were copied, from the version before or from unfinished builds."""
     actor_seconds: float
-    """In the model."""
+    """Seconds in the model."""
     started: float
     ended: float
     """Seconds since 1970."""
@@ -156,33 +156,41 @@ def prepare(
     settings and this precision.
     Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
-    before: Canaries | None = previous.artifact.manifest.get("canaries") if previous else None
-    contexts = _canaries(gate, before)
-    asked = Asked(
+    canaries_before: Canaries | None = (
+        previous.artifact.manifest.get("canaries") if previous else None
+    )
+    contexts = _canaries(gate, canaries_before)
+    gate_inputs = GateInputs(
         previous.artifact.uri if previous else "", contexts, gate.canary_texts, gate.top_k
     )
-    done = draft.marks()
-    if _PLAN in done:
-        record = done.record(_PLAN, PlanRecord)
-        if (record.asked, record.numerics) == (asked, NUMERICS):
+    marks = draft.marks()
+    if _PLAN in marks:
+        record = marks.record(_PLAN, PlanRecord)
+        if (record.asked, record.numerics) == (gate_inputs, NUMERICS):
             return record
         # Its shards would not go with those to come, or have not answered what the gate asks now.
         print(f"{draft.uri}: begun anew, as CURRENT, the gate's canaries or polyrank have changed since "
               "it was planned", flush=True)  # fmt: skip
         draft.forget_tasks()
     began = time.perf_counter()
-    staged = candidates.stage(
+    part_records = candidates.stage(
         draft, files, config.columns, config.max_text_bytes, reading, privacy, config
     )
-    dropped = sum_counts(record.dropped for record in staged)
-    parts = [part for record in staged for part in record.parts]
+    dropped = sum_counts(record.dropped for record in part_records)
+    parts = [part for record in part_records for part in record.parts]
     if not parts:
         if not dropped:
             storage.delete(draft.staging)
             raise BadInput("--candidates: no text to embed (no rows)")
         raise BadInput(f"--candidates: no text to embed ({dropped}); see {draft.path('rejected')}")
-    raw.check_share(draft, staged, reading)
-    known = sorted({key for answers in (before["answers"] if before else ()) for key in answers})
+    raw.check_share(draft, part_records, reading)
+    keys_before = sorted(
+        {
+            key
+            for answers in (canaries_before["answers"] if canaries_before else ())
+            for key in answers
+        }
+    )
     texts = gate.canary_texts if contexts is None else 0
     rows = PlanInput(
         candidates=parts,
@@ -190,7 +198,7 @@ def prepare(
         unfinished=[(shard.rows_file, shard.rows) for shard in unfinished],
         copies=copies,
     )
-    plan = make(draft, rows, config.rows_per_shard, Wanted(texts, known))
+    plan = make(draft, rows, config.rows_per_shard, TextQuery(texts, keys_before))
     if plan.repeated_id and config.repeated_ids == "stop":
         raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
                        "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "
@@ -199,14 +207,14 @@ def prepare(
         contexts = [[text[:_CANARY_CHARACTERS]] for text in plan.first]
     record = PlanRecord(
         plan=plan,
-        asked=asked,
+        asked=gate_inputs,
         copies=copies,
         precision=precision,
         canary_file=gate.canaries,
         canaries=contexts,
-        canaries_before=before,
-        counts=sum_counts(record.counts for record in staged),
-        malformed=sum_counts(record.malformed for record in staged),
+        canaries_before=canaries_before,
+        counts=sum_counts(record.counts for record in part_records),
+        malformed=sum_counts(record.malformed for record in part_records),
         dropped=sum_counts([dropped, plan.dropped]),
         seconds=round(time.perf_counter() - began, 3),
         numerics=NUMERICS,
@@ -254,12 +262,12 @@ def embed(
     return records
 
 
-def _canaries(gate: GateConfig, before: Canaries | None) -> list[list[str]] | None:
+def _canaries(gate: GateConfig, canaries_before: Canaries | None) -> list[list[str]] | None:
     """The contexts that this version is asked; None: texts that the plan has to choose."""
     if gate.canaries:
         return read_canaries(gate.canaries)
-    if before and not before.get("file") and before["contexts"]:
-        return list(before["contexts"]) if gate.canary_texts else []
+    if canaries_before and not canaries_before.get("file") and canaries_before["contexts"]:
+        return list(canaries_before["contexts"]) if gate.canary_texts else []
     return None
 
 

@@ -1,4 +1,4 @@
-"""What an actor does with a shard of a pool: it copies the vectors that are known, and embeds the rest.
+"""The work of an actor on a shard of a pool: it copies known vectors, and embeds the other texts.
 
 Texts are taken in windows, sorted by length in each, and go through the model in batches bounded by
 tokens, while the next window is tokenised. An actor works on several shards at once, each in a thread: one
@@ -81,7 +81,7 @@ class Embedder:
     def __call__(self, draft: Draft, name: str, slices: Slices) -> EmbedRecord:
         """Writes a shard's rows and vectors."""
         started = time.time()
-        rows, places_N, salvaged_N = _read(draft, slices, self._unfinished is not None)
+        rows, places_N, salvaged_N = _read_candidates(draft, slices, self._unfinished is not None)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
         copied_N = self._copy(rows, places_N, vectors_ND)
         copied_N |= self._salvage(rows, np.where(copied_N, NEW, salvaged_N), vectors_ND)
@@ -93,16 +93,16 @@ class Embedder:
             raise FloatingPointError(f"{name}: the model made vectors that are not finite")
         poisoned["vector is not finite"] = infinite
         rejects = _reject(draft, name, rows, poisoned)
-        good = np.delete(np.arange(len(rows)), np.concatenate(list(poisoned.values())))
-        rows, known_N = rows.take(good), places_N[good] >= 0
-        layer = encode(vectors_ND[good], self._dtype)
+        valid = np.delete(np.arange(len(rows)), np.concatenate(list(poisoned.values())))
+        rows, is_known_N = rows.take(valid), places_N[valid] >= 0
+        layer = encode(vectors_ND[valid], self._dtype)
         vectors_ND = decode(layer)  # the gate looks at what searches will
         return EmbedRecord(
             files=build.write_shard(draft, name, rows, layer) if len(rows) else [],
             counts={"candidates": len(rows), "shards": int(len(rows) > 0)},
             dropped=rejects,
             malformed=rejects,
-            check=self._check(name, rows, vectors_ND, known_N) if len(rows) else None,
+            check=self._check(name, rows, vectors_ND, is_known_N) if len(rows) else None,
             rows_embedded=len(todo),
             actor_seconds=round(actor_seconds, 3),
             started=started,
@@ -113,30 +113,30 @@ class Embedder:
     def _copy(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:
         """Fills in the vectors of texts that the version before has; returns which rows'."""
         copied_N = np.zeros(len(rows), bool)
-        there = np.flatnonzero(places_N >= 0)
-        if self._previous is None or not len(there):
+        indices = np.flatnonzero(places_N >= 0)
+        if self._previous is None or not len(indices):
             return copied_N
-        there = there[np.argsort(places_N[there])]
-        hashes = _hashes_at(self._previous, places_N[there])
-        there = there[np.array(hashes) == rows["content_hash"].take(there).to_numpy()]
-        vectors_ND[there] = self._previous.vectors_at(places_N[there])
-        copied_N[there] = True
+        indices = indices[np.argsort(places_N[indices])]
+        hashes = _hashes_at(self._previous, places_N[indices])
+        indices = indices[np.array(hashes) == rows["content_hash"].take(indices).to_numpy()]
+        vectors_ND[indices] = self._previous.vectors_at(places_N[indices])
+        copied_N[indices] = True
         return copied_N
 
     def _salvage(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:
         """As `_copy`, from builds that were never finished; `places_N`: their places there, or NEW."""
         copied_N = np.zeros(len(rows), bool)
-        there = np.flatnonzero(places_N >= 0)
-        if self._unfinished is None or not len(there):
+        indices = np.flatnonzero(places_N >= 0)
+        if self._unfinished is None or not len(indices):
             return copied_N
-        there = there[np.argsort(places_N[there])]
+        indices = indices[np.argsort(places_N[indices])]
         try:
-            hashes, found_ND = self._unfinished.at(places_N[there])
+            hashes, salvaged_ND = self._unfinished.at(places_N[indices])
         except (OSError, ValueError, BadInput):  # somebody has removed it
             return copied_N
-        same = np.array(hashes) == rows["content_hash"].take(there).to_numpy()
-        vectors_ND[there[same]] = found_ND[same]
-        copied_N[there[same]] = True
+        is_same = np.array(hashes) == rows["content_hash"].take(indices).to_numpy()
+        vectors_ND[indices[is_same]] = salvaged_ND[is_same]
+        copied_N[indices[is_same]] = True
         return copied_N
 
     def _embed(self, texts: Sequence[str]) -> tuple[Floats, Ints, float]:
@@ -144,10 +144,12 @@ class Embedder:
         vectors: list[Floats] = [np.empty((0, self._ranker.dual.dimensions), np.float32)]
         tokens: list[int] = []
         seconds = 0.0
-        for rows, (part, took) in inference.in_windows(texts, self._tokenize, self._vectors):
+        for rows, (part, part_seconds) in inference.in_windows(
+            texts, self._tokenize, self._vectors
+        ):
             vectors.append(part.numpy())
             tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
-            seconds += took
+            seconds += part_seconds
         return np.concatenate(vectors), np.array(tokens, np.int64), seconds
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -161,22 +163,26 @@ class Embedder:
             vectors = inference.row_vectors(self._ranker, rows, self._batch_tokens)
             return vectors, time.perf_counter() - began
 
-    def _check(self, name: str, rows: pa.Table, vectors_ND: Floats, known_N: Bools) -> ShardCheck:
+    def _check(
+        self, name: str, rows: pa.Table, vectors_ND: Floats, is_known_N: Bools
+    ) -> ShardCheck:
         norms_N = np.linalg.norm(vectors_ND, axis=1)
         rng = np.random.default_rng(crc32(name.encode()))
         cosines = []
-        for at in rng.permutation(len(rows))[: self._sample].tolist():
-            again_D = self._embed([rows["text"][at].as_py()])[0][0]
-            length = max(float(norms_N[at] * np.linalg.norm(again_D)), 1e-30)
-            cosines.append(float(vectors_ND[at] @ again_D) / length)
+        for row in rng.permutation(len(rows))[: self._sample].tolist():
+            reembedded_D = self._embed([rows["text"][row].as_py()])[0][0]
+            length = max(float(norms_N[row] * np.linalg.norm(reembedded_D)), 1e-30)
+            cosines.append(float(vectors_ND[row] @ reembedded_D) / length)
         keys = [value[:KEY_DIGITS] for value in rows["content_hash"].to_pylist()]
-        known = np.flatnonzero(known_N)
+        known_rows = np.flatnonzero(is_known_N)
         return ShardCheck(
             dimensions=vectors_ND.shape[1],
             norms=(float(norms_N.min()), float(norms_N.mean()), float(norms_N.max())),
             cosine=min(cosines, default=None),
             answers=self._answers(vectors_ND, keys),
-            known_answers=self._answers(vectors_ND[known], [keys[at] for at in known.tolist()]),
+            known_answers=self._answers(
+                vectors_ND[known_rows], [keys[row] for row in known_rows.tolist()]
+            ),
         )
 
     def _answers(self, vectors_ND: Floats, keys: Sequence[str]) -> Answers:
@@ -186,18 +192,18 @@ class Embedder:
         if not keys:
             return [[] for _ in self._contexts[0]]
         starts = range(0, len(vectors_ND), _SCORED_ROWS)
-        parts = [torch.from_numpy(vectors_ND[at : at + _SCORED_ROWS]) for at in starts]
+        parts = [torch.from_numpy(vectors_ND[place : place + _SCORED_ROWS]) for place in starts]
         with torch.inference_mode():
             scores = self._ranker.dual.scores
             scores_QN = torch.cat([scores(*self._contexts, part) for part in parts], dim=1)
             top = scores_QN.topk(min(self._top_k, len(keys)), dim=1)
         return [
-            [(score, keys[at]) for score, at in zip(scores, places, strict=True)]
+            [(score, keys[place]) for score, place in zip(scores, places, strict=True)]
             for scores, places in zip(top.values.tolist(), top.indices.tolist(), strict=True)
         ]
 
 
-def _read(draft: Draft, slices: Slices, salvages: bool) -> tuple[pa.Table, Ints, Ints]:
+def _read_candidates(draft: Draft, slices: Slices, salvages: bool) -> tuple[pa.Table, Ints, Ints]:
     """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
 
     A place is NEW where the text is not there. `salvages`: whether there are unfinished builds.
@@ -217,18 +223,18 @@ def _read(draft: Draft, slices: Slices, salvages: bool) -> tuple[pa.Table, Ints,
 def _hashes_at(pool: Pool, places: Ints) -> list[str]:
     """The content hashes at ascending places."""
     parts = np.split(places, np.searchsorted(places, pool.ends[:-1]))
-    found = []
+    hashes = []
     for table, start, part in zip(pool.rows, (0, *pool.ends[:-1]), parts, strict=True):
-        found += table["content_hash"].take(pa.array(part - start)).to_pylist()
-    return found
+        hashes += table["content_hash"].take(pa.array(part - start)).to_pylist()
+    return hashes
 
 
 def _reject(draft: Draft, name: str, rows: pa.Table, poisoned: dict[str, Ints]) -> dict[str, int]:
     """Counts rows that cannot be embedded, and keeps some to look at."""
     rejects = raw.Rejects()
     for reason, places in poisoned.items():
-        for at in places.tolist():
-            text = f"id {rows['id'][at].as_py()!r}: {rows['text'][at].as_py()!r}"
-            rejects.add(reason, f"rows/{name}", at + 1, text)
+        for place in places.tolist():
+            text = f"id {rows['id'][place].as_py()!r}: {rows['text'][place].as_py()!r}"
+            rejects.add(reason, f"rows/{name}", place + 1, text)
     rejects.save(draft, name)
     return dict(rejects.counts)

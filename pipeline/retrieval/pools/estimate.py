@@ -1,4 +1,4 @@
-"""What embedding a pool will cost, by its plan and the rate of the version before."""
+"""The cost of embedding a pool, by its plan and the rate of the version before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PART_REQUESTS, _SHARD_REQUESTS = 8, 5
 
 
 def rows_to_embed(prepared: PlanRecord) -> int:
-    """Those that are copied from nowhere."""
+    """The number of rows whose vectors cannot be copied."""
     plan = prepared.plan
     return plan.rows - plan.salvaged - (plan.known if prepared.copies else 0)
 

@@ -1,4 +1,4 @@
-"""What a version of a pool has to pass before anybody can open it.
+"""The checks that a version of a pool has to pass before it is published.
 
 Every shard's record brings along what the gate looks at (`ShardCheck`), so that nothing is read again.
 A canary is a query that every version is asked.
@@ -27,7 +27,7 @@ text's content hash."""
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """What the gate looks at of a shard."""
+    """The facts of a shard that the gate checks."""
 
     dimensions: int
     norms: tuple[float, float, float]
@@ -35,25 +35,25 @@ class ShardCheck:
     cosine: float | None
     """The least one of some rows to the same texts embedded once more; None: no row was."""
     answers: Answers
-    """The best of the shard."""
+    """The best texts of the shard."""
     known_answers: Answers
-    """The best of those texts of the shard that the version before has too."""
+    """The best of the shard's texts that the version before has, too."""
 
 
 class Canaries(TypedDict):
-    """What a version's manifest says of its canaries."""
+    """The canaries in a version's manifest."""
 
     kind: str
-    """Of the model."""
+    """The kind of the model."""
     contexts: list[list[str]]
     answers: list[list[str]]
     """The keys of the best candidates for each, best first."""
     file: NotRequired[str]
-    """Where they come from; "": texts of the pool's own."""
+    """The file of the canaries; "": they are texts of the pool."""
 
 
 class Passed(TypedDict):
-    """What a version's manifest says of the gate."""
+    """The gate's results in a version's manifest."""
 
     removed_share: float
     changed_share: float
@@ -110,7 +110,7 @@ def read_canaries(uri: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of the version before is gone, and how much has another text; 0 where there is none."""
+    """The shares of the ids of the version before that are missing or have another text; 0 without one."""
 
     removed: float
     changed: float
@@ -130,9 +130,9 @@ def refusal(config: GateConfig, shares: Shares, version_before: str, rows_before
         ("max_changed_share", shares.changed, "have another text"),
     )
     faults = [
-        (name, f"{round(share * rows_before):,} of the {rows_before:,} ids of {version_before} {what} "
+        (name, f"{round(share * rows_before):,} of the {rows_before:,} ids of {version_before} {state} "
          f"({share:.1%}; allowed: gate.{name} {getattr(config, name):g})")
-        for name, share, what in limits
+        for name, share, state in limits
         if share > getattr(config, name)
     ]  # fmt: skip
     if not faults:
@@ -165,32 +165,35 @@ def check(
     dimensions = sorted({shard.dimensions for shard in shards})
     if len(dimensions) != 1:
         faults.append(f"shards of different dimensions: {dimensions}")
-    least, mean, most = (
+    min_norm, mean_norm, max_norm = (
         min(shard.norms[0] for shard in shards),
         sum(shard.norms[1] for shard in shards) / len(shards),
         max(shard.norms[2] for shard in shards),
     )
-    if not mean / _NORM_RANGE <= least <= most <= mean * _NORM_RANGE or not mean > 0:
-        faults.append(f"norms from {least:g} to {most:g}; allowed: 1/{_NORM_RANGE} to {_NORM_RANGE} "
-                      f"times their mean, {mean:g}")  # fmt: skip
+    if (
+        not mean_norm / _NORM_RANGE <= min_norm <= max_norm <= mean_norm * _NORM_RANGE
+        or not mean_norm > 0
+    ):
+        faults.append(f"norms from {min_norm:g} to {max_norm:g}; allowed: 1/{_NORM_RANGE} to {_NORM_RANGE} "
+                      f"times their mean, {mean_norm:g}")  # fmt: skip
     cosines = [shard.cosine for shard in shards if shard.cosine is not None]
-    if apart := [cosine for cosine in cosines if not cosine >= config.min_cosine]:
-        faults.append(f"a row's cosine to itself, embedded once more, is {min(apart):.4f}; allowed: "
+    if low_cosines := [cosine for cosine in cosines if not cosine >= config.min_cosine]:
+        faults.append(f"a row's cosine to itself, embedded once more, is {min(low_cosines):.4f}; allowed: "
                       f"gate.min_cosine {config.min_cosine:g} at least")  # fmt: skip
-    share, why_not = _recall(config, shards, kind, contexts, before, set(present))
-    if share is not None and share < config.min_recall:
-        faults.append(f"the canaries' answers found again are {share:.3f} of those of the version "
+    recall, skip_reason = _recall(config, shards, kind, contexts, before, set(present))
+    if recall is not None and recall < config.min_recall:
+        faults.append(f"the canaries' answers found again are {recall:.3f} of those of the version "
                       f"before; allowed: gate.min_recall {config.min_recall:g} at least")  # fmt: skip
     if faults:
         raise Stopped(f"the gate: {'; '.join(faults)}. Nothing is published")
     passed: Passed = {
         "removed_share": round(shares.removed, 4),
         "changed_share": round(shares.changed, 4),
-        "norms": [least, mean, most],
+        "norms": [min_norm, mean_norm, max_norm],
         "min_cosine": min(cosines, default=None),
-        "recall": share if share is not None else f"skipped: {why_not}",
+        "recall": recall if recall is not None else f"skipped: {skip_reason}",
     }
-    answers = _best((shard.answers for shard in shards), config.top_k)
+    answers = _best_keys((shard.answers for shard in shards), config.top_k)
     return passed, {"kind": kind, "contexts": list(map(list, contexts)), "answers": answers}
 
 
@@ -210,18 +213,18 @@ def _recall(
             None,
             f"the version before is of another kind of model ({before['kind']}, not {kind})",
         )
-    old = dict(zip(map(tuple, before["contexts"]), before["answers"], strict=True))
+    answers_before = dict(zip(map(tuple, before["contexts"]), before["answers"], strict=True))
     shares = []
-    answers = _best((shard.known_answers for shard in shards), config.top_k)
-    for context, new in zip(contexts, answers, strict=True):
-        if wanted := present.intersection(old.get(tuple(context), ())[: config.top_k]):
-            shares.append(len(wanted.intersection(new)) / len(wanted))
+    answers = _best_keys((shard.known_answers for shard in shards), config.top_k)
+    for context, keys in zip(contexts, answers, strict=True):
+        if expected := present.intersection(answers_before.get(tuple(context), ())[: config.top_k]):
+            shares.append(len(expected.intersection(keys)) / len(expected))
     if not shares:
         return None, "no canary has an answer of the version before that is still there"
     return sum(shares) / len(shares), ""
 
 
-def _best(of_shards: Iterable[Answers], top_k: int) -> list[list[str]]:
+def _best_keys(shard_answers: Iterable[Answers], top_k: int) -> list[list[str]]:
     """The keys of the pool's best answers to each canary; ties by key."""
     return [
         [
@@ -230,5 +233,5 @@ def _best(of_shards: Iterable[Answers], top_k: int) -> list[list[str]]:
                 :top_k
             ]
         ]
-        for answers in zip(*of_shards, strict=True)
+        for answers in zip(*shard_answers, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What a pool will hold, shard by shard, and what of it the version before has already."""
+"""The plan of a pool: the content of each shard, and which texts the version before has already."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.retrieval.pools.verdict_tasks import (
     SAME_ID,
     Files,
     PlanInput,
-    Wanted,
+    TextQuery,
     ahead,
 )
 from pipeline.retrieval.pools.verdicts import Verdicts
@@ -33,7 +33,7 @@ Slices = list[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What `make` found."""
+    """The result of `make`."""
 
     shards: dict[str, Slices]
     """The candidates of each shard of the pool, by its name; those with a verdict from NEW on count."""
@@ -42,7 +42,7 @@ class Plan:
     """Candidates whose text the version before has."""
     dropped: dict[str, int]
     first: tuple[str, ...]
-    """Some texts, those with the lowest hashes."""
+    """The texts with the lowest hashes."""
     present: tuple[str, ...]
     """Which of the `hashes` that were asked about are in the pool."""
     repeated_id: str = ""
@@ -55,85 +55,91 @@ class Plan:
         return self.changes.new + self.changes.changed + self.changes.same
 
 
-def make(draft: Draft, rows: PlanInput, rows_per_shard: int, wanted: Wanted) -> Plan:
+def make(draft: Draft, rows: PlanInput, rows_per_shard: int, query: TextQuery) -> Plan:
     """Writes the verdicts on all candidates, and samples of those that are dropped.
 
-    `rows` has a candidate at least. `wanted`: what the plan tells besides.
+    `rows` has a candidate at least. `query`: further questions about the candidates.
     """
-    found = verdicts.decide(draft, rows, wanted)
+    decided = verdicts.decide(draft, rows, query)
     parts = rows.candidates
-    kept = found.changes.new + found.changes.changed + found.changes.same
-    size = min(rows_per_shard, max(_LEAST_ROWS, -(-kept // _LEAST_SHARDS)))
-    shards = _cut(draft, parts, size)
-    repeated = _rows_at(draft, parts, found.samples[SAME_ID][:1])
-    first = _rows_at(draft, parts, found.first)
+    kept_rows = decided.changes.new + decided.changes.changed + decided.changes.same
+    size = min(rows_per_shard, max(_LEAST_ROWS, -(-kept_rows // _LEAST_SHARDS)))
+    shards = _cut_shards(draft, parts, size)
+    repeated_rows = _rows_at(draft, parts, decided.samples[SAME_ID][:1])
+    first_rows = _rows_at(draft, parts, decided.first)
     return Plan(
         shards={f"part-{number:05d}": slices for number, slices in enumerate(shards)},
-        changes=found.changes,
-        known=found.known,
-        dropped=_drop(draft, parts, found),
-        first=tuple(text for _, text in first),
-        repeated_id=repeated[0][0] if repeated else "",
-        present=tuple(found.present),
-        salvaged=found.salvaged,
+        changes=decided.changes,
+        known=decided.known,
+        dropped=_count_dropped(draft, parts, decided),
+        first=tuple(text for _, text in first_rows),
+        repeated_id=repeated_rows[0][0] if repeated_rows else "",
+        present=tuple(decided.present),
+        salvaged=decided.salvaged,
     )
 
 
-def _cut(draft: Draft, parts: Files, rows_per_shard: int) -> Iterator[Slices]:
+def _cut_shards(draft: Draft, parts: Files, rows_per_shard: int) -> Iterator[Slices]:
     """Shards of so many rows that are kept, or of fewer that hold much text.
 
     Some parts are held in memory, 16 bytes a row.
     """
 
-    def read(part: tuple[str, int]) -> tuple[str, Ints, Ints]:
+    def read_part(part: tuple[str, int]) -> tuple[str, Ints, Ints]:
         name = part[0]
-        kept = np.flatnonzero(verdicts.read_verdicts(draft, name) >= NEW)
-        sizes = candidates.read_keys(draft, name)[kept, candidates.BYTES].astype(np.int64)
-        return name, kept, np.cumsum(sizes)
+        kept_rows = np.flatnonzero(verdicts.read_verdicts(draft, name) >= NEW)
+        sizes = candidates.read_keys(draft, name)[kept_rows, candidates.BYTES].astype(np.int64)
+        return name, kept_rows, np.cumsum(sizes)
 
     slices: Slices = []
     rows = size = 0
-    for part, kept, ends in ahead(read, parts):
-        done = 0
-        while done < len(kept):
+    for part, kept_rows, ends in ahead(read_part, parts):
+        start = 0
+        while start < len(kept_rows):
             if rows >= rows_per_shard or size >= _SHARD_BYTES:
                 yield slices
                 slices, rows, size = [], 0, 0
-            before = int(ends[done - 1]) if done else 0
-            fits = int(np.searchsorted(ends, before + _SHARD_BYTES - size)) + 1
-            end = min(len(kept), done + rows_per_shard - rows, fits)
-            slices.append((part, int(kept[done]), int(kept[end - 1]) + 1))
-            rows += end - done
-            size += int(ends[end - 1]) - before
-            done = end
+            bytes_before = int(ends[start - 1]) if start else 0
+            fitting_end = int(np.searchsorted(ends, bytes_before + _SHARD_BYTES - size)) + 1
+            end = min(len(kept_rows), start + rows_per_shard - rows, fitting_end)
+            slices.append((part, int(kept_rows[start]), int(kept_rows[end - 1]) + 1))
+            rows += end - start
+            size += int(ends[end - 1]) - bytes_before
+            start = end
     if slices:
         yield slices
 
 
-def _drop(draft: Draft, parts: Files, found: Verdicts) -> dict[str, int]:
+def _count_dropped(draft: Draft, parts: Files, decided: Verdicts) -> dict[str, int]:
     """Counts what is dropped by reason, and names the first ones."""
     rejects = raw.Rejects()
     for verdict, reason in REASONS.items():
-        places = found.samples[verdict]
+        places = decided.samples[verdict]
         for place, (name, text) in zip(places, _rows_at(draft, parts, places), strict=True):
             rejects.add(reason, "all candidates", place + 1, f"id {name!r}: {text!r}")
-        if reason in found.dropped:
-            rejects.counts[reason] = found.dropped[reason]
+        if reason in decided.dropped:
+            rejects.counts[reason] = decided.dropped[reason]
     rejects.save(draft, "plan")
     return dict(rejects.counts)
 
 
 def _rows_at(draft: Draft, parts: Files, places: Sequence[int]) -> list[tuple[str, str]]:
     """(id, text) of each place among all candidates. A part is read once, and one is held at a time."""
-    found: dict[int, tuple[str, str]] = {}
-    waiting = sorted(set(places))
+    row_at_place: dict[int, tuple[str, str]] = {}
+    sorted_places = sorted(set(places))
     end = 0
     for part, rows in parts:
         start, end = end, end + rows
-        here = [place - start for place in waiting if start <= place < end]
-        if here:
-            some = candidates.read_rows(draft, part).select(["id", "text"]).take(here).to_pylist()
-            found |= {
-                start + at: (row["id"], row["text"]) for at, row in zip(here, some, strict=True)
+        part_places = [place - start for place in sorted_places if start <= place < end]
+        if part_places:
+            part_rows = (
+                candidates.read_rows(draft, part)
+                .select(["id", "text"])
+                .take(part_places)
+                .to_pylist()
+            )
+            row_at_place |= {
+                start + offset: (row["id"], row["text"])
+                for offset, row in zip(part_places, part_rows, strict=True)
             }
-    return [found[place] for place in places]
+    return [row_at_place[place] for place in places]

@@ -84,24 +84,31 @@ class Share:
     """One of `count` parts of a pool's rows, which are equal up to one row and follow each other."""
 
     number: int
-    """From 0."""
+    """The part's number, from 0."""
     count: int
 
     def rows(self, total: int) -> slice:
-        """Of so many rows those in this part."""
+        """The rows of this part, of so many in total."""
         return slice(total * self.number // self.count, total * (self.number + 1) // self.count)
 
     def rows_of_files(self, artifact: Artifact) -> dict[str, slice]:
         """The names of a pool's files that hold rows of this part, and which of the file's rows."""
-        mine, found, first = self.rows(artifact.rows("rows/")), dict[str, slice](), 0
+        share_rows, rows_by_file, file_start = (
+            self.rows(artifact.rows("rows/")),
+            dict[str, slice](),
+            0,
+        )
         for entry in artifact.manifest["files"]:
             if not entry["path"].startswith("rows/"):
                 continue
-            start, stop = max(mine.start - first, 0), min(mine.stop - first, entry["rows"])
+            start, stop = (
+                max(share_rows.start - file_start, 0),
+                min(share_rows.stop - file_start, entry["rows"]),
+            )
             if start < stop or self.count == 1:
-                found[Path(entry["path"]).stem] = slice(start, stop)
-            first += entry["rows"]
-        return found
+                rows_by_file[Path(entry["path"]).stem] = slice(start, stop)
+            file_start += entry["rows"]
+        return rows_by_file
 
 
 @dataclass(frozen=True)
@@ -115,9 +122,9 @@ class Pool:
     rotation: Floats
     """[D, K] float64, of the sketches."""
     ends: tuple[int, ...]
-    """Where each shard ends in the pool."""
+    """The place in the pool behind each shard's last row."""
     folder: Path | None = None
-    """Its files on this node."""
+    """The folder of the pool's files on this node."""
 
     @classmethod
     def open(cls, uri: str | Path, check: Check = "once", share: Share | None = None) -> Pool:
@@ -137,7 +144,7 @@ class Pool:
                            f"{', '.join(FILE_DTYPES)}; embed the pool again")  # fmt: skip
         share = share or Share(0, 1)
         parts = share.rows_of_files(artifact)
-        only = None if share.count == 1 else [ROTATION, *_files_of(artifact, list(parts))]
+        only = None if share.count == 1 else [ROTATION, *_paths_of_shards(artifact, list(parts))]
         folder = artifact.local(only)
         try:
             return cls._open(artifact, folder, parts, check, only)
@@ -159,9 +166,9 @@ class Pool:
         if not is_orthonormal(rotation):
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
         columns = rotation.shape[1]
-        whole = [_open_shard(folder, name, artifact.manifest, columns) for name in parts]
-        checksums.contents(artifact, folder, [shard.rows for shard in whole], check, only)
-        shards = tuple(s.part(rows) for s, rows in zip(whole, parts.values(), strict=True))
+        full_shards = [_open_shard(folder, name, artifact.manifest, columns) for name in parts]
+        checksums.contents(artifact, folder, [shard.rows for shard in full_shards], check, only)
+        shards = tuple(s.part(rows) for s, rows in zip(full_shards, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
         name = storage.name_of(uri[: -len(storage.name_of(uri)) - 1])
         return cls(artifact, name, storage.name_of(uri), shards, rotation, ends, folder)
@@ -202,8 +209,8 @@ class Pool:
         import faiss
 
         folder = self.artifact.local() / "neighbours"
-        index_of_parts: Any = faiss.IndexShards  # its types know another constructor
-        index = index_of_parts(self.dimensions, True, True)
+        index_class: Any = faiss.IndexShards  # its types know another constructor
+        index = index_class(self.dimensions, True, True)
         for file in files:
             index.add_shard(faiss.read_index(str(folder / storage.name_of(file))))
         return index
@@ -265,20 +272,22 @@ class Pool:
 
     def row(self, place: int) -> PoolRow:
         """The candidate at a place from 0 to len - 1."""
-        table, at = self._table_at(place)
-        return PoolRow(table["id"][at].as_py(), table["text"][at].as_py())
+        table, number = self._table_at(place)
+        return PoolRow(table["id"][number].as_py(), table["text"][number].as_py())
 
     def columns_at(self, place: int, names: Sequence[str]) -> dict[str, str]:
         """Further columns of the candidate at a place."""
-        table, at = self._table_at(place)
-        return {name: table[name][at].as_py() for name in names}
+        table, number = self._table_at(place)
+        return {name: table[name][number].as_py() for name in names}
 
     def rows_at(self, places: Ints, columns: Sequence[str] = ()) -> list[dict[str, str]]:
         """id, text and further columns of the candidates at places in any order."""
         order = np.argsort(places)
         rows: list[dict[str, str]] = []
-        for shard, at in self._of_shards(places[order]):
-            rows += shard.rows.select(["id", "text", *columns]).take(pa.array(at)).to_pylist()
+        for shard, shard_places in self._split_by_shard(places[order]):
+            rows += (
+                shard.rows.select(["id", "text", *columns]).take(pa.array(shard_places)).to_pylist()
+            )
         return [rows[place] for place in np.argsort(order).tolist()]
 
     def _table_at(self, place: int) -> tuple[pa.Table, int]:
@@ -287,7 +296,10 @@ class Pool:
 
     def ids_at(self, places: Ints) -> list[str]:
         """The ids at ascending places."""
-        parts = [s.rows["id"].take(pa.array(at)) for s, at in self._of_shards(places)]
+        parts = [
+            s.rows["id"].take(pa.array(shard_places))
+            for s, shard_places in self._split_by_shard(places)
+        ]
         return [name for part in parts for name in part.to_pylist()]
 
     def vectors_at(self, places: Ints) -> Floats:
@@ -298,29 +310,32 @@ class Pool:
 
     def layer_at(self, places: Ints, name: str) -> Layer:
         """The rows of `vectors` or of `sketch` at ascending places, one at least."""
-        parts = [getattr(shard, name).take(at) for shard, at in self._of_shards(places)]
+        parts = [
+            getattr(shard, name).take(shard_places)
+            for shard, shard_places in self._split_by_shard(places)
+        ]
         matrices, norms = zip(*parts, strict=True)
         return Layer(np.concatenate(matrices), np.concatenate(norms, axis=1))
 
-    def _of_shards(self, places: Ints) -> list[tuple[Shard, Ints]]:
+    def _split_by_shard(self, places: Ints) -> list[tuple[Shard, Ints]]:
         """Shards with some of these ascending places, and the places in each."""
-        found = []
-        at = 0
-        while at < len(places):
-            number = bisect_right(self.ends, int(places[at]))
+        parts = []
+        first = 0
+        while first < len(places):
+            number = bisect_right(self.ends, int(places[first]))
             end = int(np.searchsorted(places, self.ends[number]))
             start = self.ends[number - 1] if number else 0
-            found.append((self.shards[number], places[at:end] - start))
-            at = end
-        return found
+            parts.append((self.shards[number], places[first:end] - start))
+            first = end
+        return parts
 
 
-def _files_of(artifact: Artifact, names: Sequence[str]) -> list[str]:
+def _paths_of_shards(artifact: Artifact, names: Sequence[str]) -> list[str]:
     """The paths of the files of some shards."""
     folders = ("rows", "vectors", "norms", "sketch", "sketch_norms")
-    wanted = {(folder, name) for folder in folders for name in names}
+    shard_files = {(folder, name) for folder in folders for name in names}
     paths = (Path(path) for path in artifact.paths())
-    return [str(path) for path in paths if (str(path.parent), path.stem) in wanted]
+    return [str(path) for path in paths if (str(path.parent), path.stem) in shard_files]
 
 
 def _open_shard(folder: Path, name: str, manifest: dict[str, Any], columns: int) -> Shard:
@@ -351,20 +366,20 @@ def _load(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.ndarray[A
     except (ValueError, OSError) as error:
         raise BadInput(f"{path}: damaged ({str(error).splitlines()[0]})") from None
     rows, width = shape
-    wanted = (rows, matrix.shape[-1] if width is None else width)
-    if matrix.shape != wanted or matrix.dtype != dtype:
+    expected_shape = (rows, matrix.shape[-1] if width is None else width)
+    if matrix.shape != expected_shape or matrix.dtype != dtype:
         raise BadInput(f"{path}: {matrix.dtype} {matrix.shape}; the manifest and the rows' file say "
-                       f"{np.dtype(dtype)} {wanted}")  # fmt: skip
+                       f"{np.dtype(dtype)} {expected_shape}")  # fmt: skip
     return matrix
 
 
 def precision_of(artifact: Artifact) -> str:
-    """What a pool's vectors were computed in; pools of earlier versions do not say."""
+    """The precision in which a pool's vectors were computed; pools of earlier versions do not say."""
     return str(artifact.manifest.get("precision", "unknown"))
 
 
 def current_uri(pools: str, name: str) -> str:
-    """Where a pool's CURRENT lies."""
+    """The URI of a pool's CURRENT."""
     return storage.join(pools, name, CURRENT)
 
 
@@ -374,7 +389,7 @@ def make_current(pools: str, name: str, version: str) -> None:
 
 
 def describe(pool: Pool) -> dict[str, Any]:
-    """What a service says about a pool."""
+    """A pool as a service describes it."""
     return {
         "name": pool.name,
         "version": pool.version,

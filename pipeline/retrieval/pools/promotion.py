@@ -53,34 +53,36 @@ def version_before(pools: str, name: str) -> str:
 
     Raises BadInput where there is none.
     """
-    current, made = current_name(pools, name), _made(pools, name)
-    before = previous_name(pools, name)
-    if before in made and before != current:
-        return before
-    older = [version for version in made if made[version] < made.get(current, "~")]
+    current, created_at = current_name(pools, name), _creation_times(pools, name)
+    previous = previous_name(pools, name)
+    if previous in created_at and previous != current:
+        return previous
+    older = [
+        version for version in created_at if created_at[version] < created_at.get(current, "~")
+    ]
     if not older:
         raise BadInput(f"version: {storage.join(pools, name)} has none before {current or 'CURRENT'}; "
-                       f"there are: {', '.join(sorted(made)) or 'none'}")  # fmt: skip
-    return max(older, key=lambda version: made[version])
+                       f"there are: {', '.join(sorted(created_at)) or 'none'}")  # fmt: skip
+    return max(older, key=lambda version: created_at[version])
 
 
 def versions_by_age(pools: str, name: str) -> list[str]:
     """All published versions, the newest first."""
-    made = _made(pools, name)
-    return sorted(made, key=lambda version: made[version], reverse=True)
+    created_at = _creation_times(pools, name)
+    return sorted(created_at, key=lambda version: created_at[version], reverse=True)
 
 
 def newest_of_model(pools: str, name: str, fingerprint: str) -> str:
     """The newest version that a model embedded; "" where there is none."""
-    made = _made(pools, name, fingerprint)
-    return max(made, key=lambda version: made[version], default="")
+    created_at = _creation_times(pools, name, fingerprint)
+    return max(created_at, key=lambda version: created_at[version], default="")
 
 
-def _made(pools: str, name: str, fingerprint: str = "") -> dict[str, str]:
+def _creation_times(pools: str, name: str, fingerprint: str = "") -> dict[str, str]:
     """When each published version was made; those of one model only, if its fingerprint is given."""
-    found = {}
+    created_at = {}
     for artifact in read_versions(pools, name):
         manifest = artifact.manifest
         if fingerprint in ("", manifest["inputs"]["model"]["fingerprint"]):
-            found[storage.name_of(artifact.uri)] = str(manifest["created_at"])
-    return found
+            created_at[storage.name_of(artifact.uri)] = str(manifest["created_at"])
+    return created_at

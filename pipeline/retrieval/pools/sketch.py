@@ -32,23 +32,23 @@ def fit_rotation(sample_ND: Floats) -> Floats:
     rows_ND = rows_ND / max(float(np.abs(rows_ND).max(initial=0)), 1e-300)
     energies, directions_DD = np.linalg.eigh(rows_ND.T @ rows_ND)
     energies, directions_DD = energies[::-1].clip(min=0), directions_DD[:, ::-1]
-    enough = int(np.searchsorted(np.cumsum(energies), _ENERGY * energies.sum())) + 1
-    return directions_DD[:, : -(-enough // _STEP) * _STEP].copy()
+    count = int(np.searchsorted(np.cumsum(energies), _ENERGY * energies.sum())) + 1
+    return directions_DD[:, : -(-count // _STEP) * _STEP].copy()
 
 
 def is_orthonormal(rotation_DK: Floats) -> bool:
-    off_KK = rotation_DK.T @ rotation_DK - np.eye(rotation_DK.shape[1])
-    return bool(np.linalg.norm(off_KK) <= ORTHONORMAL)
+    errors_KK = rotation_DK.T @ rotation_DK - np.eye(rotation_DK.shape[1])
+    return bool(np.linalg.norm(errors_KK) <= ORTHONORMAL)
 
 
 def sketch(vectors_ND: Floats, rotation_DK: Floats) -> Layer:
     """The sketch of rows, from their float64 vectors as the pool keeps them."""
-    turned_NK = vectors_ND @ rotation_DK
-    codes_NK, scales_N = to_int8(turned_NK)
+    rotated_NK = vectors_ND @ rotation_DK
+    codes_NK, scales_N = to_int8(rotated_NK)
     coded_NK = codes_NK * scales_N[:, None].astype(np.float64)
     total_N = np.einsum("nd,nd->n", vectors_ND, vectors_ND)
-    inside_N = np.einsum("nk,nk->n", turned_NK, turned_NK)
+    inside_N = np.einsum("nk,nk->n", rotated_NK, rotated_NK)
     # |c - R R^T c|² = |c|² - |R^T c|², but for R's error and the rounding of the two sums.
     missed_N1 = np.sqrt((total_N - inside_N).clip(min=0) + 4 * ORTHONORMAL * total_N)[:, None]
-    norms = [scales_N, lengths(coded_NK), lengths(turned_NK - coded_NK), lengths(missed_N1)]
+    norms = [scales_N, lengths(coded_NK), lengths(rotated_NK - coded_NK), lengths(missed_N1)]
     return Layer(codes_NK, np.stack(norms))

@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What `survey` found."""
+    """The result of `survey`."""
 
     rows: int
     lengths: tuple[float, ...]
@@ -37,7 +37,7 @@ class Survey:
     """The mean share of a vector's length that the sketch does not have; of all rows."""
     sampled: int
     equal: int
-    """Rows of the sample whose vector another one of them has, too."""
+    """Rows of the sample whose vector another row of the sample has, too."""
     most_equal: tuple[PoolRow, int] | None
     """The first row of the vector that comes most often, and how often it does."""
     compared: int
@@ -53,21 +53,23 @@ def survey(pool: Pool, sample_rows: int, pairs: int, seed: int) -> Survey:
         part = pool.layer_at(sampled[start : start + _TAKEN_ROWS], "vectors")
         keys += [_digest(row, norms) for row, norms in zip(part.matrix, part.norms.T, strict=True)]
     counts = Counter(keys)
-    key, most = counts.most_common(1)[0] if counts else (b"", 0)
+    key, highest_count = counts.most_common(1)[0] if counts else (b"", 0)
     norms = [shard.vectors.norms[LENGTH] for shard in pool.shards if len(shard)]
-    missed = [
+    missed_sums = [
         shard["missed_by_sketch"] * shard["rows"] for shard in pool.artifact.manifest["statistics"]
     ]
     compared = _sample(len(pool), _COMPARED_ROWS, seed)
     return Survey(
         rows=len(pool),
         lengths=tuple(np.quantile(np.concatenate(norms), _SHARES).tolist()) if norms else (),
-        missed=sum(missed) / max(1, len(pool)),
+        missed=sum(missed_sums) / max(1, len(pool)),
         sampled=len(sampled),
         equal=sum(count for count in counts.values() if count > 1),
-        most_equal=(pool.row(int(sampled[keys.index(key)])), most) if most > 1 else None,
+        most_equal=(pool.row(int(sampled[keys.index(key)])), highest_count)
+        if highest_count > 1
+        else None,
         compared=len(compared),
-        pairs=tuple(_nearest(pool, compared, pairs)),
+        pairs=tuple(_nearest_pairs(pool, compared, pairs)),
     )
 
 
@@ -82,11 +84,11 @@ def _digest(row: Floats, norms: Floats) -> bytes:
     return hashlib.blake2b(row.tobytes() + norms.tobytes(), digest_size=16).digest()
 
 
-def _nearest(pool: Pool, places: Ints, count: int) -> list[Pair]:
-    """Of each vector the first row alone is compared."""
+def _nearest_pairs(pool: Pool, places: Ints, count: int) -> list[Pair]:
+    """The nearest pairs; of rows with equal vectors only the first is compared."""
     vectors_ND = pool.vectors_at(places)
-    first = np.sort(np.unique(vectors_ND, axis=0, return_index=True)[1])
-    places, vectors_ND = places[first], vectors_ND[first]
+    distinct = np.sort(np.unique(vectors_ND, axis=0, return_index=True)[1])
+    places, vectors_ND = places[distinct], vectors_ND[distinct]
     lengths_N = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
     vectors_ND = vectors_ND / np.where(lengths_N > 0, lengths_N, 1)
     cosines_NN = vectors_ND @ vectors_ND.T
@@ -95,11 +97,9 @@ def _nearest(pool: Pool, places: Ints, count: int) -> list[Pair]:
     nearest: list[int] = []
     if count:
         nearest = np.argpartition(-cosines_NN, count - 1, axis=None)[:count].tolist()
-    found = [divmod(at, len(places)) for at in nearest]
+    place_pairs = [divmod(index, len(places)) for index in nearest]
     pairs = [
-        Pair(
-            float(cosines_NN[one, other]), pool.row(int(places[one])), pool.row(int(places[other]))
-        )
-        for one, other in found
+        Pair(float(cosines_NN[a, b]), pool.row(int(places[a])), pool.row(int(places[b])))
+        for a, b in place_pairs
     ]
     return sorted(pairs, reverse=True)

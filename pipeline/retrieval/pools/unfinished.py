@@ -90,19 +90,25 @@ class UnfinishedVectors:
         while start < len(places):
             number = bisect_right(self._ends, int(places[start]))
             end = int(np.searchsorted(places, self._ends[number]))
-            begins = self._ends[number - 1] if number else 0
-            some_hashes, vectors = self._read(self._shards[number], places[start:end] - begins)
-            hashes += some_hashes
+            shard_start = self._ends[number - 1] if number else 0
+            shard_hashes, vectors = self._read_rows(
+                self._shards[number], places[start:end] - shard_start
+            )
+            hashes += shard_hashes
             parts.append(vectors)
             start = end
         return hashes, np.concatenate(parts)
 
-    def _read(self, shard: UnfinishedShard, places: Ints) -> tuple[list[str], Floats]:
+    def _read_rows(self, shard: UnfinishedShard, places: Ints) -> tuple[list[str], Floats]:
         matrix, norms = (
-            np.load(self._local(shard.folder, what) / f"{shard.name}.npy", "r", allow_pickle=False)
-            for what in ("vectors", "norms")
+            np.load(
+                self._local_folder(shard.folder, subfolder) / f"{shard.name}.npy",
+                "r",
+                allow_pickle=False,
+            )
+            for subfolder in ("vectors", "norms")
         )
-        path = self._local(shard.folder, "rows") / f"{shard.name}.arrow"
+        path = self._local_folder(shard.folder, "rows") / f"{shard.name}.arrow"
         with pa.memory_map(str(path)) as stream:
             rows = pa.ipc.open_file(stream).read_all()
             hashes = rows["content_hash"].take(pa.array(places)).to_pylist()
@@ -110,9 +116,9 @@ class UnfinishedVectors:
             raise ValueError(f"{path}: not as many rows as the draft says")
         return hashes, decode(Layer(matrix[places], norms[:, places]))
 
-    def _local(self, folder: str, what: str) -> Path:
+    def _local_folder(self, folder: str, subfolder: str) -> Path:
         """A local copy of a draft's folder, once per node."""
-        uri = storage.join(folder, what)
+        uri = storage.join(folder, subfolder)
         if uri not in self._folders:
             names = [shard.name for shard in self._shards if shard.folder == folder]
             self._folders[uri] = node_cache.local_folder(uri, digest(names))

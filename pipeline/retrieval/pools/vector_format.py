@@ -88,6 +88,6 @@ def lengths(rows_NK: Floats) -> Floats:
     """[N] float32: Euclidean lengths of float64 rows, rounded up; inf where float32 ends."""
     exact_N = np.sqrt(np.einsum("nk,nk->n", rows_NK, rows_NK)) * (1 + 1e-12)
     with np.errstate(over="ignore"):
-        near_N = exact_N.astype(np.float32)
-    above_N = np.nextafter(near_N, np.float32(np.inf))
-    return np.asarray(np.where(near_N < exact_N, above_N, near_N))
+        rounded_N = exact_N.astype(np.float32)
+    above_N = np.nextafter(rounded_N, np.float32(np.inf))
+    return np.asarray(np.where(rounded_N < exact_N, above_N, rounded_N))

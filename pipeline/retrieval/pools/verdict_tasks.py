@@ -38,26 +38,26 @@ _VERDICTS = pa.schema([("place", pa.int64()), ("verdict", pa.int64()), ("unfinis
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What a plan is made of; places count over all files of a kind."""
+    """The input of a plan; places count over all files of a kind."""
 
     candidates: Files
     """Parts."""
     before: Files = ()
-    """Of the version before."""
+    """Files of the version before."""
     unfinished: Files = ()
-    """Of builds that were never finished, for texts that are not copied from the version before."""
+    """Files of builds that were never finished, for texts that are not copied from the version before."""
     copies: bool = True
     """Whether any text is copied from the version before."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What else is to be found among the candidates that are kept."""
+class TextQuery:
+    """Further questions about the candidates that are kept."""
 
     texts: int = 0
-    """How many with the lowest keys."""
+    """How many texts with the lowest keys to return."""
     hashes: Sequence[str] = ()
-    """Which of these are there: the first 16 digits of content hashes."""
+    """Content hashes to look for, by their first 16 digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +99,14 @@ class Group:
 
 @dataclass(frozen=True)
 class PlanJob:
-    """What every task knows."""
+    """The facts that every task needs."""
 
     name: str
     """Before the names of all tasks: a job that is resumed after the version before has changed, or another
     build was killed, takes none for done."""
     bucket_count: int
     groups: dict[str, list[Group]]
-    """By what they are of: "candidates", "before", "unfinished"."""
+    """By kind: "candidates", "before", "unfinished"."""
     copies: bool
 
     @classmethod
@@ -117,9 +117,11 @@ class PlanJob:
             "unfinished": rows.unfinished,
         }
         count = bucket_count(*kinds.values())
-        named = digest([[list(map(list, files)) for files in kinds.values()], rows.copies, count])
+        identity = digest(
+            [[list(map(list, files)) for files in kinds.values()], rows.copies, count]
+        )
         return cls(
-            f"plan-{named[:8]}", count, {k: groups_of(f) for k, f in kinds.items()}, rows.copies
+            f"plan-{identity[:8]}", count, {k: groups_of(f) for k, f in kinds.items()}, rows.copies
         )
 
     def keys(self, kind: str) -> list[str]:
@@ -130,14 +132,14 @@ class PlanJob:
         name = f"{self.name}-{stage}-{round_number}"
         return {f"{name}-{bucket:05d}": bucket for bucket in range(self.bucket_count)}
 
-    def file(self, draft: Draft, name: str, rows: pa.Table, by: str) -> None:
-        """Files rows by the bucket of their key `by`."""
-        bucket = (rows[by].to_numpy() % np.uint64(self.bucket_count)).astype(np.int64)
-        buckets.write(draft, f"{name}-by-{by}", rows, bucket, self.bucket_count)
+    def file(self, draft: Draft, name: str, rows: pa.Table, key: str) -> None:
+        """Files rows by the bucket of their `key`."""
+        bucket = (rows[key].to_numpy() % np.uint64(self.bucket_count)).astype(np.int64)
+        buckets.write(draft, f"{name}-by-{key}", rows, bucket, self.bucket_count)
 
-    def read(self, draft: Draft, kind: str, by: str, bucket: int) -> pa.Table:
+    def read(self, draft: Draft, kind: str, key: str, bucket: int) -> pa.Table:
         """The keys in a bucket, in the order of places."""
-        names = [f"{task}-by-{by}" for task in self.keys(kind)]
+        names = [f"{task}-by-{key}" for task in self.keys(kind)]
         return buckets.read(draft, names, bucket, _KEYS)
 
 
@@ -145,50 +147,50 @@ def ahead(read: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Iterator[
     """`read(item)` of each item, in order, while the next ones are read: from an object store each takes
     20 ms or more, and a large pool has thousands."""
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
-        waiting: deque[Future[ResultT]] = deque()
+        futures: deque[Future[ResultT]] = deque()
         for item in items:
-            waiting.append(pool.submit(read, item))
-            if len(waiting) > 2 * _READS_AT_ONCE:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            futures.append(pool.submit(read, item))
+            if len(futures) > 2 * _READS_AT_ONCE:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
 
 
 def bucket_count(*kinds: Files) -> int:
-    most = max(sum(rows for _, rows in files) for files in kinds)
-    return max(1, -(-most // _BUCKET_ROWS))
+    max_rows = max(sum(rows for _, rows in files) for files in kinds)
+    return max(1, -(-max_rows // _BUCKET_ROWS))
 
 
 def groups_of(files: Files) -> list[Group]:
     groups = list[Group]()
-    taken = list[tuple[str, int]]()
+    group_files = list[tuple[str, int]]()
     rows = start = 0
     for name, count in files:
-        if taken and rows + count > _BUCKET_ROWS:
-            groups.append(Group(tuple(taken), start))
+        if group_files and rows + count > _BUCKET_ROWS:
+            groups.append(Group(tuple(group_files), start))
             start += rows
-            taken, rows = [], 0
-        taken.append((name, count))
+            group_files, rows = [], 0
+        group_files.append((name, count))
         rows += count
-    return [*groups, Group(tuple(taken), start)] if taken else groups
+    return [*groups, Group(tuple(group_files), start)] if group_files else groups
 
 
 def keys_task(
-    draft: Draft, task: str, argument: str, job: PlanJob, by: dict[str, list[str]]
+    draft: Draft, task: str, argument: str, job: PlanJob, keys_of_kind: dict[str, list[str]]
 ) -> TaskRecord:
     kind, _, number = argument.partition(" ")
     group = job.groups[kind][int(number)]
 
-    def read(name: str) -> tuple[Keys, Keys]:
+    def read_file_keys(name: str) -> tuple[Keys, Keys]:
         if kind != "candidates":
             return candidates.read_published_keys(name)
         keys = candidates.read_keys(draft, name)
         return keys[:, candidates.TEXT_KEY], keys[:, candidates.ID_KEY]
 
-    found = list(ahead(read, [name for name, _ in group.files]))
-    texts, ids = (np.concatenate(keys) for keys in zip(*found, strict=True))
+    file_keys = list(ahead(read_file_keys, [name for name, _ in group.files]))
+    texts, ids = (np.concatenate(keys) for keys in zip(*file_keys, strict=True))
     rows = pa.table([texts, ids, group.first + np.arange(len(texts))], schema=_KEYS)
-    for key in by[kind]:
+    for key in keys_of_kind[kind]:
         job.file(draft, task, rows, key)
     return TaskRecord(counts={"records": len(rows)})
 
@@ -196,53 +198,53 @@ def keys_task(
 def texts_task(draft: Draft, task: str, bucket: int, job: PlanJob, round_number: int) -> TaskRecord:
     """The first candidate with each text, of those that have not lost their id."""
     rows = job.read(draft, "candidates", "text", bucket)
-    lost = [
+    lost_names = [
         f"{name}-lost" for number in range(1, round_number) for name in job.buckets("ids", number)
     ]
-    gone = buckets.read(draft, lost, bucket, _LOST)["place"].to_numpy()
-    rows = rows.filter(pa.array(~np.isin(rows["place"].to_numpy(), gone)))
-    rows = rows.take(pa.array(_first(rows["text"].to_numpy())))
+    lost_places = buckets.read(draft, lost_names, bucket, _LOST)["place"].to_numpy()
+    rows = rows.filter(pa.array(~np.isin(rows["place"].to_numpy(), lost_places)))
+    rows = rows.take(pa.array(_first_occurrences(rows["text"].to_numpy())))
     texts = rows["text"].to_numpy()
-    before = _places(job.read(draft, "before", "text", bucket), texts)
-    unfinished = _places(job.read(draft, "unfinished", "text", bucket), texts)
+    places_before = _places_of_texts(job.read(draft, "before", "text", bucket), texts)
+    places_unfinished = _places_of_texts(job.read(draft, "unfinished", "text", bucket), texts)
     if job.copies:
-        unfinished[before >= 0] = NEW
-    columns = [*rows.columns, before, unfinished]
+        places_unfinished[places_before >= 0] = NEW
+    columns = [*rows.columns, places_before, places_unfinished]
     job.file(draft, task, pa.table(columns, schema=_FIRST), "id")
     return TaskRecord()
 
 
 def ids_task(
-    draft: Draft, task: str, bucket: int, job: PlanJob, round_number: int, wanted: Wanted
+    draft: Draft, task: str, bucket: int, job: PlanJob, round_number: int, query: TextQuery
 ) -> IdsRecord:
     """The first candidate with each id, of those that are the first with their text."""
     names = [f"{name}-by-id" for name in job.buckets("texts", round_number)]
     rows = buckets.read(draft, names, bucket, _FIRST).sort_by("place").combine_chunks()
     is_first = np.zeros(len(rows), bool)
-    is_first[_first(rows["id"].to_numpy())] = True
-    kept, lost = rows.filter(pa.array(is_first)), rows.filter(pa.array(~is_first))
-    text_bucket = (lost["text"].to_numpy() % np.uint64(job.bucket_count)).astype(np.int64)
-    buckets.write(draft, f"{task}-lost", lost.select(["place"]), text_bucket, job.bucket_count)
+    is_first[_first_occurrences(rows["id"].to_numpy())] = True
+    first_rows, lost_rows = rows.filter(pa.array(is_first)), rows.filter(pa.array(~is_first))
+    text_bucket = (lost_rows["text"].to_numpy() % np.uint64(job.bucket_count)).astype(np.int64)
+    buckets.write(draft, f"{task}-lost", lost_rows.select(["place"]), text_bucket, job.bucket_count)
     places = rows["place"].to_numpy()
-    before = np.where(is_first, rows["before"].to_numpy(), SAME_ID)
-    unfinished = np.where(is_first, rows["unfinished"].to_numpy(), NEW)
+    places_before = np.where(is_first, rows["before"].to_numpy(), SAME_ID)
+    places_unfinished = np.where(is_first, rows["unfinished"].to_numpy(), NEW)
     starts = [group.first for group in job.groups["candidates"]]
     group = np.searchsorted(starts, places, side="right") - 1
-    verdicts = pa.table([places, before, unfinished], schema=_VERDICTS)
+    verdicts = pa.table([places, places_before, places_unfinished], schema=_VERDICTS)
     buckets.write(draft, task, verdicts, group, len(starts))
-    texts = kept["text"].to_numpy()
-    lowest = np.argsort(texts)[: wanted.texts]
-    keys = np.array([int(hash_, 16) for hash_ in wanted.hashes], np.uint64)
-    new, changed, same = _changes(kept, job.read(draft, "before", "id", bucket))
+    texts = first_rows["text"].to_numpy()
+    lowest = np.argsort(texts)[: query.texts]
+    keys = np.array([int(hash_, 16) for hash_ in query.hashes], np.uint64)
+    new, changed, same = _count_changes(first_rows, job.read(draft, "before", "id", bucket))
     return IdsRecord(
         new=new,
         changed=changed,
         same=same,
-        lost=len(lost),
-        known=int(np.count_nonzero(before >= 0)),
-        salvaged=int(np.count_nonzero(unfinished >= 0)),
-        first=[(int(texts[at]), int(kept["place"][at].as_py())) for at in lowest.tolist()],
-        present=[wanted.hashes[at] for at in np.flatnonzero(np.isin(keys, texts)).tolist()],
+        lost=len(lost_rows),
+        known=int(np.count_nonzero(places_before >= 0)),
+        salvaged=int(np.count_nonzero(places_unfinished >= 0)),
+        first=[(int(texts[n]), int(first_rows["place"][n].as_py())) for n in lowest.tolist()],
+        present=[query.hashes[index] for index in np.flatnonzero(np.isin(keys, texts)).tolist()],
     )
 
 
@@ -253,9 +255,9 @@ def verdicts_task(draft: Draft, task: str, number: int, job: PlanJob, rounds: in
     for round_number in range(1, rounds + 1):  # what a later one says is right
         names = job.buckets("ids", round_number)
         rows = buckets.read(draft, names, number, _VERDICTS)
-        at = rows["place"].to_numpy() - group.first
-        verdicts[at] = rows["verdict"].to_numpy()
-        unfinished[at] = rows["unfinished"].to_numpy()
+        index = rows["place"].to_numpy() - group.first
+        verdicts[index] = rows["verdict"].to_numpy()
+        unfinished[index] = rows["unfinished"].to_numpy()
 
     def write(part: tuple[str, int, int]) -> None:
         name, start, end = part
@@ -271,7 +273,7 @@ def verdicts_task(draft: Draft, task: str, number: int, job: PlanJob, rounds: in
     samples, dropped = list[tuple[int, int]](), dict[str, int]()
     for verdict, reason in REASONS.items():
         places = np.flatnonzero(verdicts == verdict)
-        samples += [(verdict, group.first + at) for at in places[: raw.MAX_SAMPLES].tolist()]
+        samples += [(verdict, group.first + index) for index in places[: raw.MAX_SAMPLES].tolist()]
         if len(places):
             dropped[reason] = len(places)
     return GroupRecord(samples=samples, dropped=dropped, counts={"records": group.rows})
@@ -279,36 +281,37 @@ def verdicts_task(draft: Draft, task: str, number: int, job: PlanJob, rounds: in
 
 def compare_task(draft: Draft, task: str, bucket: int, job: PlanJob) -> IdsRecord:
     rows, before = (job.read(draft, kind, "id", bucket) for kind in ("after", "before"))
-    new, changed, same = _changes(rows, before)
+    new, changed, same = _count_changes(rows, before)
     return IdsRecord(new=new, changed=changed, same=same)
 
 
-def _changes(rows: pa.Table, before: pa.Table) -> tuple[int, int, int]:
+def _count_changes(rows: pa.Table, before: pa.Table) -> tuple[int, int, int]:
     """How many ids are new, have another text, have the same one; each is in `before` once at most."""
-    was = _find(before["id"].to_numpy(), rows["id"].to_numpy())
-    known = was >= 0
-    texts, texts_before = rows["text"].to_numpy()[known], before["text"].to_numpy()[was[known]]
+    indices_before = _find(before["id"].to_numpy(), rows["id"].to_numpy())
+    is_known = indices_before >= 0
+    texts = rows["text"].to_numpy()[is_known]
+    texts_before = before["text"].to_numpy()[indices_before[is_known]]
     same = int(np.count_nonzero(texts == texts_before))
-    return int(np.count_nonzero(~known)), len(texts) - same, same
+    return int(np.count_nonzero(~is_known)), len(texts) - same, same
 
 
-def _places(rows: pa.Table, texts: Keys) -> Ints:
+def _places_of_texts(rows: pa.Table, texts: Keys) -> Ints:
     """The place of the first row with each of these texts, or NEW."""
-    at = _find(rows["text"].to_numpy(), texts)
-    places: Ints = np.append(rows["place"].to_numpy(), NEW)[at]
+    indices = _find(rows["text"].to_numpy(), texts)
+    places: Ints = np.append(rows["place"].to_numpy(), NEW)[indices]
     return places
 
 
-def _find(keys: Keys, wanted: Keys) -> Ints:
-    """Where each wanted key is for the first time, or -1."""
+def _find(keys: Keys, queries: Keys) -> Ints:
+    """The index of the first occurrence of each query among the keys, or -1."""
     if not len(keys):
-        return np.full(len(wanted), -1, np.int64)
+        return np.full(len(queries), -1, np.int64)
     order = np.argsort(keys, kind="stable")
-    at = order[np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)]
-    found: Ints = np.where(keys[at] == wanted, at, -1)
-    return found
+    indices = order[np.minimum(np.searchsorted(keys[order], queries), len(keys) - 1)]
+    first_indices: Ints = np.where(keys[indices] == queries, indices, -1)
+    return first_indices
 
 
-def _first(keys: Keys) -> Ints:
-    """Where each key is for the first time."""
+def _first_occurrences(keys: Keys) -> Ints:
+    """The index of the first occurrence of each key."""
     return np.unique(keys, return_index=True)[1]

@@ -48,7 +48,7 @@ from pipeline.retrieval.pools.verdict_tasks import (
     IdsRecord,
     PlanInput,
     PlanJob,
-    Wanted,
+    TextQuery,
     bucket_count,
     compare_task,
     groups_of,
@@ -61,7 +61,7 @@ from pipeline.retrieval.pools.verdict_tasks import (
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What the tasks found; the verdicts themselves are in files."""
+    """The summary of the tasks; the verdicts themselves are in files."""
 
     changes: Changes
     known: int
@@ -76,11 +76,11 @@ class Verdicts:
     present: list[str]
 
 
-def decide(draft: Draft, rows: PlanInput, wanted: Wanted) -> Verdicts:
+def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
     """Writes the verdicts on all candidates, a row at least: as if they came one by one, and each took a
     text and an id if both are free."""
     job = PlanJob.of(rows)
-    with _place(job):
+    with _executor(job):
         _file_keys(
             draft, job, {"candidates": ["text"], "before": ["text", "id"], "unfinished": ["text"]}
         )
@@ -88,30 +88,30 @@ def decide(draft: Draft, rows: PlanInput, wanted: Wanted) -> Verdicts:
             texts = functools.partial(texts_task, job=job, round_number=rounds)
             tasks = job.buckets("texts", rounds)
             shards.run_tasks(draft, tasks, texts, "plan: texts", TaskRecord)
-            ids = functools.partial(ids_task, job=job, round_number=rounds, wanted=wanted)
+            ids = functools.partial(ids_task, job=job, round_number=rounds, query=query)
             tasks = job.buckets("ids", rounds)
-            found = shards.run_tasks(draft, tasks, ids, "plan: ids", IdsRecord)
-            if not any(record.lost for record in found):
+            id_records = shards.run_tasks(draft, tasks, ids, "plan: ids", IdsRecord)
+            if not any(record.lost for record in id_records):
                 break
         verdicts = functools.partial(verdicts_task, job=job, rounds=rounds)
-        tasks = {f"{job.name}-verdicts-{at:05d}": at for at in range(len(job.groups["candidates"]))}
-        written = shards.run_tasks(draft, tasks, verdicts, "plan: verdicts", GroupRecord)
+        tasks = {f"{job.name}-verdicts-{n:05d}": n for n in range(len(job.groups["candidates"]))}
+        group_records = shards.run_tasks(draft, tasks, verdicts, "plan: verdicts", GroupRecord)
     samples = {
-        verdict: [place for r in written for v, place in r.samples if v == verdict][
+        verdict: [place for r in group_records for v, place in r.samples if v == verdict][
             : raw.MAX_SAMPLES
         ]
         for verdict in REASONS
     }
-    lowest = sorted(key_and_place for record in found for key_and_place in record.first)
-    present = {hash_ for record in found for hash_ in record.present}
+    lowest = sorted(key_and_place for record in id_records for key_and_place in record.first)
+    present = {hash_ for record in id_records for hash_ in record.present}
     return Verdicts(
-        changes=_sum(found, rows.before),
-        known=sum(record.known for record in found),
-        salvaged=sum(record.salvaged for record in found),
-        dropped=sum_counts(record.dropped for record in written),
+        changes=_sum_changes(id_records, rows.before),
+        known=sum(record.known for record in id_records),
+        salvaged=sum(record.salvaged for record in id_records),
+        dropped=sum_counts(record.dropped for record in group_records),
         samples=samples,
-        first=[place for _, place in lowest[: wanted.texts]],
-        present=[hash_ for hash_ in wanted.hashes if hash_ in present],
+        first=[place for _, place in lowest[: query.texts]],
+        present=[hash_ for hash_ in query.hashes if hash_ in present],
     )
 
 
@@ -119,11 +119,11 @@ def compare(draft: Draft, rows: Files, before: Files) -> Changes:
     """The ids of a published version beside those of another one; `draft` is for the files of the tasks."""
     groups = {"after": groups_of(rows), "before": groups_of(before)}
     job = PlanJob("compare", bucket_count(rows, before), groups, copies=False)
-    with _place(job):
+    with _executor(job):
         _file_keys(draft, job, {"after": ["id"], "before": ["id"]})
         work = functools.partial(compare_task, job=job)
-        found = shards.run_tasks(draft, job.buckets("ids"), work, "versions: ids", IdsRecord)
-    return _sum(found, before)
+        records = shards.run_tasks(draft, job.buckets("ids"), work, "versions: ids", IdsRecord)
+    return _sum_changes(records, before)
 
 
 def is_small(*files: Files) -> bool:
@@ -146,20 +146,24 @@ def read_salvaged(draft: Draft, part: str) -> Ints:
     return places
 
 
-def _place(job: PlanJob) -> AbstractContextManager[object]:
-    """Where the tasks run."""
+def _executor(job: PlanJob) -> AbstractContextManager[object]:
+    """The executor of the tasks: this process for a job of one bucket, else the cluster."""
     return executors.in_this_process() if job.bucket_count == 1 else nullcontext()
 
 
-def _sum(found: Sequence[IdsRecord], before: Files) -> Changes:
+def _sum_changes(records: Sequence[IdsRecord], before: Files) -> Changes:
     new, changed, same = (
-        sum(getattr(record, name) for record in found) for name in ("new", "changed", "same")
+        sum(getattr(record, name) for record in records) for name in ("new", "changed", "same")
     )
     return Changes(new, changed, same, sum(rows for _, rows in before) - same - changed)
 
 
-def _file_keys(draft: Draft, job: PlanJob, by: dict[str, list[str]]) -> None:
-    """Files the rows of each kind `by` some of their keys."""
-    tasks = {name: f"{kind} {number}" for kind in by for number, name in enumerate(job.keys(kind))}
-    work = functools.partial(keys_task, job=job, by=by)
+def _file_keys(draft: Draft, job: PlanJob, keys_of_kind: dict[str, list[str]]) -> None:
+    """Files the rows of each kind by the keys in `keys_of_kind`."""
+    tasks = {
+        name: f"{kind} {number}"
+        for kind in keys_of_kind
+        for number, name in enumerate(job.keys(kind))
+    }
+    work = functools.partial(keys_task, job=job, keys_of_kind=keys_of_kind)
     shards.run_tasks(draft, tasks, work, "plan: keys", TaskRecord)

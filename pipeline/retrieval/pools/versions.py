@@ -40,7 +40,7 @@ _NOT_OF_VECTORS = {
 
 
 def current_name(pools: str, name: str) -> str:
-    """What CURRENT says, "" where there is none."""
+    """The version that CURRENT names; "" where there is no CURRENT."""
     uri = current_uri(pools, name)
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
@@ -118,8 +118,8 @@ def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Res
     """
     if before.model_fingerprint != model.fingerprint or before.precision != precision:
         return False
-    mine = vector_settings(before.artifact.manifest["config"])
-    return before.numerics == NUMERICS and mine == vector_settings(to_dict(config))
+    settings_before = vector_settings(before.artifact.manifest["config"])
+    return before.numerics == NUMERICS and settings_before == vector_settings(to_dict(config))
 
 
 def vector_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -131,32 +131,32 @@ def vector_settings(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def drafts(pools: str, name: str, but: str = "") -> list[str]:
-    """The URIs of what killed jobs have left, `but` for one."""
+def drafts(pools: str, name: str, excluded: str = "") -> list[str]:
+    """The URIs of the drafts of killed jobs, without the `excluded` one."""
     return [
         uri
         for uri in storage.list_folders(storage.join(pools, name))
         if storage.name_of(uri).startswith(_PREFIX)
         and not is_version(uri)
-        and storage.name_of(uri) != storage.name_of(but)
+        and storage.name_of(uri) != storage.name_of(excluded)
     ]
 
 
 def is_version(uri: str) -> bool:
     """Whether a folder of a pool is a published version."""
     name = storage.name_of(uri)
-    whole = name.startswith(_PREFIX) and not name.endswith(".partial")
-    return whole and storage.exists(storage.join(uri, MANIFEST))
+    is_complete = name.startswith(_PREFIX) and not name.endswith(".partial")
+    return is_complete and storage.exists(storage.join(uri, MANIFEST))
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What `remove_old` did."""
+    """The result of `remove_old`."""
 
     removed: list[str]
     kept_larger: list[tuple[str, int]]
-    """(version, candidates) of those that would have gone, but that no newer version comes near to in
-    size."""
+    """(version, candidates) of old versions that are kept because every newer version is much
+    smaller."""
 
 
 def read_versions(pools: str, name: str) -> Iterator[Artifact]:
@@ -207,20 +207,20 @@ def remove_old(
         versions[folder] = datetime.fromisoformat(created).timestamp()
         rows[folder] = artifact.counts.get("candidates", 0)
     newest = sorted(versions, key=lambda version: versions[version], reverse=True)
-    named = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
-    old = [
+    protected = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
+    removable = [
         version
         for version in (newest[keep:] if keep else ())
-        if version not in named
+        if version not in protected
         and time.time() - versions[version] >= keep_days * _DAY_S
         and not is_leased(pools, name, version)
     ]
-    largest = max((rows[version] for version in newest if version not in old), default=0)
+    largest = max((rows[version] for version in newest if version not in removable), default=0)
     # What was killed while it was removed has no request any more: no job goes on with it.
-    left = [uri for uri in drafts(pools, name) if unfinished or not read_request(uri)]
-    removed = [storage.name_of(uri) for uri in left]
+    leftovers = [uri for uri in drafts(pools, name) if unfinished or not read_request(uri)]
+    removed = [storage.name_of(uri) for uri in leftovers]
     kept_larger = []
-    for version in old:  # the newest first
+    for version in removable:  # the newest first
         if largest < rows[version] * (1 - max_removed_share):
             kept_larger.append((version, rows[version]))
             largest = rows[version]

@@ -4,10 +4,10 @@ from pipeline.retrieval.methods import Method
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.search.exact import (
     Answer,
-    Found,
+    TopRows,
     search,
     top_rows,
     weights_of_vectors,
 )
 
-__all__ = ["Answer", "Found", "Method", "Pool", "search", "top_rows", "weights_of_vectors"]
+__all__ = ["Answer", "Method", "Pool", "TopRows", "search", "top_rows", "weights_of_vectors"]

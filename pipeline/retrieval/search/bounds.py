@@ -61,31 +61,31 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Columns:
-    """What the rows of a layer are multiplied with to bound them for some contexts."""
+    """The factors of a layer's rows that give their bounds for some contexts."""
 
     matrix_KC: Tensor
     """C = G · Q columns, bfloat16, float32, float64 or int8: the first centre of each context, the
     second of each, …"""
     contexts: int
     scales_Q: Tensor
-    """int8: what products are multiplied with, besides the row's own scale."""
+    """int8: the factor of the products, besides the row's own scale."""
     weights_QE: Tensor
-    """What its lengths are multiplied with."""
+    """The factors of the rows' lengths."""
     floors_Q: Tensor
 
 
 def vector_columns(
-    contexts: Sequence[Floats], stored: Dtype, longest: float, centres: int
+    contexts: Sequence[Floats], pool_dtype: Dtype, longest: float, centres: int
 ) -> Columns:
     """Columns for the vectors of a pool. `contexts`: [M, D] float64 each; `longest`: its longest row."""
-    dtype, rounded = "float64", 0.0
-    if stored == "int8":
+    dtype, rounding_error = "float64", 0.0
+    if pool_dtype == "int8":
         dtype = "int8"
     elif use_bf16(torch.device("cpu")):
-        dtype, rounded = "bfloat16", 0.0 if stored == "bfloat16" else _BF16
+        dtype, rounding_error = "bfloat16", 0.0 if pool_dtype == "bfloat16" else _BF16
     elif torch.get_float32_matmul_precision() == "highest":
         dtype = "float32"
-    return _columns(contexts, longest, centres, dtype, rounded)
+    return _columns(contexts, longest, centres, dtype, rounding_error)
 
 
 def sketch_columns(
@@ -99,19 +99,19 @@ def sketch_columns(
     """
     rotation = torch.from_numpy(rotation_DK)
 
-    def turn(context_MD: Floats) -> tuple[Floats, Floats]:
+    def rotate(context_MD: Floats) -> tuple[Floats, Floats]:
         vectors_MD = torch.from_numpy(context_MD)
-        turned_MK = vectors_MD @ rotation
-        return turned_MK.numpy(), (vectors_MD - turned_MK @ rotation.T).numpy()
+        rotated_MK = vectors_MD @ rotation
+        return rotated_MK.numpy(), (vectors_MD - rotated_MK @ rotation.T).numpy()
 
-    turned, missed = zip(*in_parallel(turn, contexts), strict=True)
-    columns = _columns(turned, longest, centres, "int8", 0.0)
-    inside, outside, whole = (
+    rotated, missed = zip(*in_parallel(rotate, contexts), strict=True)
+    columns = _columns(rotated, longest, centres, "int8", 0.0)
+    inside, outside, total = (
         torch.tensor([float(np.linalg.norm(v, axis=1).max()) for v in vectors])
-        for vectors in (turned, missed, contexts)
+        for vectors in (rotated, missed, contexts)
     )
     weights = torch.stack([columns.weights_QE[:, 0], inside, outside], dim=1)
-    weights = weights * (1 + _SAFETY) + 4 * ORTHONORMAL * whole[:, None] + _TINY
+    weights = weights * (1 + _SAFETY) + 4 * ORTHONORMAL * total[:, None] + _TINY
     return Columns(columns.matrix_KC, len(contexts), columns.scales_Q, weights, columns.floors_Q)
 
 
@@ -121,13 +121,13 @@ def upper_bounds(layer: Layer, columns: Columns) -> Tensor:
     NaN, too, where numbers leave the range of float32: it bounds nothing.
     """
     norms_EN = torch.from_numpy(layer.norms)
-    bounds_QN = _highest(_tensor(layer.matrix), columns)
+    bounds_QN = _highest_products(_tensor(layer.matrix), columns)
     if columns.matrix_KC.dtype == torch.int8:
         bounds_QN *= columns.scales_Q[:, None]
         bounds_QN *= norms_EN[SCALE]
     bounds_QN += columns.floors_Q[:, None]
-    for at, weights_Q in enumerate(columns.weights_QE.T, start=LENGTH):
-        bounds_QN.addcmul_(norms_EN[at], weights_Q[:, None])
+    for number, weights_Q in enumerate(columns.weights_QE.T, start=LENGTH):
+        bounds_QN.addcmul_(norms_EN[number], weights_Q[:, None])
     return bounds_QN
 
 
@@ -157,23 +157,25 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _columns(
-    contexts: Sequence[Floats], longest: float, centres: int, dtype: str, rounded: float
+    contexts: Sequence[Floats], longest: float, centres: int, dtype: str, rounding_error: float
 ) -> Columns:
-    """`rounded`: what a row may be off, relative to its length, when it is multiplied."""
-    found = in_parallel(functools.partial(centres_of, count=centres), contexts)
-    most = max(-(-_LEAST_COLUMNS // len(contexts)), *(len(centres_GK) for centres_GK, _ in found))
+    """`rounding_error`: what a row may be off, relative to its length, when it is multiplied."""
+    clusterings = in_parallel(functools.partial(centres_of, count=centres), contexts)
+    centre_count = max(
+        -(-_LEAST_COLUMNS // len(contexts)), *(len(centres_GK) for centres_GK, _ in clusterings)
+    )
     parts, scales, weights, floors = [], [], [], []
-    for vectors_MK, (centres_GK, of_M) in zip(contexts, found, strict=True):
+    for vectors_MK, (centres_GK, centre_of_M) in zip(contexts, clusterings, strict=True):
         matrix_GK, scale = _low_precision(centres_GK, dtype)
-        used_GK = matrix_GK.double().numpy() * scale
-        radius = float(np.linalg.norm(vectors_MK - used_GK[of_M], axis=1).max())
-        size = float(np.linalg.norm(used_GK, axis=1).max())
+        rounded_GK = matrix_GK.double().numpy() * scale
+        radius = float(np.linalg.norm(vectors_MK - rounded_GK[centre_of_M], axis=1).max())
+        size = float(np.linalg.norm(rounded_GK, axis=1).max())
         if not max(1.0, size + radius) * max(1.0, longest) < _LARGE:
             radius = float("inf")
         width = vectors_MK.shape[1]
-        added = 0.0 if dtype == "int8" else 2 * width * _FLOAT32
-        error = rounded + added + _SAFETY
-        parts.append(matrix_GK[torch.arange(most) % len(matrix_GK)])
+        addition_error = 0.0 if dtype == "int8" else 2 * width * _FLOAT32
+        error = rounding_error + addition_error + _SAFETY
+        parts.append(matrix_GK[torch.arange(centre_count) % len(matrix_GK)])
         scales.append(scale)
         weights.append([(radius + size * error + _TINY * width**0.5) * (1 + _SAFETY)])
         floors.append(_TINY * (width**0.5 * size + 2 * width) * (1 + _SAFETY))
@@ -212,15 +214,15 @@ def centres_of(vectors_MK: Floats, count: int) -> tuple[Floats, Ints]:
     np.add.at(centres_GK, groups_M, vectors_MK)
     centres_GK /= sizes_G[:, None]
     for step in range(2, _CENTRE_STEPS + 2):
-        away_MK = vectors_MK - centres_GK[groups_M]
-        order = np.argsort(np.einsum("mk,mk->m", away_MK, away_MK))
+        offsets_MK = vectors_MK - centres_GK[groups_M]
+        order = np.argsort(np.einsum("mk,mk->m", offsets_MK, offsets_MK))
         farthest_G = np.empty(len(sizes_G), np.int64)
         farthest_G[groups_M[order]] = order  # the last one of each group stays
-        centres_GK += away_MK[farthest_G] / step
+        centres_GK += offsets_MK[farthest_G] / step
     return centres_GK, groups_M
 
 
-def _highest(matrix_NK: Tensor, columns: Columns) -> Tensor:
+def _highest_products(matrix_NK: Tensor, columns: Columns) -> Tensor:
     """[Q, N] float32: the highest product of each row with the centres of each context."""
     columns_KC = columns.matrix_KC
     dtype, width, contexts = columns_KC.dtype, columns_KC.shape[1], columns.contexts

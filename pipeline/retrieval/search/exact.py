@@ -62,7 +62,7 @@ top_k that return places in the pool, the likeliest first. `top_rows` scores wha
 
 
 class Answer(NamedTuple):
-    """What `search` returns, best first; ties by id."""
+    """The result of `search`, best first; ties by id."""
 
     ids: list[Any]
     """[k] ids of candidates; [Q][k] for several contexts."""
@@ -72,8 +72,8 @@ class Answer(NamedTuple):
     """Whether all of this is provably the exact top k."""
 
 
-class Found(NamedTuple):
-    """What `top_rows` returns."""
+class TopRows(NamedTuple):
+    """The result of `top_rows`."""
 
     places: Ints
     """[Q, k] places in the pool."""
@@ -104,22 +104,22 @@ def search(
     Raises BadInput for shapes that do not fit the pool, for vectors that are not finite, for
     top_k < 1, and where an index is asked for that the pool has not.
     """
-    one = np.asarray(vectors).ndim == 2
-    found = top_rows(
+    is_single = np.asarray(vectors).ndim == 2
+    top = top_rows(
         pool,
-        np.asarray(vectors)[None] if one else np.asarray(vectors),
+        np.asarray(vectors)[None] if is_single else np.asarray(vectors),
         top_k,
-        vector_mask[None] if one and vector_mask is not None else vector_mask,
+        vector_mask[None] if is_single and vector_mask is not None else vector_mask,
         attention,
         method,
         among,
         certify,
     )
-    ids = [[pool.row(place).id for place in places] for places in found.places.tolist()]
-    certified = bool(found.certified.all())
-    if one:
-        return Answer(ids[0], found.scores[0], certified)
-    return Answer(ids, found.scores, certified)
+    ids = [[pool.row(place).id for place in places] for places in top.places.tolist()]
+    certified = bool(top.certified.all())
+    if is_single:
+        return Answer(ids[0], top.scores[0], certified)
+    return Answer(ids, top.scores, certified)
 
 
 def top_rows(
@@ -131,7 +131,7 @@ def top_rows(
     method: Method = "auto",
     among: Bools | None = None,
     certify: bool = False,
-) -> Found:
+) -> TopRows:
     """As `search`, for several contexts, and with places instead of ids."""
     contexts = _contexts(pool, vectors_QMD, mask_QM)
     require(top_k >= 1, "top_k", top_k, ">= 1")
@@ -140,29 +140,29 @@ def top_rows(
     require(attention in get_args(Attention), "attention", attention, "dot, scaled_dot")
     if among is not None and among.shape != (len(pool),):
         raise BadInput(f"among: shape {among.shape} is not allowed; allowed: {(len(pool),)}")
-    allowed = len(pool) if among is None else int(among.sum())
+    allowed_count = len(pool) if among is None else int(among.sum())
     scale = _scale(pool, attention)
-    best = [_Best(pool, context, top_k, scale, among) for context in contexts]
-    kept = min(top_k, allowed)
-    todo = best
-    if among is not None and method == "auto" and allowed <= _FEW_ALLOWED * len(pool):
-        for one in best:
-            one.take(np.flatnonzero(among))
-            one.certified = True
+    tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
+    count = min(top_k, allowed_count)
+    todo = tops
+    if among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
+        for top in tops:
+            top.take(np.flatnonzero(among))
+            top.certified = True
         todo = []
     elif method in FINDERS:
-        for one in best:
-            places = FINDERS[method](pool, one.vectors_MD, top_k)
-            one.take(places if among is None else places[among[places]])
+        for top in tops:
+            places = FINDERS[method](pool, top.vectors_MD, top_k)
+            top.take(places if among is None else places[among[places]])
         # Fewer than were asked for are no answer.
-        todo = [one for one in best if certify or len(one) < kept]
+        todo = [top for top in tops if certify or len(top) < count]
     for start in range(0, len(todo), _CONTEXTS):
-        _pass_over_all(pool, todo[start : start + _CONTEXTS], method)
-    found = [one.final() for one in best]
-    return Found(
-        np.array([places for places, _ in found], np.int64).reshape(len(best), kept),
-        np.array([scores for _, scores in found], np.float32).reshape(len(best), kept),
-        np.array([one.certified for one in best], bool),
+        _scan_pool(pool, todo[start : start + _CONTEXTS], method)
+    results = [top.final() for top in tops]
+    return TopRows(
+        np.array([places for places, _ in results], np.int64).reshape(len(tops), count),
+        np.array([scores for _, scores in results], np.float32).reshape(len(tops), count),
+        np.array([top.certified for top in tops], bool),
     )
 
 
@@ -196,8 +196,8 @@ def _contexts(pool: Pool, vectors_QMD: Floats, mask_QM: Bools | None) -> list[Fl
     return [q[m].astype(np.float64) for q, m in zip(queries, mask, strict=True)]
 
 
-class _Best:
-    """The best rows of one context so far."""
+class _TopK:
+    """The best rows found so far for one context."""
 
     def __init__(
         self, pool: Pool, vectors_MD: Floats, top_k: int, scale: float, among: Bools | None
@@ -224,35 +224,35 @@ class _Best:
         self._taken = places
         self.steps(["vectors"])
         self._score(places[: 4 * self._top_k])
-        self._look_at(np.sort(places[4 * self._top_k :]))
+        self._examine(np.sort(places[4 * self._top_k :]))
 
-    def take_section(self, first: int, bounds_N: Floats) -> None:
-        """Considers the rows from place `first` on, whose bounds are known and may be changed here."""
+    def take_section(self, start: int, bounds_N: Floats) -> None:
+        """Considers the rows from place `start` on, whose bounds are known and may be changed here."""
         if self._among is not None:
-            bounds_N[~self._among[first : first + len(bounds_N)]] = -np.inf
-        taken = self._taken - first
-        bounds_N[taken[(taken >= 0) & (taken < len(bounds_N))]] = -np.inf
+            bounds_N[~self._among[start : start + len(bounds_N)]] = -np.inf
+        taken_offsets = self._taken - start
+        bounds_N[taken_offsets[(taken_offsets >= 0) & (taken_offsets < len(bounds_N))]] = -np.inf
         if not self._reach > -np.inf:
-            seeds = _promising(bounds_N, max(_SEEDS, 4 * self._top_k))
+            seeds = _seed_rows(bounds_N, max(_SEEDS, 4 * self._top_k))
             seeds = seeds[~np.isneginf(bounds_N[seeds])]
-            self._score(seeds + first)
+            self._score(seeds + start)
             bounds_N[seeds] = -np.inf
-        self._look_at(_not_below(self._reach, bounds_N) + first)
+        self._examine(_open_rows(self._reach, bounds_N) + start)
 
     def final(self) -> tuple[Ints, Floats]:
         """(places, scores) of the top k, best first; ties by id."""
         order = np.argsort(self._places)
         places, scores = self._places[order], self._scores[order]
         ids = self._pool.ids_at(places)
-        best = sorted(range(len(ids)), key=lambda at: (-scores[at], ids[at]))[: self._top_k]
+        best = sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n]))[: self._top_k]
         return places[best], scores[best]
 
-    def _look_at(self, places: Ints) -> None:
+    def _examine(self, places: Ints) -> None:
         """Scores those of the rows that further bounds leave, the most promising ones first."""
-        parts = in_parallel(self._tighten, _cut(places))
+        parts = in_parallel(self._tighten, _split_places(places))
         places = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)])
         bounds = np.concatenate([np.empty(0, np.float32), *(bounds for _, bounds in parts)])
-        for rows in _cut(np.argsort(-bounds)):
+        for rows in _split_places(np.argsort(-bounds)):
             self._score(places[rows[~(bounds[rows] < self._reach)]])
 
     def _tighten(self, places: Ints) -> tuple[Ints, Floats]:
@@ -261,55 +261,57 @@ class _Best:
         for name, columns in self._steps:
             if len(places):
                 bounds = upper_bounds(self._pool.layer_at(places, name), columns)[0].numpy()
-                near = ~(bounds < self._reach)
-                places, bounds = places[near], bounds[near]
+                is_open = ~(bounds < self._reach)
+                places, bounds = places[is_open], bounds[is_open]
         return places, bounds
 
     def _score(self, places: Ints) -> None:
         places = np.sort(places)
-        scores = np.concatenate([self._scores, *in_parallel(self._scores_of, _cut(places))])
+        scores = np.concatenate(
+            [self._scores, *in_parallel(self._exact_scores, _split_places(places))]
+        )
         places = np.concatenate([self._places, places])
         if len(scores) >= self._top_k:
-            last = np.partition(scores, -self._top_k)[-self._top_k]
+            kth_score = np.partition(scores, -self._top_k)[-self._top_k]
             # What rounds to the same float32 as the last one is tied with it.
-            self._reach = np.nextafter(last, np.float32(-np.inf))
-            scores, places = scores[scores >= last], places[scores >= last]
+            self._reach = np.nextafter(kth_score, np.float32(-np.inf))
+            scores, places = scores[scores >= kth_score], places[scores >= kth_score]
         self._scores, self._places = scores, places
 
-    def _scores_of(self, places: Ints) -> Floats:
+    def _exact_scores(self, places: Ints) -> Floats:
         """[N] float32, computed in float64"""
         rows_ND = decode(self._pool.layer_at(places, "vectors"), np.float64)
         logits_NM = torch.from_numpy(rows_ND) @ torch.from_numpy(self.vectors_MD).T
         return ((logits_NM * self._scale).softmax(1) * logits_NM).sum(1).float().numpy()
 
 
-def _pass_over_all(pool: Pool, best: Sequence[_Best], method: Method) -> None:
+def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
     """Offers all rows of the pool to some contexts."""
     if method == "auto":
-        method = "pruned" if len(best) == 1 and len(pool) >= _SMALL_POOL else "exact"
+        method = "pruned" if len(tops) == 1 and len(pool) >= _SMALL_POOL else "exact"
     steps = ["vectors"] if method == "exact" else ["sketch", "vectors"]
     columns = _columns(
-        pool, [one.vectors_MD for one in best], steps[0], _centres(steps[0], len(best))
+        pool, [top.vectors_MD for top in tops], steps[0], _centre_count(steps[0], len(tops))
     )
-    for one in best:
-        one.steps(steps)
-    for first, rows, blocks in _sections(pool, steps[0]):
-        bounds_QN = np.empty((len(best), rows), np.float32)
-        in_parallel(functools.partial(_bound, columns=columns, bounds_QN=bounds_QN), blocks)
-        for one, bounds_N in zip(best, bounds_QN, strict=True):
-            one.take_section(first, bounds_N)
-    for one in best:
-        one.certified = True
+    for top in tops:
+        top.steps(steps)
+    for section_start, rows, blocks in _sections(pool, steps[0]):
+        bounds_QN = np.empty((len(tops), rows), np.float32)
+        in_parallel(functools.partial(_fill_bounds, columns=columns, bounds_QN=bounds_QN), blocks)
+        for top, bounds_N in zip(tops, bounds_QN, strict=True):
+            top.take_section(section_start, bounds_N)
+    for top in tops:
+        top.certified = True
 
 
-def _centres(layer: str, contexts: int) -> int:
-    """By how many centres each of the contexts bounds the rows of a layer."""
+def _centre_count(layer: str, contexts: int) -> int:
+    """The number of centres by which each context bounds the rows of a layer."""
     if has_amx():
         return max(_CENTRES[layer] // contexts, _LEAST_CENTRES)
     return max(_CENTRES_WITHOUT_AMX // contexts, _LEAST_WITHOUT_AMX)
 
 
-def _bound(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) -> None:
+def _fill_bounds(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) -> None:
     start, layer = block
     bounds_QN[:, start : start + len(layer.matrix)] = upper_bounds(layer, columns).numpy()
 
@@ -322,7 +324,7 @@ def _columns(pool: Pool, contexts: Sequence[Floats], name: str, centres: int) ->
 
 def _sections(pool: Pool, name: str) -> Iterator[tuple[int, int, list[tuple[int, Layer]]]]:
     """(the place of its first row, rows, blocks of rows and where each begins) of each section."""
-    first = rows = 0
+    section_start = rows = 0
     blocks: list[tuple[int, Layer]] = []
     for shard in pool.shards:
         layer: Layer = getattr(shard, name)
@@ -330,13 +332,13 @@ def _sections(pool: Pool, name: str) -> Iterator[tuple[int, int, list[tuple[int,
             blocks.append((rows, layer.take(slice(start, start + _BLOCK_ROWS))))
             rows += len(blocks[-1][1].matrix)
             if rows >= _SECTION_ROWS:
-                yield first, rows, blocks
-                first, rows, blocks = first + rows, 0, []
+                yield section_start, rows, blocks
+                section_start, rows, blocks = section_start + rows, 0, []
     if blocks:
-        yield first, rows, blocks
+        yield section_start, rows, blocks
 
 
-def _promising(bounds_N: Floats, count: int) -> Ints:
+def _seed_rows(bounds_N: Floats, count: int) -> Ints:
     """The row with the highest bound of each of `count` stretches, or all rows if they are few."""
     if len(bounds_N) < 2 * count:
         return np.arange(len(bounds_N))
@@ -345,17 +347,17 @@ def _promising(bounds_N: Floats, count: int) -> Ints:
     return np.asarray(np.arange(count) * width + best)
 
 
-def _not_below(reach: np.float32, bounds_N: Floats) -> Ints:
+def _open_rows(reach: np.float32, bounds_N: Floats) -> Ints:
     """The rows whose bounds, which may be NaN, leave them open; -inf: never."""
     lowest = np.float32(-np.finfo(np.float32).max)
     starts = range(0, len(bounds_N), _BLOCK_ROWS)
 
-    def near(start: int) -> Ints:
+    def open_rows(start: int) -> Ints:
         bounds = bounds_N[start : start + _BLOCK_ROWS]
         return np.flatnonzero(~(bounds < max(reach, lowest))) + start
 
-    return np.concatenate([np.empty(0, np.int64), *in_parallel(near, starts)])
+    return np.concatenate([np.empty(0, np.int64), *in_parallel(open_rows, starts)])
 
 
-def _cut(places: Ints) -> list[Ints]:
-    return [places[at : at + _GATHERED_ROWS] for at in range(0, len(places), _GATHERED_ROWS)]
+def _split_places(places: Ints) -> list[Ints]:
+    return [places[n : n + _GATHERED_ROWS] for n in range(0, len(places), _GATHERED_ROWS)]

@@ -32,37 +32,37 @@ def select(
     A text instead of several stands for itself. Raises BadInput for a column that the pool does not keep,
     and for an id or a value that is no text.
     """
-    kept = columns(pool)
-    if unknown := [column for column in where or {} if column not in kept]:
+    names = columns(pool)
+    if unknown := [column for column in where or {} if column not in names]:
         raise BadInput(f"where: {unknown[0]!r} is not allowed; allowed: columns that the pool keeps "
-                       f"to filter by ({', '.join(kept) or 'none'})")  # fmt: skip
-    wanted = {
+                       f"to filter by ({', '.join(names) or 'none'})")  # fmt: skip
+    allowed_values = {
         column: _texts(f"where[{column!r}]", values) for column, values in (where or {}).items()
     }
     if allow is not None:
-        wanted["id"] = _texts("allow", allow)
-    unwanted = _texts("deny", deny)
-    found = [np.empty(0, bool)]
+        allowed_values["id"] = _texts("allow", allow)
+    denied_ids = _texts("deny", deny)
+    masks = [np.empty(0, bool)]
     for rows in pool.rows:
-        among_N = np.ones(rows.num_rows, bool)
-        if len(unwanted):
-            among_N &= ~pc.is_in(rows["id"], unwanted).to_numpy()
-        for column, values in wanted.items():
-            among_N &= pc.is_in(rows[column], values).to_numpy()
-        found.append(among_N)
-    return np.concatenate(found)
+        mask_N = np.ones(rows.num_rows, bool)
+        if len(denied_ids):
+            mask_N &= ~pc.is_in(rows["id"], denied_ids).to_numpy()
+        for column, values in allowed_values.items():
+            mask_N &= pc.is_in(rows[column], values).to_numpy()
+        masks.append(mask_N)
+    return np.concatenate(masks)
 
 
 def _texts(name: str, values: Collection[str]) -> pa.Array:
-    some = (
+    texts = (
         [values] if isinstance(values, str) or not isinstance(values, Collection) else list(values)
     )
-    for value in some:
+    for value in texts:
         if not is_text(value):
             raise BadInput(
                 f"{name}: {value!r} is not allowed; allowed: texts, as the pool keeps them"
             )
-    return pa.array(some, pa.string())
+    return pa.array(texts, pa.string())
 
 
 def columns(pool: Pool) -> list[str]:

@@ -44,6 +44,6 @@ def rerank(
     if not texts:
         return []
     scores = inference.pair_scores(ranker, [context], [texts])[0].tolist()
-    sums = scores if first is None else [sum(both) for both in zip(scores, first, strict=True)]
+    sums = scores if first is None else [sum(pair) for pair in zip(scores, first, strict=True)]
     order = sorted(range(len(texts)), key=lambda place: -sums[place])
     return [Reranked(place, scores[place]) for place in order]

@@ -154,7 +154,7 @@ def test_a_last_smaller_block_stands_among_drawn_responses_of_the_others(tiny, c
     asked = ask(tiny.corpus(rows, split="valid"), "blocks", max_examples=examples)
     found = one_by_one(asked)
     assert len({question.example_id for question in found}) == len(found) == 603
-    assert asked.own_NK.shape == (603, C)
+    assert asked.places_NK.shape == (603, C)
     full, last = found[:600], found[600:]
     own = {question.candidates[question.label] for question in last}
     assert own == {f"r{question.context[0][1:]}" for question in last}
@@ -191,7 +191,7 @@ def test_blocks_allow_the_same_response_twice(tiny):
     corpus = tiny.corpus([{"response": "yes"}] * 4 + [{"response": "no"}], split="valid")
     found = ask(corpus, "blocks")
     assert sorted(found.texts) == ["no", "yes"]
-    assert found.own_NK.shape == (5, 5)
+    assert found.places_NK.shape == (5, 5)
     assert found.unanswerable() == 4
 
 

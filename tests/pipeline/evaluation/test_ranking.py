@@ -13,7 +13,7 @@ from pipeline.evaluation.baselines import Chance
 from pipeline.evaluation.metrics import pessimistic_ranks
 from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Question, Questions
-from pipeline.evaluation.ranking import RankerScorer, joined, latency, own_scores, rank
+from pipeline.evaluation.ranking import RankerScorer, join_rankings, latency, own_scores, rank
 from pipeline.evaluation.results import Measurement
 
 ASKED = [
@@ -99,7 +99,7 @@ def test_ranks_and_the_best_five_of_every_question(fixed):
     ready = fixed({str(n): row.tolist() for n, row in enumerate(scores)})
     found = rank(ready, asked)
     assert found.ranks_N.tolist() == pessimistic_ranks(scores, asked.label_N).tolist()
-    assert found.right_N.tolist() == scores[np.arange(11), np.arange(11) % 4].tolist()
+    assert found.right_scores_N.tolist() == scores[np.arange(11), np.arange(11) % 4].tolist()
     assert found.top_NT.tolist() == np.argsort(-scores, axis=1)[:, :5].tolist()
     assert found.top_scores_NT.tolist() == [[8, 7, 6, 5, 4]] * 11
 
@@ -130,7 +130,7 @@ def test_rankings_of_parts_are_joined_in_order(fixed):
     ready = fixed({str(n): [n, 3.5] for n in range(7)})
     parts = [rank(ready, asked.part(numbers)) for numbers in np.array_split(np.arange(7), 3)]
     for field, whole in vars(rank(ready, asked)).items():
-        assert getattr(joined(parts), field).tolist() == whole.tolist()
+        assert getattr(join_rankings(parts), field).tolist() == whole.tolist()
 
 
 class Clock:
@@ -188,7 +188,7 @@ def test_shares_on_a_cluster_give_the_same_ranking(
     here = measurement.of("poly", make)
     there = measurement.of("poly", make, actors=Actors(actors=20, cpus_per_actor=2))
     # bf16 hardware rounds a text as its batch is padded.
-    np.testing.assert_allclose(there.ranking.right_N, here.ranking.right_N, atol=0.2)
+    np.testing.assert_allclose(there.ranking.right_scores_N, here.ranking.right_scores_N, atol=0.2)
     agree = (there.ranking.ranks_N == here.ranking.ranks_N).mean()
     assert agree > 0.7
     assert there.latency.queries == 2

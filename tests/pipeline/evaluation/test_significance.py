@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import bootstrap
 
-from pipeline.evaluation.metrics import earned, summarise
+from pipeline.evaluation.metrics import metric_values, summarise
 from pipeline.evaluation.significance import compare, compare_means, intervals, mean_interval
 
 
@@ -19,7 +19,7 @@ from pipeline.evaluation.significance import compare, compare_means, intervals, 
 def test_intervals_are_those_of_resampled_examples(count, candidates):
     ranks = np.minimum(np.random.default_rng(1).geometric(0.3, count) ** 2, candidates)
     found = intervals(ranks, candidates, [1, 5])
-    parts = earned(ranks, candidates, [1, 5])
+    parts = metric_values(ranks, candidates, [1, 5])
     assert list(found) == list(parts) == [f"R@1/{candidates}", f"R@5/{candidates}", "MRR"]
     for name, values in parts.items():
         peer = bootstrap((values,), np.mean, method="percentile", n_resamples=10_000, rng=2)

@@ -82,12 +82,12 @@ def test_a_window_counts_the_tokens_that_the_librarys_mask_lets_through(length):
     ],
 )
 def test_peaks_of_well_known_gpus(name, peak):
-    assert flops._stated(name) == peak
+    assert flops._stated_flops(name) == peak
 
 
 def test_a_known_gpu_is_not_measured_and_another_one_is(monkeypatch):
     measured = []
-    monkeypatch.setattr(flops, "_measured", lambda *given: measured.append(given) or 1.0)
+    monkeypatch.setattr(flops, "_measure_flops", lambda *given: measured.append(given) or 1.0)
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: {gpu: "NVIDIA L4"}[device])
     assert peak_flops(gpu, "bf16") == (121e12, "stated")
@@ -112,4 +112,4 @@ def test_a_gpu_makes_less_than_its_stated_peak():
     device = torch.device("cuda")
     peak = peak_flops(device, "bf16")
     assert peak.source == "stated", torch.cuda.get_device_name(device)
-    assert 0.3 < flops._measured(device, "bf16") / peak.flops < 1.05
+    assert 0.3 < flops._measure_flops(device, "bf16") / peak.flops < 1.05

@@ -108,9 +108,9 @@ def mined(folder, own_rank, world, state=None):
         else:
             miner()
             state = miner.state()
-        first = [miner.of(place) for place in range(len(rows))]
+        first = [miner.negatives_of(place) for place in range(len(rows))]
         miner()
-    second = [miner.of(place) for place in range(len(rows))]
+    second = [miner.negatives_of(place) for place in range(len(rows))]
     return {"first": first, "second": second, "state": state, "contexts": contexts}
 
 

@@ -69,7 +69,7 @@ def test_the_nearest_below_the_limit_are_found(tiny, corpus, architecture, limit
         if right > 0:
             most = min(most, right * limits["max_share"])
         wanted = sorted((text for text in scores if scores[text] <= most), key=lambda t: -scores[t])
-        mined = found.of(number)
+        mined = found.negatives_of(number)
         assert [scores[text] for text in mined] == pytest.approx(
             [scores[text] for text in wanted[:4]], abs=1e-4
         )
@@ -113,7 +113,7 @@ def test_what_is_found_is_what_a_search_with_everything_in_memory_finds(
     order_NP = np.argsort(np.where(allowed_NP, -scores_NP, np.inf), axis=1)[:, :5]
     expected = [[pool[place] for place in order if allowed[place]]
                 for order, allowed in zip(order_NP, allowed_NP, strict=True)]  # fmt: skip
-    assert [found.of(place) for place in range(90)] == expected
+    assert [found.negatives_of(place) for place in range(90)] == expected
     assert any(expected)
 
 
@@ -145,8 +145,8 @@ def test_a_pool_is_part_of_the_responses_another_each_time(tiny, corpus):
     for _ in range(2):
         one()
         two()
-        mined = [one.of(n) for n in range(90)]
-        assert mined == [two.of(n) for n in range(90)]
+        mined = [one.negatives_of(n) for n in range(90)]
+        assert mined == [two.negatives_of(n) for n in range(90)]
         seen.append({text for texts in mined for text in texts})
         assert len(seen[-1]) <= 9
     assert seen[0] != seen[1]
@@ -156,15 +156,19 @@ def test_before_the_first_time_there_are_none_and_a_state_brings_all_back(tiny, 
     ranker = tiny.ranker(architecture="bi")
     first, again = (miner(corpus, ranker, responses=20) for _ in range(2))
     again.load(first.state())
-    assert first.of(0) == again.of(0) == []
+    assert first.negatives_of(0) == again.negatives_of(0) == []
     first()
     again.load(first.state())
-    mined = [first.of(n) for n in range(90)]
+    mined = [first.negatives_of(n) for n in range(90)]
     assert any(mined)
-    assert [again.of(n) for n in range(90)] == mined
+    assert [again.negatives_of(n) for n in range(90)] == mined
     first()
     again()
-    assert [again.of(n) for n in range(90)] == [first.of(n) for n in range(90)] != mined
+    assert (
+        [again.negatives_of(n) for n in range(90)]
+        == [first.negatives_of(n) for n in range(90)]
+        != mined
+    )
 
 
 def test_batches_take_what_is_mined_and_fill_up(tiny, corpus):

@@ -140,7 +140,7 @@ def test_dual_loss_over_given_candidates(tiny, architecture, negatives_from):
     """The softmax over each context's own, beside all responses of the batch or without them."""
     ranker = tiny.ranker(architecture=architecture)
     batch = collated(DualCollator(ranker, 2), OWN)
-    wrong = [texts_of(batch.wrong, place) for place in range(8)]
+    wrong = [texts_of(batch.negatives, place) for place in range(8)]
     scores, excluded = [], []
     with torch.no_grad():
         loss, shown = DualModule(ranker.network, negatives_from)(batch)
@@ -165,7 +165,7 @@ def test_shared_negatives_count_for_every_context(tiny, architecture, negatives_
     """Two wrong candidates of each of four contexts: all eight, but those that are the response."""
     ranker = tiny.ranker(architecture=architecture)
     batch = collated(DualCollator(ranker, 2), OWN)
-    wrong = [texts_of(batch.wrong, place) for place in range(8)]
+    wrong = [texts_of(batch.negatives, place) for place in range(8)]
     assert "w4" in wrong
     scores, excluded = [], []
     with torch.no_grad():
@@ -243,7 +243,7 @@ def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
         loss, shown = DualModule(ranker.dual, negatives_from, config)(batch)
         students = []
         for place, row in enumerate(OWN):
-            texts = [row["response"], *(texts_of(batch.wrong, 5 * place + n) for n in range(5))]
+            texts = [row["response"], *(texts_of(batch.negatives, 5 * place + n) for n in range(5))]
             vectors = inference.context_vectors(ranker, [row["context"]])
             candidates = inference.candidate_vectors(ranker, texts)
             students.append(ranker.dual.scores(*vectors, candidates)[0])

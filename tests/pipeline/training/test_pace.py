@@ -14,21 +14,23 @@ CPU = torch.device("cpu")
 
 def test_the_mean_rate_is_all_steps_by_all_their_seconds():
     pace = Pace(CPU, 0)
-    assert pace.of(Progress(10, {"steps_per_s": 5.0}))["mean_steps_per_s"] == 5
+    assert pace.measure(Progress(10, {"steps_per_s": 5.0}))["mean_steps_per_s"] == 5
     # 10 steps in 2 s, 30 in 1 s.
-    assert pace.of(Progress(40, {"steps_per_s": 30.0}))["mean_steps_per_s"] == pytest.approx(40 / 3)
+    assert pace.measure(Progress(40, {"steps_per_s": 30.0}))["mean_steps_per_s"] == pytest.approx(
+        40 / 3
+    )
 
 
 def test_a_resumed_run_counts_its_own_steps():
     pace = Pace(CPU, 100)
-    assert pace.of(Progress(120, {"steps_per_s": 4.0}))["mean_steps_per_s"] == 4
+    assert pace.measure(Progress(120, {"steps_per_s": 4.0}))["mean_steps_per_s"] == 4
 
 
 @pytest.mark.slow
 def test_the_peak_holds_what_was_needed_since_and_not_before():
     np.ones(400 << 20, np.uint8)
     pace = Pace(CPU, 0)
-    before = pace.of(Progress(1, {"steps_per_s": 1.0}))["peak_memory_mib"]
+    before = pace.measure(Progress(1, {"steps_per_s": 1.0}))["peak_memory_mib"]
     np.ones(200 << 20, np.uint8)
-    after = pace.of(Progress(2, {"steps_per_s": 1.0}))["peak_memory_mib"]
+    after = pace.measure(Progress(2, {"steps_per_s": 1.0}))["peak_memory_mib"]
     assert 150 < after - before < 250

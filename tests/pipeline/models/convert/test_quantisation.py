@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.models.convert.quantisation import Table, dequantised, quantised, value_range
+from pipeline.models.convert.quantisation import Table, dequantise, quantise, value_range
 
 NUMBERS = st.floats(-5, 5, width=32)
 
@@ -22,9 +22,9 @@ def test_the_range_has_room_for_a_tenth_or_a_hundredth():
 def test_values_are_off_by_half_a_level_at_most(values):
     weights = torch.tensor(values)
     low, high = (torch.tensor(one) for one in value_range(weights))
-    levels = quantised(weights, low, high)
+    levels = quantise(weights, low, high)
     assert levels.dtype == torch.uint8
-    off = (dequantised(levels, low, high) - weights).abs().max().item()
+    off = (dequantise(levels, low, high) - weights).abs().max().item()
     assert off <= (high - low).item() / 255 / 2 + 1e-6
     expected = np.rint((np.array(values) - low.item()) / ((high - low).item() / 255))
     assert (
@@ -43,6 +43,6 @@ def test_a_table_is_exact_until_a_range_is_set_and_then_rounded_with_gradients_u
     expected[1], expected[3] = torch.tensor([6.0, 8.0, 10.0]), torch.tensor([3.0, 4.0, 5.0])
     assert torch.equal(table.weight.grad, expected)
     frozen = Table(5, 3, 0.5)
-    frozen.freeze(*table.saved())
+    frozen.freeze(*table.to_levels())
     torch.testing.assert_close(frozen(ids), rows.detach())
     assert not list(frozen.parameters())

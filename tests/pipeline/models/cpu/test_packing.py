@@ -163,7 +163,7 @@ def test_groups_hold_every_token_once_within_their_budget(lengths, budget):
 
 def test_rows_have_little_to_spare_and_few_lengths():
     tokens = range(1, 10_000)
-    rows = [count + packing._spare(count) for count in tokens]
+    rows = [count + packing._spare_count(count) for count in tokens]
     assert all(row % 8 == 0 for row in rows)
     assert all(
         0 < row - count <= max(8, count / 16) for count, row in zip(tokens, rows, strict=True)

@@ -27,7 +27,7 @@ def stage_rows(
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in rows))
     columns = ("id", "text")
-    record = candidates._stage(
+    record = candidates._stage_piece(
         out, "file-00000", (str(file), None), columns, 1000, Reading(), PRIVACY, EmbedConfig()
     )
     return out, [(name, count) for name, count in record.parts]

@@ -20,7 +20,7 @@ from pipeline.retrieval.pools import candidates, embedder, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
-from pipeline.retrieval.pools.verdict_tasks import PlanInput, Wanted
+from pipeline.retrieval.pools.verdict_tasks import PlanInput, TextQuery
 
 from .conftest import stage_rows, write_version_before
 
@@ -75,7 +75,7 @@ class Shard:
         self.out, parts = stage_rows(folder, [(f"id {t}", t) for t in texts])
         files = write_version_before(folder, before.rows if before else ())
         (self.slices,) = plan.make(
-            self.out, PlanInput(parts, files), 1000, Wanted()
+            self.out, PlanInput(parts, files), 1000, TextQuery()
         ).shards.values()
 
     def make(self, model: Path, **settings) -> EmbedRecord:

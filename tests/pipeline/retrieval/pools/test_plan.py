@@ -22,7 +22,7 @@ from pipeline.retrieval.pools import candidates, plan, verdict_tasks, verdicts
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.plan import Plan
-from pipeline.retrieval.pools.verdict_tasks import NEW, PlanInput, Wanted
+from pipeline.retrieval.pools.verdict_tasks import NEW, PlanInput, TextQuery
 
 from .conftest import stage_rows, write_version_before
 
@@ -76,7 +76,7 @@ class Maker:
         out, parts = self.stage(rows)
         sources = PlanInput(parts, before(Path(out.uri).parent, previous))
         with executors.in_this_process():
-            made = plan.make(out, sources, rows_per_shard, Wanted(texts, hashes))
+            made = plan.make(out, sources, rows_per_shard, TextQuery(texts, hashes))
         made = from_dict(Plan, json.loads(json.dumps(to_dict(made))))  # as a record keeps it
         kept, places = [], []
         for slices in made.shards.values():
@@ -279,17 +279,17 @@ def test_a_pool_of_one_bucket_is_planned_in_the_process_of_the_driver(make, monk
         raise AssertionError("a task went to the cluster")
 
     monkeypatch.setattr(verdict_tasks, "_BUCKET_ROWS", 100)
-    monkeypatch.setattr("pipeline.shards._on_cluster", on_cluster)
+    monkeypatch.setattr("pipeline.shards._run_on_cluster", on_cluster)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
-    assert plan.make(out, sources, 10, Wanted()).rows == 4
+    assert plan.make(out, sources, 10, TextQuery()).rows == 4
     assert verdicts.is_small(sources.candidates, sources.before)
 
 
 def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path):
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
-    on_cluster = plan.make(out, sources, 10, Wanted(3))
+    on_cluster = plan.make(out, sources, 10, TextQuery(3))
     expected, kept, places = make(ROWS_OF_TWO_ROUNDS, BEFORE, rows_per_shard=10, texts=3)
     assert from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster)))) == expected
     assert kept == [("1", "a"), ("2", "b"), ("3", "c"), ("5", "d")]
@@ -302,12 +302,12 @@ def test_a_plan_is_made_anew_where_the_version_before_has_changed(make, monkeypa
     out, parts = make.stage([("1", "a"), ("2", "b")])
     folder = Path(out.uri).parent
     with executors.in_this_process() as here:
-        plan.make(out, PlanInput(parts, before(folder, [("1", "a")])), 10, Wanted())
+        plan.make(out, PlanInput(parts, before(folder, [("1", "a")])), 10, TextQuery())
         done = len(here.tasks)
-        plan.make(out, PlanInput(parts, before(folder, [("1", "a")])), 10, Wanted())
+        plan.make(out, PlanInput(parts, before(folder, [("1", "a")])), 10, TextQuery())
         assert len(here.tasks) == done  # as in a job that goes on
         (folder / "newer").mkdir()
         newer = PlanInput(parts, before(folder / "newer", [("2", "b")]))
-        made = plan.make(out, newer, 10, Wanted())
+        made = plan.make(out, newer, 10, TextQuery())
     assert made.known == 1
     assert verdicts.read_verdicts(out, parts[0][0]).tolist() == [NEW, 0]

@@ -115,7 +115,7 @@ def test_finds_what_float64_over_all_rows_finds(method, task, data):
         for name in ("_BLOCK_ROWS", "_SECTION_ROWS", "_SEEDS", "_GATHERED_ROWS"):
             patch.setattr(module, name, data.draw(st.integers(1, 30)))
         centres, amx = data.draw(st.integers(1, 64)), data.draw(st.booleans())
-        patch.setattr(module, "_centres", lambda layer, contexts: centres)
+        patch.setattr(module, "_centre_count", lambda layer, contexts: centres)
         patch.setattr(bounds, "has_amx", lambda: amx)
         patch.setattr(module, "_CONTEXTS", data.draw(st.integers(1, 9)))
         found = top_rows(pool, vectors, top_k, mask, attention, method, among)
@@ -265,8 +265,8 @@ def test_rows_of_the_same_vector_stand_in_the_order_of_their_ids_wherever_they_l
 def scored(monkeypatch):
     """How many rows were scored in full, call by call."""
     sizes: list[int] = []
-    score = module._Best._scores_of
-    monkeypatch.setattr(module._Best, "_scores_of",
+    score = module._TopK._exact_scores
+    monkeypatch.setattr(module._TopK, "_exact_scores",
                         lambda self, places: sizes.append(len(places)) or score(self, places))  # fmt: skip
     return sizes
 

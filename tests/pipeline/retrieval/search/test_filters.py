@@ -63,7 +63,7 @@ def test_a_few_rows_of_many_are_picked_out(tmp_path, publish_pool, monkeypatch):
     matrix = np.random.default_rng(0).normal(size=(5000, 3)).astype(np.float32)
     ids = [f"id{n}" for n in range(5000)]
     pool = Pool.open(publish_pool(out, [(pa.table([ids, ids, ids], ROWS), matrix)]).uri)
-    monkeypatch.setattr("pipeline.retrieval.search.exact._pass_over_all", None)
+    monkeypatch.setattr("pipeline.retrieval.search.exact._scan_pool", None)
     allowed = ["id7", "id2000", "id4999", *ids[100:110]]
     answer = search(pool, [[1.0, 2.0, 3.0]], 20, among=select(pool, allow=allowed))
     scores = {name: matrix[int(name[2:])] @ [1, 2, 3] for name in allowed}
@@ -92,7 +92,7 @@ def test_columns_come_along_from_the_candidates_as_text(tmp_path):
     out = draft(str(tmp_path / "out"), "pool", EmbedConfig(), {})
     assert isinstance(out, Draft)
     columns = ("id", "text", "kind", "size")
-    record = candidates._stage(
+    record = candidates._stage_piece(
         out, "file-00000", (str(file), None), columns, 1000, Reading(), PLAIN, TableFormat()
     )
     table = candidates.read_rows(out, record.parts[0][0])
