@@ -153,7 +153,7 @@ def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
 
 
 def _decompress(file: str) -> None:
-    for _ in raw.decompressed(file):
+    for _ in raw.read_decompressed(file):
         pass
 
 

@@ -99,9 +99,9 @@ def parse(
             continue
         if not earlier:
             account.dropped.add("first line of a file", uri, at, line)
-        elif fault := file_tasks.outside(len(text), *bounds):
+        elif fault := file_tasks.length_fault(len(text), *bounds):
             account.dropped.add(f"response {fault}", uri, at, line)
-        elif fault := file_tasks.outside(len(earlier[-1]), *bounds):
+        elif fault := file_tasks.length_fault(len(earlier[-1]), *bounds):
             account.dropped.add(f"context {fault}", uri, at, earlier[-1])
         else:
             yield {

@@ -76,11 +76,11 @@ def read(
     wanted: Mapping[str, str],
     reading: raw.Reading,
     account: file_tasks.Account,
-    also: Callable[[str], object] = lambda name: False,
+    takes_column: Callable[[str], object] = lambda name: False,
     form: TableFormat = _PLAIN,
     groups: RowGroups | None = None,
 ) -> Rows:
-    """The rows of a file, with at least the columns `wanted` (by option) and those that `also` takes.
+    """The rows of a file, with at least the columns `wanted` (by option) and those that `takes_column` takes.
 
     What is no row is set aside in `account`. `groups`: only these row groups of Parquet.
     Raises BadInput for a file in another encoding, and, with the names of the file's columns, where a
@@ -89,13 +89,13 @@ def read(
     with storage.open_input(uri) as stream:
         is_parquet = stream.read(4) == b"PAR1"
     if is_parquet:
-        return _parquet_rows(uri, wanted, also, account, groups)
+        return _parquet_rows(uri, wanted, takes_column, account, groups)
     lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, account.notes)
     first = next(((at, line) for at, line in lines if line.strip()), None)
     if first is None:
         return iter(())
     lines = itertools.chain([first], lines)
-    kind = _kind(raw.plain_name(uri), first[1])
+    kind = _file_kind(raw.plain_name(uri), first[1])
     if kind == "json":
         return _json_rows(uri, lines, wanted, account)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
@@ -114,8 +114,8 @@ class RowGroups(NamedTuple):
 
 
 def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
-    """A Parquet file in pieces of at least so many rows, but for the last; empty for other files and for
-    broken ones, of which `read` says more."""
+    """A Parquet file in pieces of at least `least_rows` rows, but for the last. Empty for other files, and
+    for broken ones, which `read` refuses."""
     with storage.open_input(uri) as stream:
         if stream.read(4) != b"PAR1":
             return []
@@ -123,15 +123,15 @@ def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
             metadata = pq.read_metadata(stream)
         except (pa.ArrowException, OSError):
             return []
-    found, first, start, rows = list[RowGroups](), 0, 0, 0
+    pieces, first, start, rows = list[RowGroups](), 0, 0, 0
     for group in range(metadata.num_row_groups):
         rows += metadata.row_group(group).num_rows
         if rows - start >= least_rows:
-            found.append(RowGroups(first, group + 1, start))
+            pieces.append(RowGroups(first, group + 1, start))
             first, start = group + 1, rows
     if rows > start:
-        found.append(RowGroups(first, metadata.num_row_groups, start))
-    return found
+        pieces.append(RowGroups(first, metadata.num_row_groups, start))
+    return pieces
 
 
 def require_columns(
@@ -161,42 +161,46 @@ def csv_records(
     A quote that is never closed takes all lines behind it. Only its own line is set aside; the others are
     read again.
     """
-    taken = list[tuple[int, str]]()
-    again = deque[tuple[int, str]]()
-    fresh = iter(lines)
+    record_lines = list[tuple[int, str]]()
+    pushed_back = deque[tuple[int, str]]()
+    unread = iter(lines)
 
-    def text() -> Iterator[str]:
-        while (here := again.popleft() if again else next(fresh, None)) is not None:
-            taken.append(here)
-            yield here[1] + "\n"
+    def record_text() -> Iterator[str]:
+        while (
+            numbered_line := pushed_back.popleft() if pushed_back else next(unread, None)
+        ) is not None:
+            record_lines.append(numbered_line)
+            yield numbered_line[1] + "\n"
 
-    def read() -> Iterator[list[str]]:
+    def csv_reader() -> Iterator[list[str]]:
         return csv.reader(
-            text(),
+            record_text(),
             delimiter=delimiter,
             quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
             strict=True,
         )
 
     csv.field_size_limit(raw.MAX_LINE_BYTES)
-    records = read()
+    records = csv_reader()
     while True:
-        taken.clear()
+        record_lines.clear()
         try:
             fields = next(records, None)
-            fault = next((fault for _, line in taken if (fault := _fault(line))), "")
+            fault = next((fault for _, line in record_lines if (fault := _fault(line))), "")
         except csv.Error as error:
             fields, fault = [], f"not CSV: {error}"
-            again.extendleft(reversed(taken[1:]))
-            del taken[1:]
-            records = read()
+            pushed_back.extendleft(reversed(record_lines[1:]))
+            del record_lines[1:]
+            records = csv_reader()
         if fields is None:
             return
         if fault:
             account.records += 1
-            account.malformed.add(fault, uri, taken[0][0], "\n".join(line for _, line in taken))
+            account.malformed.add(
+                fault, uri, record_lines[0][0], "\n".join(line for _, line in record_lines)
+            )
         elif fields:
-            yield taken[0][0], fields
+            yield record_lines[0][0], fields
 
 
 def _fault(line: str) -> str:
@@ -209,7 +213,7 @@ def _fault(line: str) -> str:
     )
 
 
-def _kind(name: str, first_line: str) -> str:
+def _file_kind(name: str, first_line: str) -> str:
     for ending, kind in _ENDINGS.items():
         if name.lower().endswith(ending):
             return kind
@@ -224,7 +228,7 @@ def _csv_rows(
     form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
-    _require(uri, wanted, columns, _delimiter_hint(columns, form))
+    _require_columns(uri, wanted, columns, _delimiter_hint(columns, form))
     for at, fields in records:
         account.records += 1
         if len(fields) == len(columns):
@@ -240,7 +244,7 @@ def _json_rows(
     rows = _json_objects(uri, lines, account)
     head = list(itertools.islice(rows, _JSON_HEAD))
     if head:
-        _require(uri, wanted, list(dict.fromkeys(name for _, row in head for name in row)))
+        _require_columns(uri, wanted, list(dict.fromkeys(name for _, row in head for name in row)))
     yield from itertools.chain(head, rows)
 
 
@@ -266,7 +270,7 @@ def _json_objects(uri: str, lines: Lines, account: file_tasks.Account) -> Rows:
 def _parquet_rows(
     uri: str,
     wanted: Mapping[str, str],
-    also: Callable[[str], object],
+    takes_column: Callable[[str], object],
     account: file_tasks.Account,
     groups: RowGroups | None,
 ) -> Rows:
@@ -275,10 +279,10 @@ def _parquet_rows(
         try:
             file = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             columns = file.schema_arrow.names
-            _require(uri, wanted, columns)
-            columns = [name for name in columns if name in wanted.values() or also(name)]
-            some = range(groups.first, groups.end) if groups else None
-            for batch in file.iter_batches(_BATCH_ROWS, some, columns):
+            _require_columns(uri, wanted, columns)
+            columns = [name for name in columns if name in wanted.values() or takes_column(name)]
+            group_numbers = range(groups.first, groups.end) if groups else None
+            for batch in file.iter_batches(_BATCH_ROWS, group_numbers, columns):
                 for row in batch.to_pylist():
                     at += 1
                     account.records += 1
@@ -288,17 +292,23 @@ def _parquet_rows(
 
 
 def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
-    """Where a file seems to have one column: what else may stand between its columns; "" elsewhere."""
-    found = [one for one in _OTHER_DELIMITERS if len(columns) == 1 and one in columns[0]]
-    if not found:
+    """For a file with one column, the delimiter that it seems to have; "" for other files."""
+    delimiters = [
+        delimiter
+        for delimiter in _OTHER_DELIMITERS
+        if len(columns) == 1 and delimiter in columns[0]
+    ]
+    if not delimiters:
         return ""
-    shown = "\\t" if found[0] == "\t" else found[0]
-    option = f", which --{form.option('delimiter')} '{shown}' reads" if form.GROUP else ""
-    return f" (the fields seem to be separated by '{shown}'{option})"
+    delimiter_shown = "\\t" if delimiters[0] == "\t" else delimiters[0]
+    option = f", which --{form.option('delimiter')} '{delimiter_shown}' reads" if form.GROUP else ""
+    return f" (the fields seem to be separated by '{delimiter_shown}'{option})"
 
 
-def _require(uri: str, wanted: Mapping[str, str], columns: list[str], hint: str = "") -> None:
+def _require_columns(
+    uri: str, wanted: Mapping[str, str], columns: list[str], hint: str = ""
+) -> None:
     for option, name in wanted.items():
-        more = _NO_ID if option == "embed.id_column" else ""
+        id_hint = _NO_ID if option == "embed.id_column" else ""
         require(columns.count(name) == 1, option, name,
-                f"the columns of {uri}: {', '.join(columns)}{hint or more}")  # fmt: skip
+                f"the columns of {uri}: {', '.join(columns)}{hint or id_hint}")  # fmt: skip

@@ -72,14 +72,14 @@ def parse(
     """The examples of a file: one per right answer."""
     name = raw.plain_name(uri)
     for line, turns, answers in _questions(uri, reading, account):
-        context = [_shown(turn, options) for turn in turns if _says(turn)]
-        if not context or not _says(answers[0]):
+        context = [_text_of(turn, options) for turn in turns if _has_words(turn)]
+        if not context or not _has_words(answers[0]):
             reason = "empty answer" if context else "no turn before the answer"
             account.dropped.add(reason, uri, line, "\t".join([*turns, answers[0]]))
             continue
-        texts = [_shown(answer, options) for answer in answers]
-        begins = hashlib.blake2b("\t".join(context[:2]).encode(), digest_size=8).hexdigest()
-        group = f"{name}/{begins}"
+        texts = [_text_of(answer, options) for answer in answers]
+        opening_hash = hashlib.blake2b("\t".join(context[:2]).encode(), digest_size=8).hexdigest()
+        group = f"{name}/{opening_hash}"
         yield {
             "example_id": f"{name}/{line}",
             "group_id": group,
@@ -92,11 +92,11 @@ def parse(
         }
 
 
-def _says(text: str) -> bool:
+def _has_words(text: str) -> bool:
     return text.replace(_MARK, "").strip() != ""
 
 
-def _shown(text: str, options: Options) -> str:
+def _text_of(text: str, options: Options) -> str:
     if options.end_of_utterance == "dot":
         return text.replace(_MARK, ".").strip()
     return " ".join(part.strip() for part in text.split(_MARK)).strip()
@@ -125,17 +125,17 @@ def _csv_questions(
         return
     for at, fields in records:
         account.records += 1
-        shown = ",".join(fields)
+        record_text = ",".join(fields)
         if len(fields) != len(columns):
-            account.malformed.add(f"not {len(columns)} fields", uri, at, shown)
+            account.malformed.add(f"not {len(columns)} fields", uri, at, record_text)
         elif columns == _RANKED:
             yield _Question(at, fields[0].split("__eot__"), fields[1:])
         elif fields[2] in _RIGHT:
             yield _Question(at, fields[0].split("__eot__"), fields[1:2])
         elif fields[2] in _WRONG:
-            account.dropped.add("label 0", uri, at, shown)
+            account.dropped.add("label 0", uri, at, record_text)
         else:
-            account.malformed.add("label is neither 1 nor 0", uri, at, shown)
+            account.malformed.add("label is neither 1 nor 0", uri, at, record_text)
 
 
 def _text_questions(

@@ -42,7 +42,7 @@ def write(out: Draft, name: str, rows: list[tuple[str, str]]) -> str:
 
 def choose(out: Draft, files: list[str], wanted: int, privacy: Privacy = PLAIN, **more: Any):
     (record,) = fixed_candidates.choose(
-        out, fixed_candidates.of_shards(files), wanted, privacy, **more
+        out, fixed_candidates.articles_of_shards(files), wanted, privacy, **more
     )
     rows = [
         row for entry in record.files for row in pq.read_table(out.path(entry["path"])).to_pylist()
@@ -92,7 +92,7 @@ def test_each_article_is_chosen_once_and_none_that_is_held_out(ids, held, wanted
             fixed_candidates.shards, "run_tasks", lambda d, tasks, work, *_: [work(d, "t", 0)]
         )
         (record,) = fixed_candidates.choose(
-            fake(), fixed_candidates.of_shards(["train"]), wanted, PLAIN, ["held"]
+            fake(), fixed_candidates.articles_of_shards(["train"]), wanted, PLAIN, ["held"]
         )
     found = written[0].to_pylist() if written else []
     expected = smallest(set(ids) - held, wanted)

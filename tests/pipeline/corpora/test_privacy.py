@@ -123,8 +123,8 @@ PLAIN = Privacy(redact=False, authors="plain", salt="")
 )  # fmt: skip
 def test_lines_as_they_were_read_name_no_author(line, expected):
     lines = pa.array([line, "mail a@b.io"])
-    assert HASH.raw_lines(lines).to_pylist() == [expected, "mail <email>"]
-    assert PLAIN.raw_lines(lines).to_pylist() == lines.to_pylist()
+    assert HASH.redacted_lines(lines).to_pylist() == [expected, "mail <email>"]
+    assert PLAIN.redacted_lines(lines).to_pylist() == lines.to_pylist()
 
 
 def test_a_profile_has_the_hash_of_its_author():

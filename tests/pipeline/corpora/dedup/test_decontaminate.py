@@ -92,7 +92,7 @@ def test_what_goes_is_what_one_table_of_all_n_grams_says(
             for file in one.files for example in pq.read_table(file, partitioning=None).to_pylist()
         ]  # fmt: skip
         for name, group, words in texts:
-            hash_ = int(hashing.strings(pa.array([group]))[0])
+            hash_ = int(hashing.text_hashes(pa.array([group]))[0])
             for gram in ngrams(words):
                 order += 1
                 groups_of.setdefault(gram, set()).add(group)
