@@ -34,7 +34,7 @@ def main() -> None:
     command = "python -m jobs" if Path(sys.argv[0]).name == "__main__.py" else "polyrank"
     typed, *arguments = sys.argv[1:] or ["--help"]
     if typed in ("--help", "-h", "help"):
-        print(_help(command))
+        print(_help_text(command))
     elif typed == "--version":
         print(f"polyrank {_version()}")
     elif (verb := typed.replace("-", "_")) in VERBS:
@@ -59,7 +59,7 @@ def about(verb: str) -> str:
     return text.partition(". ")[0].removesuffix(".")
 
 
-def _help(command: str) -> str:
+def _help_text(command: str) -> str:
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {about(verb)}" for verb in VERBS]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""A corpus to one without duplicates and without what it is evaluated on."""
+"""A corpus to one without duplicates and without texts of its evaluation sets."""
 
 from __future__ import annotations
 
@@ -47,9 +47,13 @@ def run(config: Config) -> program.Summary:
         sets.append(evaluation_set)
     if config.dry_run:
         shards = example_files(corpus)
-        sizes, rows = [e["bytes"] for e in shards], sum(e["rows"] for e in shards)
-        of_sets = [storage.size_of(file) for one in sets for file in one.files]
-        return cost.show("clean_corpus", dedup.estimate(sizes, rows, config.dedup, of_sets))
+        sizes, rows = [entry["bytes"] for entry in shards], sum(entry["rows"] for entry in shards)
+        evaluation_sizes = [
+            storage.size_of(file) for evaluation_set in sets for file in evaluation_set.files
+        ]
+        return cost.show(
+            "clean_corpus", dedup.estimate(sizes, rows, config.dedup, evaluation_sizes)
+        )
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
         return program.published(out, already_there=True)

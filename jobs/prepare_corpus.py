@@ -115,8 +115,8 @@ def run(config: Config) -> program.Summary:
     if config.format == "reddit" and config.authors == "hash":
         key = author_key(config.output)
         # Enough of the key's hash to notice another key, too little to find the key by.
-        shown = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
-        inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": shown}
+        key_fingerprint = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
+        inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": key_fingerprint}
     out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)
@@ -149,13 +149,13 @@ def run(config: Config) -> program.Summary:
 
 
 def _no_example(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:
-    """The refusal of so many records; of the draft only samples that show why are left, if there are any."""
+    """The refusal of input without examples; keeps of the draft only the samples of rejected records."""
     dropped = sum_counts(record.dropped for record in records)
     rejected = out.path("rejected")
-    seen = f"; see {rejected}" if storage.exists(rejected) else ""
-    if not seen:
+    hint = f"; see {rejected}" if storage.exists(rejected) else ""
+    if not hint:
         storage.delete(out.staging)
-    return BadInput(f"--input: {count:,} records gave no example ({dropped}){seen}")
+    return BadInput(f"--input: {count:,} records gave no example ({dropped}){hint}")
 
 
 def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:

@@ -40,8 +40,10 @@ def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     require(bool(config.teacher), "teacher", "none", "one ranker or more")
     teachers = [open_artifact(uri, "ranker") for uri in config.teacher]
-    known = [teacher.fingerprint for teacher in teachers]
-    require(len(set(known)) == len(known), "teacher", config.teacher, "each ranker once")
+    fingerprints = [teacher.fingerprint for teacher in teachers]
+    require(
+        len(set(fingerprints)) == len(fingerprints), "teacher", config.teacher, "each ranker once"
+    )
 
     from pipeline import tracking
     from pipeline.training import teaching
@@ -66,9 +68,9 @@ def run(config: Config) -> program.Summary:
         if not counts.get("scored"):
             raise BadInput(f"--corpus {config.corpus}: no example of train has candidates; "
                            "--teaching.random-candidates draws some")  # fmt: skip
-        scored = out.publish(files, counts, run_id=tracked.run_id)
-        tracking.finish(tracked, scored)
-    return program.published(scored, already_there=False)
+        scored_corpus = out.publish(files, counts, run_id=tracked.run_id)
+        tracking.finish(tracked, scored_corpus)
+    return program.published(scored_corpus, already_there=False)
 
 
 if __name__ == "__main__":

@@ -103,9 +103,9 @@ def require_distinct(names: Iterable[str]) -> None:
                            "since they begin the ids of examples")  # fmt: skip
 
 
-def length_fault(size: int, least: int, most: int) -> str:
+def length_fault(size: int, min_size: int, max_size: int) -> str:
     """ "too short", "too long", or "" where a text's size is neither."""
-    return "too short" if size < least else "too long" if size > most else ""
+    return "too short" if size < min_size else "too long" if size > max_size else ""
 
 
 def _convert(

@@ -82,7 +82,7 @@ def estimate(
     `evaluation_sizes`: of the files of the evaluation sets, the corpus's own ones too.
     """
     key_bytes = _key_bytes(rows, options)
-    layout = decontaminate.Layout.of(sum(evaluation_sizes), sum(sizes))
+    layout = decontaminate.Layout.for_sizes(sum(evaluation_sizes), sum(sizes))
     steps = {
         "evaluation texts": bool(evaluation_sizes),
         "exact duplicates": key_bytes[0] > 0,

@@ -149,7 +149,7 @@ class Layout:
     """Estimated bytes of the filed n-grams."""
 
     @classmethod
-    def of(cls, evaluation_bytes: int, train_bytes: int) -> Layout:
+    def for_sizes(cls, evaluation_bytes: int, train_bytes: int) -> Layout:
         """For stored files of so many bytes."""
         ngrams = evaluation_bytes * _NGRAMS_PER_BYTE
         filter_bits = max(_LEAST_FILTER_BITS, math.ceil(math.log2(6 * ngrams + 1)))
@@ -191,7 +191,7 @@ class Filter:
 
 def layout_of(sets: Sequence[EvaluationSet], train_bytes: int) -> Layout:
     """`train_bytes`: of the stored files of train."""
-    return Layout.of(
+    return Layout.for_sizes(
         sum(storage.size_of(uri) for evaluation in sets for uri in evaluation.files), train_bytes
     )
 

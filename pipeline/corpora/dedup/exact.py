@@ -45,8 +45,8 @@ def drop(draft: Draft, plan: DedupPlan) -> list[TaskRecord]:
 def _hash(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     shard = plan.shards[number]
     tables = [CLUSTERS.empty_table()]
-    kept = keep_mask(read_drops(draft, plan, number, "contaminated"), shard.rows)
-    for numbers, rows in read_pieces(shard.uri, COMPARED, kept):
+    row_mask = keep_mask(read_drops(draft, plan, number, "contaminated"), shard.rows)
+    for numbers, rows in read_pieces(shard.uri, COMPARED, row_mask):
         words = sides(rows, plan.options.text, hashing.words)
         columns = [
             hashing.combined_hashes([side.sequence_hashes() for side in words]),

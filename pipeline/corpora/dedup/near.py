@@ -93,8 +93,8 @@ def _sign(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     bands, hashes = plan.options.bands, plan.options.bands * plan.options.rows_per_band
     shard = plan.shards[number]
     tables = [_KEYS.empty_table()]
-    kept = keep_mask(read_drops(draft, plan, number, "contaminated", "exact"), shard.rows)
-    for numbers, rows in read_pieces(shard.uri, COMPARED, kept):
+    row_mask = keep_mask(read_drops(draft, plan, number, "contaminated", "exact"), shard.rows)
+    for numbers, rows in read_pieces(shard.uri, COMPARED, row_mask):
         signed_sets = tag_sides(shingles(rows, plan))
         has_shingles = signed_sets.counts > 0  # an example without a word is like no other
         signed_sets = Tokens(signed_sets.hashes, np.unique(signed_sets.offsets))

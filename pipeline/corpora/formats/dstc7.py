@@ -93,8 +93,8 @@ def parse(
                 raise _Malformed("messages-so-far is empty")
             choice = _choice(uri, record, split, answers)
         except _Malformed as fault:
-            shown = json.dumps(record, ensure_ascii=False)
-            account.malformed.add(str(fault), uri, number, shown)
+            record_json = json.dumps(record, ensure_ascii=False)
+            account.malformed.add(str(fault), uri, number, record_json)
             continue
         account.counts["dialogues"] += 1
         turns = [
@@ -135,12 +135,12 @@ def read_answers(uris: list[str], reading: raw.Reading) -> Answers:
             raise BadInput(f"{uri}: allowed: one file of answers for each sub-task, with subtask_1 or "
                            "another number in its name")  # fmt: skip
         candidate_ids = answers[int(subtask[1])] = {}
-        for at, line in raw.read_lines(uri, reading):
+        for number, line in raw.read_lines(uri, reading):
             fields = line.split("\t", 2)
             if len(fields) == 3 and fields[0].isdecimal() and fields[1]:
                 candidate_ids[fields[0]] = fields[1].split(",")
             elif line.strip():
-                raise BadInput(f"{uri}, line {at}: {line[:80]!r} is not allowed; allowed: "
+                raise BadInput(f"{uri}, line {number}: {line[:80]!r} is not allowed; allowed: "
                                "example-id<TAB>candidate-id[,candidate-id …]<TAB>utterance")  # fmt: skip
     return answers
 

@@ -119,7 +119,7 @@ def _refusal(uri: str, number: int, data: bytes, guess: str, option: str) -> Bad
         advice = f"; name its encoding by --{option}" if option else "; convert it to UTF-8"
         return BadInput(f"{uri}, line {number}: not UTF-8{advice}")
     text = data.decode(guess, errors="ignore").removeprefix("\ufeff").split("\n")[0]
-    first = next((at for at, letter in enumerate(text) if not letter.isascii()), 0)
+    first = next((place for place, letter in enumerate(text) if not letter.isascii()), 0)
     excerpt = text[max(0, first - _SHOWN_CHARACTERS) : first + _SHOWN_CHARACTERS]
     name = "Latin-1 (Windows-1252)" if guess == "cp1252" else guess.upper()
     advice = (

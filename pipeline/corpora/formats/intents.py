@@ -64,11 +64,11 @@ class Options:
         require(0 <= parts < 1000 and self.valid_share == parts / 1000, "banking77.valid_share",
                 self.valid_share, "0 to below 1, in thousandths")  # fmt: skip
 
-    def split(self, given: Split, text_id: str) -> Split:
-        """The split of a text whose file is in the split `given`."""
+    def split(self, file_split: Split, text_id: str) -> Split:
+        """The split of a text whose file is in the split `file_split`."""
         valid = round(1000 * self.valid_share)
-        if given != "train" or not valid:
-            return given
+        if file_split != "train" or not valid:
+            return file_split
         return hash_split(f"{_VALID_HASH}{text_id}", (1000 - valid, valid, 0))
 
 
@@ -178,9 +178,9 @@ def _read_banking(
 ) -> Iterator[Labelled]:
     name = _id_of_file(uri)
     columns = {"column text": "text", "column category": "category"}
-    for at, row in tables.read(uri, columns, reading, account):
-        id_ = f"{name}/{at}"
-        yield Labelled(at, id_, row["text"], row["category"], split_by_name_or_group(name, id_))
+    for line, row in tables.read(uri, columns, reading, account):
+        id_ = f"{name}/{line}"
+        yield Labelled(line, id_, row["text"], row["category"], split_by_name_or_group(name, id_))
 
 
 def _read_clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
@@ -190,21 +190,21 @@ def _read_clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> 
         raise BadInput(f"{uri}: not a whole JSON file ({error})") from None
     if not isinstance(parts, dict) or not all(isinstance(part, list) for part in parts.values()):
         raise BadInput(f"{uri}: not an object of lists; allowed: {', '.join(_PARTS)}")
-    at = 0
+    text_number = 0
     for name, part in parts.items():
         require(name in _PARTS, uri, name, ", ".join(_PARTS))
         split = named_split(name.removeprefix("oos_"))
         assert split is not None
         for number, pair in enumerate(part, start=1):
-            at += 1
+            text_number += 1
             account.records += 1
             if isinstance(pair, list) and len(pair) == 2 and all(map(raw.is_text, pair)):
                 id_ = f"{_id_of_file(uri)}/{name}/{number}"
                 text, intent = pair
-                yield Labelled(at, id_, text, intent, split, name.startswith("oos_"))
+                yield Labelled(text_number, id_, text, intent, split, name.startswith("oos_"))
             else:
                 pair_json = json.dumps(pair, ensure_ascii=False)
-                account.malformed.add("not a text and an intent", uri, at, pair_json)
+                account.malformed.add("not a text and an intent", uri, text_number, pair_json)
 
 
 def _read_seq_in(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
@@ -213,13 +213,13 @@ def _read_seq_in(uri: str, reading: raw.Reading, account: file_tasks.Account) ->
     if split is None:
         raise BadInput(f"{uri}: the folder names no split; allowed: train, valid, test")
     lines = (raw.read_lines(file, reading, account.notes) for file in (uri, f"{folder}/label"))
-    for at, (text, intent) in enumerate(itertools.zip_longest(*lines), start=1):
+    for line, (text, intent) in enumerate(itertools.zip_longest(*lines), start=1):
         if text is None or intent is None:
             longer = "seq.in" if intent is None else "label"
-            raise BadInput(f"{folder}: {longer} has more than the {at - 1:,} lines of the other; "
+            raise BadInput(f"{folder}: {longer} has more than the {line - 1:,} lines of the other; "
                            "allowed: seq.in and label with as many lines")  # fmt: skip
         account.records += 1
-        yield Labelled(at, f"{name}/{at}", text[1], intent[1], split)
+        yield Labelled(line, f"{name}/{line}", text[1], intent[1], split)
 
 
 _LAYOUTS: dict[Corpus, tuple[str, str, Layout]] = {

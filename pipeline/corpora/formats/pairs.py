@@ -144,16 +144,16 @@ def parse(
         return json.dumps(named_values, ensure_ascii=False, default=str)
 
     rows = tables.read(uri, options.columns, reading, account, is_turn, options)
-    for at, row in rows:
+    for number, row in rows:
         try:
-            example = _example(row, options, f"{name}/{at}", file_split)
+            example = _example(row, options, f"{name}/{number}", file_split)
         except Malformed as reason:
-            account.malformed.add(str(reason), uri, at, row_json(row))
+            account.malformed.add(str(reason), uri, number, row_json(row))
             continue
-        if empty := next(
+        if empty_side := next(
             (side for side in ("context", "response") if _is_blank(example[side])), ""
         ):
-            account.dropped.add(f"empty {empty}", uri, at, row_json(row))
+            account.dropped.add(f"empty {empty_side}", uri, number, row_json(row))
         else:
             yield example
 

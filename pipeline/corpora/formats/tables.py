@@ -73,35 +73,35 @@ _PLAIN = TableFormat()
 
 def read(
     uri: str,
-    wanted: Mapping[str, str],
+    option_columns: Mapping[str, str],
     reading: raw.Reading,
     account: file_tasks.Account,
     takes_column: Callable[[str], object] = lambda name: False,
     form: TableFormat = _PLAIN,
     groups: RowGroups | None = None,
 ) -> Rows:
-    """The rows of a file, with at least the columns `wanted` (by option) and those that `takes_column` takes.
+    """The rows of a file, with at least the columns `option_columns` and those that `takes_column` takes.
 
-    What is no row is set aside in `account`. `groups`: only these row groups of Parquet.
-    Raises BadInput for a file in another encoding, and, with the names of the file's columns, where a
-    wanted one is not among them.
+    `option_columns`: option → column. `groups`: only these row groups of Parquet. `account` has the broken
+    rows. Raises BadInput for a file in another encoding, and, with the names of the file's columns, for a
+    column that the file lacks.
     """
     with storage.open_input(uri) as stream:
         is_parquet = stream.read(4) == b"PAR1"
     if is_parquet:
-        return _parquet_rows(uri, wanted, takes_column, account, groups)
+        return _parquet_rows(uri, option_columns, takes_column, account, groups)
     lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, account.notes)
-    first = next(((at, line) for at, line in lines if line.strip()), None)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
         return iter(())
     lines = itertools.chain([first], lines)
     kind = _file_kind(raw.plain_name(uri), first[1])
     if kind == "json":
-        return _json_rows(uri, lines, wanted, account)
+        return _json_rows(uri, lines, option_columns, account)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
     delimiter = "\t" if delimiter == "\\t" else delimiter
     records = csv_records(uri, lines, account, delimiter, form.quotes)
-    return _csv_rows(uri, records, wanted, account, form)
+    return _csv_rows(uri, records, option_columns, account, form)
 
 
 class RowGroups(NamedTuple):
@@ -136,7 +136,7 @@ def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
 
 def require_columns(
     uris: Sequence[str],
-    wanted: Mapping[str, str],
+    option_columns: Mapping[str, str],
     reading: raw.Reading,
     form: TableFormat = _PLAIN,
 ) -> None:
@@ -146,7 +146,7 @@ def require_columns(
     """
 
     def check(uri: str) -> None:
-        next(read(uri, wanted, reading, file_tasks.Account(), form=form), None)
+        next(read(uri, option_columns, reading, file_tasks.Account(), form=form), None)
 
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(check, uris[:_CHECKED_FILES]):
@@ -223,72 +223,76 @@ def _file_kind(name: str, first_line: str) -> str:
 def _csv_rows(
     uri: str,
     records: Iterator[tuple[int, list[str]]],
-    wanted: Mapping[str, str],
+    option_columns: Mapping[str, str],
     account: file_tasks.Account,
     form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
-    _require_columns(uri, wanted, columns, _delimiter_hint(columns, form))
-    for at, fields in records:
+    _require_columns(uri, option_columns, columns, _delimiter_hint(columns, form))
+    for number, fields in records:
         account.records += 1
         if len(fields) == len(columns):
-            yield at, dict(zip(columns, fields, strict=True))
+            yield number, dict(zip(columns, fields, strict=True))
         else:
             reason = "more or fewer fields than columns"
-            account.malformed.add(reason, uri, at, json.dumps(fields, ensure_ascii=False))
+            account.malformed.add(reason, uri, number, json.dumps(fields, ensure_ascii=False))
 
 
 def _json_rows(
-    uri: str, lines: Lines, wanted: Mapping[str, str], account: file_tasks.Account
+    uri: str, lines: Lines, option_columns: Mapping[str, str], account: file_tasks.Account
 ) -> Rows:
     rows = _json_objects(uri, lines, account)
     head = list(itertools.islice(rows, _JSON_HEAD))
     if head:
-        _require_columns(uri, wanted, list(dict.fromkeys(name for _, row in head for name in row)))
+        _require_columns(
+            uri, option_columns, list(dict.fromkeys(name for _, row in head for name in row))
+        )
     yield from itertools.chain(head, rows)
 
 
 def _json_objects(uri: str, lines: Lines, account: file_tasks.Account) -> Rows:
-    for at, line in lines:
+    for number, line in lines:
         if not line.strip():
             continue
         account.records += 1
         if fault := _fault(line):
-            account.malformed.add(fault, uri, at, line)
+            account.malformed.add(fault, uri, number, line)
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            account.malformed.add("not JSON", uri, at, line)
+            account.malformed.add("not JSON", uri, number, line)
             continue
         if isinstance(value, dict):
-            yield at, value
+            yield number, value
         else:
-            account.malformed.add("not a JSON object", uri, at, line)
+            account.malformed.add("not a JSON object", uri, number, line)
 
 
 def _parquet_rows(
     uri: str,
-    wanted: Mapping[str, str],
+    option_columns: Mapping[str, str],
     takes_column: Callable[[str], object],
     account: file_tasks.Account,
     groups: RowGroups | None,
 ) -> Rows:
-    at = groups.rows_before if groups else 0
+    number = groups.rows_before if groups else 0
     with storage.open_input(uri) as stream:
         try:
             file = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             columns = file.schema_arrow.names
-            _require_columns(uri, wanted, columns)
-            columns = [name for name in columns if name in wanted.values() or takes_column(name)]
+            _require_columns(uri, option_columns, columns)
+            columns = [
+                name for name in columns if name in option_columns.values() or takes_column(name)
+            ]
             group_numbers = range(groups.first, groups.end) if groups else None
             for batch in file.iter_batches(_BATCH_ROWS, group_numbers, columns):
                 for row in batch.to_pylist():
-                    at += 1
+                    number += 1
                     account.records += 1
-                    yield at, row
+                    yield number, row
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"{uri}: broken Parquet after {at:,} rows ({error})") from None
+            raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
 
 
 def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
@@ -306,9 +310,9 @@ def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
 
 
 def _require_columns(
-    uri: str, wanted: Mapping[str, str], columns: list[str], hint: str = ""
+    uri: str, option_columns: Mapping[str, str], columns: list[str], hint: str = ""
 ) -> None:
-    for option, name in wanted.items():
+    for option, name in option_columns.items():
         id_hint = _NO_ID if option == "embed.id_column" else ""
         require(columns.count(name) == 1, option, name,
                 f"the columns of {uri}: {', '.join(columns)}{hint or id_hint}")  # fmt: skip

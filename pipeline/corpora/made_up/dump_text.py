@@ -101,8 +101,10 @@ def bodies(rng: np.random.Generator, rows: int) -> Bodies:
     token += np.repeat(rng.integers(0, 2, rows) * table.half, length)
 
     tokens = table.tokens.take(pa.array(token))
-    at = np.frombuffer(tokens.buffers()[1], np.int32)[np.concatenate([[0], end])]
-    texts = pa.Array.from_buffers(pa.string(), rows, [None, pa.py_buffer(at), tokens.buffers()[2]])
+    offsets = np.frombuffer(tokens.buffers()[1], np.int32)[np.concatenate([[0], end])]
+    texts = pa.Array.from_buffers(
+        pa.string(), rows, [None, pa.py_buffer(offsets), tokens.buffers()[2]]
+    )
     return Bodies(texts, notice == DELETED, np.isin(notice, _BOT))
 
 

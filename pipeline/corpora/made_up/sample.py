@@ -336,10 +336,8 @@ def _write_wikipedia(folder: Path, rng: random.Random, size: Size) -> None:
     documents = []
     for number, title in enumerate(titles[: size.articles], start=1):
         lines = _article(title, rng) if rng.random() > 0.03 else []  # redirects have no text
-        shown = html.escape(title)
-        head = (
-            f'<doc id="{number}" url="https://en.example.org/wiki?curid={number}" title="{shown}">'
-        )
+        escaped_title = html.escape(title)
+        head = f'<doc id="{number}" url="https://en.example.org/wiki?curid={number}" title="{escaped_title}">'
         documents.append("\n".join([head, title, "", *lines, "", "</doc>", ""]))
     for part in range(2):
         text = "".join(documents[part::2])

@@ -25,8 +25,8 @@ def check(languages: Sequence[str]) -> None:
 
 def is_in(texts: pa.Array, languages: Sequence[str]) -> Bools:
     """Whether each text is in one of the languages."""
-    classify, wanted = _py3langid().classify, set(languages)
-    return np.array([classify(text)[0] in wanted for text in texts.to_pylist()], bool)
+    classify, language_set = _py3langid().classify, set(languages)
+    return np.array([classify(text)[0] in language_set for text in texts.to_pylist()], bool)
 
 
 def _py3langid() -> Any:

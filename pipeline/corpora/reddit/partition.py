@@ -126,9 +126,9 @@ def _parse_blocks(
     context = ray.data.DataContext.get_current().copy()
     if not resources.may_grow():  # else the bound would be that of the first node
         # What is decompressed waits in Ray's object store, and decompression is the faster half.
-        waiting = cores * max(_WAITING_BYTES, 2 * block_bytes)
+        waiting_bytes = cores * max(_WAITING_BYTES, 2 * block_bytes)
         limits = context.execution_options.resource_limits
-        context.execution_options.resource_limits = limits.copy(object_store_memory=waiting)
+        context.execution_options.resource_limits = limits.copy(object_store_memory=waiting_bytes)
     with ray.data.DataContext.current(context):
         dataset = (
             ray.data.from_items(

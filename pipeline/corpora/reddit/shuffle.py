@@ -59,7 +59,7 @@ def merge_blocks(draft: Draft, blocks: Sequence[str], bucket_count: int) -> list
     if not shuffle.is_merged:
         return list(blocks)
     size = shuffle.group_blocks
-    groups = [list(blocks[at : at + size]) for at in range(0, len(blocks), size)]
+    groups = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
     tasks = {f"merged-{number:05d}": group for number, group in enumerate(groups)}
     work = functools.partial(_merge, bucket_count=bucket_count)
     memory = 3 * buckets.MERGE_BYTES
