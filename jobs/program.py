@@ -41,8 +41,8 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
         if store_reason := store_refusal(error):
             _refuse(program, BadInput(store_reason))
         if unreachable := store_out_of_reach(error):
-            message = f"the object store cannot be reached: {unreachable}; the same command resumes when it can"
-            _refuse(program, Stopped(message), 1)
+            message = f"the object store cannot be reached: {unreachable}"
+            _refuse(program, Stopped(f"{message}; the same command resumes when it can"), 1)
         if failure := storage_failure(error):
             _refuse(program, Stopped(f"{failure}; the same command resumes when it can write"), 1)
         raise
