@@ -70,13 +70,13 @@ class Metrics:
             tag_keys=("pool", "shard"),
         )
 
-    def record_batch(self, record_batch: Batch) -> None:
+    def record_batch(self, batch: Batch) -> None:
         """Records a batch."""
-        tags = {"stage": record_batch.kind}
-        self._seconds.observe(record_batch.seconds, tags)
-        self._waited.observe(record_batch.waited_s, tags)
-        self._rows.observe(record_batch.rows, tags)
-        self._units.inc(record_batch.units, tags)
+        tags = {"stage": batch.kind}
+        self._seconds.observe(batch.seconds, tags)
+        self._waited.observe(batch.waited_s, tags)
+        self._rows.observe(batch.rows, tags)
+        self._units.inc(batch.units, tags)
 
     def record_answer(self, answer: RankAnswer) -> None:
         """Records an answer."""

@@ -50,8 +50,8 @@ def embedding(times: int) -> Estimate:
     return Estimate(rows=texts, cpu_hours=texts / TEXTS_PER_CORE_S / 3600)
 
 
-def line(name: str, found: Estimate) -> str:
-    hours, reads = found.cpu_hours or 0.0, found.requests or 0
+def line(name: str, estimate: Estimate) -> str:
+    hours, reads = estimate.cpu_hours or 0.0, estimate.requests or 0
     minutes = hours / NODES / CORES * 60
     dollars = hours / CORES * NODE_HOUR
     requests = (f"{reads / 1e6:,.1f} million", f"{reads / READS_PER_S / 3600:,.1f}",
