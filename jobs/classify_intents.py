@@ -103,7 +103,7 @@ def _summary(config: Config, classifier: Artifact, already_there: bool) -> progr
     for line in _lines(report):
         print(line)
     numbers = {name: report[name] for name in report["heads"][0] if name in report}
-    return program.published(classifier, already_there, **numbers)
+    return program.artifact_summary(classifier, already_there, **numbers)
 
 
 def _lines(report: Mapping[str, Any]) -> list[str]:

@@ -56,7 +56,7 @@ def run(config: Config) -> program.Summary:
         )
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
 
     from pipeline import tracking
 
@@ -69,7 +69,7 @@ def run(config: Config) -> program.Summary:
         files = [file for record in records for file in record.files]
         cleaned = out.publish(files, counts, dropped, tracked.run_id)
         tracking.finish(tracked, cleaned)
-    return program.published(cleaned, already_there=False)
+    return program.artifact_summary(cleaned, already_there=False)
 
 
 if __name__ == "__main__":

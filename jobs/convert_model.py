@@ -73,13 +73,13 @@ def run(config: Config) -> program.Summary:
         # By now a model that cannot be converted has been refused, without a draft.
         out = draft(config.output, kind, config, {"model": source})
         if isinstance(out, Artifact):
-            return program.published(out, already_there=True)
+            return program.artifact_summary(out, already_there=True)
         with tracking.start("convert_model", out) as tracked:
             storage.upload(Path(scratch), out.staging)
             counts = {"parameters": ranker.parameter_count}
             converted = out.publish(folder_entries(Path(scratch)), counts, run_id=tracked.run_id)
             tracking.finish(tracked, converted)
-    return program.published(
+    return program.artifact_summary(
         converted, already_there=False, architecture=ranker.config.architecture
     )
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jobs import cluster, demo_data, demo_questions, program
-from jobs.demo_stages import SECONDS, Stage, begin_stage, run_side_by_side, stage, timed
+from jobs.demo_stages import SECONDS, Stage, begin_stage, run_side_by_side, run_stage, timed
 from pipeline.artifact import open_artifact
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -47,7 +47,7 @@ class Config:
 def run(config: Config) -> program.Summary:
     began = time.monotonic()
     work = Path(config.work)
-    user_data = demo_data.find(Path(config.data)) if config.data else None
+    user_data = demo_data.find_files(Path(config.data)) if config.data else None
     cluster.require_free("127.0.0.1", config.port)
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(work / 'mlflow.db').absolute()}")
     work.mkdir(parents=True, exist_ok=True)
@@ -60,15 +60,15 @@ def run(config: Config) -> program.Summary:
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "4")
     # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.
     with cluster.session(dashboard=config.keep_running) as dashboard:
-        _corpora(work, data)
+        _make_corpora(work, data)
         encoder = config.encoder or _pretrain(work)
         recipes = "finetune" if config.encoder else "demo"
-        _rankers(work, encoder, recipes)
+        _train_rankers(work, encoder, recipes)
         tables = _evaluate(work, full=bool(config.encoder))
-        _pools(work)
+        _embed_pools(work)
         _serve(work, config.port)
         answers = demo_questions.ask(config.work, config.port)
-        picture = _draw(work, tables)
+        picture = _draw_picture(work, tables)
         minutes = round((time.monotonic() - began) / 60, 2)
         details = {"minutes": minutes, "seconds": SECONDS, "tables": tables, "answers": answers}
         (work / "demo.json").write_text(json.dumps(details, indent=1, ensure_ascii=False))
@@ -91,37 +91,37 @@ def run(config: Config) -> program.Summary:
 # Stages
 
 
-def _corpora(work: Path, data: demo_data.Data) -> None:
+def _make_corpora(work: Path, data: demo_data.Data) -> None:
     corpora = work / "corpora"
-    stage("Reddit dumps to examples", "prepare_corpus", "--format", "reddit",
+    run_stage("Reddit dumps to examples", "prepare_corpus", "--format", "reddit",
           "--input", *data.reddit, "--output", f"{corpora}/reddit")  # fmt: skip
-    stage("ConvAI2 dialogues to examples", "prepare_corpus", "--format", "convai2",
+    run_stage("ConvAI2 dialogues to examples", "prepare_corpus", "--format", "convai2",
           "--input", *data.convai2, "--output", f"{corpora}/convai2")  # fmt: skip
-    stage("Articles to search examples", "prepare_corpus", "--format", "wikipedia",
+    run_stage("Articles to search examples", "prepare_corpus", "--format", "wikipedia",
           "--wikipedia.task", "search", "--wikipedia.queries", "5", "--wikipedia.others", "0",
           "--input", *data.wikipedia, "--output", f"{corpora}/articles")  # fmt: skip
 
 
 def _pretrain(work: Path) -> str:
     corpora = work / "corpora"
-    stage("A tokenizer", "train_tokenizer", "--corpus", f"{corpora}/reddit", f"{corpora}/convai2",
+    run_stage("A tokenizer", "train_tokenizer", "--corpus", f"{corpora}/reddit", f"{corpora}/convai2",
           f"{corpora}/articles", "--tokenizer.vocabulary", "2000",
           "--output", f"{work}/tokenizer")  # fmt: skip
-    stage("Reddit's examples to tokens", "tokenize_corpus", "--corpus", f"{corpora}/reddit",
+    run_stage("Reddit's examples to tokens", "tokenize_corpus", "--corpus", f"{corpora}/reddit",
           "--tokenizer", f"{work}/tokenizer", "--output", f"{work}/tokens")  # fmt: skip
-    stage("An encoder: masked tokens and next utterance, on Reddit", "pretrain",
+    run_stage("An encoder: masked tokens and next utterance, on Reddit", "pretrain",
           "--config", _recipe("pretrain/tiny-cpu"), "--corpus", f"{work}/tokens",
           "--output", f"{work}/encoder")  # fmt: skip
     return f"{work}/encoder"
 
 
-def _rankers(work: Path, encoder: str, recipes: str) -> None:
+def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
     """From a pre-trained encoder all start from it; from a new one poly and cross start from bi."""
     rankers = work / "rankers"
     start = encoder if recipes == "finetune" else f"{rankers}/bi"
     # Without a GPU: no dropout, which costs CPUs a third of the time, no validation on the way, and 100
     # steps where an epoch of pairs or of whole articles would take most of an hour.
-    real_on_cpu = recipes == "finetune" and not _gpus()
+    real_on_cpu = recipes == "finetune" and not _has_gpu()
     cpu_options = ("--finetune.dropout", "0", "--loop.validate-every-epochs", "0")
     options = cpu_options if real_on_cpu else ()
     short_options = (*options, "--finetune.max-steps", "100") if real_on_cpu else ()
@@ -143,9 +143,9 @@ def _rankers(work: Path, encoder: str, recipes: str) -> None:
             "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}",
         )  # fmt: skip
 
-    if recipes == "finetune" or _gpus():
+    if recipes == "finetune" or _has_gpu():
         for name in models:
-            begin(name, *(("--resources.gpu", "true") if _gpus() else ())).run()
+            begin(name, *(("--resources.gpu", "true") if _has_gpu() else ())).run()
         return
     # Side by side: of so small a model two threads do only 14 % more steps than one, and start no sooner.
     one_core = ("--resources.cpus-per-worker", "1")
@@ -162,32 +162,32 @@ def _evaluate(work: Path, full: bool) -> dict[str, Any]:
         "--latency-queries",
         "20",
     )  # a cross-encoder takes 40 ms each
-    table = stage("The right reply among 20, held-out people", "evaluate", "--model", *rankers_compared,
+    table = run_stage("The right reply among 20, held-out people", "evaluate", "--model", *rankers_compared,
                   "--corpus", corpus, *limits, "--json", f"{work}/replies.json")  # fmt: skip
-    tables = {"replies": _numbers(table)}
+    tables = {"replies": _table_numbers(table)}
     if full:
-        table = stage("The same on all examples", "evaluate", "--model", *rankers_compared[:2],
+        table = run_stage("The same on all examples", "evaluate", "--model", *rankers_compared[:2],
                       "--corpus", corpus, "--json", f"{work}/replies-all.json")  # fmt: skip
-        tables["replies, all"] = _numbers(table)
-    table = stage("The right article among 20, held-out articles", "evaluate",
+        tables["replies, all"] = _table_numbers(table)
+    table = run_stage("The right article among 20, held-out articles", "evaluate",
                   "--model", f"{rankers}/articles", "--corpus", f"{work}/corpora/articles",
                   "--source", "sampled", "--json", f"{work}/articles.json")  # fmt: skip
-    return {**tables, "articles": _numbers(table)}
+    return {**tables, "articles": _table_numbers(table)}
 
 
-def _numbers(summary: program.Summary) -> dict[str, Any]:
+def _table_numbers(summary: program.Summary) -> dict[str, Any]:
     return {name: summary[name] for name in ("table", "intervals", "latency_ms")}
 
 
-def _pools(work: Path) -> None:
+def _embed_pools(work: Path) -> None:
     # One process each: a second would take longer to import torch than it saves.
-    one_actor = () if _gpus() else ("--resources.actors", "1")
-    stage("A pool of replies", "embed_pool", "--model", f"{work}/rankers/poly",
+    one_actor = () if _has_gpu() else ("--resources.actors", "1")
+    run_stage("A pool of replies", "embed_pool", "--model", f"{work}/rankers/poly",
           "--candidates", f"{work}/corpora/convai2/train", "--embed.text-column", "response",
           "--embed.id-column", "example_id", "--pools", f"{work}/pools",
           "--name", "replies", *one_actor)  # fmt: skip
     # Five examples of an article are one candidate: the other four have the same id.
-    stage("A pool of articles", "embed_pool", "--model", f"{work}/rankers/articles",
+    run_stage("A pool of articles", "embed_pool", "--model", f"{work}/rankers/articles",
           "--candidates", f"{work}/corpora/articles", "--embed.text-column", "response",
           "--embed.id-column", "group_id", "--embed.repeated-ids", "first", "--pools", f"{work}/pools",
           "--name", "articles", *one_actor)  # fmt: skip
@@ -216,7 +216,7 @@ def _serve(work: Path, port: int) -> None:
     print(f"   {SECONDS['The service']:.1f} s")
 
 
-def _draw(work: Path, tables: dict[str, Any]) -> str:
+def _draw_picture(work: Path, tables: dict[str, Any]) -> str:
     """Draws the trainings' losses and R@1 against milliseconds; returns the picture's path."""
     from jobs.demo_picture import draw
 
@@ -262,7 +262,7 @@ def _recipe(name: str) -> str:
     return os.path.relpath(_CONFIGS / f"{name}.yaml")
 
 
-def _gpus() -> bool:
+def _has_gpu() -> bool:
     import ray
 
     return bool(ray.cluster_resources().get("GPU"))

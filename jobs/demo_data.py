@@ -19,7 +19,7 @@ class Data:
     wikipedia: list[str]
 
 
-def find(folder: Path) -> Data:
+def find_files(folder: Path) -> Data:
     """The files of the three formats below a folder.
 
     Raises BadInput for a format that is not there.
@@ -62,4 +62,4 @@ def sample(folder: Path) -> Data:
         print(f"   {SECONDS['Sample corpora']:.1f} s")
     for file in sorted(folder.rglob("*.*")):
         print(f"   {file}  {file.stat().st_size / 1e6:.1f} MB")
-    return find(folder)
+    return find_files(folder)

@@ -22,7 +22,7 @@ SECONDS: dict[str, float] = {}
 """Of each stage of this run, by its title."""
 
 
-def stage(title: str, verb: str, *argv: str) -> program.Summary:
+def run_stage(title: str, verb: str, *argv: str) -> program.Summary:
     """Runs a job in this process, as its command would, and prints its result."""
     return begin_stage(title, verb, *argv).run()
 

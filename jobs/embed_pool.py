@@ -387,7 +387,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
 
 
 def _summary(config: Config, pool: Artifact, already_there: bool) -> program.Summary:
-    return program.published(
+    return program.artifact_summary(
         pool, already_there, pool=storage.join(config.pools, config.name), version=storage.name_of(pool.uri),
         current=current_uri(config.pools, config.name), plan=pool.manifest["plan"],
     )  # fmt: skip

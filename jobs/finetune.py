@@ -83,7 +83,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
     question_count, left_out = task.validated
     _print_validation(question_count, left_out)
     with cluster.session(for_tasks=True), tracking.start("finetune", out) as tracked:
@@ -101,7 +101,9 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         tracking.finish(tracked, ranker, delivered=trained.delivered)
         _register(config, ranker)
     validation = {"asked": question_count, "left_out": left_out}
-    return program.published(ranker, already_there=False, metrics=metrics, validation=validation)
+    return program.artifact_summary(
+        ranker, already_there=False, metrics=metrics, validation=validation
+    )
 
 
 def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:

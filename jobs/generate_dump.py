@@ -23,7 +23,7 @@ class Config(dump_generator.Options):
 
 
 def run(config: Config) -> program.Summary:
-    started = time.time()
+    began = time.time()
     folder = storage.absolute(config.output.rstrip("/"))
     options = dump_generator.Options(
         **{name: getattr(config, name) for name in dump_generator.Options.__dataclass_fields__}
@@ -40,7 +40,7 @@ def run(config: Config) -> program.Summary:
             "files.written": written_files,
         },
         "bytes": sum(map(storage.size_of, files)),
-        "seconds": round(time.time() - started, 1),
+        "seconds": round(time.time() - began, 1),
     }
 
 

@@ -50,10 +50,10 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    return _pool(config) if config.pool else _corpus(config)
+    return _inspect_pool(config) if config.pool else _inspect_corpus(config)
 
 
-def _corpus(config: Config) -> program.Summary:
+def _inspect_corpus(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     html = storage.absolute(config.html or f"{storage.name_of(corpus.uri)}.html")
     require(not storage.is_folder(html), "html", html, "a file, where there is no folder")
@@ -79,7 +79,7 @@ def _corpus(config: Config) -> program.Summary:
     }
 
 
-def _pool(config: Config) -> program.Summary:
+def _inspect_pool(config: Config) -> program.Summary:
     pool = Pool.open(config.pool)
     survey = pool_survey.survey(pool, config.sample_rows, config.examples, config.seed)
     for line in _lines(pool, survey):

@@ -120,7 +120,7 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
 
     from pipeline import tracking
 
@@ -130,7 +130,7 @@ def run(config: Config) -> program.Summary:
         records = FORMATS[config.format](out, files, options, config.reading, privacy)
         counts = sum_counts(record.counts for record in records)
         if not counts.get("examples"):
-            raise _no_example(out, counts["records"], records)
+            raise _no_example_refusal(out, counts["records"], records)
         sizes = published_counts.compare(config.format, files, records)
         published_counts.check(sizes, config.expect)
         notes = [note for record in records for note in record.notes]
@@ -145,10 +145,10 @@ def run(config: Config) -> program.Summary:
         tracking.finish(tracked, corpus)
     for line in [*notes, *published_counts.differences(sizes)]:
         print(line, file=sys.stderr)
-    return program.published(corpus, already_there=False, notes=notes, published=sizes)
+    return program.artifact_summary(corpus, already_there=False, notes=notes, published=sizes)
 
 
-def _no_example(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:
+def _no_example_refusal(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:
     """The refusal of input without examples; keeps of the draft only the samples of rejected records."""
     dropped = sum_counts(record.dropped for record in records)
     rejected = out.path("rejected")

@@ -91,7 +91,7 @@ def run(config: Config) -> program.Summary:
         return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, best_device()))
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
-        return program.published(_require_same_steps(out, config), already_there=True)
+        return program.artifact_summary(_require_same_steps(out, config), already_there=True)
     with cluster.session(for_tasks=True), tracking.start("pretrain", out) as tracked:
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
@@ -109,7 +109,7 @@ def run(config: Config) -> program.Summary:
         files.append(out.write_file("curves.png", picture))
         encoder = out.publish(files, counts, run_id=tracked.run_id, metrics=trained.metrics)
         tracking.finish(tracked, encoder, delivered=trained.delivered)
-    return program.published(encoder, already_there=False, metrics=trained.metrics)
+    return program.artifact_summary(encoder, already_there=False, metrics=trained.metrics)
 
 
 def _check(config: Config) -> None:

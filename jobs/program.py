@@ -52,7 +52,7 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
     print(json.dumps({"job": name, **summary}, ensure_ascii=False), flush=True)
 
 
-def published(artifact: Artifact, already_there: bool, **details: Any) -> Summary:
+def artifact_summary(artifact: Artifact, already_there: bool, **details: Any) -> Summary:
     """The summary of a job that makes an artifact."""
     return {
         "output": artifact.uri,

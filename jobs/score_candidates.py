@@ -60,7 +60,7 @@ def run(config: Config) -> program.Summary:
     inputs = dict(zip(names, teachers, strict=True))
     out = draft(config.output, "corpus", config, {"corpus": corpus, **inputs})
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
     with cluster.session(for_tasks=True), tracking.start("score_candidates", out) as tracked:
         records = teaching.score(out, corpus, teachers, config.teaching, config.resources)
         files = [file for record in records for file in record.files]
@@ -70,7 +70,7 @@ def run(config: Config) -> program.Summary:
                            "--teaching.random-candidates draws some")  # fmt: skip
         scored_corpus = out.publish(files, counts, run_id=tracked.run_id)
         tracking.finish(tracked, scored_corpus)
-    return program.published(scored_corpus, already_there=False)
+    return program.artifact_summary(scored_corpus, already_there=False)
 
 
 if __name__ == "__main__":

@@ -45,14 +45,14 @@ def run(config: Config) -> program.Summary:
     vocabulary = tokenized_corpus.Vocabulary.of(Tokenizer.load(source.local()), config.tokenizer)
     out = draft(config.output, TOKENS, config, {"corpus": corpus, "tokenizer": reference})
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
     with cluster.session(for_tasks=True), tracking.start("tokenize_corpus", out) as tracked:
         tokens = tokenized_corpus.tokenize(out, corpus, source, vocabulary, config.tokenize)
         tokenized = out.publish(
             tokens.files, tokens.counts, tokens.dropped, run_id=tracked.run_id, **tokens.facts
         )
         tracking.finish(tracked, tokenized)
-    return program.published(tokenized, already_there=False)
+    return program.artifact_summary(tokenized, already_there=False)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def run(config: Config) -> program.Summary:
     inputs = {f"corpus.{number}": corpus for number, corpus in enumerate(corpora.values())}
     out = draft(config.output, "tokenizer", config, inputs)
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
 
     from pipeline import tracking
     from pipeline.training import tokenizer
@@ -48,7 +48,7 @@ def run(config: Config) -> program.Summary:
         counts = {"vocabulary": len(learnt_tokenizer)}
         artifact = out.publish(folder_entries(Path(folder)), counts, run_id=tracked.run_id)
         tracking.finish(tracked, artifact)
-    return program.published(artifact, already_there=False)
+    return program.artifact_summary(artifact, already_there=False)
 
 
 def _estimate(config: Config, corpora: list[Artifact]) -> cost.Estimate:

@@ -310,7 +310,7 @@ class _Calls:
                 return _parse_answer(outcome, parse)
             wait_s = _wait_s(outcome, attempts)
             is_over = attempts > self.retries or wait_s >= deadline - time.monotonic()
-            if is_over or not _is_passing(outcome):
+            if is_over or not _may_pass(outcome):
                 raise self._error(outcome, headers["x-request-id"])
 
     def _error(self, outcome: _Outcome, request_id: str) -> ServiceError:
@@ -328,7 +328,7 @@ class _Calls:
         return ServiceError(*problem, outcome.status_code, request_id)
 
 
-def _is_passing(outcome: _Outcome) -> bool:
+def _may_pass(outcome: _Outcome) -> bool:
     if isinstance(outcome, httpx2.Response):
         return outcome.status_code in _RETRIED_STATUSES
     return isinstance(outcome, (httpx2.NetworkError, httpx2.RemoteProtocolError))

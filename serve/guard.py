@@ -62,7 +62,7 @@ _log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lowers the priority of this thread, which reads and refuses requests, below the threads that compute.
 
     With 200 clients on two cores, 13 rankings a second were answered with it and 5 without it.
@@ -91,15 +91,15 @@ class Guard:
         self._overload = overload
         self._overloaded_until: dict[str, float] = {}
         """In a proxy, by path: until when to refuse requests because a replica was overloaded."""
-        self._gives_way = False
+        self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if not self._gives_way:
-            self._gives_way = True
-            _give_way()
+        if not self._has_lowered_priority:
+            self._has_lowered_priority = True
+            _lower_priority()
         began = time.monotonic()
         headers = MutableHeaders(scope=scope)
         request_id = headers.get("x-request-id", "")
@@ -114,7 +114,7 @@ class Guard:
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
-            body = await self._body(scope, headers, receive)
+            body = await self._read_body(scope, headers, receive)
         except Refusal as refusal:
             # The rest of the body stays unread, so the connection cannot be used again.
             response = refusal.response()
@@ -126,7 +126,7 @@ class Guard:
             if body is not None and (overload := self._overload_refusal(scope["path"])):
                 await overload.response()(scope, receive, answer)
             else:
-                await self._answer(scope, receive, body, answer)
+                await self._pass_on(scope, receive, body, answer)
                 if answer.full_for_s:
                     self._refuse_for(scope["path"], answer.full_for_s)
         if not self._is_proxy:
@@ -171,19 +171,19 @@ class Guard:
             raise Refusal("invalid_request", f"{TIMEOUT}: allowed: 1 to {MAX_TIMEOUT_MS}", TIMEOUT)
         return int(timeout_text) / 1000
 
-    async def _answer(
+    async def _pass_on(
         self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
     ) -> None:
         """Passes the request on, and answers for a route that fails."""
         try:
-            await self._ask(scope, receive, body, answer)
+            await self._send_to_app(scope, receive, body, answer)
         except Exception:
             if answer.status:  # too late to say so
                 raise
             _log.exception("%s failed", scope["path"][:_MAX_PATH_CHARACTERS])
             await Refusal("internal", CODES["internal"].text).response()(scope, receive, answer)
 
-    async def _ask(
+    async def _send_to_app(
         self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
     ) -> None:
         """Passes the request on. A proxy passes it on a second time if its replica died."""
@@ -213,7 +213,7 @@ class Guard:
         if self._is_proxy:
             await answer.end()
 
-    async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
+    async def _read_body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body; None if the method has no body. Raises Refusal."""
         if scope["method"] not in _WITH_BODY:
             return None
@@ -229,7 +229,7 @@ class Guard:
                           "content-type: allowed: application/json", "content-type")  # fmt: skip
         body = bytearray(scope.pop(_BODY, b""))
         if len(body) > max_bytes:
-            raise _too_long(max_bytes)
+            raise _too_large_refusal(max_bytes)
         if body:
             return bytes(body)
         try:
@@ -241,7 +241,7 @@ class Guard:
                         raise _ClientGone
                     body += message.get("body", b"")
                     if len(body) > max_bytes:
-                        raise _too_long(max_bytes)
+                        raise _too_large_refusal(max_bytes)
                     has_more = message.get("more_body", False)
         except TimeoutError:
             raise Refusal("upload_too_slow",
@@ -249,7 +249,7 @@ class Guard:
         return bytes(body)
 
 
-def _too_long(max_bytes: int) -> Refusal:
+def _too_large_refusal(max_bytes: int) -> Refusal:
     return Refusal("too_large", f"the body has over {max_bytes:,} bytes, which is the most")
 
 

@@ -90,7 +90,7 @@ def _require_pool(engine: Engine, name: str) -> None:
         raise Refusal("unknown_pool", f"pool: not served here; there are: {served_pools}", "pool")
 
 
-def _depth(engine: Engine, query: RankQuery) -> int:
+def _search_depth(engine: Engine, query: RankQuery) -> int:
     """How many rows to search for: more than `top_k` if a second stage scores them again."""
     return max(query.top_k, _SECOND_STAGE) if engine.second_stage else query.top_k
 
@@ -284,7 +284,7 @@ class Service:
         if row_mask is not None and not row_mask.any():
             return _PoolResults([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        pool_query = PoolQuery(vectors_MD, mask_M, _depth(engine, query), row_mask)
+        pool_query = PoolQuery(vectors_MD, mask_M, _search_depth(engine, query), row_mask)
         (answer,) = await self.queue.run(engine.searches[name], [pool_query], [1.0], deadline)
         results = results_at(pool, answer.places_K, answer.scores_K)
 
@@ -303,7 +303,7 @@ class Service:
             vectors_MD.numpy(),
             mask_M.numpy(),
             engine.ranker.config.search_attention,
-            _depth(engine, query),
+            _search_depth(engine, query),
             query.where,
             query.allow,
             query.explain,

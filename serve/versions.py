@@ -98,7 +98,7 @@ def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, li
     model = read_artifact(registry.model_uri(targets.model), "ranker")
     require_search(model, targets.pools)
     problems: list[str] = []
-    pools = tuple(_version(uri, model, refused, problems) for uri in targets.pools)
+    pools = tuple(_servable_version(uri, model, refused, problems) for uri in targets.pools)
     return Versions(model.uri, model.fingerprint, pools), problems
 
 
@@ -120,11 +120,13 @@ def read_settings(model: Artifact) -> RankerConfig:
     return parse_settings(storage.read_bytes(uri), uri)
 
 
-def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[str]) -> str:
+def _servable_version(
+    uri: str, model: Artifact, refused: Sequence[str], problems: list[str]
+) -> str:
     uri = storage.absolute(uri.rstrip("/"))
     if not storage.exists(storage.join(uri, CURRENT)):
         return _require_model(uri, model)
-    current = _current(uri, problems)
+    current = _current_uri(uri, problems)
     reason = f"{current} was refused"
     if current and current not in refused:
         try:
@@ -141,7 +143,7 @@ def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[s
     raise BadInput(f"{uri}: no version to serve: {reason}")
 
 
-def _current(uri: str, problems: list[str]) -> str:
+def _current_uri(uri: str, problems: list[str]) -> str:
     """The URI of the version that CURRENT names; "" if it names none."""
     try:
         name = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()

@@ -111,9 +111,9 @@ def _reader(corpus: Path) -> BenchmarkRow:
     times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
     for _ in range(5):
         for read, seconds in times.items():
-            started = time.perf_counter()
+            began = time.perf_counter()
             read()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - began)
     our_rate, peer_rate = (len(rows) / min(seconds) for seconds in times.values())
     return BenchmarkRow(
         "corpora.reader.vs_pyarrow_dataset",
@@ -158,9 +158,9 @@ def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
     """On all cores, a file each at a time."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(len, files))  # the processes are there
-        started = time.perf_counter()
+        began = time.perf_counter()
         list(pool.map(work, files))
-        return time.perf_counter() - started
+        return time.perf_counter() - began
 
 
 def _decompress(file: str) -> None:

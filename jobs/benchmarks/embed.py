@@ -54,7 +54,7 @@ def measure(size: str, data: Path, work: Path, kills: int) -> list[BenchmarkRow]
         if len(text) > 100
     }
     rows = _rates(_first_texts(articles, _ARTICLES[size]), model, work, _ROUNDS[size])
-    rows.append(_night(_first_texts(passages, _PASSAGES[size]), model, work))
+    rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
     if kills:
         rows.append(_kills(_first_texts(passages, _KILLED_PASSAGES[size]), model, work, kills))
     return rows
@@ -89,7 +89,7 @@ def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[Benchma
             exact = vectors if name == "default" else exact
     ours = _vectors(Pool.open(str(work / "pools" / "articles")), articles)
     cosine = _cosines(ours, exact)
-    peak, needed = _peak(), _operations(texts, model)
+    peak, needed = _peak_flops(), _operations(texts, model)
     rate = len(texts) / min(seconds["ours"])
     rows = []
     for name in theirs:
@@ -135,7 +135,7 @@ def _cosines(left_ND: Floats, right_ND: Floats) -> Floats:
     return np.asarray((left_ND * right_ND).sum(axis=1) / lengths_N)
 
 
-def _peak() -> float:
+def _peak_flops() -> float:
     """bf16 operations a second, of products of 2,048 by 2,048."""
     a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
     seconds = []
@@ -163,7 +163,7 @@ def _operations(texts: Iterable[str], model: str) -> float:
 # A night
 
 
-def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
+def _measure_night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     """A whole run; the same again; then with 1 % changed: half other texts, a quarter new, a quarter gone."""
     pools = work / "pools"
     shutil.rmtree(pools, ignore_errors=True)

@@ -69,7 +69,7 @@ def measure(
         if only and precision not in only:
             continue
         pair = make_pair(precision)
-        ours, theirs = pair.ours(), pair.theirs("cosine")
+        ours, theirs = pair.train_ours(), pair.train_theirs("cosine")
         rows.append(
             BenchmarkRow(
                 f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}",
@@ -78,7 +78,7 @@ def measure(
             )
         )  # fmt: skip
         if not results:  # for one precision only
-            pair.theirs("dot")
+            pair.train_theirs("dot")
             results = [pair.result(name, _EXAMPLES[size]) for name in ("ours", "cosine", "dot")]
     rows.append(_quality(*results))
     return rows
@@ -122,13 +122,13 @@ class _Pair:
         )))  # fmt: skip
         self._config = parse(finetune.Config, self._options, "jobs.finetune")
 
-    def ours(self) -> float:
+    def train_ours(self) -> float:
         """Samples a second, from the first step to the last."""
         run = run_job("finetune", *self._options)
         rate = float(run.summary["metrics"]["mean_steps_per_s"])
         return rate * self._config.finetune.batch_examples
 
-    def theirs(self, similarity: Literal["cosine", "dot"]) -> float:
+    def train_theirs(self, similarity: Literal["cosine", "dot"]) -> float:
         """Samples a second of sentence-transformers; its model is converted to a ranker of ours."""
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.util import cos_sim, dot_score

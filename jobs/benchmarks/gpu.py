@@ -86,7 +86,7 @@ def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> 
         return []
     work, scale = work / "gpu", _SCALES[device]
     sizes: pretrain.Size = "full" if device == "cuda" else "small"
-    rows = [_tests()] if device == "cuda" else []
+    rows = [_run_gpu_tests()] if device == "cuda" else []
     for length in _LENGTHS:
         rows.append(_utilisation(length, torch.device(device), scale))
     tokens = pretrain.tokens(sizes, corpus[0] if corpus else "", work)
@@ -101,7 +101,7 @@ def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> 
     return rows
 
 
-def _tests() -> BenchmarkRow:
+def _run_gpu_tests() -> BenchmarkRow:
     """The tests that are marked `gpu`; they stand in the checkout only."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
@@ -140,7 +140,7 @@ def _utilisation(length: int, device: torch.device, scale: _Scale) -> BenchmarkR
         f"gpu.pretrain.mfu_bert_base_{length}", max(values["mfu"] for values in measurements.values()),
         "MFU", floor=1.0,
         detail={**measurements, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
-                "device": _name(device)},
+                "device": _device_name(device)},
     )  # fmt: skip
 
 
@@ -160,12 +160,12 @@ def _rate(
     steps, began, elapsed = 0, 0.0, 0.0
     while steps <= _WARM_UP_STEPS or elapsed < scale.seconds:
         if steps == _WARM_UP_STEPS:
-            _wait(device)
+            _synchronise(device)
             began = time.perf_counter()
         bare_step(step, [batch], optimizer, device, bf16=True)
         steps += 1
         if steps > _WARM_UP_STEPS:
-            _wait(device)
+            _synchronise(device)
             elapsed = time.perf_counter() - began
     per_second = (steps - _WARM_UP_STEPS) / elapsed
     cost = TrainingFlops.of(model.encoder, model.mlm)
@@ -193,7 +193,7 @@ def made_up_micro_batch(texts: int, length: int, vocabulary: int) -> MicroBatch:
     return MicroBatch(tokens, predicted_N, ids_BT.flatten()[predicted_N], is_next_B)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronise(device: torch.device) -> None:
     """Calls to a GPU return before it has computed anything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -213,7 +213,7 @@ def _pretraining_job(
         "--pretrain.batch-tokens", tokens, "--pretrain.micro-batch-tokens", tokens,
         "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
         "--loop.log-every-steps", max(1, scale.steps // 4), "--keep-training-state", "false",
-        *_resources(device),
+        *_resource_options(device),
     )  # fmt: skip
     metrics = run.summary["metrics"]
     names = ("tokens_per_s", "data_wait_share", "peak_memory_mib")
@@ -233,7 +233,7 @@ def _finetuning(
     shutil.rmtree(output, ignore_errors=True)
     run = run_job(
         "finetune", *trials.recipe("convai2", "bi", "small"), "--corpus", corpus, "--encoder", encoder,
-        "--output", output, "--finetune.max-steps", scale.steps, *_resources(device),
+        "--output", output, "--finetune.max-steps", scale.steps, *_resource_options(device),
     )  # fmt: skip
     batch = int(
         open_artifact(str(output), "ranker").manifest["config"]["finetune"]["batch_examples"]
@@ -264,9 +264,9 @@ def _embedding(ranker_uri: str, corpus: str, device: torch.device, scale: _Scale
     )
 
 
-def _resources(device: Device) -> tuple[str, ...]:
+def _resource_options(device: Device) -> tuple[str, ...]:
     return ("--resources.gpu", "true") if device == "cuda" else ("--resources.cpus-per-worker", "1")
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -37,13 +37,13 @@ class Curve:
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
     """The curves of the rows that have one with two points or more."""
-    curve_list = []
+    drawable = []
     for row in rows:
         if curve := row["detail"].get("curve"):
             points = sorted((float(x), float(y)) for x, y in curve["points"] if x > 0 and y > 0)
             if len(points) > 1:
-                curve_list.append(Curve(row["row"], curve["x"], curve["y"], tuple(points)))
-    return curve_list
+                drawable.append(Curve(row["row"], curve["x"], curve["y"], tuple(points)))
+    return drawable
 
 
 def picture(curves: Sequence[Curve]) -> str:

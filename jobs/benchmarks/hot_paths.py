@@ -54,12 +54,12 @@ def measure(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [*_on_one_thread(size, model, corpora, work), _start()]
+        return [*_profile_paths(size, model, corpora, work), _profile_imports()]
     finally:
         torch.set_num_threads(threads)
 
 
-def _on_one_thread(
+def _profile_paths(
     size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
 ) -> list[BenchmarkRow]:
     ranker = search.poly_encoder(model)
@@ -111,7 +111,7 @@ def _part(operation: str, parts: Mapping[str, Sequence[str]]) -> str:
     return next((part for part, words in parts.items() if any(w in operation for w in words)), "")
 
 
-def _start() -> BenchmarkRow:
+def _profile_imports() -> BenchmarkRow:
     """The imports of a process before it trains; each module counts for its package."""
     command = [sys.executable, "-X", "importtime", "-c", _STARTS]
     subprocess.run(command, check=True, capture_output=True)  # the files are in memory from now on

@@ -51,10 +51,10 @@ def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> 
                 rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", 100 * cross_ms, "ms", peer,
                                 detail=note))  # fmt: skip
                 continue
-            time = _time(ranker, _with_candidates(question_set, candidates), _QUERIES[size])
-            cross_ms = time.median
-            rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", time.median, "ms", peer,
-                            detail={"p95": time.p95, "device": time.device}))  # fmt: skip
+            latency_ms = _time(ranker, _with_candidates(question_set, candidates), _QUERIES[size])
+            cross_ms = latency_ms.median
+            rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", latency_ms.median, "ms", peer,
+                            detail={"p95": latency_ms.p95, "device": latency_ms.device}))  # fmt: skip
     return rows
 
 

@@ -96,7 +96,7 @@ class Run:
 
 def run_job(verb: str, *arguments: object) -> Run:
     """`python -m jobs.<verb> …` to its end, on a Ray of its own. Raises BadInput where it fails."""
-    started = time.perf_counter()
+    began = time.perf_counter()
     with (
         job(verb, *arguments, stdout=subprocess.PIPE) as process,
         _peak_memory(process.pid) as peak,
@@ -104,7 +104,7 @@ def run_job(verb: str, *arguments: object) -> Run:
         out, _ = process.communicate()
     if process.returncode:
         raise BadInput(f"python -m jobs.{verb} {' '.join(map(str, arguments))}: it failed")
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - began
     return Run(json.loads(out.splitlines()[-1]), seconds, peak[0] / 2**20)
 
 

@@ -20,7 +20,7 @@ from werkzeug.serving import make_server
 
 from jobs import cluster
 from jobs.benchmarks.measure import BenchmarkRow, kill_group
-from jobs.demo_stages import SECONDS, stage
+from jobs.demo_stages import SECONDS, run_stage
 from pipeline import storage
 from pipeline.config import BadInput
 
@@ -40,7 +40,7 @@ def measure(size: str, work: Path) -> list[BenchmarkRow]:
     sides: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
     fingerprints = set[tuple[str, ...]]()
     with _store(), cluster.session():
-        stage("A dump", "generate_dump", "--comments", str(_COMMENTS[size]), "--files", "4",
+        run_stage("A dump", "generate_dump", "--comments", str(_COMMENTS[size]), "--files", "4",
               "--output", str(work / "dump"))  # fmt: skip
         storage.upload(work / "dump", f"{_BUCKET}/dump")
         for number in range(_ROUNDS[size]):
@@ -69,7 +69,7 @@ def _path(data: str, out: str) -> Iterator[str]:
     """Dump → corpus → subwords → ranker → evaluation and pool; yields fingerprints of the outputs."""
 
     def run(title: str, verb: str, *argv: str) -> str:
-        return str(stage(title, verb, *argv).get("fingerprint", ""))
+        return str(run_stage(title, verb, *argv).get("fingerprint", ""))
 
     yield run("corpus", "prepare_corpus", "--format", "reddit", "--input", f"{data}/dump",
               "--output", f"{out}/corpus")  # fmt: skip

@@ -75,12 +75,12 @@ def measure(
     has_trainer = find_spec("accelerate") is not None
     for _ in range(_ROUNDS[size]):
         joint.run()
-        bare += steady(bare_loops(joint.arm, 1))
+        bare += steady_rates(bare_loops(joint.arm, 1))
         if has_trainer:
             mlm.run()
-            theirs += steady(hf_trainer(mlm.arm, mlm.tokens_per_step()))
+            theirs += steady_rates(hf_trainer(mlm.arm, mlm.tokens_per_step()))
         two_workers.run()
-        bare_pair += steady(bare_loops(two_workers.arm, 2))
+        bare_pair += steady_rates(bare_loops(two_workers.arm, 2))
     detail = {
         "shape": f"{layers} layers of {width}", "precision": joint.arm.precision,
         "steps": joint.config.pretrain.steps, "rounds": _ROUNDS[size], "load": os.getloadavg()[0],
@@ -99,7 +99,7 @@ def measure(
     return rows
 
 
-def steady(rates: Rates) -> Rates:
+def steady_rates(rates: Rates) -> Rates:
     """The rates of the end of a run."""
     return rates[int(len(rates) * _LEFT_OUT) :]
 
@@ -148,9 +148,9 @@ class _Side:
         run_job("pretrain", *self.options)
         manifest = open_artifact(self.output, "encoder").manifest
         tracked = tracking.Run(manifest["run_id"], tracking.server())
-        self.rates += steady([value for _, value in tracked.history("tokens_per_s")])
-        self.waits += steady([value for _, value in tracked.history("data_wait_share")])
-        self._steps_per_s = steady([value for _, value in tracked.history("steps_per_s")])
+        self.rates += steady_rates([value for _, value in tracked.history("tokens_per_s")])
+        self.waits += steady_rates([value for _, value in tracked.history("data_wait_share")])
+        self._steps_per_s = steady_rates([value for _, value in tracked.history("steps_per_s")])
 
     def tokens_per_step(self) -> float:
         """Without padding, in the last run."""

@@ -36,7 +36,7 @@ Articles = Callable[[Draft, Account], Iterator[tuple[str, str]]]
 """(id, text) of every article that may be chosen."""
 
 
-def choose(
+def choose_others(
     draft: Draft,
     articles: Articles,
     count: int,
@@ -49,7 +49,7 @@ def choose(
     files of the draft whose articles are never taken; needed only where an article can be in two splits.
     """
     work = functools.partial(
-        _choose, articles=articles, count=count, privacy=privacy, held_out=held_out
+        _choose_others, articles=articles, count=count, privacy=privacy, held_out=held_out
     )
     return shards.run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
 
@@ -71,7 +71,7 @@ def _articles_of_shards(
     return _rows(draft, files, "group_id", "response")
 
 
-def _choose(
+def _choose_others(
     draft: Draft,
     task: str,
     _: int,

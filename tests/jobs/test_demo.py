@@ -47,7 +47,7 @@ def layout(tmp_path: Path):
 
 def found(folder: Path) -> dict[str, list[str]]:
     """The files by format, relative to the folder."""
-    data = vars(demo_data.find(folder))
+    data = vars(demo_data.find_files(folder))
     return {name: [str(Path(p).relative_to(folder)) for p in paths] for name, paths in data.items()}
 
 
@@ -96,7 +96,7 @@ def test_the_real_data_is_found(real_data):
 def test_a_format_that_is_missing_is_named(layout, prefix, said):
     folder = layout(*(name for name in REAL if not name.startswith(prefix)))
     with pytest.raises(BadInput) as caught:
-        demo_data.find(folder)
+        demo_data.find_files(folder)
     assert str(folder) in str(caught.value) and said in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -17,17 +17,17 @@ class InProcess:
         self._engine = Engine(args.model, args.pools, args.precision)
         self._pool, self._top_k = pool, top_k
 
-    def once(self, context: Sequence[str]) -> float:
+    def time_once(self, context: Sequence[str]) -> float:
         """Seconds of one ranking."""
         began = time.perf_counter()
         self._rank([context])
         return time.perf_counter() - began
 
-    def one_by_one(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
+    def times_alone(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
         """Seconds of each ranking."""
         return [seconds_taken for seconds_taken, _ in self._time_batches(seconds, contexts, 1)]
 
-    def in_batches(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
+    def batch_rate(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
         """Rankings a second, as many at once as one pass over the pool answers."""
         batches = list(self._time_batches(seconds, contexts, 16))
         return sum(count for _, count in batches) / sum(

@@ -139,15 +139,15 @@ class _Service:
         service_seconds, process_seconds, noop_seconds = list[float](), list[float](), list[float]()
         with (
             services.ranking(self.port, self.args) as url,
-            services.deployed(self.port, "noop", Noop.bind()) as noop,  # type: ignore[attr-defined]
+            services.deployment(self.port, "noop", Noop.bind()) as noop,  # type: ignore[attr-defined]
             services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
         ):
             rank_client, noop_client = Client(f"{url}/rank"), Client(f"{noop}/")
             for body, context in self._questions(3 * self.size.rounds * self.size.seconds):
                 service_seconds.append(rank_client.ask(body))
-                process_seconds.append(services.result(process.once.remote(context)))
+                process_seconds.append(services.result(process.time_once.remote(context)))
                 noop_seconds.append(noop_client.ask(body))
-            unpaused_run = process.one_by_one.remote(self.contexts, self.size.seconds)
+            unpaused_run = process.times_alone.remote(self.contexts, self.size.seconds)
             unpaused_ms = 1e3 * float(np.median(services.result(unpaused_run)))
         service_ms, process_ms, noop_ms = (
             1e3 * float(np.median(times))
@@ -197,9 +197,9 @@ class _Service:
                 rates["batched"].append(self._saturate(url))
                 rates["apart"].append(self._saturate(url_apart))
                 rates["process"].append(
-                    services.result(process.in_batches.remote(self.contexts, seconds))
+                    services.result(process.batch_rate.remote(self.contexts, seconds))
                 )
-                alone_s += services.result(process.one_by_one.remote(self.contexts, seconds / 2))
+                alone_s += services.result(process.times_alone.remote(self.contexts, seconds / 2))
         batched, alone, bare = (float(np.median(values)) for values in rates.values())
         rounds = {
             side: [round(rate, 1) for rate in side_rates] for side, side_rates in rates.items()

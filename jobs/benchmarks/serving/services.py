@@ -49,12 +49,12 @@ def session() -> Iterator[int]:
 def ranking(port: int, args: app.Args, **options: Any) -> Iterator[str]:
     """The URL of a service, as long as it is needed. One replica of one core, unless options say more."""
     options = {"ray_actor_options": {"num_cpus": 1}, "num_replicas": 1} | options
-    with deployed(port, args.name, app.application(args, **options)) as url:
+    with deployment(port, args.name, app.application(args, **options)) as url:
         yield url
 
 
 @contextmanager
-def deployed(port: int, name: str, application: serve.Application) -> Iterator[str]:
+def deployment(port: int, name: str, application: serve.Application) -> Iterator[str]:
     serve.run(application, name=name, route_prefix=f"/{name}", logging_config=_LOGGING)
     try:
         yield f"http://127.0.0.1:{port}/{name}"

@@ -317,7 +317,7 @@ def _match(
 
 def compared_words(rows: pa.Table, options: Options) -> Tokens:
     """The words of each example."""
-    return functools.reduce(hashing.concatenated, sides(rows, options.text, hashing.words))
+    return functools.reduce(hashing.concatenate, sides(rows, options.text, hashing.words))
 
 
 def _collect(

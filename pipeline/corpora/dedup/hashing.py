@@ -99,14 +99,14 @@ def text_hashes(texts: pa.Array) -> Hashes:
 
 def words(texts: pa.Array) -> Tokens:
     """The words of texts: normalised as NFKC does, lower-cased, apart at runs of separators."""
-    data, offsets = _bytes(_normalised(texts))
+    data, offsets = _bytes(_normalise(texts))
     starts, ends = _word_borders(data, offsets)
     return Tokens(segments(_LOWER[data], starts, ends), np.searchsorted(starts, offsets))
 
 
 def characters(texts: pa.Array) -> Tokens:
     """The code points (of NFKD) of the words of texts, each word with one space before it."""
-    data, offsets = _bytes(_normalised(texts))
+    data, offsets = _bytes(_normalise(texts))
     word_starts, _ = _word_borders(data, offsets)
     starts = np.flatnonzero(_IN_WORD[data] & (data & 0xC0 != 0x80))
     lead = data[starts]
@@ -126,7 +126,7 @@ def ngrams(tokens: Tokens, n: int, shortest: int = 1) -> Tokens:
     return Tokens(segments(tokens.hashes, starts, ends), offsets)
 
 
-def concatenated(left: Tokens, right: Tokens) -> Tokens:
+def concatenate(left: Tokens, right: Tokens) -> Tokens:
     """Each text's tokens of `left`, then those of `right`."""
     hashes = np.empty(len(left.hashes) + len(right.hashes), np.uint64)
     for tokens, other_offsets in ((left, right.offsets[:-1]), (right, left.offsets[1:])):
@@ -136,7 +136,7 @@ def concatenated(left: Tokens, right: Tokens) -> Tokens:
     return Tokens(hashes, left.offsets + right.offsets)
 
 
-def distinct(tokens: Tokens) -> Tokens:
+def distinct_tokens(tokens: Tokens) -> Tokens:
     """Each text's tokens as a set: sorted, each once."""
     text = np.repeat(np.arange(len(tokens.counts)), tokens.counts)
     places = first_of_each(text, tokens.hashes)
@@ -166,7 +166,7 @@ def _powers(bits: int) -> tuple[Hashes, Hashes]:
     return powers(_BASE), powers(pow(_BASE, -1, 1 << 64))
 
 
-def _normalised(texts: pa.Array) -> pa.Array:
+def _normalise(texts: pa.Array) -> pa.Array:
     """Texts beyond ASCII in NFKD and lower case, separators as spaces, invisible marks gone.
 
     Texts have the same NFKD exactly if they have the same NFKC, which Arrow 25 does not compose.

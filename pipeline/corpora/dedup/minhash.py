@@ -120,7 +120,7 @@ def candidate_pairs(keys: Hashes, ties: Hashes) -> tuple[Ints, Ints]:
 
 
 def similarities(sets: Tokens, first: Ints, second: Ints) -> Floats:
-    """The Jaccard similarity of set first[i] and set second[i] (`hashing.distinct`); 1 of two empty ones."""
+    """The Jaccard similarity of sets first[i] and second[i] (`distinct_tokens`); 1 if both are empty."""
     chunks = [np.zeros(0)]
     size = sets.counts
     _, ranks = np.unique(sets.hashes, return_inverse=True)

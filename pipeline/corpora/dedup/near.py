@@ -86,7 +86,7 @@ def tag_sides(parts: list[Tokens]) -> Tokens:
     """
     tags = hashing.random_hashes(len(parts), stream=5)
     tagged_parts = (Tokens(p.hashes ^ tag, p.offsets) for p, tag in zip(parts, tags, strict=True))
-    return functools.reduce(hashing.concatenated, tagged_parts)
+    return functools.reduce(hashing.concatenate, tagged_parts)
 
 
 def _sign(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
@@ -143,7 +143,7 @@ def _fetch(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
         }
         if compared:
             for side, part in zip(_SIDES, reversed(shingles(rows, plan)), strict=False):
-                columns[side] = _lists(hashing.distinct(part))
+                columns[side] = _lists(hashing.distinct_tokens(part))
         tables.append(pa.table(columns).cast(_SETS))
     order = np.searchsorted(np.flatnonzero(mask), row)
     rows = pa.concat_tables(tables).take(pa.array(order))

@@ -148,7 +148,7 @@ def parse(
                 "example_id": labelled.id,
                 "group_id": labelled.id,
                 "context": [text],
-                "response": "out of scope" if labelled.out_of_scope else in_words(intent),
+                "response": "out of scope" if labelled.out_of_scope else intent_words(intent),
                 "candidates": None,
                 "label": None,
                 "source": corpus,
@@ -158,7 +158,7 @@ def parse(
             }
 
 
-def in_words(intent: str) -> str:
+def intent_words(intent: str) -> str:
     """An intent's name for a reader: "alarm query", "Add To Playlist"."""
     return " ".join(_WORD_BORDER.sub(" ", intent).split())
 

@@ -57,7 +57,7 @@ def prepare(
         )
         held_out = fixed_candidates.shards_of(records, "valid", "test")
         source = published if base_files else train
-        others = fixed_candidates.choose(draft, source, options.others, privacy, held_out)
+        others = fixed_candidates.choose_others(draft, source, options.others, privacy, held_out)
         return [*records, *others]
     return records
 

@@ -55,7 +55,7 @@ def prepare(
     )
     if options.task == "search" and options.others:
         train = fixed_candidates.articles_of_shards(fixed_candidates.shards_of(records, "train"))
-        others = fixed_candidates.choose(draft, train, options.others, privacy)
+        others = fixed_candidates.choose_others(draft, train, options.others, privacy)
         return [*records, *others]
     return records
 

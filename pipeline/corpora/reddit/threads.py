@@ -82,7 +82,7 @@ def build_examples(
         code[response[~is_in_language]] = _CODE["response in another language"]
         response = response[is_in_language]
 
-    rejects = _rejected(comments, code, task)
+    rejects = _rejects(comments, code, task)
     threads = thread.take(pa.array(response))
     hashes = thread_hashes(threads) if len(response) else np.zeros(0, np.int64)
     table = pa.table(
@@ -150,7 +150,7 @@ def _contexts(comments: pa.Table, parent: Ints, response: Ints, options: Options
     return contexts
 
 
-def _rejected(comments: pa.Table, code: Ints, task: str) -> raw.Rejects:
+def _rejects(comments: pa.Table, code: Ints, task: str) -> raw.Rejects:
     """Counts by reason, and the first rows of each to look at."""
     rejects = raw.Rejects()
     for reason, number in zip(

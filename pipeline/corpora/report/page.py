@@ -68,10 +68,10 @@ def page(survey: CorpusSurvey) -> str:
         parts += [f"<h2>{escape(column)}</h2>", note, _ranking(column, ranked)]
     for split, examples in survey.examples.items():
         parts += [f"<h2>Examples of {escape(split)}</h2>", *map(_example, examples)]
-    return "\n".join([*parts, *_drop_tables(survey), "</body></html>\n"])
+    return "\n".join([*parts, *_dropped_section(survey), "</body></html>\n"])
 
 
-def _drop_tables(survey: CorpusSurvey) -> Iterable[str]:
+def _dropped_section(survey: CorpusSurvey) -> Iterable[str]:
     if not survey.dropped:
         return
     yield f"<h2>Left out of {survey.records:,} records</h2>"

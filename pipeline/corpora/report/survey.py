@@ -103,7 +103,7 @@ def survey_corpus(corpus: Artifact, sample_rows: int, examples: int, seed: int) 
         rows={split: corpus.rows(f"{split}/") for split in splits},
         records=corpus.counts.get("records", 0),
         dropped=dict(corpus.manifest["dropped"]),
-        rejected=_rejected(corpus),
+        rejected=_rejected_samples(corpus),
         sampled=len(response),
         lengths=lengths,
         repeats={"responses": _repeats(response), "(context, response) pairs": _repeats(pair)},
@@ -319,7 +319,7 @@ def _examples(
     return examples
 
 
-def _rejected(corpus: Artifact) -> dict[str, list[dict[str, Any]]]:
+def _rejected_samples(corpus: Artifact) -> dict[str, list[dict[str, Any]]]:
     """A few samples of each reason."""
     samples_by_reason: dict[str, list[dict[str, Any]]] = defaultdict(list)
     files = storage.list_files(storage.join(corpus.uri, "rejected"))

@@ -39,7 +39,7 @@ def lines(survey: CorpusSurvey) -> Iterator[str]:
     for reason, number in sorted(survey.dropped.items(), key=lambda item: -item[1]):
         yield f"   {number:>13,}  {number / max(1, survey.records):7.2%}  {reason}"
         for sample in survey.rejected.get(reason, []):
-            yield f"                  | {plain(str(sample['text']), _WIDTH - 20)}"
+            yield f"                  | {printable(str(sample['text']), _WIDTH - 20)}"
 
 
 def basis(survey: CorpusSurvey) -> str:
@@ -55,7 +55,7 @@ def statistics(values: Ints) -> list[str]:
     return [f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in numbers]
 
 
-def plain(text: str, max_characters: int = 1000) -> str:
+def printable(text: str, max_characters: int = 1000) -> str:
     """One line of characters that are safe to print: a corpus may hold control codes."""
     line = " ".join(text[: max_characters + 1].split())
     line = "".join(character if character.isprintable() else "\ufffd" for character in line)
@@ -64,8 +64,8 @@ def plain(text: str, max_characters: int = 1000) -> str:
 
 def _example(row: dict[str, Any]) -> Iterator[str]:
     for turn in row["context"]:
-        yield f"   | {plain(turn)}"
-    yield f"   > {plain(row['response'])}"
+        yield f"   | {printable(turn)}"
+    yield f"   > {printable(row['response'])}"
     if row["candidates"]:
         yield f"     (of {len(row['candidates'])} candidates)"
     yield ""
@@ -73,4 +73,4 @@ def _example(row: dict[str, Any]) -> Iterator[str]:
 
 def _ranked(ranked: Ranked) -> Iterator[str]:
     for text, number in ranked:
-        yield f"   {number:>13,}  {plain(text, _WIDTH)}"
+        yield f"   {number:>13,}  {printable(text, _WIDTH)}"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpora.file_tasks import private
+from pipeline.corpora.file_tasks import redact_rows
 from pipeline.corpora.privacy import Privacy, hash_names, redact
 
 
@@ -142,8 +142,8 @@ def test_redacted_texts_are_counted():
             "candidates": pa.nulls(3, pa.list_(pa.string())),
         }
     )
-    found, counts = private(rows, HASH)
+    found, counts = redact_rows(rows, HASH)
     assert found["response"].to_pylist() == ["call <phone>", "z", None]
     assert counts == {"texts.redacted": 2}
-    assert private(rows, PLAIN) == (rows, {})
-    assert private(found, HASH) == (found, {})
+    assert redact_rows(rows, PLAIN) == (rows, {})
+    assert redact_rows(found, HASH) == (found, {})

@@ -156,7 +156,7 @@ def test_blocks_are_whole_lines_and_together_the_file(pieces, block_bytes, step)
     data = b"\n".join(pieces)
     with pytest.MonkeyPatch.context() as patch:
         chunks = [data[start : start + step] for start in range(0, len(data), step)]
-        patch.setattr(raw, "decompressed", lambda uri: iter(chunks))
+        patch.setattr(raw, "read_decompressed", lambda uri: iter(chunks))
         blocks = list(line_blocks("uri", block_bytes))
     assert b"".join(blocks) == data
     assert all(block.endswith(b"\n") for block in blocks[:-1])

@@ -158,12 +158,12 @@ def test_ngrams_are_all_runs_and_a_short_text_is_one(values, n, shortest):
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=6))
 def test_beside_puts_each_pair_together(pairs):
     left, right = tokens([a for a, _ in pairs]), tokens([b for _, b in pairs])
-    assert lists(hashing.concatenated(left, right)) == [a + b for a, b in pairs]
+    assert lists(hashing.concatenate(left, right)) == [a + b for a, b in pairs]
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=6))
 def test_distinct_makes_sorted_sets(values):
-    assert lists(hashing.distinct(tokens(values))) == [sorted(set(row)) for row in values]
+    assert lists(hashing.distinct_tokens(tokens(values))) == [sorted(set(row)) for row in values]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
