@@ -116,7 +116,7 @@ def _pretrain(work: Path) -> str:
 
 
 def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
-    """From a pre-trained encoder all start from it; from a new one poly and cross start from bi."""
+    """All rankers start from a pre-trained encoder; with a new encoder, poly and cross start from bi."""
     rankers = work / "rankers"
     start = encoder if recipes == "finetune" else f"{rankers}/bi"
     # Without a GPU: no dropout, which costs CPUs a third of the time, no validation on the way, and 100

@@ -19,7 +19,7 @@ from jobs import program
 from pipeline.config import parse
 
 SECONDS: dict[str, float] = {}
-"""Of each stage of this run, by its title."""
+"""Seconds of each stage of this run, by its title."""
 
 
 def run_stage(title: str, verb: str, *argv: str) -> program.Summary:

@@ -19,7 +19,7 @@ ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
 
 command_of_verb = "python -m jobs.{}"
-"""What the user types before a verb's options; `jobs.__main__` changes it."""
+"""The command before a verb's options; `jobs.__main__` changes it."""
 
 
 def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: str) -> None:

@@ -60,7 +60,7 @@ def run(config: Config) -> program.Summary:
 
 
 def _arguments(config: Config) -> Any:
-    """What `serve.app:build` takes. Raises BadInput for what it does not."""
+    """The arguments of `serve.app:build`. Raises BadInput for unknown and invalid ones."""
     from pydantic import ValidationError
 
     from serve.app import Args

@@ -71,7 +71,7 @@ class _Parcel:
 
     entrypoint: str
     files: dict[str, Path] = field(repr=False)
-    """By their path below the job's working directory."""
+    """Files by their path below the job's working directory."""
     environment: dict[str, str] = field(repr=False)
 
     @property

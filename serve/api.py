@@ -260,7 +260,7 @@ def create_app(
         try:
             answers = await asyncio.gather(*rankings)
         finally:
-            for ranking in rankings:  # where one is refused, nobody waits for the others
+            for ranking in rankings:  # after a refusal nobody waits for the others
                 ranking.cancel()
         milliseconds = 1000 * (time.monotonic() - began)
         return [_response(answer, milliseconds) for answer in answers]

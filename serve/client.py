@@ -68,12 +68,12 @@ class Question:
     pool: str | None = None
     top_k: int = 10
     where: Mapping[str, Sequence[str]] | None = None
-    """Of a pool: columns, and the values that count."""
+    """With a pool: columns, and the values that count."""
     allow: Sequence[str] | None = None
-    """Of a pool: the ids that count."""
+    """With a pool: the ids that count."""
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The question as JSON."""
         body = {name: value for name, value in vars(self).items() if value is not None}
         if isinstance(self.candidates, Mapping):
             texts = self.candidates.items()
@@ -103,7 +103,7 @@ class Ranking:
     pool: str | None
     pool_version: str | None
     milliseconds: float
-    """That the service took."""
+    """The service's time."""
     missing_shards: Sequence[int] = ()
     """Parts of the pool that did not answer: better rows may be there."""
 
@@ -142,7 +142,7 @@ class Client:
         return self._run(self._calls.rank_many(questions, request_id))
 
     def info(self) -> dict[str, Any]:
-        """What is served. Raises ServiceError."""
+        """The served model and pools. Raises ServiceError."""
         return self._run(self._calls.info())
 
     def ready(self) -> bool:

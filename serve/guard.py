@@ -90,7 +90,7 @@ class Guard:
         self._tokens, self._is_proxy = tuple(token_hashes), is_proxy
         self._overload = overload
         self._overloaded_until: dict[str, float] = {}
-        """In a proxy, by path: until when to refuse requests because a replica was overloaded."""
+        """In a proxy, by path: the end of the refusals after a replica was overloaded."""
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -66,7 +66,7 @@ class RankAnswer:
     missing_shards: Sequence[int] = ()
     """Shards of the pool whose rows are not among the results."""
     candidates: int = 0
-    """How many were ranked: those in the query, or the pool's rows."""
+    """Number of ranked candidates: those in the query, or the pool's rows."""
 
 
 class _PoolResults(NamedTuple):
@@ -76,7 +76,7 @@ class _PoolResults(NamedTuple):
     certified: bool
     version: str
     vectors_MD: torch.Tensor = torch.empty(0)
-    """Of the context; empty where there are no results."""
+    """The context's vectors; empty without results."""
     mask_M: torch.Tensor = torch.empty(0)
     vectors_at: Callable[[Sequence[int]], torch.Tensor] = lambda places: torch.empty(0)
     """The vectors [K, D] of results, by their places in the pool."""
@@ -91,7 +91,7 @@ def _require_pool(engine: Engine, name: str) -> None:
 
 
 def _search_depth(engine: Engine, query: RankQuery) -> int:
-    """How many rows to search for: more than `top_k` if a second stage scores them again."""
+    """Number of rows to search for: more than `top_k` if a second stage scores them again."""
     return max(query.top_k, _SECOND_STAGE) if engine.second_stage else query.top_k
 
 

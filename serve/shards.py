@@ -55,14 +55,14 @@ class ShardQuery:
     allow: tuple[str, ...] | None
     with_vectors: bool
     timeout_s: float
-    """How long the answer is of use."""
+    """A later answer is of no use."""
 
 
 class ShardRow(NamedTuple):
     """One of the best rows of a shard."""
 
     place: int
-    """In the whole pool."""
+    """Its place in the whole pool."""
     id: str
     text: str
     score: float
@@ -90,7 +90,7 @@ class ShardFacts(NamedTuple):
     """A shard's description of its part of a version."""
 
     description: dict[str, Any]
-    """Of the pool; `candidates` are those of the shard."""
+    """The pool's description; `candidates` are those of the shard."""
     columns: list[str]
     canaries: list[tuple[str, str, Floats]]
     """(id, text, vector) of some rows, to check that the model embedded them."""
@@ -238,7 +238,7 @@ class ShardUnavailable(RuntimeError):
 
 
 class ShardHandle(Protocol):
-    """How a ranker asks a shard, all of whose replicas hold the same rows."""
+    """A ranker's connection to a shard, all of whose replicas hold the same rows."""
 
     def open(self, version: str) -> ShardFacts | ShardRefusal:
         """Lets every replica open a version; waits for one. Raises ShardUnavailable."""

@@ -1,4 +1,4 @@
-"""Which model and pool versions a service answers with, and how all replicas change to new ones together.
+"""The model and pool versions of a service, and the change of all replicas to new ones together.
 
 One `Decider` for all replicas polls the pools' CURRENT files and the model's alias in MLflow's registry, and
 proposes new versions. Each replica's `Follower` loads the proposal beside what it serves, checks it, and
@@ -39,7 +39,7 @@ class Versions:
     model: str
     """URI"""
     fingerprint: str
-    """Of the model; the files at the URI may be replaced."""
+    """Fingerprint of the model; the files at the URI may be replaced."""
     pools: tuple[str, ...]
     """URIs of one version of each pool."""
 
@@ -245,7 +245,7 @@ class Decider:
             self._problems = [problem_of(error)]
             return
         is_served = wanted.key == getattr(self._decided, "key", "")
-        if is_served and not self._problems:  # nobody wants what was refused any longer
+        if is_served and not self._problems:  # the refused versions are not wanted any longer
             self._refused = {}
         self._proposed = None if is_served or wanted.key in self._refused else wanted
 

@@ -1,4 +1,4 @@
-"""How long work of full size takes on 50 nodes, by the rates that were measured on 2 cores.
+"""The duration of work of full size on 50 nodes, by the rates that were measured on 2 cores.
 
     python -m jobs.benchmarks.capacity
 

@@ -147,7 +147,7 @@ def _peak_flops() -> float:
 
 
 def _operations(texts: Iterable[str], model: str) -> float:
-    """Of all matrix products that the texts need; 12 d² weights a layer, and attention."""
+    """Floating-point operations of the texts' matrix products: 12 d² weights a layer, and attention."""
     from pipeline.models.ranker import load_ranker
     from pipeline.models.transformer import Encoder
 

@@ -54,11 +54,11 @@ class _Scale:
     micro_batch_tokens: tuple[int, ...]
     """Tried in turn, until one does not fit."""
     seconds: float
-    """Of each measurement, at least."""
+    """Least duration of a measurement."""
     steps: int
-    """Of jobs.pretrain and jobs.finetune."""
+    """Steps of jobs.pretrain and jobs.finetune."""
     texts: int
-    """To embed, at most."""
+    """Most texts to embed."""
     compiler: str
     """Backend of torch.compile; "eager" traces the model and runs it as it is."""
 

@@ -43,7 +43,7 @@ class BenchmarkRow:
 
 
 def source(size: str) -> dict[str, str]:
-    """Which run made a row: command, size, date, commit, machine. A command's folders are left out."""
+    """The run that makes the rows: command, size, date, commit, machine. A command's folders are left out."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     machine = environment()
     return {
@@ -91,7 +91,7 @@ class Run:
     summary: dict[str, Any]
     seconds: float
     peak_mib: float
-    """Of all its processes together, pages that several share counted once (PSS)."""
+    """Peak memory of all its processes together; shared pages are counted once (PSS)."""
 
 
 def run_job(verb: str, *arguments: object) -> Run:

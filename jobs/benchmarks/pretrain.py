@@ -153,7 +153,7 @@ class _Side:
         self._steps_per_s = steady_rates([value for _, value in tracked.history("steps_per_s")])
 
     def tokens_per_step(self) -> float:
-        """Without padding, in the last run."""
+        """Tokens per step without padding, in the last run."""
         rates = self.rates[-len(self._steps_per_s) :]
         return fmean(a / b for a, b in zip(rates, self._steps_per_s, strict=True))
 

@@ -116,8 +116,8 @@ def bare_step(
 def _hf_trainer(
     arm: Arm, rank: int, world: int, wait: Callable[[], object], tokens_per_step: float
 ) -> Rates:
-    """Its defaults, but for what makes both the same training: precision, seed, learning rate, and as
-    many micro-batches in a step. `remove_unused_columns` would take away the mask of special tokens, and
+    """The Trainer with its defaults, but the same precision, seed, learning rate and number of micro-batches
+    in a step. `remove_unused_columns` would take away the mask of special tokens, and
     the collator would make it anew in Python."""
     from transformers import (
         DataCollatorForLanguageModeling,

@@ -77,7 +77,7 @@ class TargetResult:
 
     @property
     def share(self) -> float | None:
-        """How far the bound is reached; 1 and above: met."""
+        """The reached share of the bound; 1 and above: met."""
         if not self.value:
             return None if self.value is None else math.inf
         bound = self.target.minimum
@@ -168,7 +168,7 @@ def _targets(results: Sequence[TargetResult]) -> str:
 
 
 def _limits(results: Sequence[TargetResult]) -> str:
-    """What limits the rows that miss their bound."""
+    """The known limits of the missed targets."""
     missed = [result for result in results if result.status == "**missed**"]
     if not missed:
         return ""

@@ -85,7 +85,7 @@ def measure(
 def _times(
     pool: Pool, pool_float32: Pool, questions: Floats, rounds: int, checks: dict[str, Any]
 ) -> list[BenchmarkRow]:
-    """In turn, so that all have the same machine; each question's best of all rounds, then their mean.
+    """All searches in turn, so that they have the same machine; the mean of each question's best round.
 
     `pool_float32`: the same candidates in float32, the default of jobs.embed_pool.
     """
@@ -276,7 +276,7 @@ def _embed_texts(file: Path, ranker: Ranker, texts: list[str]) -> Floats:
 def pool_of(
     folder: Path, model: Artifact, real_ND: Floats, count: int, dtype: Dtype = "bfloat16"
 ) -> Pool:
-    """With an index of neighbours; shards one by one, so that a million take little memory."""
+    """A pool with an index of neighbours; writes one shard at a time, to save memory."""
     config = embed_pool.Config(model="", candidates=(), pools="", name="benchmark")
     out = draft(str(folder), "pool", config, {"model": model})
     if isinstance(out, Draft):

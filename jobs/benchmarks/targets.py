@@ -17,7 +17,7 @@ class Target:
     """The number of the row that the bound is for."""
     description: str = ""
     limit: str = ""
-    """Why the bound is missed, as far as it was found. Shown only where it is missed."""
+    """The reason why the bound is missed, as far as known. Shown only for a missed target."""
 
     def __post_init__(self) -> None:
         assert (self.minimum is None) != (self.maximum is None), self.row

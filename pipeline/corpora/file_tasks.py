@@ -37,9 +37,9 @@ class Account:
         self.dropped = raw.Rejects()
         """Units that are well formed and make no example, by reason."""
         self.counts: Counter[str] = Counter()
-        """What else is worth counting, such as dialogues."""
+        """Other counts, such as dialogues."""
         self.notes: list[str] = []
-        """What a person should know of the file."""
+        """Remarks on the file for a person."""
 
     def close(self, draft: Draft, task: str, privacy: Privacy) -> TaskRecord:
         """Saves samples of the rejected records; returns the account as a record without files."""

@@ -83,7 +83,7 @@ def _choose_others(
     account = Account()
     excluded = {name for (name,) in _rows(draft, held_out, "group_id")}
     text_by_id: dict[str, str] = {}
-    hash_heap: list[tuple[int, str]] = []  # a heap of (-hash, id) of what is chosen
+    hash_heap: list[tuple[int, str]] = []  # a heap of (-hash, id) of the chosen articles
     for name, text in articles(draft, account):
         if name in text_by_id or name in excluded:
             continue

@@ -25,7 +25,7 @@ class _Size:
     name: str
     """A regular expression for the names of files, decompressed."""
     counts: dict[str, int]
-    """As in the manifest: `examples.train`, `dialogues`, …"""
+    """Counts by their names in the manifest: `examples.train`, `dialogues`, …"""
     source: str
     files: int = 1
     """Files in the corpus; 1: each matching file is a corpus of its own."""

@@ -275,7 +275,7 @@ def check_share(draft: Draft, records: Iterable[TaskRecord], reading: Reading) -
     malformed = sum_counts(record.malformed for record in records)
     malformed_count = sum(malformed.values())
     if total == 0:
-        storage.delete(draft.staging)  # nothing in it is of use to anybody
+        storage.delete(draft.staging)  # it has nothing of use
         notes = [note for record in records for note in record.notes]
         raise BadInput("; ".join(["--input: the files hold no records", *notes[:3]]))
     if malformed_count > total * reading.max_malformed_share:

@@ -63,7 +63,7 @@ def named_split(name: str) -> Split | None:
 
 
 def split_by_name_or_group(name: str, group_id: str) -> Split:
-    """From the file's name; a file that names none is cut 90 : 5 : 5 by group."""
+    """The split in the file's name; without one, groups are cut 90 : 5 : 5."""
     return named_split(name) or hash_split(group_id, (900, 50, 50))
 
 

@@ -61,12 +61,12 @@ class Line:
 
     @property
     def deviation(self) -> float | None:
-        """Over seeds, of a sample."""
+        """The sample's standard deviation over seeds."""
         return float(np.std(self.values, ddof=1)) if len(self.outcomes) > 1 else None
 
     @property
     def interval(self) -> Interval | None:
-        """Of R@1: 95 %, over questions."""
+        """The 95 % interval of R@1, over questions."""
         return significance.mean_interval(self.hits) if self.outcomes else None
 
     def mean(self, figure_of: Callable[[Outcome], float]) -> float | None:
@@ -94,7 +94,7 @@ def lines(
 
 
 def comparisons(table: Table, table_lines: Iterable[Line]) -> dict[str, list[Comparison]]:
-    """By task; over the questions' means of all seeds."""
+    """The comparisons by task, over the questions' means of all seeds."""
     by_name = {(line.task, line.trial.name): line for line in table_lines if line.outcomes}
     compared: dict[str, list[Comparison]] = {}
     for task in dict.fromkeys(task for task, _ in by_name):

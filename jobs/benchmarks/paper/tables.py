@@ -28,7 +28,7 @@ class Published(NamedTuple):
 
     value: float
     deviation: float | None = None
-    """Over its seeds."""
+    """Standard deviation over the paper's seeds."""
 
 
 @dataclass(frozen=True)

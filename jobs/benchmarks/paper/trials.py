@@ -61,10 +61,10 @@ class Setting:
     encoders: tuple[str, ...]
     """One, but for the table that compares them."""
     size: Literal["small", "full"]
-    """Of the recipes."""
+    """Size of the recipes."""
     split: Literal["valid", "test"]
     max_examples: int
-    """Of the split, at most."""
+    """Most examples of the split."""
     overrides: tuple[str, ...]
     """More options of jobs.finetune, for all trials."""
     work: str
@@ -97,15 +97,15 @@ class Outcome:
     metrics: dict[str, float]
     """The first is the main one."""
     samples_per_s: float
-    """Of training alone."""
+    """Rate of training alone."""
     minutes: float
     """All steps at this rate."""
     peak_memory_mib: float
-    """Of one worker: a GPU's tensors, or the whole process."""
+    """Peak of one worker: a GPU's tensors, or the whole process."""
 
 
 def task_of(corpus: Artifact) -> str:
-    """Where the corpus' examples come from, as the first of them says."""
+    """The source of the corpus' first example."""
     for uri in corpus.files(suffix=".parquet"):
         with storage.open_input(uri) as stream:
             table = pq.ParquetFile(stream)
@@ -130,7 +130,7 @@ def paper_task(task: str) -> str:
 
 
 def protocol(task: str) -> protocols.Name:
-    """How a task is evaluated."""
+    """The task's evaluation protocol."""
     return _TASKS.get(task, _OTHER)[1]
 
 

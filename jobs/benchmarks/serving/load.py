@@ -32,9 +32,9 @@ class LoadResult:
     """The answers to a load: an entry for each request, in the order of their due times."""
 
     due_s: Floats
-    """From the beginning of the load."""
+    """Due times, from the beginning of the load."""
     seconds: Floats
-    """From being due to the end of the answer."""
+    """Durations, from the due time to the end of the answer."""
     status: Ints
     end_s: float
     """When the last answer was there."""
@@ -85,7 +85,7 @@ def poisson(url: str, bodies: Sequence[bytes], steps: Sequence[Step], seed: int 
 
 
 def clients(url: str, bodies: Sequence[bytes], count: int, seconds: float) -> LoadResult:
-    """So many clients; each asks again as soon as it has its answer."""
+    """`count` clients; each asks again as soon as it has its answer."""
     return _run(url, bodies, lambda ask: _send_in_turn(ask, count, seconds))
 
 

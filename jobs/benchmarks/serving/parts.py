@@ -48,7 +48,7 @@ class Size:
     questions: int
     """Different ones."""
     seconds: float
-    """Of each side in each round."""
+    """Duration of each side in each round."""
     rounds: int
     steady_s: float
     """At 70 % of saturation."""

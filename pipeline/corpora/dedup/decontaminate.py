@@ -140,7 +140,7 @@ def open_set(uri: str) -> tuple[EvaluationSet, Artifact | dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How n-grams are filed: by the first bits of their hashes, which are spread evenly."""
+    """The layout of filed n-grams: by the first bits of their hashes, which are spread evenly."""
 
     filter_bits: int
     """The filter has 2 to this many places, of a bit each."""

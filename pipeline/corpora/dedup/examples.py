@@ -64,7 +64,7 @@ class DedupPlan:
     shards: tuple[CorpusFile, ...]
     options: Options
     contaminated_buckets: int
-    """Of n-grams of evaluation sets; 0: there are none to check train against."""
+    """Number of buckets of evaluation n-grams; 0: there are none to check train against."""
     exact_buckets: int
     """0: exact duplicates stay."""
     near_buckets: int

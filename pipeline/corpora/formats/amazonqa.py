@@ -168,7 +168,7 @@ def parse(
 
 
 def pairs_of(line: str) -> list[Pair]:
-    """What a line holds. Raises Malformed."""
+    """The pairs of a line. Raises Malformed."""
     if raw.is_overlong(line):
         raise Malformed("line too long")
     try:  # only constants and containers of them: nothing is executed
@@ -238,7 +238,7 @@ def _build_bucket(
 
 
 def _duplicates(unique: pa.Table, pairs: int) -> raw.Rejects:
-    """How many of all `pairs` go, and some of what they are the same as."""
+    """The number of dropped pairs among all `pairs`, and samples of the repeated ones."""
     rejects = raw.Rejects()
     if pairs > unique.num_rows:
         repeated = unique.filter(pc.greater(unique["product_count"], 1))

@@ -153,7 +153,7 @@ def _example_id(record: dict[str, Any]) -> int:
 
 
 def _split(record: dict[str, Any], name: str, group: str) -> Split:
-    """From `data-split`; without that from the file's name, ubuntu_dev_subtask_1.json."""
+    """The split in `data-split`, or without that field in the file's name, ubuntu_dev_subtask_1.json."""
     split_name = record.get("data-split")
     if split_name is None:
         return split_by_name_or_group(name.removeprefix("ubuntu_"), group)

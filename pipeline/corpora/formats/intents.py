@@ -164,7 +164,7 @@ def intent_words(intent: str) -> str:
 
 
 def _id_of_file(uri: str) -> str:
-    """What its examples' ids begin with: `train` for train/seq.in, else the file's name."""
+    """The prefix of the examples' ids: `train` for train/seq.in, else the file's name."""
     name = raw.plain_name(uri)
     return storage.name_of(posixpath.dirname(uri)) if name == "seq.in" else name
 

@@ -83,7 +83,7 @@ def _values(uri: str) -> Iterator[Any]:
 
 
 def _end_of_gap(text: str, start: int) -> int:
-    """Where the white space and commas between two values end; a comma may be missing."""
+    """The end of the white space and commas between two values; a comma may be missing."""
     gap = _GAP.match(text, start)
     assert gap  # it matches nothing, too
     return gap.end()

@@ -110,7 +110,7 @@ class RowGroups(NamedTuple):
     first: int
     end: int
     rows_before: int
-    """In the groups before."""
+    """Number of rows in the groups before."""
 
 
 def row_groups(uri: str, least_rows: int) -> list[RowGroups]:

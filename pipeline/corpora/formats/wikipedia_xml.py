@@ -75,7 +75,7 @@ def parts(uri: str) -> list[str]:
 
 
 class _Malformed(Exception):
-    """Its text is the reason."""
+    """The message is the reason."""
 
 
 def articles(part: str, reading: raw.Reading, account: Account) -> Iterator[Article]:

@@ -112,7 +112,7 @@ def _people(rng: random.Random) -> Iterator[Person]:
 
 
 class _Turn(NamedTuple):
-    """What the partner says, what I answer, and what the answer is about: my value of a topic."""
+    """The partner's utterance, my answer, and the subject of the answer: my value of a topic."""
 
     utterance: str
     answer: str

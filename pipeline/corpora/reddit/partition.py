@@ -43,7 +43,7 @@ class DumpRecord(TaskRecord):
     blocks: int
     lines: int
     cut_off: str
-    """Why its compressed stream ends early; "": it does not."""
+    """The reason why its compressed stream ends early; "": it does not."""
 
 
 def read_dumps(

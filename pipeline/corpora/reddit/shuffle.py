@@ -23,7 +23,7 @@ _MERGED_FROM = 1_000_000  # reads of a bucket from a block: minutes
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How the rows of blocks get to their buckets."""
+    """The way of the rows from blocks to their buckets."""
 
     blocks: int
     buckets: int
@@ -39,7 +39,7 @@ class Shuffle:
 
     @property
     def files(self) -> int:
-        """That each bucket is read from."""
+        """Number of files that each bucket is read from."""
         return -(-self.blocks // self.group_blocks)
 
     def requests(self, block_bytes: int) -> int:

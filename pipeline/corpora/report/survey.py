@@ -23,7 +23,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.corpora.schema import EXAMPLE, SPLITS, example_files
 
-_BLOCK_ROWS = 2048  # what is read at once: a row group of a corpus
+_BLOCK_ROWS = 2048  # read at once: a row group of a corpus
 _GROUP_ROWS = 10  # group ids are short: so many times the sample's rows are looked at
 _TOP = 15
 _REJECTS = 3  # shown for each reason
@@ -52,7 +52,7 @@ class CorpusSurvey:
     fingerprint: str
     created_at: str
     rows: dict[str, int]
-    """Of each split, of the whole corpus."""
+    """Number of rows of each split, of the whole corpus."""
     records: int
     """Lines or documents of the raw input."""
     dropped: dict[str, int]
@@ -62,7 +62,7 @@ class CorpusSurvey:
     sampled: int
     """Number of rows in the sample; the fields below describe the sample."""
     lengths: dict[str, Ints]
-    """Of each sampled row; "examples per group" of each group of some whole files."""
+    """Lengths of each sampled row; "examples per group" of each group of some whole files."""
     repeats: dict[str, Repeats]
     top_responses: Ranked
     """The most frequent responses, with their numbers of rows."""
