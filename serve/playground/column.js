@@ -202,13 +202,13 @@ export class Column {
 
   #onKey(event) {
     const buttons = [...this.#items.values()].map((item) => item.button);
-    const focusedIndex = buttons.indexOf(document.activeElement);
+    const place = buttons.indexOf(document.activeElement);
     if (event.key === "Escape" && this.#selected !== null) {
       const { button } = this.#items.get(this.#selected);
       this.#select(null);
       button.focus();
-    } else if (focusedIndex >= 0) {
-      const next = { ArrowDown: focusedIndex + 1, ArrowUp: focusedIndex - 1, Home: 0, End: buttons.length - 1 }[event.key];
+    } else if (place >= 0) {
+      const next = { ArrowDown: place + 1, ArrowUp: place - 1, Home: 0, End: buttons.length - 1 }[event.key];
       if (next === undefined) return;
       buttons[Math.max(0, Math.min(next, buttons.length - 1))].focus();
     } else return;
