@@ -64,7 +64,7 @@ def run(config: Config) -> program.Summary:
         encoder = config.encoder or _pretrain(work)
         recipes = "finetune" if config.encoder else "demo"
         _train_rankers(work, encoder, recipes)
-        tables = _evaluate(work, full=bool(config.encoder))
+        tables = _evaluate(work, all_examples=bool(config.encoder))
         _embed_pools(work)
         _serve(work, config.port)
         answers = demo_questions.ask(config.work, config.port)
@@ -153,7 +153,7 @@ def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
     run_side_by_side(trainings, at_once=2, after={"cross": "bi", "poly": "bi"})
 
 
-def _evaluate(work: Path, full: bool) -> dict[str, Any]:
+def _evaluate(work: Path, all_examples: bool) -> dict[str, Any]:
     rankers, corpus = work / "rankers", f"{work}/corpora/convai2"
     rankers_compared = [f"{rankers}/{name}" for name in ("bi", "poly", "cross")]
     limits = (
@@ -165,7 +165,7 @@ def _evaluate(work: Path, full: bool) -> dict[str, Any]:
     table = run_stage("The right reply among 20, held-out people", "evaluate", "--model", *rankers_compared,
                   "--corpus", corpus, *limits, "--json", f"{work}/replies.json")  # fmt: skip
     tables = {"replies": _table_numbers(table)}
-    if full:
+    if all_examples:
         table = run_stage("The same on all examples", "evaluate", "--model", *rankers_compared[:2],
                       "--corpus", corpus, "--json", f"{work}/replies-all.json")  # fmt: skip
         tables["replies, all"] = _table_numbers(table)

@@ -58,10 +58,10 @@ def post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def show(results: list[dict[str, Any]], **right: str) -> None:
+def show(results: list[dict[str, Any]], **true_fields: str) -> None:
     """The first three, and the right one (by its text or its id) with a star, wherever it is."""
     for place, result in enumerate(results, 1):
-        is_right = right.items() <= result.items()
+        is_right = true_fields.items() <= result.items()
         if place <= 3 or is_right:
             mark, place_note = "*" if is_right else " ", f"({place}.) " if place > 3 else ""
             print(f"  {mark}{result['score']:8.2f}  {place_note}{result['text'][:110]}")

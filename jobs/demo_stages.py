@@ -47,12 +47,10 @@ class Stage:
             "already done" if summary.get("already_done") else f"{SECONDS[self._title]:.1f} s"
         )
         lines = [f"{self._title}: {duration}"]
-        for name in ("counts", "dropped"):
-            if numbers := summary.get(name):
-                lines += [
-                    f"{name}: "
-                    + ", ".join(f"{number:,} {what}" for what, number in numbers.items())
-                ]
+        for field in ("counts", "dropped"):
+            if numbers := summary.get(field):
+                parts = [f"{number:,} {name}" for name, number in numbers.items()]
+                lines += [f"{field}: {', '.join(parts)}"]
         metrics = summary.get("metrics", {})
         if losses := {k: number for k, number in metrics.items() if "loss" in k or k == "accuracy"}:
             lines += [", ".join(f"{name} {value:.3f}" for name, value in losses.items())]

@@ -179,15 +179,15 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
         promotion.publish(config.pools, config.name, job.version, config.publish_only)
         return out, True
     with cluster.session(for_tasks=True):
-        prepared, previous = _plan(config, job, out)
-        if previous and _is_same(config, job, prepared, previous):
+        plan_record, previous = _plan(config, job, out)
+        if previous and _is_same(config, job, plan_record, previous):
             storage.delete(out.staging)
             return previous.artifact, True
-        shares, refusal = _judge_changes(config, prepared.plan.changes, prepared.plan.rows)
+        shares, refusal = _judge_changes(config, plan_record.plan.changes, plan_record.plan.rows)
         if refusal:
             raise Stopped(refusal)
         with tracking.start("embed_pool", out) as tracked:
-            pool = _embed(config, job, out, prepared, previous, shares, lock, tracked.run_id)
+            pool = _embed(config, job, out, plan_record, previous, shares, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
     promotion.publish(config.pools, config.name, job.version, config.publish_only)
@@ -197,9 +197,9 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 def _compare(config: Config, job: _Job, pool: Artifact, current: Artifact) -> Changes:
     """The ids of a version that is there already beside those of CURRENT."""
     rows, rows_before = versions.files_of_rows(pool), versions.files_of_rows(current)
-    small = verdicts.is_small(rows, rows_before)
+    is_small = verdicts.is_small(rows, rows_before)
     with (
-        nullcontext() if small else cluster.session(for_tasks=True),
+        nullcontext() if is_small else cluster.session(for_tasks=True),
         _scratch(config, job) as scratch,
     ):
         return verdicts.compare(scratch, rows, rows_before)
@@ -244,7 +244,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         versions.vector_settings(to_dict(config)),
         {"precision": precision, "numerics": NUMERICS},
     )
-    prepared = embed.prepare(
+    plan_record = embed.prepare(
         out,
         job.files,
         config.embed,
@@ -256,8 +256,8 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         Privacy(redact=config.redact, authors="hash", salt=""),
         unfinished,
     )
-    plan = prepared.plan
-    rows = rows_to_embed(prepared)
+    plan = plan_record.plan
+    rows = rows_to_embed(plan_record)
     if plan.salvaged:
         print(f"pool {config.name}: {plan.salvaged:,} texts were embedded by builds that were killed, and "
               "are copied from there")  # fmt: skip
@@ -275,7 +275,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({estimate})",
         flush=True,
     )
-    return prepared, previous
+    return plan_record, previous
 
 
 def _rate(previous: Version | None) -> float:
@@ -283,15 +283,15 @@ def _rate(previous: Version | None) -> float:
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Version) -> bool:
+def _is_same(config: Config, job: _Job, plan_record: embed.PlanRecord, previous: Version) -> bool:
     """Whether the version before has the same rows, and they would be made the same way."""
     previous_inputs = {
         **job.inputs,
         "candidates": previous.artifact.manifest["inputs"]["candidates"],
     }
     request = request_of(KIND, config, previous_inputs)
-    same_numbers = (prepared.precision, NUMERICS) == (previous.precision, previous.numerics)
-    same_rows = prepared.plan.changes.none
+    same_numbers = (plan_record.precision, NUMERICS) == (previous.precision, previous.numerics)
+    same_rows = plan_record.plan.changes.none
     return same_numbers and same_rows and request == previous.artifact.manifest["request"]
 
 
@@ -299,7 +299,7 @@ def _embed(
     config: Config,
     job: _Job,
     out: Draft,
-    prepared: embed.PlanRecord,
+    plan_record: embed.PlanRecord,
     previous: Version | None,
     shares: gate.Shares,
     lock: Lock,
@@ -307,18 +307,24 @@ def _embed(
 ) -> Artifact:
     """Raises Stopped where the gate does, or where the lock is lost."""
     records = embed.embed(
-        out, prepared, job.model, config.embed, config.gate, config.reading, config.resources
+        out, plan_record, job.model, config.embed, config.gate, config.reading, config.resources
     )
     for note in dict.fromkeys(note for record in records for note in record.notes):
         print(f"pool {config.name}: {note}", flush=True)
     checks = [record.check for record in records if record.check]
     dimensions = checks[0].dimensions
-    plan = prepared.plan
+    plan = plan_record.plan
     kind = f"{job.architecture}, {dimensions} dimensions"
-    if not prepared.canary_file:  # near texts are not the same ones to two models
+    if not plan_record.canary_file:  # near texts are not the same ones to two models
         kind += f", {job.model.fingerprint}"
     gate_report, canary_answers = gate.check(
-        config.gate, checks, kind, prepared.canaries, prepared.canaries_before, plan.present, shares
+        config.gate,
+        checks,
+        kind,
+        plan_record.canaries,
+        plan_record.canaries_before,
+        plan.present,
+        shares,
     )
     print(f"pool {config.name}: the gate is passed: {gate_report}", flush=True)
     began = time.perf_counter()
@@ -330,18 +336,18 @@ def _embed(
     rate = _rate(previous)
     if rows >= _MEASURED_ROWS or not rate:
         rate = rows / max(actor_seconds, 1e-3)
-    started, ended = (
+    start, end = (
         min(record.started for record in records),
         max(record.ended for record in records),
     )
-    embedded = {
+    embedding_facts = {
         "rows": rows,
         "actor_seconds": actor_seconds,
         "rate": round(rate, 1),
-        "plan_seconds": prepared.seconds,
-        "seconds": round(ended - started + indexing, 3),
+        "plan_seconds": plan_record.seconds,
+        "seconds": round(end - start + indexing, 3),
     }
-    all_records: list[TaskRecord] = [prepared, *records]
+    all_records: list[TaskRecord] = [plan_record, *records]
     lock.check()
     return out.publish(
         [*(entry for record in records for entry in record.files), *entries],
@@ -350,13 +356,13 @@ def _embed(
         run_id,
         dimensions=dimensions,
         dtype=config.embed.dtype,
-        precision=prepared.precision,
-        numerics=prepared.numerics,
+        precision=plan_record.precision,
+        numerics=plan_record.numerics,
         statistics=statistics,
         plan=asdict(plan.changes),
-        embedded=embedded,
+        embedded=embedding_facts,
         gate=gate_report,
-        canaries={**canary_answers, "file": prepared.canary_file},
+        canaries={**canary_answers, "file": plan_record.canary_file},
     )
 
 
@@ -365,13 +371,13 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
     from pipeline.resources import cpus_each
 
     with cluster.session(for_tasks=True), _scratch(config, job) as out:
-        prepared, previous = _plan(config, job, out)
+        plan_record, previous = _plan(config, job, out)
         cores = 0
         if not config.resources.gpu:
-            actors = config.resources.count(len(prepared.plan.shards))
+            actors = config.resources.count(len(plan_record.plan.shards))
             cores = cpus_each(actors, chosen=config.resources.cpus_per_actor)
-    plan = prepared.plan
-    is_same = previous is not None and _is_same(config, job, prepared, previous)
+    plan = plan_record.plan
+    is_same = previous is not None and _is_same(config, job, plan_record, previous)
     _, refusal = _judge_changes(config, plan.changes, plan.rows)
     if refusal:
         print(f"pool {config.name}: would be refused: {refusal}")
@@ -380,9 +386,9 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
         "version": previous.name if previous and is_same else job.version,
         "already_done": is_same,
         "plan": asdict(plan.changes),
-        "dropped": dict(prepared.dropped),
+        "dropped": dict(plan_record.dropped),
     }
-    estimated = estimate(job.files, prepared, _rate(previous), cores)
+    estimated = estimate(job.files, plan_record, _rate(previous), cores)
     return cost.show("embed_pool", estimated, details)
 
 

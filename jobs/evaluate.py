@@ -220,9 +220,9 @@ def run(config: Config) -> program.Summary:
         default_plot = config.json and config.json.removesuffix(".json") + ".png"
         files["table.png"] = (config.plot or default_plot, report.plot(results))
     if config.errors:
-        worst = [errors.worst(result, question_set, _ERRORS) for result in model_results]
-        files["errors.jsonl"] = (config.errors, errors.lines(worst))
-        for records in worst:
+        worst_records = [errors.worst(result, question_set, _ERRORS) for result in model_results]
+        files["errors.jsonl"] = (config.errors, errors.lines(worst_records))
+        for records in worst_records:
             print("", *map(errors.shown, records[:_ERRORS_SHOWN]), sep="\n")
     for run in runs:
         run.attach({name: data for name, (_, data) in files.items()})

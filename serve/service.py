@@ -299,7 +299,7 @@ class Service:
         """Searches a pool in other deployments."""
         pool = engine.sharded[name]
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        merged = await pool.search(
+        shard_results = await pool.search(
             vectors_MD.numpy(),
             mask_M.numpy(),
             engine.ranker.config.search_attention,
@@ -310,15 +310,24 @@ class Service:
             deadline,
         )
         results = [
-            Result(hit.place, hit.id, hit.text, hit.score, hit.columns) for hit in merged.rows
+            Result(hit.place, hit.id, hit.text, hit.score, hit.columns)
+            for hit in shard_results.rows
         ]
-        vectors = {hit.place: hit.vector_D for hit in merged.rows if hit.vector_D is not None}
+        vectors = {
+            hit.place: hit.vector_D for hit in shard_results.rows if hit.vector_D is not None
+        }
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return torch.from_numpy(np.stack([vectors[place] for place in places]))
 
         return _PoolResults(
-            results, merged.certified, pool.version, vectors_MD, mask_M, vectors_at, merged.missing
+            results,
+            shard_results.certified,
+            pool.version,
+            vectors_MD,
+            mask_M,
+            vectors_at,
+            shard_results.missing,
         )
 
     async def _rerank(

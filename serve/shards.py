@@ -329,13 +329,13 @@ class ShardedPool:
             numbers = ", ".join(map(str, missing))
             message = f"pool {self.name}: shards that do not answer: {numbers} of {len(answers)}"
             raise Refusal("shard_missing", message, None, 1.0)
-        best = heapq.nsmallest(
+        best_rows = heapq.nsmallest(
             top_k,
             (row for answer in shard_answers for row in answer.rows),
             key=lambda row: (-row.score, row.id),
         )
         certified = not missing and all(answer.certified for answer in shard_answers)
-        return Merged(best, certified, missing)
+        return Merged(best_rows, certified, missing)
 
     async def _ask(
         self, number: int, query: ShardQuery, deadline: float

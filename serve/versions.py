@@ -166,9 +166,11 @@ def _versions_newest_first(uri: str) -> list[str]:
 def _require_model(version: str, model: Artifact) -> str:
     """The URI of this version of a pool. Raises BadInput if another model embedded it."""
     pool = read_artifact(version, KIND)
-    embedded = str(pool.manifest["inputs"]["model"]["fingerprint"])
-    if embedded != model.fingerprint:
-        raise BadInput(f"{version}: embedded by the model {embedded}, not by {model.fingerprint}")
+    embedding_model = str(pool.manifest["inputs"]["model"]["fingerprint"])
+    if embedding_model != model.fingerprint:
+        raise BadInput(
+            f"{version}: embedded by the model {embedding_model}, not by {model.fingerprint}"
+        )
     return pool.uri
 
 

@@ -60,14 +60,16 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
         if isinstance(body, DocumentsRerank):
             return await _rerank(require_service(), body, request, "1")
-        scored = await _score(require_service(), body.query, body.texts, request)
+        text_scores = await _score(require_service(), body.query, body.texts, request)
         return [
             TextScore(
                 index=place,
-                score=scored.scores[place] if body.raw_scores else sigmoid(scored.scores[place]),
+                score=text_scores.scores[place]
+                if body.raw_scores
+                else sigmoid(text_scores.scores[place]),
                 text=body.texts[place] if body.return_text else None,
             )
-            for place in scored.order
+            for place in text_scores.order
         ]
 
     @app.post("/v1/rerank", responses=error_responses(*REFUSALS), response_model_exclude_none=True)
@@ -88,8 +90,8 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
     @app.post("/v1/embeddings", responses=error_responses(*REFUSALS))
     async def embeddings(body: EmbeddingsRequest, request: Request) -> EmbeddingsResponse:
         """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
-        embedded = await _encode_texts(require_service(), body.input, request, body.dimensions)
-        vectors_ND = F.normalize(embedded.vectors_ND, dim=1)
+        text_vectors = await _encode_texts(require_service(), body.input, request, body.dimensions)
+        vectors_ND = F.normalize(text_vectors.vectors_ND, dim=1)
         embeddings_N = (
             _base64(vectors_ND) if body.encoding_format == "base64" else vectors_ND.tolist()
         )
@@ -98,8 +100,8 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
                 Embedding(index=place, embedding=vector)
                 for place, vector in enumerate(embeddings_N)
             ],
-            model=embedded.engine.model.fingerprint,
-            usage=_usage(embedded.tokens),
+            model=text_vectors.engine.model.fingerprint,
+            usage=_usage(text_vectors.tokens),
         )
 
     @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
@@ -118,10 +120,10 @@ def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
         if isinstance(body, EmbedRequest):
             return await _embed(require_service(), body, request)
         sentences = body.inputs
-        scored = await _score(
+        text_scores = await _score(
             require_service(), sentences.source_sentence, sentences.sentences, request
         )
-        return scored.scores
+        return text_scores.scores
 
 
 def sigmoid(score: float) -> float:
@@ -149,10 +151,10 @@ async def _rerank(
     service: Service, body: DocumentsRerank, request: Request, version: str
 ) -> RerankResponse:
     texts = body.texts
-    scored = await _score(service, body.query, texts, request)
+    text_scores = await _score(service, body.query, texts, request)
     results = []
-    for place in scored.order[: body.top_n]:
-        score = scored.scores[place]
+    for place in text_scores.order[: body.top_n]:
+        score = text_scores.scores[place]
         document = Document(text=texts[place]) if body.return_documents else None
         results.append(
             DocumentScore(
@@ -163,9 +165,9 @@ async def _rerank(
         )
     return RerankResponse(
         id=request.state.request_id,
-        model=scored.engine.model.fingerprint,
+        model=text_scores.engine.model.fingerprint,
         results=results,
-        usage=_usage(scored.tokens),
+        usage=_usage(text_scores.tokens),
         meta=Meta(api_version=ApiVersion(version=version)),
     )
 
@@ -178,8 +180,8 @@ class _Vectors(NamedTuple):
 
 async def _embed(service: Service, body: EmbedRequest, request: Request) -> list[list[float]]:
     as_contexts = body.prompt_name == "context"
-    embedded = await _encode_texts(service, body.inputs, request, body.dimensions, as_contexts)
-    vectors_ND = embedded.vectors_ND
+    text_vectors = await _encode_texts(service, body.inputs, request, body.dimensions, as_contexts)
+    vectors_ND = text_vectors.vectors_ND
     vectors: list[list[float]] = (
         F.normalize(vectors_ND, dim=1) if body.normalize else vectors_ND
     ).tolist()

@@ -86,7 +86,7 @@ def _model_of_papers_size(
     return ranker, BenchmarkRow("convert.saved_megabytes", size, "MB", detail=detail)
 
 
-def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[BenchmarkRow]:
+def _rates(ranker: Ranker, texts: list[str], rounds: int, alone_count: int) -> list[BenchmarkRow]:
     """Both encoders in turn, so that both have the same machine; a ratio is the median of the rounds'."""
     try:
         from sentence_transformers import SentenceTransformer
@@ -108,7 +108,7 @@ def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Be
             began = time.perf_counter()
             encode(texts)
             seconds[name].append(time.perf_counter() - began)
-    for text in texts[:alone]:
+    for text in texts[:alone_count]:
         for name, encode in encoders.items():
             began = time.perf_counter()
             encode([text])
@@ -127,7 +127,7 @@ def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Be
         BenchmarkRow(name, len(texts) / min(seconds["ours"]), "texts/s",
             peer=len(texts) / min(seconds["minilm"]), ratio=median(ratios), detail=detail),
         BenchmarkRow(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
-            ratio=ms["minilm"] / ms["ours"], detail={"texts": alone}),
+            ratio=ms["minilm"] / ms["ours"], detail={"texts": alone_count}),
     ]  # fmt: skip
 
 
@@ -146,13 +146,13 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
             began = time.perf_counter()
             encode()
             seconds[name].append(time.perf_counter() - began)
-    best = {name: len(texts) / min(values[1:]) for name, values in seconds.items()}
+    best_rates = {name: len(texts) / min(values[1:]) for name, values in seconds.items()}
     detail = {"texts": len(texts), "seconds, by round": {k: [round(s, 3) for s in v] for k, v
               in seconds.items()}, "load": os.getloadavg()[0]}  # fmt: skip
     return [
-        BenchmarkRow(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best["bf16"],
-            ratio=rate / best["bf16"], detail=detail)
-        for name, rate in best.items() if name != "bf16"
+        BenchmarkRow(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best_rates["bf16"],
+            ratio=rate / best_rates["bf16"], detail=detail)
+        for name, rate in best_rates.items() if name != "bf16"
     ]  # fmt: skip
 
 
@@ -183,12 +183,14 @@ def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[]
 def _points_lost_in_8_bits(model: Artifact, question_set: Questions) -> BenchmarkRow:
     """R@1 of the model in float32 less that of its blocks in 8 bits, in points."""
     scorer = load_scorer(model, precision="fp32")
-    exact = 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
+    float32_recall = 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
     scorer.ranker.quantise()
-    rounded = 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
-    detail = {"R@1/100": {"float32": round(exact, 2), "int8": round(rounded, 2)},
+    int8_recall = 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
+    detail = {"R@1/100": {"float32": round(float32_recall, 2), "int8": round(int8_recall, 2)},
               "examples": len(question_set)}  # fmt: skip
-    return BenchmarkRow("convert.int8.points_lost", exact - rounded, "points of R@1", detail=detail)
+    return BenchmarkRow(
+        "convert.int8.points_lost", float32_recall - int8_recall, "points of R@1", detail=detail
+    )
 
 
 def _points_over_words(corpus: Artifact, model: Artifact, question_set: Questions) -> BenchmarkRow:

@@ -69,30 +69,30 @@ def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[Benchma
     from sentence_transformers import SentenceTransformer
 
     texts = list(articles.values())
-    theirs: dict[str, dict[str, Any]] = {
+    peer_options: dict[str, dict[str, Any]] = {
         "default": {},
         "bf16": {"model_kwargs": {"dtype": torch.bfloat16}},
     }
     peers = {}
-    for name, options in theirs.items():
+    for name, options in peer_options.items():
         peers[name] = SentenceTransformer(str(minilm_folder()), **options)
         peers[name].max_seq_length = _TOKENS
         peers[name].encode(texts[:32])  # the first pass allocates
-    seconds: dict[str, list[float]] = {name: [] for name in ("ours", *theirs)}
-    exact: Floats = np.empty(0)
+    seconds: dict[str, list[float]] = {name: [] for name in ("ours", *peer_options)}
+    peer_vectors: Floats = np.empty(0)
     for _ in range(rounds):
         seconds["ours"].append(_embed_anew(articles, model, work / "pools"))
         for name, peer in peers.items():
             began = time.perf_counter()
             vectors = np.asarray(peer.encode(texts, show_progress_bar=False), np.float32)
             seconds[name].append(time.perf_counter() - began)
-            exact = vectors if name == "default" else exact
+            peer_vectors = vectors if name == "default" else peer_vectors
     ours = _vectors(Pool.open(str(work / "pools" / "articles")), articles)
-    cosine = _cosines(ours, exact)
+    cosine = _cosines(ours, peer_vectors)
     peak, needed = _peak_flops(), _operations(texts, model)
     rate = len(texts) / min(seconds["ours"])
     rows = []
-    for name in theirs:
+    for name in peer_options:
         ratios = [b / a for a, b in zip(seconds["ours"], seconds[name], strict=True)]
         rows.append(
             BenchmarkRow(
@@ -119,8 +119,8 @@ def _embed_anew(articles: Table, model: str, pools: Path) -> float:
     run_job(
         "embed_pool", "--model", model, "--candidates", file, "--pools", pools, "--name", "articles"
     )
-    embedded = Pool.open(str(pools / "articles")).artifact.manifest["embedded"]
-    return float(embedded["plan_seconds"] + embedded["seconds"])
+    embedding_facts = Pool.open(str(pools / "articles")).artifact.manifest["embedded"]
+    return float(embedding_facts["plan_seconds"] + embedding_facts["seconds"])
 
 
 def _vectors(pool: Pool, articles: Table) -> Floats:
@@ -168,18 +168,20 @@ def _measure_night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     pools = work / "pools"
     shutil.rmtree(pools, ignore_errors=True)
     rng = random.Random(0)
-    changed = dict(passages)
+    changed_passages = dict(passages)
     for name in rng.sample(sorted(passages), len(passages) // 100):
         kind = rng.choice(("changed", "changed", "new", "gone"))
         if kind == "gone":
-            del changed[name]
+            del changed_passages[name]
         else:
-            changed[name + (".new" if kind == "new" else "")] = f"{passages[name]} Found out since."
+            changed_passages[name + (".new" if kind == "new" else "")] = (
+                f"{passages[name]} Found out since."
+            )
     seconds, plans = {}, {}
     for kind_of_run, table in (
         ("whole", passages),
         ("nothing changed", passages),
-        ("1 % changed", changed),
+        ("1 % changed", changed_passages),
     ):
         file = _write_table(work / "passages.jsonl", table)
         run = run_job("embed_pool", "--model", model, "--candidates", file, "--pools", pools,

@@ -130,8 +130,8 @@ def _utilisation(length: int, device: torch.device, scale: _Scale) -> BenchmarkR
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             break
-    best = max(measurements.values(), key=lambda values: values["mfu"])
-    micro_batch_tokens = int(best["micro_batch_tokens"])
+    fastest = max(measurements.values(), key=lambda values: values["mfu"])
+    micro_batch_tokens = int(fastest["micro_batch_tokens"])
     measurements[f"compiled, {micro_batch_tokens:,} tokens"] = _rate(
         micro_batch_tokens, length, device, scale, True
     )

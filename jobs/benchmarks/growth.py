@@ -56,19 +56,21 @@ def picture(curves: Sequence[Curve]) -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for place, curve in enumerate(curves):
-        left, top = (place % _COLUMNS) * _WIDTH, (place // _COLUMNS) * _HEIGHT
-        panels += [f'<g transform="translate({left} {top})">', *_panel(curve), "</g>"]
+        x, y = (place % _COLUMNS) * _WIDTH, (place // _COLUMNS) * _HEIGHT
+        panels += [f'<g transform="translate({x} {y})">', *_panel(curve), "</g>"]
     return "\n".join([*panels, "</svg>"]) + "\n"
 
 
 def _panel(curve: Curve) -> list[str]:
     xs, ys = zip(*curve.points, strict=True)
-    across = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
-    up = _scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP)
-    places = [(_position(x, across), _position(y, up)) for x, y in curve.points]
-    rises = places[1][1] < places[0][1]
+    x_scale = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    y_scale = _scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP)
+    places = [(_position(x, x_scale), _position(y, y_scale)) for x, y in curve.points]
+    goes_up = places[1][1] < places[0][1]
     # Above a point; below the first one where the line goes up from it.
-    labels = [(x, y + 13 if rises and place == 0 else y - 5) for place, (x, y) in enumerate(places)]
+    labels = [
+        (x, y + 13 if goes_up and place == 0 else y - 5) for place, (x, y) in enumerate(places)
+    ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     name = html.escape(f"{curve.row}, slope {curve.slope:.2f}")
     axes = html.escape(f"{curve.y} by {curve.x}")

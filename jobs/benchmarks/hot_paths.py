@@ -119,9 +119,9 @@ def _profile_imports() -> BenchmarkRow:
     parts = dict.fromkeys((*_IMPORTED, "the rest"), 0.0)
     for line in lines:
         if line.startswith("import time:") and line[12:].split("|")[0].strip().isdigit():
-            alone, _, module = (field.strip() for field in line[12:].split("|"))
+            self_microseconds, _, module = (field.strip() for field in line[12:].split("|"))
             package = module.partition(".")[0]
-            parts[package if package in parts else "the rest"] += int(alone) / 1e3
+            parts[package if package in parts else "the rest"] += int(self_microseconds) / 1e3
     return _row("profile.start", parts, 1, "process")
 
 

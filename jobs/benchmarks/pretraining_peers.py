@@ -87,9 +87,9 @@ def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> R
         if number % arm.interval == 0:
             interval_batches = batches[number - arm.interval : number]
             tokens = sum(part.token_count for parts in interval_batches for part in parts)
-            ended = time.perf_counter()
-            rates.append(tokens / (ended - began))
-            began = ended
+            now = time.perf_counter()
+            rates.append(tokens / (now - began))
+            began = now
     return rates
 
 

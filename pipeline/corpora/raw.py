@@ -78,8 +78,8 @@ def read_decompressed(uri: str, start: int = 0, end: int | None = None) -> Itera
     `start`, `end`: only these stored bytes; a compressed stream has to begin at `start`.
     Raises Truncated after the last good piece of a broken stream.
     """
-    with closing(storage.read_ahead(uri, start, end)) as stored:
-        pieces = _small_pieces(stored)
+    with closing(storage.read_ahead(uri, start, end)) as stored_pieces:
+        pieces = _small_pieces(stored_pieces)
         piece = next(pieces, b"")
         make = next((make for magic, make in _DECOMPRESSORS if piece.startswith(magic)), None)
         if make is None:
@@ -106,18 +106,18 @@ def read_decompressed(uri: str, start: int = 0, end: int | None = None) -> Itera
 
 def expansion(uri: str) -> tuple[float, float]:
     """(bytes for each stored byte, bytes of a line) at the beginning of a file, by one short read."""
-    stored = min(storage.size_of(uri), _SAMPLED_BYTES)
+    stored_bytes = min(storage.size_of(uri), _SAMPLED_BYTES)
     size = lines = 0
     with suppress(Truncated):
-        for piece in read_decompressed(uri, 0, stored):
+        for piece in read_decompressed(uri, 0, stored_bytes):
             size += len(piece)
             lines += piece.count(b"\n")
-    return size / max(stored, 1), size / max(lines, 1)
+    return size / max(stored_bytes, 1), size / max(lines, 1)
 
 
-def _small_pieces(stored: Iterable[bytes]) -> Iterator[bytes]:
+def _small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes in pieces that are small enough to decompress at once."""
-    for data in stored:
+    for data in pieces:
         for start in range(0, len(data), _PIECE_BYTES):
             yield data[start : start + _PIECE_BYTES]
 

@@ -201,11 +201,11 @@ def plot(table: Table, table_lines: Sequence[Line]) -> bytes:
 
 
 def _cells(line: Line, with_recall: bool) -> list[str]:
-    published = line.published
+    paper_number = line.published
     low, high = line.interval or (math.nan, math.nan)
     return [
         line.trial.name,
-        _plus_minus(published.value, published.deviation) if published else "",
+        _plus_minus(paper_number.value, paper_number.deviation) if paper_number else "",
         _plus_minus(line.value, line.deviation),
         *([f"{line.hits.mean():.3f}"] if with_recall else []),
         f"{low:.3f} to {high:.3f}",

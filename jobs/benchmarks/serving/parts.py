@@ -200,16 +200,19 @@ class _Service:
                     services.result(process.batch_rate.remote(self.contexts, seconds))
                 )
                 alone_s += services.result(process.times_alone.remote(self.contexts, seconds / 2))
-        batched, alone, bare = (float(np.median(values)) for values in rates.values())
+        batched_rate, unbatched_rate, process_rate = (
+            float(np.median(values)) for values in rates.values()
+        )
         rounds = {
             side: [round(rate, 1) for rate in side_rates] for side, side_rates in rates.items()
         }
+        process_gain = round(process_rate * float(np.mean(alone_s)), 2)
         return [
-            BenchmarkRow("serve.saturation_vs_in_process", batched, "rankings/s", peer=bare,
-                ratio=batched / bare, detail=rounds),
-            BenchmarkRow("serve.batching_gain_32_clients", batched, "rankings/s", peer=alone,
-                ratio=batched / alone,
-                detail={"in process, 16 together over one by one": round(bare * float(np.mean(alone_s)), 2)}),
+            BenchmarkRow("serve.saturation_vs_in_process", batched_rate, "rankings/s", peer=process_rate,
+                ratio=batched_rate / process_rate, detail=rounds),
+            BenchmarkRow("serve.batching_gain_32_clients", batched_rate, "rankings/s", peer=unbatched_rate,
+                ratio=batched_rate / unbatched_rate,
+                detail={"in process, 16 together over one by one": process_gain}),
         ]  # fmt: skip
 
     def load(self) -> list[BenchmarkRow]:
@@ -356,10 +359,10 @@ class _Service:
         return result
 
 
-def _require_answers(result: LoadResult, allowed: Sequence[int] = (200,)) -> None:
+def _require_answers(result: LoadResult, allowed_statuses: Sequence[int] = (200,)) -> None:
     """Raises BadInput: figures of a service that fails mean nothing."""
-    if not len(result.status) or not np.isin(result.status, allowed).all():
-        raise BadInput(f"the service answered {result.statuses()}; allowed: {allowed}")
+    if not len(result.status) or not np.isin(result.status, allowed_statuses).all():
+        raise BadInput(f"the service answered {result.statuses()}; allowed: {allowed_statuses}")
 
 
 def _p99(seconds: Sequence[float]) -> float:

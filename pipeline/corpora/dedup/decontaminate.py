@@ -273,7 +273,7 @@ def _look_up(
     tables = [_SUSPECTS.empty_table()]
     for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
         words = compared_words(rows, options)
-        grams = hashing.ngrams(words, options.ngram_words, shortest=options.min_words)
+        grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
         hits = np.flatnonzero(ngram_filter.lets_through(grams.hashes))
         text = np.searchsorted(grams.offsets, hits, side="right") - 1
         columns = [
@@ -333,7 +333,7 @@ def _collect(
     start = 0
     schema = _GRAMS.set(3, pa.field("text", pa.int64()))
     for ids, groups, words in _read_texts(uri, options):
-        grams = hashing.ngrams(words, options.ngram_words, shortest=options.min_words)
+        grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
         text = np.repeat(np.arange(len(ids)), grams.counts)
         columns = [
             grams.hashes,

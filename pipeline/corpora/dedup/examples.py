@@ -122,12 +122,12 @@ def read_pieces(
                 yield numbers[start : start + step], pa.table(batch.slice(start, step))
 
 
-def sides(rows: pa.Table, text: str, split: Callable[[pa.Array], Tokens]) -> list[Tokens]:
+def sides(rows: pa.Table, text: str, tokenise: Callable[[pa.Array], Tokens]) -> list[Tokens]:
     """The tokens of the compared texts: [the context's, the response's], or [the response's].
 
-    The turns of a context are one text; `split` makes texts to tokens.
+    The turns of a context are one text; `tokenise` makes texts to tokens.
     """
-    response = split(rows["response"].chunk(0))
+    response = tokenise(rows["response"].chunk(0))
     if text == "response":
         return [response]
     context = rows["context"].chunk(0)
@@ -137,7 +137,7 @@ def sides(rows: pa.Table, text: str, split: Callable[[pa.Array], Tokens]) -> lis
         newest = np.unique(offsets[1:][np.diff(offsets) > 0]) - 1
         turns = turns.take(pa.array(newest))
         offsets = np.searchsorted(newest, offsets)
-    return [split(turns).joined(offsets), response]
+    return [tokenise(turns).joined(offsets), response]
 
 
 # Drops: each stage files them by shard for the later stages

@@ -116,10 +116,10 @@ def characters(texts: pa.Array) -> Tokens:
     return Tokens(hashes, np.searchsorted(starts, offsets) + np.searchsorted(word_starts, offsets))
 
 
-def ngrams(tokens: Tokens, n: int, shortest: int = 1) -> Tokens:
-    """All runs of n tokens. A text of fewer is one run, if it has `shortest` tokens at least."""
+def ngrams(tokens: Tokens, n: int, min_tokens: int = 1) -> Tokens:
+    """All runs of n tokens. A shorter text is one run, if it has `min_tokens` tokens at least."""
     size = tokens.counts
-    counts = np.where(size >= n, size - n + 1, (size >= shortest) & (size > 0))
+    counts = np.where(size >= n, size - n + 1, (size >= min_tokens) & (size > 0))
     offsets = np.concatenate([[0], np.cumsum(counts)])
     starts = np.arange(offsets[-1]) + np.repeat(tokens.offsets[:-1] - offsets[:-1], counts)
     ends = np.minimum(starts + n, np.repeat(tokens.offsets[1:], counts))

@@ -108,10 +108,10 @@ def candidate_pairs(keys: Hashes, ties: Hashes) -> tuple[Ints, Ints]:
     up to 33 are compared whole, and what is alike in larger ones is connected through neighbours.
     """
     order = np.lexsort((ties, keys))
-    ordered = keys[order]
+    sorted_keys = keys[order]
     first, second = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for distance in range(1, _NEIGHBOURS + 1):
-        matches = np.flatnonzero(ordered[distance:] == ordered[:-distance])
+        matches = np.flatnonzero(sorted_keys[distance:] == sorted_keys[:-distance])
         if not len(matches):
             break
         first.append(order[matches])

@@ -74,8 +74,8 @@ def drop(draft: Draft, plan: DedupPlan) -> list[TaskRecord]:
 def shingles(rows: pa.Table, plan: DedupPlan) -> list[Tokens]:
     """The shingles of each side of the rows; a side with fewer tokens than a shingle is one."""
     options = plan.options
-    split = hashing.words if options.unit == "word" else hashing.characters
-    return [hashing.ngrams(side, options.shingle) for side in sides(rows, options.text, split)]
+    tokenise = hashing.words if options.unit == "word" else hashing.characters
+    return [hashing.ngrams(side, options.shingle) for side in sides(rows, options.text, tokenise)]
 
 
 def tag_sides(parts: list[Tokens]) -> Tokens:

@@ -64,7 +64,7 @@ class Options:
         require(0 <= parts < 1000 and self.valid_share == parts / 1000, "banking77.valid_share",
                 self.valid_share, "0 to below 1, in thousandths")  # fmt: skip
 
-    def split(self, file_split: Split, text_id: str) -> Split:
+    def split_of_text(self, file_split: Split, text_id: str) -> Split:
         """The split of a text whose file is in the split `file_split`."""
         valid = round(1000 * self.valid_share)
         if file_split != "train" or not valid:
@@ -152,7 +152,7 @@ def parse(
                 "candidates": None,
                 "label": None,
                 "source": corpus,
-                "split": options.split(labelled.split, labelled.id),
+                "split": options.split_of_text(labelled.split, labelled.id),
                 "intent": intent,
                 "out_of_scope": labelled.out_of_scope,
             }

@@ -198,9 +198,9 @@ def _threads_of(options: Options, month: int) -> Ints:
     slots = _SLOTS * per_month
 
     # Each comment's thread: the largest ones first, then those of this month by their beginning.
-    large = int(rows * options.largest_thread_share)
+    largest_size = int(rows * options.largest_thread_share)
     sizes = np.ceil(rng.lognormal(np.log(_MEDIAN_THREAD), _THREAD_SIGMA, rows)).astype(np.int64)
-    sizes = np.concatenate([[large] * _LARGEST, sizes])
+    sizes = np.concatenate([[largest_size] * _LARGEST, sizes])
     threads = int(np.searchsorted(np.cumsum(sizes), rows)) + 1
     thread = np.repeat(np.arange(threads), sizes[:threads])[:rows]
     starts = np.sort(rng.random(threads)) * slots

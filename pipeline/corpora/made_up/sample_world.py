@@ -32,14 +32,19 @@ class Topic(NamedTuple):
 
 
 def _topic(heading: str, questions: str, replies: str, facts: str, values: dict[str, str]) -> Topic:
-    def split(text: str, mark: str) -> tuple[str, ...]:
+    def split_phrases(text: str, mark: str) -> tuple[str, ...]:
         return tuple(part.strip() for part in text.split(mark))
 
     topic_values = tuple(
-        Value(split(statements, "/"), split(things, ",")) for statements, things in values.items()
+        Value(split_phrases(statements, "/"), split_phrases(things, ","))
+        for statements, things in values.items()
     )
     return Topic(
-        split(questions, "/"), split(replies, "/"), heading, split(facts, "/"), topic_values
+        split_phrases(questions, "/"),
+        split_phrases(replies, "/"),
+        heading,
+        split_phrases(facts, "/"),
+        topic_values,
     )
 
 

@@ -87,8 +87,8 @@ def trim(text: str, max_characters: int) -> str:
 def _select_subreddits(comments: pa.Table, options: Options) -> pa.Table:
     for names, keeps_listed in ((options.subreddits, True), (options.exclude_subreddits, False)):
         if names:
-            listed = pa.array([name.lower() for name in names])
-            is_listed = pc.is_in(pc.utf8_lower(comments["subreddit"]), listed)
+            listed_names = pa.array([name.lower() for name in names])
+            is_listed = pc.is_in(pc.utf8_lower(comments["subreddit"]), listed_names)
             comments = comments.filter(
                 is_listed if keeps_listed else pc.invert(is_listed)
             ).combine_chunks()

@@ -65,12 +65,12 @@ def build_examples(
     key = _single_chunk(pc.binary_join_element_wise(comments["thread"], comments["id"], "/"))
     parent_key = pc.binary_join_element_wise(comments["thread"], comments["parent"], "/")
     # Where an id comes twice, its first place counts.
-    encoded = key.dictionary_encode()
-    number = encoded.indices.to_numpy()
-    first_place = np.zeros(len(encoded.dictionary), np.int64)
+    encoded_keys = key.dictionary_encode()
+    number = encoded_keys.indices.to_numpy()
+    first_place = np.zeros(len(encoded_keys.dictionary), np.int64)
     first_place[number[::-1]] = np.arange(len(number))[::-1]
     parent_number = pc.fill_null(
-        pc.index_in(parent_key, value_set=encoded.dictionary), -1
+        pc.index_in(parent_key, value_set=encoded_keys.dictionary), -1
     ).to_numpy()
     parent = np.where(parent_number >= 0, first_place[parent_number], -1)
 

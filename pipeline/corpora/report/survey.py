@@ -295,9 +295,9 @@ def _top_responses(names: list[str], blocks: list[Block], hashes: Hashes) -> Ran
 
 def _top_values(parts: list[pa.StructArray]) -> Ranked:
     table = pa.concat_tables([pa.Table.from_struct_array(part) for part in parts])
-    summed = table.group_by("values").aggregate([("counts", "sum")])
-    summed = summed.sort_by([("counts_sum", "descending"), ("values", "ascending")])[:_TOP]
-    values, counts = (summed[name].to_pylist() for name in ("values", "counts_sum"))
+    totals = table.group_by("values").aggregate([("counts", "sum")])
+    totals = totals.sort_by([("counts_sum", "descending"), ("values", "ascending")])[:_TOP]
+    values, counts = (totals[name].to_pylist() for name in ("values", "counts_sum"))
     return [
         ("" if value is None else value, count) for value, count in zip(values, counts, strict=True)
     ]
