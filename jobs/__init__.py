@@ -1,4 +1,4 @@
-"""What is submitted: one short program per verb, `python -m jobs.<verb>`.
+"""The jobs: one short program per verb, `python -m jobs.<verb>`.
 
 A job reads its settings and checks its input before it imports Ray, torch, MLflow, transformers,
 scikit-learn or matplotlib, which takes seconds: `run` imports the modules that need them. Settings lie in

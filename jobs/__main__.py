@@ -32,12 +32,12 @@ VERBS = (
 def main() -> None:
     """Runs the verb on the command line and exits."""
     command = "python -m jobs" if Path(sys.argv[0]).name == "__main__.py" else "polyrank"
-    typed, *arguments = sys.argv[1:] or ["--help"]
-    if typed in ("--help", "-h", "help"):
-        print(_help(command))
-    elif typed == "--version":
+    word, *arguments = sys.argv[1:] or ["--help"]
+    if word in ("--help", "-h", "help"):
+        print(_help_text(command))
+    elif word == "--version":
         print(f"polyrank {_version()}")
-    elif (verb := typed.replace("-", "_")) in VERBS:
+    elif (verb := word.replace("-", "_")) in VERBS:
         program.command_of_verb = f"{command} {{}}"
         sys.argv = [f"{command} {verb}", *arguments]
         job = import_module(f"jobs.{verb}")
@@ -45,13 +45,11 @@ def main() -> None:
     else:
         nearest = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
-        print(
-            f"{command}: {typed!r} is no verb; {hint}{command} --help lists them", file=sys.stderr
-        )
+        print(f"{command}: {word!r} is no verb; {hint}{command} --help lists them", file=sys.stderr)
         sys.exit(2)
 
 
-def about(verb: str) -> str:
+def first_sentence(verb: str) -> str:
     """The first sentence of a job's help: of the docstring of its Config."""
     tree = ast.parse((Path(__file__).parent / f"{verb}.py").read_text(encoding="utf-8"))
     (config,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Config")
@@ -59,9 +57,9 @@ def about(verb: str) -> str:
     return text.partition(". ")[0].removesuffix(".")
 
 
-def _help(command: str) -> str:
+def _help_text(command: str) -> str:
     width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {about(verb)}" for verb in VERBS]
+    lines = [f"  {verb:<{width}}  {first_sentence(verb)}" for verb in VERBS]
     return "\n".join(
         [
             f"usage: {command} VERB [--option value …]",

@@ -82,12 +82,12 @@ class Config:
             for name in ("encoder", "corpus"):
                 value = getattr(self, name)
                 require(bool(value), name, value, f"its URI, for {self.part}")
-            several = self.part == "paper" and self.table != 5
-            require(several or len(self.corpus) == 1, "corpus", self.corpus, "one, but for paper's tables "
-                    "other than 5")  # fmt: skip
-        several = self.part == "paper" and self.table == "encoders"
+            allows_several = self.part == "paper" and self.table != 5
+            require(allows_several or len(self.corpus) == 1, "corpus", self.corpus,
+                    "one, but for paper's tables other than 5")  # fmt: skip
+        allows_several = self.part == "paper" and self.table == "encoders"
         require(
-            several or len(self.encoder) <= 1,
+            allows_several or len(self.encoder) <= 1,
             "encoder",
             self.encoder,
             "one, but for --table encoders",
@@ -98,8 +98,8 @@ class Config:
                 require(bool(value), name, value, f"its URI, for {self.part}")
         if self.part == "convert":
             require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
-        reads_only = self.part == "finetune" or (self.part == "paper" and self.table != 5)
-        require(reads_only or self.part == "serve" or not self.only, "only", self.only,
+        takes_only = self.part == "finetune" or (self.part == "paper" and self.table != 5)
+        require(takes_only or self.part == "serve" or not self.only, "only", self.only,
                 "none, but for finetune, serve, and paper's tables other than 5")  # fmt: skip
         if self.part in ("gpu", "pretrain"):
             require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
@@ -138,32 +138,32 @@ def run(config: Config) -> program.Summary:
         )
     elif config.part == "search":
         model = open_artifact(config.model, "ranker")
-        asked = [open_artifact(uri, "corpus") for uri in config.corpus]
+        query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
 
         from jobs.benchmarks import search
 
-        rows = search.measure(config.size, model, asked, work)
+        rows = search.measure(config.size, model, query_corpora, work)
     elif config.part == "profile":
         model = open_artifact(config.model, "ranker")
-        asked = [open_artifact(uri, "corpus") for uri in config.corpus]
+        query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
 
         from jobs.benchmarks import hot_paths
 
-        rows = hot_paths.measure(config.size, model, asked, work)
+        rows = hot_paths.measure(config.size, model, query_corpora, work)
     elif config.part == "serve":
         model = open_artifact(config.model, "ranker")
-        asked = [open_artifact(uri, "corpus") for uri in config.corpus]
+        query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
 
         from jobs.benchmarks.serving import parts
 
-        rows = parts.measure(config.size, model, asked, encoder_uri, config.only, work)
+        rows = parts.measure(config.size, model, query_corpora, encoder_uri, config.only, work)
     elif config.part == "convert":
         corpus = open_artifact(config.corpus[0], "corpus")
-        trained = open_artifact(config.model, "ranker") if config.model else None
+        convert_model = open_artifact(config.model, "ranker") if config.model else None
 
         from jobs.benchmarks import convert
 
-        rows = convert.measure(config.size, corpus, trained, work)
+        rows = convert.measure(config.size, corpus, convert_model, work)
     elif config.part == "pretrain":
         from jobs.benchmarks import pretrain
 

@@ -1,4 +1,4 @@
-"""Labelled texts and a frozen encoder to a classifier of intents, and how well it does."""
+"""Labelled texts and a frozen encoder to a classifier of intents, with its accuracy."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def run(config: Config) -> program.Summary:
 
         return cost.show("classify_intents", training.estimate(texts, source, config.encode))
     fingerprint = storage.raw_fingerprint(files, whole=True)
-    given = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
-    out = draft(config.output, KIND, config, {"encoder": reference, "input": given})
+    raw_input = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
+    out = draft(config.output, KIND, config, {"encoder": reference, "input": raw_input})
     if isinstance(out, Artifact):
         return _summary(config, out, already_there=True)
 
@@ -90,20 +90,20 @@ def run(config: Config) -> program.Summary:
         plot = storage.read_bytes(out.path(PLOT))
         tracked.attach({PLOT: plot, REPORT: report})
         entries = [*records[0].files, out.write_file(REPORT, report)]
-        done = out.publish(entries, records[0].counts, texts.dropped, tracked.run_id)
-        tracking.finish(tracked, done, training.means(records))
-    return _summary(config, done, already_there=False)
+        classifier = out.publish(entries, records[0].counts, texts.dropped, tracked.run_id)
+        tracking.finish(tracked, classifier, training.means(records))
+    return _summary(config, classifier, already_there=False)
 
 
-def _summary(config: Config, done: Artifact, already_there: bool) -> program.Summary:
-    data = storage.read_bytes(storage.join(done.uri, REPORT))
+def _summary(config: Config, classifier: Artifact, already_there: bool) -> program.Summary:
+    data = storage.read_bytes(storage.join(classifier.uri, REPORT))
     report: dict[str, Any] = json.loads(data)
     if config.json:
         storage.write_bytes(config.json, data)
     for line in _lines(report):
         print(line)
     numbers = {name: report[name] for name in report["heads"][0] if name in report}
-    return program.published(done, already_there, **numbers)
+    return program.artifact_summary(classifier, already_there, **numbers)
 
 
 def _lines(report: Mapping[str, Any]) -> list[str]:
@@ -123,10 +123,10 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         )
     if report["worst"]:
         lines.append("worst intents (F1, texts, taken for):")
-    for one in report["worst"]:
+    for intent in report["worst"]:
         lines.append(
-            f"  {one['f1']:.2f} {one['examples']:5,} {one['intent']}"
-            + (f" → {one['taken_for']}" if one["taken_for"] else "")
+            f"  {intent['f1']:.2f} {intent['examples']:5,} {intent['intent']}"
+            + (f" → {intent['taken_for']}" if intent["taken_for"] else "")
         )
     lines += [f"dropped: {count:,} {reason}" for reason, count in report["dropped"].items()]
     return [*lines, *report["notes"]]

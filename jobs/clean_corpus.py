@@ -1,4 +1,4 @@
-"""A corpus to one without duplicates and without what it is evaluated on."""
+"""A corpus to one without duplicates and without texts of its evaluation sets."""
 
 from __future__ import annotations
 
@@ -47,12 +47,16 @@ def run(config: Config) -> program.Summary:
         sets.append(evaluation_set)
     if config.dry_run:
         shards = example_files(corpus)
-        sizes, rows = [e["bytes"] for e in shards], sum(e["rows"] for e in shards)
-        of_sets = [storage.size_of(file) for one in sets for file in one.files]
-        return cost.show("clean_corpus", dedup.estimate(sizes, rows, config.dedup, of_sets))
+        sizes, rows = [entry["bytes"] for entry in shards], sum(entry["rows"] for entry in shards)
+        evaluation_sizes = [
+            storage.size_of(file) for evaluation_set in sets for file in evaluation_set.files
+        ]
+        return cost.show(
+            "clean_corpus", dedup.estimate(sizes, rows, config.dedup, evaluation_sizes)
+        )
     out = draft(config.output, "corpus", config, inputs)
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
 
     from pipeline import tracking
 
@@ -65,7 +69,7 @@ def run(config: Config) -> program.Summary:
         files = [file for record in records for file in record.files]
         cleaned = out.publish(files, counts, dropped, tracked.run_id)
         tracking.finish(tracked, cleaned)
-    return program.published(cleaned, already_there=False)
+    return program.artifact_summary(cleaned, already_there=False)
 
 
 if __name__ == "__main__":

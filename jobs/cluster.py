@@ -48,7 +48,7 @@ def session(
             logging_level=logging.ERROR,
             log_to_driver=False,
         )
-    quiet()
+    silence_ray()
     try:
         yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
     finally:
@@ -56,14 +56,14 @@ def session(
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises BadInput where something listens there: Serve would listen beside it, and either one answer."""
+    """Raises BadInput for a port in use: Serve would listen too, and either of the two would answer."""
     with socket.socket() as probe:
         address = "127.0.0.1" if host == "0.0.0.0" else host
         if probe.connect_ex((address, port)) == 0:
             raise BadInput(f"--port {port}: in use; choose another")
 
 
-def quiet() -> None:
+def silence_ray() -> None:
     """Leaves the terminal to the jobs' own progress bars.
 
     What workers print is in Ray's log files and dashboard; what they raise reaches the driver.

@@ -55,33 +55,37 @@ def run(config: Config) -> program.Summary:
     from pipeline.models.exchange import card, from_anywhere, to_onnx, to_sentence_transformers
 
     kind = "ranker" if config.to == "polyrank" else config.to
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as scratch:
         ranker = from_anywhere.load(folder, config.max_context_tokens, config.max_candidate_tokens)
         if config.dimensions:
             ranker.cut(config.dimensions)
         if config.int8:
             ranker.quantise()
         if kind == "ranker":
-            ranker.save(Path(made))
+            ranker.save(Path(scratch))
         elif kind == "onnx":
-            to_onnx.export(ranker, Path(made))
+            to_onnx.export(ranker, Path(scratch))
         else:
-            to_sentence_transformers.export(ranker, Path(made))
-        (Path(made) / card.CARD).write_text(card.card(ranker, kind, config.model), encoding="utf-8")
-        # What cannot be converted has been refused by now and leaves no draft.
+            to_sentence_transformers.export(ranker, Path(scratch))
+        (Path(scratch) / card.CARD).write_text(
+            card.card(ranker, kind, config.model), encoding="utf-8"
+        )
+        # By now a model that cannot be converted has been refused, without a draft.
         out = draft(config.output, kind, config, {"model": source})
         if isinstance(out, Artifact):
-            return program.published(out, already_there=True)
+            return program.artifact_summary(out, already_there=True)
         with tracking.start("convert_model", out) as tracked:
-            storage.upload(Path(made), out.staging)
+            storage.upload(Path(scratch), out.staging)
             counts = {"parameters": ranker.parameter_count}
-            done = out.publish(folder_entries(Path(made)), counts, run_id=tracked.run_id)
-            tracking.finish(tracked, done)
-    return program.published(done, already_there=False, architecture=ranker.config.architecture)
+            converted = out.publish(folder_entries(Path(scratch)), counts, run_id=tracked.run_id)
+            tracking.finish(tracked, converted)
+    return program.artifact_summary(
+        converted, already_there=False, architecture=ranker.config.architecture
+    )
 
 
 def _open(uri: str) -> tuple[Path, Artifact | dict[str, Any]]:
-    """(local folder, what the manifest names)"""
+    """(local folder, the manifest's reference to the model)"""
     if storage.exists(storage.join(uri, MANIFEST)):
         artifact = open_artifact(uri, "ranker", "sentence-transformers")
         return artifact.local(), artifact

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jobs import cluster, demo_data, demo_questions, program
-from jobs.demo_stages import SECONDS, Stage, begin_stage, side_by_side, stage, timed
+from jobs.demo_stages import SECONDS, Stage, begin_stage, run_side_by_side, run_stage, timed
 from pipeline.artifact import open_artifact
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -47,11 +47,11 @@ class Config:
 def run(config: Config) -> program.Summary:
     began = time.monotonic()
     work = Path(config.work)
-    given = demo_data.find(Path(config.data)) if config.data else None
+    user_data = demo_data.find_files(Path(config.data)) if config.data else None
     cluster.require_free("127.0.0.1", config.port)
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(work / 'mlflow.db').absolute()}")
     work.mkdir(parents=True, exist_ok=True)
-    data = given or demo_data.sample(work / "sample")
+    data = user_data or demo_data.sample(work / "sample")
 
     from ray import serve
 
@@ -60,29 +60,29 @@ def run(config: Config) -> program.Summary:
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "4")
     # Ray's dashboard is a dozen processes, which take seconds of the cores: for somebody who will look.
     with cluster.session(dashboard=config.keep_running) as dashboard:
-        _corpora(work, data)
+        _make_corpora(work, data)
         encoder = config.encoder or _pretrain(work)
         recipes = "finetune" if config.encoder else "demo"
-        _rankers(work, encoder, recipes)
-        tables = _evaluate(work, full=bool(config.encoder))
-        _pools(work)
+        _train_rankers(work, encoder, recipes)
+        tables = _evaluate(work, all_examples=bool(config.encoder))
+        _embed_pools(work)
         _serve(work, config.port)
         answers = demo_questions.ask(config.work, config.port)
-        picture = _draw(work, tables)
+        picture = _draw_picture(work, tables)
         minutes = round((time.monotonic() - began) / 60, 2)
         details = {"minutes": minutes, "seconds": SECONDS, "tables": tables, "answers": answers}
         (work / "demo.json").write_text(json.dumps(details, indent=1, ensure_ascii=False))
-        _say_further(config, minutes, dashboard, picture)
+        _print_next_steps(config, minutes, dashboard, picture)
         if config.keep_running:
             with suppress(KeyboardInterrupt):
                 signal.pause()
         for name in ("replies", "articles"):
             serve.delete(name)
-    right = {name: next(iter(row.values())) for name, row in tables["replies"]["table"].items()}
+    r_at_1 = {name: next(iter(row.values())) for name, row in tables["replies"]["table"].items()}
     return {
         "output": str(work),
         "minutes": minutes,
-        "r_at_1": right,
+        "r_at_1": r_at_1,
         "details": f"{work}/demo.json",
     }
 
@@ -91,101 +91,106 @@ def run(config: Config) -> program.Summary:
 # Stages
 
 
-def _corpora(work: Path, data: demo_data.Data) -> None:
+def _make_corpora(work: Path, data: demo_data.Data) -> None:
     corpora = work / "corpora"
-    stage("Reddit dumps to examples", "prepare_corpus", "--format", "reddit",
+    run_stage("Reddit dumps to examples", "prepare_corpus", "--format", "reddit",
           "--input", *data.reddit, "--output", f"{corpora}/reddit")  # fmt: skip
-    stage("ConvAI2 dialogues to examples", "prepare_corpus", "--format", "convai2",
+    run_stage("ConvAI2 dialogues to examples", "prepare_corpus", "--format", "convai2",
           "--input", *data.convai2, "--output", f"{corpora}/convai2")  # fmt: skip
-    stage("Articles to search examples", "prepare_corpus", "--format", "wikipedia",
+    run_stage("Articles to search examples", "prepare_corpus", "--format", "wikipedia",
           "--wikipedia.task", "search", "--wikipedia.queries", "5", "--wikipedia.others", "0",
           "--input", *data.wikipedia, "--output", f"{corpora}/articles")  # fmt: skip
 
 
 def _pretrain(work: Path) -> str:
     corpora = work / "corpora"
-    stage("A tokenizer", "train_tokenizer", "--corpus", f"{corpora}/reddit", f"{corpora}/convai2",
+    run_stage("A tokenizer", "train_tokenizer", "--corpus", f"{corpora}/reddit", f"{corpora}/convai2",
           f"{corpora}/articles", "--tokenizer.vocabulary", "2000",
           "--output", f"{work}/tokenizer")  # fmt: skip
-    stage("Reddit's examples to tokens", "tokenize_corpus", "--corpus", f"{corpora}/reddit",
+    run_stage("Reddit's examples to tokens", "tokenize_corpus", "--corpus", f"{corpora}/reddit",
           "--tokenizer", f"{work}/tokenizer", "--output", f"{work}/tokens")  # fmt: skip
-    stage("An encoder: masked tokens and next utterance, on Reddit", "pretrain",
+    run_stage("An encoder: masked tokens and next utterance, on Reddit", "pretrain",
           "--config", _recipe("pretrain/tiny-cpu"), "--corpus", f"{work}/tokens",
           "--output", f"{work}/encoder")  # fmt: skip
     return f"{work}/encoder"
 
 
-def _rankers(work: Path, encoder: str, recipes: str) -> None:
-    """From a pre-trained encoder all start from it; from a new one poly and cross start from bi."""
+def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
+    """All rankers start from a pre-trained encoder; with a new encoder, poly and cross start from bi."""
     rankers = work / "rankers"
     start = encoder if recipes == "finetune" else f"{rankers}/bi"
     # Without a GPU: no dropout, which costs CPUs a third of the time, no validation on the way, and 100
     # steps where an epoch of pairs or of whole articles would take most of an hour.
-    real_on_cpu = recipes == "finetune" and not _gpus()
-    lean = ("--finetune.dropout", "0", "--loop.validate-every-epochs", "0")
-    quick = lean if real_on_cpu else ()
-    brief = (*quick, "--finetune.max-steps", "100") if real_on_cpu else ()
+    real_on_cpu = recipes == "finetune" and not _has_gpu()
+    cpu_options = ("--finetune.dropout", "0", "--loop.validate-every-epochs", "0")
+    options = cpu_options if real_on_cpu else ()
+    short_options = (*options, "--finetune.max-steps", "100") if real_on_cpu else ()
     models = {
-        "bi": ("bi", "convai2", "convai2", encoder, quick),
-        "cross": ("cross", "convai2", "convai2", start, brief),
-        "poly": ("poly", "convai2", "convai2", start, quick),
-        "articles": ("poly", "wikipedia", "articles", encoder, brief),
+        "bi": ("bi", "convai2", "convai2", encoder, options),
+        "cross": ("cross", "convai2", "convai2", start, short_options),
+        "poly": ("poly", "convai2", "convai2", start, options),
+        "articles": ("poly", "wikipedia", "articles", encoder, short_options),
     }
 
     def begin(name: str, *resources: str) -> Stage:
-        architecture, task, corpus, origin, more = models[name]
+        architecture, task, corpus, origin, task_options = models[name]
         files = [f"demo-{name}"]
         if recipes == "finetune":
             files = [f"finetune/{architecture}-small", f"finetune/tasks/{task}-small"]
         return begin_stage(
             f"A ranker, {name}", "finetune", "--config", *map(_recipe, files),
-            "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *more, *resources,
+            "--corpus", f"{work}/corpora/{corpus}", "--encoder", origin, *task_options, *resources,
             "--register-as", f"polyrank-{name}", "--output", f"{rankers}/{name}",
         )  # fmt: skip
 
-    if recipes == "finetune" or _gpus():
+    if recipes == "finetune" or _has_gpu():
         for name in models:
-            begin(name, *(("--resources.gpu", "true") if _gpus() else ())).run()
+            begin(name, *(("--resources.gpu", "true") if _has_gpu() else ())).run()
         return
     # Side by side: of so small a model two threads do only 14 % more steps than one, and start no sooner.
     one_core = ("--resources.cpus-per-worker", "1")
     trainings = {name: begin(name, *one_core) for name in ("bi", "articles", "cross", "poly")}
-    side_by_side(trainings, at_once=2, after={"cross": "bi", "poly": "bi"})
+    run_side_by_side(trainings, at_once=2, after={"cross": "bi", "poly": "bi"})
 
 
-def _evaluate(work: Path, full: bool) -> dict[str, Any]:
+def _evaluate(work: Path, all_examples: bool) -> dict[str, Any]:
     rankers, corpus = work / "rankers", f"{work}/corpora/convai2"
-    three = [f"{rankers}/{name}" for name in ("bi", "poly", "cross")]
-    few = ("--max-examples", "500", "--latency-queries", "20")  # a cross-encoder takes 40 ms each
-    table = stage("The right reply among 20, held-out people", "evaluate", "--model", *three,
-                  "--corpus", corpus, *few, "--json", f"{work}/replies.json")  # fmt: skip
-    found = {"replies": _numbers(table)}
-    if full:
-        table = stage("The same on all examples", "evaluate", "--model", *three[:2],
+    rankers_compared = [f"{rankers}/{name}" for name in ("bi", "poly", "cross")]
+    limits = (
+        "--max-examples",
+        "500",
+        "--latency-queries",
+        "20",
+    )  # a cross-encoder takes 40 ms each
+    table = run_stage("The right reply among 20, held-out people", "evaluate", "--model", *rankers_compared,
+                  "--corpus", corpus, *limits, "--json", f"{work}/replies.json")  # fmt: skip
+    tables = {"replies": _table_numbers(table)}
+    if all_examples:
+        table = run_stage("The same on all examples", "evaluate", "--model", *rankers_compared[:2],
                       "--corpus", corpus, "--json", f"{work}/replies-all.json")  # fmt: skip
-        found["replies, all"] = _numbers(table)
-    table = stage("The right article among 20, held-out articles", "evaluate",
+        tables["replies, all"] = _table_numbers(table)
+    table = run_stage("The right article among 20, held-out articles", "evaluate",
                   "--model", f"{rankers}/articles", "--corpus", f"{work}/corpora/articles",
                   "--source", "sampled", "--json", f"{work}/articles.json")  # fmt: skip
-    return {**found, "articles": _numbers(table)}
+    return {**tables, "articles": _table_numbers(table)}
 
 
-def _numbers(evaluated: program.Summary) -> dict[str, Any]:
-    return {name: evaluated[name] for name in ("table", "intervals", "latency_ms")}
+def _table_numbers(summary: program.Summary) -> dict[str, Any]:
+    return {name: summary[name] for name in ("table", "intervals", "latency_ms")}
 
 
-def _pools(work: Path) -> None:
+def _embed_pools(work: Path) -> None:
     # One process each: a second would take longer to import torch than it saves.
-    one = () if _gpus() else ("--resources.actors", "1")
-    stage("A pool of replies", "embed_pool", "--model", f"{work}/rankers/poly",
+    one_actor = () if _has_gpu() else ("--resources.actors", "1")
+    run_stage("A pool of replies", "embed_pool", "--model", f"{work}/rankers/poly",
           "--candidates", f"{work}/corpora/convai2/train", "--embed.text-column", "response",
           "--embed.id-column", "example_id", "--pools", f"{work}/pools",
-          "--name", "replies", *one)  # fmt: skip
+          "--name", "replies", *one_actor)  # fmt: skip
     # Five examples of an article are one candidate: the other four have the same id.
-    stage("A pool of articles", "embed_pool", "--model", f"{work}/rankers/articles",
+    run_stage("A pool of articles", "embed_pool", "--model", f"{work}/rankers/articles",
           "--candidates", f"{work}/corpora/articles", "--embed.text-column", "response",
           "--embed.id-column", "group_id", "--embed.repeated-ids", "first", "--pools", f"{work}/pools",
-          "--name", "articles", *one)  # fmt: skip
+          "--name", "articles", *one_actor)  # fmt: skip
 
 
 def _serve(work: Path, port: int) -> None:
@@ -195,23 +200,23 @@ def _serve(work: Path, port: int) -> None:
     from serve.app import Args, build
 
     print("\n== The service: dialogues at /rank, articles at /articles/rank", flush=True)
-    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    served = [
+    logging = LoggingConfig(log_level="ERROR", enable_access_log=False)
+    targets = [
         serve.RunTarget(
             build(Args(model=f"{work}/rankers/{model}", pools=[f"{work}/pools/{pool}"])),
             name=pool,
             route_prefix=route,
-            logging_config=quiet,
+            logging_config=logging,
         )
         for model, pool, route in (("poly", "replies", "/"), ("articles", "articles", "/articles"))
     ]
     with timed("The service"):
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
-        serve.run_many(served)
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=logging)
+        serve.run_many(targets)
     print(f"   {SECONDS['The service']:.1f} s")
 
 
-def _draw(work: Path, tables: dict[str, Any]) -> str:
+def _draw_picture(work: Path, tables: dict[str, Any]) -> str:
     """Draws the trainings' losses and R@1 against milliseconds; returns the picture's path."""
     from jobs.demo_picture import draw
 
@@ -227,13 +232,13 @@ def _draw(work: Path, tables: dict[str, Any]) -> str:
     return str(path)
 
 
-def _say_further(config: Config, minutes: float, dashboard: str, picture: str) -> None:
+def _print_next_steps(config: Config, minutes: float, dashboard: str, picture: str) -> None:
     tracking = os.environ["MLFLOW_TRACKING_URI"]
     body = json.dumps({"context": ["how is work going ?"], "pool": "replies", "top_k": 3})
     url = f"http://127.0.0.1:{config.port}"
-    again = "" if config.keep_running else " (python -m jobs.demo --keep leaves it up)"
+    keep_hint = "" if config.keep_running else " (python -m jobs.demo --keep leaves it up)"
     print(f"""
-== Done in {minutes:.1f} minutes. To look further{again}:
+== Done in {minutes:.1f} minutes. To look further{keep_hint}:
 
    the curves              {picture}: losses, and R@1 against milliseconds
    all numbers             {config.work}/demo.json
@@ -257,7 +262,7 @@ def _recipe(name: str) -> str:
     return os.path.relpath(_CONFIGS / f"{name}.yaml")
 
 
-def _gpus() -> bool:
+def _has_gpu() -> bool:
     import ray
 
     return bool(ray.cluster_resources().get("GPU"))

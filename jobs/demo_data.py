@@ -1,4 +1,4 @@
-"""What the demo is made from: generated sample dumps, or the user's own."""
+"""Input of the demo: generated sample dumps, or the user's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Data:
     wikipedia: list[str]
 
 
-def find(folder: Path) -> Data:
+def find_files(folder: Path) -> Data:
     """The files of the three formats below a folder.
 
     Raises BadInput for a format that is not there.
@@ -27,27 +27,27 @@ def find(folder: Path) -> Data:
     if not folder.is_dir():
         raise BadInput(f"--data {folder}: no such folder")
     reddit = sorted(folder.rglob("RC_*"))
-    train = _first(folder, "train_self_original.txt", "train_self_original*.txt")
-    valid = _first(folder, "valid_self_original.txt", "valid_self_original.*.txt")
-    # One folder of them: beside it may lie others, of stubs for instance.
-    beneath = ("wikipedia/extracted/**", "wikipedia/extracted_good/**", "**")
-    globs = (sorted(folder.glob(f"{name}/wiki_*")) for name in beneath)
-    wikipedia = next((found for found in globs if found), [])
-    for what, found in (
+    train = _first_match(folder, "train_self_original.txt", "train_self_original*.txt")
+    valid = _first_match(folder, "valid_self_original.txt", "valid_self_original.*.txt")
+    # Only one folder of articles: another one may hold stubs, for instance.
+    subfolders = ("wikipedia/extracted/**", "wikipedia/extracted_good/**", "**")
+    globs = (sorted(folder.glob(f"{name}/wiki_*")) for name in subfolders)
+    wikipedia = next((paths for paths in globs if paths), [])
+    for description, paths in (
         ("Reddit dumps RC_*", reddit),
         ("ConvAI2's train_self_original*.txt", train),
         ("ConvAI2's valid_self_original*.txt with candidates", valid),
         ("WikiExtractor's wiki_*", wikipedia),
     ):
-        if not found:
-            raise BadInput(f"--data {folder}: no {what} there")
+        if not paths:
+            raise BadInput(f"--data {folder}: no {description} there")
     names = [[str(path) for path in paths] for paths in (reddit, train + valid, wikipedia)]
     return Data(*names)
 
 
-def _first(folder: Path, *patterns: str) -> list[Path]:
+def _first_match(folder: Path, *patterns: str) -> list[Path]:
     """The first file that the first fitting pattern finds."""
-    return next((found[:1] for name in patterns if (found := sorted(folder.rglob(name)))), [])
+    return next((paths[:1] for name in patterns if (paths := sorted(folder.rglob(name)))), [])
 
 
 def sample(folder: Path) -> Data:
@@ -62,4 +62,4 @@ def sample(folder: Path) -> Data:
         print(f"   {SECONDS['Sample corpora']:.1f} s")
     for file in sorted(folder.rglob("*.*")):
         print(f"   {file}  {file.stat().st_size / 1e6:.1f} MB")
-    return find(folder)
+    return find_files(folder)

@@ -1,4 +1,4 @@
-"""The demo in a picture: what the trainings learnt, and what the rankers' answers cost."""
+"""The demo in a picture: the trainings' losses, and the rankers' quality against their latency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo asks its service, over HTTP as anybody would, and how it shows the answers."""
+"""The demo's requests to its service over HTTP, and the printed answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def ask(work: str, port: int) -> dict[str, Any]:
     for turn in dialogue["context"]:
         print(f"   | {turn}")
     request = {"context": dialogue["context"], "candidates": dialogue["candidates"], "top_k": 3}
-    given = post(port, "/rank", request)
-    show(given["results"], text=dialogue["response"])
+    ranked = post(port, "/rank", request)
+    show(ranked["results"], text=dialogue["response"])
     print("\n   the same against the pool of replies of other people\n")
-    pooled = post(port, "/rank", {"context": dialogue["context"], "pool": "replies", "top_k": 3})
-    show(pooled["results"], text=dialogue["response"])
+    from_pool = post(port, "/rank", {"context": dialogue["context"], "pool": "replies", "top_k": 3})
+    show(from_pool["results"], text=dialogue["response"])
     article = example(f"{corpora}/articles")
     print("\n== A sentence, and the articles it may come from; the true one with its place\n")
     print(f"   | {article['context'][0]}")
@@ -32,11 +32,15 @@ def ask(work: str, port: int) -> dict[str, Any]:
     articles = post(port, "/articles/rank", request)
     # The pool keeps an article without one of its sentences: not always without this one.
     show(articles["results"], id=article["group_id"])
-    return {"replies": given["results"], "pool": pooled["results"], "articles": articles["results"]}
+    return {
+        "replies": ranked["results"],
+        "pool": from_pool["results"],
+        "articles": articles["results"],
+    }
 
 
 def example(corpus: str) -> dict[str, Any]:
-    """A held-out example with something to go by: a greeting has a hundred right replies."""
+    """A held-out example with a long last turn: a greeting has a hundred right replies."""
     uri = open_artifact(corpus, "corpus").files("valid/", ".parquet")[0]
     with storage.open_input(uri) as stream:
         rows: list[dict[str, Any]] = pq.read_table(stream).to_pylist()
@@ -54,10 +58,10 @@ def post(port: int, route: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def show(results: list[dict[str, Any]], **right: str) -> None:
+def show(results: list[dict[str, Any]], **true_fields: str) -> None:
     """The first three, and the right one (by its text or its id) with a star, wherever it is."""
     for place, result in enumerate(results, 1):
-        is_right = right.items() <= result.items()
+        is_right = true_fields.items() <= result.items()
         if place <= 3 or is_right:
-            mark, where = "*" if is_right else " ", f"({place}.) " if place > 3 else ""
-            print(f"  {mark}{result['score']:8.2f}  {where}{result['text'][:110]}")
+            mark, place_note = "*" if is_right else " ", f"({place}.) " if place > 3 else ""
+            print(f"  {mark}{result['score']:8.2f}  {place_note}{result['text'][:110]}")

@@ -1,4 +1,4 @@
-"""Runs jobs one after the other or side by side, says what came out, and how long each took."""
+"""Runs jobs one after the other or side by side, and prints their results and seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jobs import program
 from pipeline.config import parse
 
 SECONDS: dict[str, float] = {}
-"""Of each stage of this run, by its title."""
+"""Seconds of each stage of this run, by its title."""
 
 
-def stage(title: str, verb: str, *argv: str) -> program.Summary:
-    """Runs a job in this process, as its command would, and says what came out."""
+def run_stage(title: str, verb: str, *argv: str) -> program.Summary:
+    """Runs a job in this process, as its command would, and prints its result."""
     return begin_stage(title, verb, *argv).run()
 
 
@@ -40,16 +40,19 @@ class Stage:
         return self._summary
 
     def work(self, *watch: Callable[[int, int], None]) -> str:
-        """Runs the job; returns what to say about it."""
+        """Runs the job; returns lines to print about its result."""
         with timed(self._title):
             summary = self._summary = self._job.run(self._config, *watch)
-        took = "already done" if summary.get("already_done") else f"{SECONDS[self._title]:.1f} s"
-        lines = [f"{self._title}: {took}"]
-        for name in ("counts", "dropped"):
-            if numbers := summary.get(name):
-                lines += [f"{name}: " + ", ".join(f"{n:,} {what}" for what, n in numbers.items())]
+        duration = (
+            "already done" if summary.get("already_done") else f"{SECONDS[self._title]:.1f} s"
+        )
+        lines = [f"{self._title}: {duration}"]
+        for field in ("counts", "dropped"):
+            if numbers := summary.get(field):
+                parts = [f"{number:,} {name}" for name, number in numbers.items()]
+                lines += [f"{field}: {', '.join(parts)}"]
         metrics = summary.get("metrics", {})
-        if losses := {k: n for k, n in metrics.items() if "loss" in k or k == "accuracy"}:
+        if losses := {k: number for k, number in metrics.items() if "loss" in k or k == "accuracy"}:
             lines += [", ".join(f"{name} {value:.3f}" for name, value in losses.items())]
         return "   " + "\n   ".join(lines)
 
@@ -68,7 +71,7 @@ def timed(title: str) -> Iterator[None]:
     SECONDS[title] = round(time.monotonic() - began, 1)
 
 
-def side_by_side(
+def run_side_by_side(
     trainings: Mapping[str, Stage], at_once: int, after: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Runs so many of the trainings at once, in their order; `after`: those that wait for another one.
@@ -76,29 +79,29 @@ def side_by_side(
     One bar for all of them: bars of several threads would overwrite each other.
     """
     lock = threading.Lock()
-    shown: dict[str, str] = {}
-    done = Counter[str]()
-    running: dict[str, Future[None]] = {}
+    progress: dict[str, str] = {}
+    steps_done = Counter[str]()
+    futures: dict[str, Future[None]] = {}
     with tqdm(desc="trainings", unit="step", total=0) as bar:
 
         def run(name: str) -> None:
             def watch(step: int, steps: int) -> None:
                 with lock:
-                    if name not in shown:
+                    if name not in progress:
                         bar.total = (bar.total or 0) + steps
-                    shown[name] = f"{step}/{steps}"
-                    bar.set_postfix(shown, refresh=False)
-                    bar.update(step - done[name])
-                    done[name] = step
+                    progress[name] = f"{step}/{steps}"
+                    bar.set_postfix(progress, refresh=False)
+                    bar.update(step - steps_done[name])
+                    steps_done[name] = step
 
             if name in after:
-                running[after[name]].result()
+                futures[after[name]].result()
             text = trainings[name].work(watch)
             with lock:
                 bar.write(text)
 
         with ThreadPoolExecutor(at_once) as threads:
             for name in trainings:
-                running[name] = threads.submit(run, name)
-            for one in running.values():
-                one.result()
+                futures[name] = threads.submit(run, name)
+            for future in futures.values():
+                future.result()

@@ -39,7 +39,7 @@ from pipeline.retrieval.pools.pool import KIND, current_uri
 from pipeline.retrieval.pools.unfinished import find_shards
 from pipeline.retrieval.pools.versions import Version
 
-_MEASURED_ROWS = 1000  # fewer say little about how long many take
+_MEASURED_ROWS = 1000  # a rate from fewer rows says little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    job = _job(config)
+    job = _resolve(config)
     is_current = versions.current_name(config.pools, config.name) == job.version
     if is_current and storage.exists(storage.join(job.uri, MANIFEST)):
         # A job that was killed after it made this version may have left old ones, and its lock.
@@ -104,21 +104,21 @@ def run(config: Config) -> program.Summary:
     if config.dry_run:
         return _dry_run(config, job)
     with locked(config.pools, config.name, config.lock_expires_s) as lock:
-        pool, there = _update(config, job, lock)
+        pool, already_there = _update(config, job, lock)
         _remove_old(config)
-    return _summary(config, pool, there)
+    return _summary(config, pool, already_there)
 
 
 def _remove_old(config: Config, unfinished: bool = True) -> None:
-    """`unfinished`: what killed builds have left goes, too."""
+    """`unfinished`: also removes the remains of killed builds."""
     limit = config.gate.max_removed_share
-    found = versions.remove_old(
+    removal = versions.remove_old(
         config.pools, config.name, config.keep, config.keep_days, limit, unfinished
     )
     versions.remove_dead_plans(config.pools)
-    for version in found.removed:
+    for version in removal.removed:
         print(f"pool {config.name}: removed {version}")
-    for version, rows in found.kept_larger:
+    for version, rows in removal.kept_larger:
         print(
             f"pool {config.name}: kept {version} beyond --keep {config.keep}: it has {rows:,} candidates, "
             f"and no version that stays has {1 - limit:.0%} of that; remove its folder if it may go"
@@ -127,7 +127,7 @@ def _remove_old(config: Config, unfinished: bool = True) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """What the settings stand for."""
+    """The job's inputs and output, resolved from its settings."""
 
     model: Artifact
     architecture: str
@@ -137,8 +137,8 @@ class _Job:
     uri: str
 
 
-def _job(config: Config) -> _Job:
-    """Raises BadInput for a model without vectors, and for input or a package that is not there."""
+def _resolve(config: Config) -> _Job:
+    """Raises BadInput for a model without vectors, and for missing input or a missing package."""
     if config.embed.neighbours:
         build.require_faiss()
     model = open_artifact(config.model, "ranker")
@@ -146,7 +146,7 @@ def _job(config: Config) -> _Job:
     uri = storage.join(model.uri, SETTINGS)
     settings = parse_settings(storage.read_bytes(uri), uri)
     settings.require_vectors()
-    files = [file for uri in config.candidates for file in _files(uri)]
+    files = [file for uri in config.candidates for file in _candidate_files(uri)]
     fingerprint = storage.raw_fingerprint(files, whole=True)
     source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
     inputs: dict[str, Any] = {"model": model, "candidates": source}
@@ -173,21 +173,21 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     if isinstance(out, Artifact):
         if current := versions.open_current(config.pools, config.name):
             changes = _compare(config, job, out, current.artifact)
-            _, refused = _look_at_changes(config, changes, out.rows("rows/"))
-            if refused:
-                raise Stopped(refused)
+            _, refusal = _judge_changes(config, changes, out.rows("rows/"))
+            if refusal:
+                raise Stopped(refusal)
         promotion.publish(config.pools, config.name, job.version, config.publish_only)
         return out, True
     with cluster.session(for_tasks=True):
-        prepared, previous = _plan(config, job, out)
-        if previous and _is_same(config, job, prepared, previous):
+        plan_record, previous = _plan(config, job, out)
+        if previous and _is_same(config, job, plan_record, previous):
             storage.delete(out.staging)
             return previous.artifact, True
-        shares, refused = _look_at_changes(config, prepared.plan.changes, prepared.plan.rows)
-        if refused:
-            raise Stopped(refused)
+        shares, refusal = _judge_changes(config, plan_record.plan.changes, plan_record.plan.rows)
+        if refusal:
+            raise Stopped(refusal)
         with tracking.start("embed_pool", out) as tracked:
-            pool = _embed(config, job, out, prepared, previous, shares, lock, tracked.run_id)
+            pool = _embed(config, job, out, plan_record, previous, shares, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
     promotion.publish(config.pools, config.name, job.version, config.publish_only)
@@ -196,13 +196,13 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 
 def _compare(config: Config, job: _Job, pool: Artifact, current: Artifact) -> Changes:
     """The ids of a version that is there already beside those of CURRENT."""
-    rows, before = versions.files_of_rows(pool), versions.files_of_rows(current)
-    small = verdicts.is_small(rows, before)
+    rows, rows_before = versions.files_of_rows(pool), versions.files_of_rows(current)
+    is_small = verdicts.is_small(rows, rows_before)
     with (
-        nullcontext() if small else cluster.session(for_tasks=True),
+        nullcontext() if is_small else cluster.session(for_tasks=True),
         _scratch(config, job) as scratch,
     ):
-        return verdicts.compare(scratch, rows, before)
+        return verdicts.compare(scratch, rows, rows_before)
 
 
 @contextmanager
@@ -218,12 +218,12 @@ def _scratch(config: Config, job: _Job) -> Iterator[Draft]:
         storage.delete(out.staging)
 
 
-def _look_at_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Shares, str]:
+def _judge_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Shares, str]:
     """(how much of CURRENT a version of so many rows leaves, why the gate refuses that)"""
-    before = versions.current_name(config.pools, config.name)
-    rows_before = versions.rows_of(config.pools, config.name, before) if before else 0
+    current = versions.current_name(config.pools, config.name)
+    rows_before = versions.rows_of(config.pools, config.name, current) if current else 0
     shares = gate.shares_of(changes, rows, rows_before)
-    return shares, gate.refusal(config.gate, shares, before, rows_before)
+    return shares, gate.refusal(config.gate, shares, current, rows_before)
 
 
 def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Version | None]:
@@ -232,7 +232,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
 
     previous = versions.open_current(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
-    copies = previous is not None and versions.has_vectors_of(
+    may_copy = previous is not None and versions.has_vectors_of(
         previous, job.model, config, precision
     )
     if previous is not None and previous.precision != precision:
@@ -244,20 +244,20 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         versions.vector_settings(to_dict(config)),
         {"precision": precision, "numerics": NUMERICS},
     )
-    prepared = embed.prepare(
+    plan_record = embed.prepare(
         out,
         job.files,
         config.embed,
         config.gate,
         config.reading,
         previous,
-        copies,
+        may_copy,
         precision,
         Privacy(redact=config.redact, authors="hash", salt=""),
         unfinished,
     )
-    plan = prepared.plan
-    rows = rows_to_embed(prepared)
+    plan = plan_record.plan
+    rows = rows_to_embed(plan_record)
     if plan.salvaged:
         print(f"pool {config.name}: {plan.salvaged:,} texts were embedded by builds that were killed, and "
               "are copied from there")  # fmt: skip
@@ -266,16 +266,16 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60
         estimate = f"about {minutes:.1f} minutes"
     if previous is not None and previous.filter_columns != config.embed.filter_columns:
-        before = ", ".join(previous.filter_columns) or "none"
+        columns_before = ", ".join(previous.filter_columns) or "none"
         print(
-            f"pool {config.name}: filter columns before: {before}; so every candidate is another one"
+            f"pool {config.name}: filter columns before: {columns_before}; so every candidate is another one"
         )
-    changes = ", ".join(f"{count:,} {what}" for what, count in asdict(plan.changes).items())
+    changes = ", ".join(f"{count:,} {kind}" for kind, count in asdict(plan.changes).items())
     print(
         f"pool {config.name}: {changes}; to embed {rows:,} of {plan.rows:,} ({estimate})",
         flush=True,
     )
-    return prepared, previous
+    return plan_record, previous
 
 
 def _rate(previous: Version | None) -> float:
@@ -283,12 +283,15 @@ def _rate(previous: Version | None) -> float:
     return float(previous.artifact.manifest["embedded"]["rate"]) if previous else 0.0
 
 
-def _is_same(config: Config, job: _Job, prepared: embed.PlanRecord, previous: Version) -> bool:
+def _is_same(config: Config, job: _Job, plan_record: embed.PlanRecord, previous: Version) -> bool:
     """Whether the version before has the same rows, and they would be made the same way."""
-    theirs = {**job.inputs, "candidates": previous.artifact.manifest["inputs"]["candidates"]}
-    request = request_of(KIND, config, theirs)
-    same_numbers = (prepared.precision, NUMERICS) == (previous.precision, previous.numerics)
-    same_rows = prepared.plan.changes.none
+    previous_inputs = {
+        **job.inputs,
+        "candidates": previous.artifact.manifest["inputs"]["candidates"],
+    }
+    request = request_of(KIND, config, previous_inputs)
+    same_numbers = (plan_record.precision, NUMERICS) == (previous.precision, previous.numerics)
+    same_rows = plan_record.plan.changes.none
     return same_numbers and same_rows and request == previous.artifact.manifest["request"]
 
 
@@ -296,7 +299,7 @@ def _embed(
     config: Config,
     job: _Job,
     out: Draft,
-    prepared: embed.PlanRecord,
+    plan_record: embed.PlanRecord,
     previous: Version | None,
     shares: gate.Shares,
     lock: Lock,
@@ -304,22 +307,28 @@ def _embed(
 ) -> Artifact:
     """Raises Stopped where the gate does, or where the lock is lost."""
     records = embed.embed(
-        out, prepared, job.model, config.embed, config.gate, config.reading, config.resources
+        out, plan_record, job.model, config.embed, config.gate, config.reading, config.resources
     )
     for note in dict.fromkeys(note for record in records for note in record.notes):
         print(f"pool {config.name}: {note}", flush=True)
     checks = [record.check for record in records if record.check]
     dimensions = checks[0].dimensions
-    plan = prepared.plan
+    plan = plan_record.plan
     kind = f"{job.architecture}, {dimensions} dimensions"
-    if not prepared.canary_file:  # near texts are not the same ones to two models
+    if not plan_record.canary_file:  # near texts are not the same ones to two models
         kind += f", {job.model.fingerprint}"
-    passed, answered = gate.check(
-        config.gate, checks, kind, prepared.canaries, prepared.canaries_before, plan.present, shares
+    gate_report, canary_answers = gate.check(
+        config.gate,
+        checks,
+        kind,
+        plan_record.canaries,
+        plan_record.canaries_before,
+        plan.present,
+        shares,
     )
-    print(f"pool {config.name}: the gate is passed: {passed}", flush=True)
+    print(f"pool {config.name}: the gate is passed: {gate_report}", flush=True)
     began = time.perf_counter()
-    names = [n for n, r in zip(plan.shards, records, strict=True) if r.counts["shards"]]
+    names = [name for name, r in zip(plan.shards, records, strict=True) if r.counts["shards"]]
     entries, statistics = build.index(out, names, dimensions, config.embed.neighbours)
     indexing = time.perf_counter() - began
     rows = sum(record.rows_embedded for record in records)
@@ -327,67 +336,70 @@ def _embed(
     rate = _rate(previous)
     if rows >= _MEASURED_ROWS or not rate:
         rate = rows / max(actor_seconds, 1e-3)
-    started, ended = min(r.started for r in records), max(r.ended for r in records)
-    embedded = {
+    start, end = (
+        min(record.started for record in records),
+        max(record.ended for record in records),
+    )
+    embedding_facts = {
         "rows": rows,
         "actor_seconds": actor_seconds,
         "rate": round(rate, 1),
-        "plan_seconds": prepared.seconds,
-        "seconds": round(ended - started + indexing, 3),
+        "plan_seconds": plan_record.seconds,
+        "seconds": round(end - start + indexing, 3),
     }
-    everything: list[TaskRecord] = [prepared, *records]
+    all_records: list[TaskRecord] = [plan_record, *records]
     lock.check()
     return out.publish(
         [*(entry for record in records for entry in record.files), *entries],
-        sum_counts(record.counts for record in everything),
-        sum_counts(record.dropped for record in everything),
+        sum_counts(record.counts for record in all_records),
+        sum_counts(record.dropped for record in all_records),
         run_id,
         dimensions=dimensions,
         dtype=config.embed.dtype,
-        precision=prepared.precision,
-        numerics=prepared.numerics,
+        precision=plan_record.precision,
+        numerics=plan_record.numerics,
         statistics=statistics,
         plan=asdict(plan.changes),
-        embedded=embedded,
-        gate=passed,
-        canaries={**answered, "file": prepared.canary_file},
+        embedded=embedding_facts,
+        gate=gate_report,
+        canaries={**canary_answers, "file": plan_record.canary_file},
     )
 
 
 def _dry_run(config: Config, job: _Job) -> program.Summary:
-    """The plan alone; what it writes on the way is removed."""
+    """Makes the plan alone, and removes its files."""
     from pipeline.resources import cpus_each
 
     with cluster.session(for_tasks=True), _scratch(config, job) as out:
-        prepared, previous = _plan(config, job, out)
+        plan_record, previous = _plan(config, job, out)
         cores = 0
         if not config.resources.gpu:
-            actors = config.resources.count(len(prepared.plan.shards))
+            actors = config.resources.count(len(plan_record.plan.shards))
             cores = cpus_each(actors, chosen=config.resources.cpus_per_actor)
-    plan = prepared.plan
-    same = previous is not None and _is_same(config, job, prepared, previous)
-    _, refused = _look_at_changes(config, plan.changes, plan.rows)
-    if refused:
-        print(f"pool {config.name}: would be refused: {refused}")
+    plan = plan_record.plan
+    is_same = previous is not None and _is_same(config, job, plan_record, previous)
+    _, refusal = _judge_changes(config, plan.changes, plan.rows)
+    if refusal:
+        print(f"pool {config.name}: would be refused: {refusal}")
     details = {
         "pool": storage.join(config.pools, config.name),
-        "version": previous.name if previous and same else job.version,
-        "already_done": same,
+        "version": previous.name if previous and is_same else job.version,
+        "already_done": is_same,
         "plan": asdict(plan.changes),
-        "dropped": dict(prepared.dropped),
+        "dropped": dict(plan_record.dropped),
     }
-    found = estimate(job.files, prepared, _rate(previous), cores)
-    return cost.show("embed_pool", found, details)
+    estimated = estimate(job.files, plan_record, _rate(previous), cores)
+    return cost.show("embed_pool", estimated, details)
 
 
-def _summary(config: Config, pool: Artifact, there: bool) -> program.Summary:
-    return program.published(
-        pool, there, pool=storage.join(config.pools, config.name), version=storage.name_of(pool.uri),
+def _summary(config: Config, pool: Artifact, already_there: bool) -> program.Summary:
+    return program.artifact_summary(
+        pool, already_there, pool=storage.join(config.pools, config.name), version=storage.name_of(pool.uri),
         current=current_uri(config.pools, config.name), plan=pool.manifest["plan"],
     )  # fmt: skip
 
 
-def _files(uri: str) -> list[str]:
+def _candidate_files(uri: str) -> list[str]:
     """A corpus' shards, or the files that a URI names."""
     if not storage.exists(storage.join(uri, MANIFEST)):
         return storage.expand((uri,), "candidates")

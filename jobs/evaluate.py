@@ -1,4 +1,4 @@
-"""How well rankers find the right candidate, how surely, and how fast: beside chance, TF-IDF, BM25."""
+"""Measures rankers: quality with intervals, and speed; beside chance, TF-IDF and BM25."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipeline.resources import best_device, precision_of_tasks
 
 _MAX_CROSS_CANDIDATES = 1000
 _ERRORS = 100
-_FEW = 100
+_FEW_QUESTIONS = 100
 _ERRORS_SHOWN = 3
 
 
@@ -120,8 +120,8 @@ def run(config: Config) -> program.Summary:
     rules = config.rules()
     corpus = open_artifact(config.corpus, "corpus")
     artifacts = [open_artifact(uri, "ranker") for uri in config.model]
-    known = [model.fingerprint for model in artifacts]
-    require(len(set(known)) == len(known), "model", config.model, "each model once")
+    fingerprints = [model.fingerprint for model in artifacts]
+    require(len(set(fingerprints)) == len(fingerprints), "model", config.model, "each model once")
     encoder = sources.open_text_encoder(config.mapped) if config.mapped else None
     require(encoder is None or corpus.rows("train/") > 0, "mapped", config.mapped, "none, with a corpus "
             "that has no train split")  # fmt: skip
@@ -132,88 +132,97 @@ def run(config: Config) -> program.Summary:
     from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
     from pipeline.evaluation.ranking import Scorer, load_mean_scorer, load_scorer
 
-    models = _load(artifacts)
-    skipped = {} if config.slow else _too_slow(models, measure.asked.candidates)
+    models = _models_by_name(artifacts)
+    skipped = {} if config.slow else _slow_models(models, measure.asked.candidates)
     require(not (config.together and skipped), "together", True,
             f"false: {'; '.join(f'{name}: {why}' for name, why in skipped.items())}")  # fmt: skip
-    asked, wanted = measure.asked, rules.candidates
+    question_set, wanted_candidates = measure.asked, rules.candidates
     rules = measure.protocol
     asked_models = {name: model for name, (model, _) in models.items() if name not in skipped}
     if config.dry_run:
-        return _dry_run(config, asked, {name: models[name] for name in asked_models})
-    found, ranked, runs = list[Result](), list[Result](), list[tracking.Run]()
+        return _dry_run(config, question_set, {name: models[name] for name in asked_models})
+    results, model_results, runs = list[Result](), list[Result](), list[tracking.Run]()
     if config.baselines:
-        known = known_texts(corpus) or [asked.texts[place] for place in asked.right()]
-        found = [
+        corpus_texts = known_texts(corpus) or [
+            question_set.texts[place] for place in question_set.right()
+        ]
+        results = [
             measure.of("chance", lambda: Chance(config.seed), timed=False),
-            measure.of("tf-idf", lambda: TfIdf.fit(known)),
-            measure.of("bm25", lambda: BM25.fit(known)),
+            measure.of("tf-idf", lambda: TfIdf.fit(corpus_texts)),
+            measure.of("bm25", lambda: BM25.fit(corpus_texts)),
         ]
     if encoder is not None:
-        found += _mapped(encoder[0], corpus, measure, config)
-    here = config.resources == HERE
-    with nullcontext() if here else cluster.session():
+        results += _mapped_baselines(encoder[0], corpus, measure, config)
+    in_process = config.resources == HERE
+    with nullcontext() if in_process else cluster.session():
         precision = _precision(config)
         settings = {**to_dict(config), "precision": precision}
         for name, model in asked_models.items():
-            make: Callable[[], Scorer] = functools.partial(
-                load_scorer, model, name if here else "", precision
+            make_scorer: Callable[[], Scorer] = functools.partial(
+                load_scorer, model, name if in_process else "", precision
             )
-            ranked.append(measure.of(name, make, actors=config.resources))
+            model_results.append(measure.of(name, make_scorer, actors=config.resources))
             with tracking.start_evaluation(model, corpus, settings) as tracked:
-                numbers = ranked[-1].numbers()
-                for baseline in found:
+                numbers = model_results[-1].numbers()
+                for baseline in results:
                     row = baseline.numbers().items()
                     numbers |= {f"{baseline.name}/{k}": number for k, number in row}
                 tracked.log(numbers, wait=True)
             runs.append(tracked)
         if config.together:
             name = " + ".join(asked_models)
-            make = functools.partial(load_mean_scorer, list(asked_models.values()), precision)
-            ranked.append(measure.of(name, make, actors=config.resources))
-    found += ranked
-    comparisons = compare_all(ranked, config.seed)
+            make_scorer = functools.partial(
+                load_mean_scorer, list(asked_models.values()), precision
+            )
+            model_results.append(measure.of(name, make_scorer, actors=config.resources))
+    results += model_results
+    comparisons = compare_all(model_results, config.seed)
     summary: program.Summary = {
-        "examples": len(asked),
+        "examples": len(question_set),
         "corpus": corpus.uri,
         "split": config.split,
         **asdict(rules),
-        "unanswerable": asked.unanswerable(),
-        "left_out": dict(asked.left_out),
+        "unanswerable": question_set.unanswerable(),
+        "left_out": dict(question_set.left_out),
         "precision": precision,
         "models": {model.uri: model.fingerprint for model, _ in models.values()},
         "mapped": encoder[1] if encoder else None,
         "skipped": skipped,
-        **report.as_json(found, comparisons),
+        **report.as_json(results, comparisons),
     }
-    notes = [f"{len(asked):,} of the {len(asked) + sum(asked.left_out.values()):,} examples of "
-             f"{config.split}/ are asked{_reasons(asked.left_out)}"]  # fmt: skip
-    notes.append(f"models compute in {precision}")
-    if len(asked) < _FEW:
-        notes.append(f"fewer than {_FEW} questions say little: the intervals are too narrow")
-    if rules.candidates < wanted != protocols.ALL:
+    example_count = len(question_set) + sum(question_set.left_out.values())
+    notes = [
+        f"{len(question_set):,} of the {example_count:,} examples of {config.split}/ are asked"
+        f"{_left_out_note(question_set.left_out)}",
+        f"models compute in {precision}",
+    ]
+    if len(question_set) < _FEW_QUESTIONS:
         notes.append(
-            f"{rules.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
+            f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are too narrow"
         )
-    text = "\n".join([report.markdown(found, comparisons), "", *notes])
+    if rules.candidates < wanted_candidates != protocols.ALL:
+        notes.append(
+            f"{rules.candidates:,} candidates each, not {wanted_candidates:,}: {config.split}/ has no more"
+        )
+    text = "\n".join([report.markdown(results, comparisons), "", *notes])
     print(text)
     for name, reason in skipped.items():
         print(f"{name}: skipped: {reason}")
-    if lost := asked.unanswerable():
-        print(f"{lost:,} of {len(asked):,} questions have a wrong candidate with the right one's text: "
-              "nobody can answer them")  # fmt: skip
-    # Files by name: where the user wants them, if at all, and what they hold.
+    if unanswerable := question_set.unanswerable():
+        print(f"{unanswerable:,} of {len(question_set):,} questions have a wrong candidate with the right "
+              "one's text: nobody can answer them")  # fmt: skip
+    # Files by name: (the user's path, "" for none; the contents).
     files = {
         "table.md": ("", text.encode()),
         "table.json": (config.json, json.dumps(summary, indent=1).encode()),
     }
     if config.latency_queries:
-        beside = config.json and config.json.removesuffix(".json") + ".png"
-        files["table.png"] = (config.plot or beside, report.plot(found))
+        default_plot = config.json and config.json.removesuffix(".json") + ".png"
+        files["table.png"] = (config.plot or default_plot, report.plot(results))
     if config.errors:
-        worst = [errors.worst(result, asked, _ERRORS) for result in ranked]
-        files["errors.jsonl"] = (config.errors, errors.lines(worst))
-        for records in worst:
+        worst_records = [errors.worst(result, question_set, _ERRORS) for result in model_results]
+        files["errors.jsonl"] = (config.errors, errors.lines(worst_records))
+        for records in worst_records:
             print("", *map(errors.shown, records[:_ERRORS_SHOWN]), sep="\n")
     for run in runs:
         run.attach({name: data for name, (_, data) in files.items()})
@@ -224,34 +233,36 @@ def run(config: Config) -> program.Summary:
 
 
 def _dry_run(
-    config: Config, asked: Questions, models: Mapping[str, tuple[Artifact, RankerConfig]]
+    config: Config, question_set: Questions, models: Mapping[str, tuple[Artifact, RankerConfig]]
 ) -> program.Summary:
     from pipeline.evaluation.estimate import AskedModel, estimate
     from pipeline.evaluation.ranking import load_scorer
 
     precision = _precision(config)
-    found = {
+    asked_models = {
         name: AskedModel(functools.partial(load_scorer, model, "", precision), settings.has_vectors)
         for name, (model, settings) in models.items()
     }
-    return cost.show("evaluate", estimate(asked, found), {"candidates": asked.candidates})
+    return cost.show(
+        "evaluate", estimate(question_set, asked_models), {"candidates": question_set.candidates}
+    )
 
 
 def measurement(config: Config, corpus: Artifact) -> Measurement:
-    """What every model is asked, and how it is counted."""
+    """The questions for every model, and the rules of the count."""
     rules = config.rules()
-    fewer = config.candidates_per_question == 0
-    draw = (rules.source, rules.candidates, config.max_examples, config.seed, fewer)
-    asked = questions(corpus, config.split, *draw)
-    rules = replace(rules, candidates=asked.candidates)
+    may_be_fewer = config.candidates_per_question == 0
+    draw = (rules.source, rules.candidates, config.max_examples, config.seed, may_be_fewer)
+    question_set = questions(corpus, config.split, *draw)
+    rules = replace(rules, candidates=question_set.candidates)
     calibration = None
     if config.none == "threshold":
-        none.require_none(asked, "--none threshold")
+        none.require_none(question_set, "--none threshold")
         calibration = questions(corpus, "valid", *draw)
-    return Measurement(asked, rules, calibration, config.latency_queries, config.seed)
+    return Measurement(question_set, rules, calibration, config.latency_queries, config.seed)
 
 
-def _mapped(
+def _mapped_baselines(
     source: sources.Source, corpus: Artifact, measure: Measurement, config: Config
 ) -> list[Result]:
     """PolyAI's two baselines on a frozen encoder, in this process."""
@@ -273,20 +284,20 @@ def _mapped(
 
 
 def _precision(config: Config) -> Resolved:
-    """What the models compute in, on whichever hardware they run."""
+    """The precision that the models compute in, on their hardware."""
     if config.resources == HERE:
         return resolve_precision(config.precision, best_device())
     return precision_of_tasks(config.precision, config.resources.gpu)
 
 
-def _reasons(left_out: Mapping[str, int]) -> str:
+def _left_out_note(left_out: Mapping[str, int]) -> str:
     return "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
 
 
-def _too_slow(
+def _slow_models(
     models: Mapping[str, tuple[Artifact, RankerConfig]], candidates: int
 ) -> dict[str, str]:
-    """Which models to leave out, and why. Raises BadInput where that are all."""
+    """The models to skip, with the reason. Raises BadInput if these are all models."""
     if candidates <= _MAX_CROSS_CANDIDATES:
         return {}
     reason = f"a cross-encoder reads {candidates:,} pairs for each question; --slow true allows it"
@@ -296,21 +307,24 @@ def _too_slow(
     return slow
 
 
-def _load(models: Sequence[Artifact]) -> dict[str, tuple[Artifact, RankerConfig]]:
-    """Models by their row's name: the architecture, else the folder, else with the fingerprint."""
+def _models_by_name(models: Sequence[Artifact]) -> dict[str, tuple[Artifact, RankerConfig]]:
+    """Models by the name of their row: the architecture, the folder, or both with the fingerprint."""
     from pipeline.models.ranker import load_ranker
 
-    # Loaded once to see that each can be, before hours go into another one.
-    opened = [(model, load_ranker(model.local()).config) for model in models]
-    names = [str(settings.architecture) for _, settings in opened]
-    folders = [storage.name_of(model.uri) for model, _ in opened]
-    marked = [f"{settings.architecture} {model.fingerprint[:8]}" for model, settings in opened]
-    for others in (folders, marked):
-        often = Counter(names)
+    # Loads each model once, so that a broken one fails before hours go into another one.
+    loaded = [(model, load_ranker(model.local()).config) for model in models]
+    names = [str(settings.architecture) for _, settings in loaded]
+    folders = [storage.name_of(model.uri) for model, _ in loaded]
+    fingerprinted = [
+        f"{settings.architecture} {model.fingerprint[:8]}" for model, settings in loaded
+    ]
+    for longer_names in (folders, fingerprinted):
+        counts = Counter(names)
         names = [
-            own if often[own] == 1 else other for own, other in zip(names, others, strict=True)
+            name if counts[name] == 1 else longer_name
+            for name, longer_name in zip(names, longer_names, strict=True)
         ]
-    return dict(zip(names, opened, strict=True))
+    return dict(zip(names, loaded, strict=True))
 
 
 if __name__ == "__main__":

@@ -48,10 +48,13 @@ class Config:
         require(not self.resources.shard_weights, "resources.shard_weights", True,
                 "false, as only jobs.pretrain shards weights")  # fmt: skip
         if isinstance(self.ranker, ConvertConfig):
-            int8, numbered = self.ranker.block_weights == "int8", self.ranker.number_earlier_turns
-            require(self.ranker.quantised or not int8, "ranker.block_weights", "int8",
+            is_int8, is_numbered = (
+                self.ranker.block_weights == "int8",
+                self.ranker.number_earlier_turns,
+            )
+            require(self.ranker.quantised or not is_int8, "ranker.block_weights", "int8",
                     "'float16' with ranker.quantised false, which saves float32")  # fmt: skip
-            require(self.ranker.earlier_turns > 0 or not numbered, "ranker.number_earlier_turns", True,
+            require(self.ranker.earlier_turns > 0 or not is_numbered, "ranker.number_earlier_turns", True,
                     "false with ranker.earlier_turns 0")  # fmt: skip
         workers, examples = self.resources.workers, self.finetune.batch_examples
         require(examples % workers == 0, "finetune.batch_examples", examples,
@@ -59,7 +62,7 @@ class Config:
 
 
 def run(config: Config, watch: Callable[[int, int], None] | None = None) -> program.Summary:
-    """`watch` hears of the steps that are done, of how many."""
+    """`watch(steps done, all steps)` is called as training goes on."""
     corpus = open_artifact(config.corpus, "corpus")
     source, encoder = open_encoder(config.encoder)
     _require_encoder(config, encoder)
@@ -80,9 +83,9 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
-        return program.published(out, already_there=True)
-    asked, left_out = task.validated
-    _say(asked, left_out)
+        return program.artifact_summary(out, already_there=True)
+    question_count, left_out = task.validated
+    _print_validation(question_count, left_out)
     with cluster.session(for_tasks=True), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
@@ -97,8 +100,10 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         )
         tracking.finish(tracked, ranker, delivered=trained.delivered)
         _register(config, ranker)
-    validation = {"asked": asked, "left_out": left_out}
-    return program.published(ranker, already_there=False, metrics=metrics, validation=validation)
+    validation = {"asked": question_count, "left_out": left_out}
+    return program.artifact_summary(
+        ranker, already_there=False, metrics=metrics, validation=validation
+    )
 
 
 def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
@@ -109,11 +114,11 @@ def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
                        "starts from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
 
 
-def _say(asked: int, left_out: Mapping[str, int]) -> None:
-    """Prints what validations ask, and by reason what they leave out."""
-    if asked:
+def _print_validation(question_count: int, left_out: Mapping[str, int]) -> None:
+    """Prints the number of validation questions, and of the examples left out, by reason."""
+    if question_count:
         reasons = "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
-        print(f"validation: {asked:,} examples of valid/ are asked{reasons}", flush=True)
+        print(f"validation: {question_count:,} examples of valid/ are asked{reasons}", flush=True)
 
 
 def _register(config: Config, ranker: Artifact) -> None:

@@ -23,20 +23,24 @@ class Config(dump_generator.Options):
 
 
 def run(config: Config) -> program.Summary:
-    started = time.time()
+    began = time.time()
     folder = storage.absolute(config.output.rstrip("/"))
     options = dump_generator.Options(
         **{name: getattr(config, name) for name in dump_generator.Options.__dataclass_fields__}
     )
     with cluster.session(for_tasks=True):
-        written = dump_generator.generate(options, folder)
+        written_files = dump_generator.generate(options, folder)
     files = storage.list_files(folder)
     return {
         "output": folder,
-        "already_done": written == 0,
-        "counts": {"comments": config.comments, "files": len(files), "files.written": written},
+        "already_done": written_files == 0,
+        "counts": {
+            "comments": config.comments,
+            "files": len(files),
+            "files.written": written_files,
+        },
         "bytes": sum(map(storage.size_of, files)),
-        "seconds": round(time.time() - started, 1),
+        "seconds": round(time.time() - began, 1),
     }
 
 

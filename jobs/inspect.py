@@ -50,68 +50,70 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    return _pool(config) if config.pool else _corpus(config)
+    return _inspect_pool(config) if config.pool else _inspect_corpus(config)
 
 
-def _corpus(config: Config) -> program.Summary:
+def _inspect_corpus(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     html = storage.absolute(config.html or f"{storage.name_of(corpus.uri)}.html")
     require(not storage.is_folder(html), "html", html, "a file, where there is no folder")
 
     from pipeline.corpora.report import page, survey, text
 
-    found = survey.survey_corpus(corpus, config.sample_rows, config.examples, config.seed)
-    for line in text.lines(found):
+    corpus_survey = survey.survey_corpus(corpus, config.sample_rows, config.examples, config.seed)
+    for line in text.lines(corpus_survey):
         print(line)
-    storage.write_bytes(html, page.page(found).encode())
+    storage.write_bytes(html, page.page(corpus_survey).encode())
     print(f"== The same with plots: {html}")
     return {
         "corpus": corpus.uri,
         "fingerprint": corpus.fingerprint,
-        "rows": found.rows,
-        "sampled": found.sampled,
-        "median": {name: float(np.median(v)) for name, v in found.lengths.items()},
-        "repeated_share": {name: repeats.share for name, repeats in found.repeats.items()},
-        "dropped": found.dropped,
+        "rows": corpus_survey.rows,
+        "sampled": corpus_survey.sampled,
+        "median": {
+            name: float(np.median(values)) for name, values in corpus_survey.lengths.items()
+        },
+        "repeated_share": {name: repeats.share for name, repeats in corpus_survey.repeats.items()},
+        "dropped": corpus_survey.dropped,
         "html": html,
     }
 
 
-def _pool(config: Config) -> program.Summary:
+def _inspect_pool(config: Config) -> program.Summary:
     pool = Pool.open(config.pool)
-    found = pool_survey.survey(pool, config.sample_rows, config.examples, config.seed)
-    for line in _lines(pool, found):
+    survey = pool_survey.survey(pool, config.sample_rows, config.examples, config.seed)
+    for line in _lines(pool, survey):
         print(line)
     return {
         "pool": describe(pool),
         "fingerprint": pool.artifact.fingerprint,
         "model": pool.model_fingerprint,
-        "lengths": found.lengths,
-        "sampled": found.sampled,
-        "equal_vectors": found.equal,
-        "nearest": [[pair.cosine, pair.one.id, pair.other.id] for pair in found.pairs],
+        "lengths": survey.lengths,
+        "sampled": survey.sampled,
+        "equal_vectors": survey.equal,
+        "nearest": [[pair.cosine, pair.one.id, pair.other.id] for pair in survey.pairs],
         "dropped": pool.artifact.manifest["dropped"],
     }
 
 
-def _lines(pool: Pool, found: pool_survey.Survey) -> Iterator[str]:
+def _lines(pool: Pool, survey: pool_survey.Survey) -> Iterator[str]:
     size = sum(entry["bytes"] for entry in pool.artifact.manifest["files"]) / 1e6
-    yield (f"== Pool {pool.name}, version {pool.version}: {found.rows:,} candidates, {pool.dimensions} "
+    yield (f"== Pool {pool.name}, version {pool.version}: {survey.rows:,} candidates, {pool.dimensions} "
            f"dimensions, {pool.dtype}, {len(pool.shards)} shards, {size:,.1f} MB")  # fmt: skip
     for reason, count in pool.artifact.manifest["dropped"].items():
         yield f"   left out: {count:,} ({reason})"
-    if found.lengths:
-        least, low, median, high, most = found.lengths
-        yield (f"== Lengths of vectors: {least:.4g} to {most:.4g}; 5 %: {low:.4g}, median: {median:.4g}, "
-               f"95 %: {high:.4g}")  # fmt: skip
+    if survey.lengths:
+        minimum, low, median, high, maximum = survey.lengths
+        yield (f"== Lengths of vectors: {minimum:.4g} to {maximum:.4g}; 5 %: {low:.4g}, "
+               f"median: {median:.4g}, 95 %: {high:.4g}")  # fmt: skip
         yield (f"== Sketch: {pool.rotation.shape[1]} directions; of a vector's length it misses "
-               f"{found.missed:.1%}")  # fmt: skip
-    yield f"== Equal vectors: {found.equal:,} of {found.sampled:,} rows have another's"
-    if found.most_equal:
-        row, count = found.most_equal
+               f"{survey.missed:.1%}")  # fmt: skip
+    yield f"== Equal vectors: {survey.equal:,} of {survey.sampled:,} rows have another's"
+    if survey.most_equal:
+        row, count = survey.most_equal
         yield f"   {count:,} times that of {row.id}: {row.text[:_SHOWN_CHARACTERS]}"
-    yield f"== Nearest pairs of {found.compared:,} rows, by cosine"
-    for cosine, *pair in found.pairs:
+    yield f"== Nearest pairs of {survey.compared:,} rows, by cosine"
+    for cosine, *pair in survey.pairs:
         for row in pair:
             yield f"   {cosine:.4f}  {row.id:<24}  {row.text[:_SHOWN_CHARACTERS]}"
 

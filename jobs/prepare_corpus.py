@@ -115,12 +115,12 @@ def run(config: Config) -> program.Summary:
     if config.format == "reddit" and config.authors == "hash":
         key = author_key(config.output)
         # Enough of the key's hash to notice another key, too little to find the key by.
-        shown = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
-        inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": shown}
+        key_fingerprint = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
+        inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": key_fingerprint}
     out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
 
     from pipeline import tracking
 
@@ -130,7 +130,7 @@ def run(config: Config) -> program.Summary:
         records = FORMATS[config.format](out, files, options, config.reading, privacy)
         counts = sum_counts(record.counts for record in records)
         if not counts.get("examples"):
-            raise _no_example(out, counts["records"], records)
+            raise _no_example_refusal(out, counts["records"], records)
         sizes = published_counts.compare(config.format, files, records)
         published_counts.check(sizes, config.expect)
         notes = [note for record in records for note in record.notes]
@@ -145,17 +145,17 @@ def run(config: Config) -> program.Summary:
         tracking.finish(tracked, corpus)
     for line in [*notes, *published_counts.differences(sizes)]:
         print(line, file=sys.stderr)
-    return program.published(corpus, already_there=False, notes=notes, published=sizes)
+    return program.artifact_summary(corpus, already_there=False, notes=notes, published=sizes)
 
 
-def _no_example(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:
-    """The refusal of so many records; of the draft only samples that show why are left, if there are any."""
+def _no_example_refusal(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:
+    """The refusal of input without examples; keeps of the draft only the samples of rejected records."""
     dropped = sum_counts(record.dropped for record in records)
     rejected = out.path("rejected")
-    seen = f"; see {rejected}" if storage.exists(rejected) else ""
-    if not seen:
+    hint = f"; see {rejected}" if storage.exists(rejected) else ""
+    if not hint:
         storage.delete(out.staging)
-    return BadInput(f"--input: {count:,} records gave no example ({dropped}){seen}")
+    return BadInput(f"--input: {count:,} records gave no example ({dropped}){hint}")
 
 
 def _estimate(config: Config, files: Sequence[str]) -> cost.Estimate:

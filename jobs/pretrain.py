@@ -61,13 +61,13 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     _check(config)
-    corpora_given = [open_artifact(uri, TOKENS, "corpus") for uri in config.corpus]
+    input_corpora = [open_artifact(uri, TOKENS, "corpus") for uri in config.corpus]
     inputs: dict[str, Artifact | dict[str, object]] = {}
     start: Shape | Source = config.shape
     if config.start:
         start, inputs["start"] = open_encoder(config.start, "--start")
     if config.continue_from:
-        inputs["continue_from"] = _with_state(config)
+        inputs["continue_from"] = _open_with_state(config)
 
     from jobs import cluster
     from pipeline import tracking
@@ -79,8 +79,8 @@ def run(config: Config) -> program.Summary:
     from pipeline.training.tokenized_corpus import TokenizedCorpus
 
     corpora = tuple(
-        TokenizedCorpus(_tokens(config, number, given))
-        for number, given in enumerate(corpora_given)
+        TokenizedCorpus(_open_tokens(config, number, input_corpus))
+        for number, input_corpus in enumerate(input_corpora)
     )
     inputs |= {f"corpus.{number}": corpus.artifact for number, corpus in enumerate(corpora)}
     weights = config.weights or tuple(float(corpus.train_tokens) for corpus in corpora)
@@ -91,7 +91,7 @@ def run(config: Config) -> program.Summary:
         return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, best_device()))
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
-        return program.published(_finished(out, config), already_there=True)
+        return program.artifact_summary(_require_same_steps(out, config), already_there=True)
     with cluster.session(for_tasks=True), tracking.start("pretrain", out) as tracked:
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
@@ -101,15 +101,15 @@ def run(config: Config) -> program.Summary:
         )  # fmt: skip
         parameters = sum(value.numel() for value in task.module.parameters())
         counts = {"steps": int(trained.metrics["step"]), "parameters": parameters}
-        kept = trained.checkpoint if config.keep_training_state else ""
-        files = launch.collect_model(out, kept)
+        state = trained.checkpoint if config.keep_training_state else ""
+        files = launch.collect_model(out, state)
         # MLflow has the whole run, also the time before it was resumed.
         picture = curves.draw({name: tracked.history(name) for name in curves.NAMES}, out.uri)
         tracked.attach({"curves.png": picture})
         files.append(out.write_file("curves.png", picture))
         encoder = out.publish(files, counts, run_id=tracked.run_id, metrics=trained.metrics)
         tracking.finish(tracked, encoder, delivered=trained.delivered)
-    return program.published(encoder, already_there=False, metrics=trained.metrics)
+    return program.artifact_summary(encoder, already_there=False, metrics=trained.metrics)
 
 
 def _check(config: Config) -> None:
@@ -118,18 +118,18 @@ def _check(config: Config) -> None:
             f"none, or {len(config.corpus)}: one for each corpus")  # fmt: skip
     require(not (config.start and config.continue_from), "start", config.start,
             "empty with --continue-from, which has an encoder")  # fmt: skip
-    every = config.loop.validate_every_steps
-    for name, unused, why in (
+    validate_every = config.loop.validate_every_steps
+    for name, unused, reason in (
         (
             "validate_every_epochs",
-            every > 0,
-            f"loop.validate_every_steps {every} decides, if not 0",
+            validate_every > 0,
+            f"loop.validate_every_steps {validate_every} decides, if not 0",
         ),
         ("new_weights_factor", True, "pre-training has one learning rate"),
     ):
         value, default = getattr(config.loop, name), getattr(LoopConfig, name)
         require(not unused or value == default, f"loop.{name}", value,
-                f"{default}, the default, as {why}")  # fmt: skip
+                f"{default}, the default, as {reason}")  # fmt: skip
     if config.tokenizer:
         open_tokenizer(config.tokenizer)
     workers, lanes = config.resources, config.pretrain.lanes
@@ -143,42 +143,44 @@ def _check(config: Config) -> None:
                 f"{workers.workers} divides {lanes}, the micro-batches of a step")  # fmt: skip
 
 
-def _tokens(config: Config, number: int, given: Artifact) -> Artifact:
-    """The tokens of a corpus; those of a plain corpus are made first."""
-    if given.kind == TOKENS:
-        return given
+def _open_tokens(config: Config, number: int, corpus: Artifact) -> Artifact:
+    """The tokens of a corpus; tokenizes a plain corpus first."""
+    if corpus.kind == TOKENS:
+        return corpus
     tokenizer = config.tokenizer or config.start
     if not tokenizer:
-        raise BadInput(f"--corpus {given.uri}: not tokenized; allowed: a corpus of "
+        raise BadInput(f"--corpus {corpus.uri}: not tokenized; allowed: a corpus of "
                        "jobs.tokenize_corpus, or --tokenizer")  # fmt: skip
     if config.dry_run:
-        raise BadInput(f"--corpus {given.uri}: --dry-run writes nothing, so it knows no cost of a corpus "
+        raise BadInput(f"--corpus {corpus.uri}: --dry-run writes nothing, so it knows no cost of a corpus "
                        "that is not tokenized; allowed: a corpus of jobs.tokenize_corpus")  # fmt: skip
     open_tokenizer(tokenizer, "--tokenizer" if config.tokenizer else "--start")
     output = f"{config.output.rstrip('/')}.tokens/{number}"
-    kept = TokenizeConfig(
+    limits = TokenizeConfig(
         max_context_tokens=config.pretrain.max_context_tokens - 2,
         max_response_tokens=config.pretrain.max_response_tokens - 2,
     )
     tokenize_corpus.run(
-        tokenize_corpus.Config(corpus=given.uri, tokenizer=tokenizer, output=output, tokenize=kept)
+        tokenize_corpus.Config(
+            corpus=corpus.uri, tokenizer=tokenizer, output=output, tokenize=limits
+        )
     )
     return open_artifact(output, TOKENS)
 
 
-def _with_state(config: Config) -> Artifact:
+def _open_with_state(config: Config) -> Artifact:
     """The encoder whose run goes on. Raises BadInput where it has no training state, or as many steps."""
     artifact = open_artifact(config.continue_from, "encoder")
     if not artifact.paths(f"{TRAINING_STATE}/"):
         raise BadInput(f"--continue-from {artifact.uri}: has no {TRAINING_STATE}; allowed: an "
                        "encoder of jobs.pretrain --keep-training-state true")  # fmt: skip
-    done = artifact.counts["steps"]
-    require(config.pretrain.steps > done, "pretrain.steps", config.pretrain.steps,
-            f"above {done}, the steps of --continue-from")  # fmt: skip
+    steps_done = artifact.counts["steps"]
+    require(config.pretrain.steps > steps_done, "pretrain.steps", config.pretrain.steps,
+            f"above {steps_done}, the steps of --continue-from")  # fmt: skip
     return artifact
 
 
-def _finished(encoder: Artifact, config: Config) -> Artifact:
+def _require_same_steps(encoder: Artifact, config: Config) -> Artifact:
     """Raises BadInput where more steps are asked for than it was trained."""
     steps = int(encoder.manifest["config"]["pretrain"]["steps"])
     if steps != config.pretrain.steps:

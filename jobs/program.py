@@ -19,7 +19,7 @@ ConfigT = TypeVar("ConfigT")
 Summary = dict[str, Any]
 
 command_of_verb = "python -m jobs.{}"
-"""What the user types before a verb's options; `jobs.__main__` changes it."""
+"""The command before a verb's options; `jobs.__main__` changes it."""
 
 
 def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: str) -> None:
@@ -38,21 +38,21 @@ def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: s
             _refuse(program, refusal)
         if stopped := cause_of(error, Stopped):
             _refuse(program, stopped, 1)
-        if refused := store_refusal(error):
-            _refuse(program, BadInput(refused))
+        if store_reason := store_refusal(error):
+            _refuse(program, BadInput(store_reason))
         if unreachable := store_out_of_reach(error):
-            said = f"the object store cannot be reached: {unreachable}; the same command resumes when it can"
-            _refuse(program, Stopped(said), 1)
+            message = f"the object store cannot be reached: {unreachable}"
+            _refuse(program, Stopped(f"{message}; the same command resumes when it can"), 1)
         if failure := storage_failure(error):
             _refuse(program, Stopped(f"{failure}; the same command resumes when it can write"), 1)
         raise
     if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
-        said = f"runs and curves: mlflow ui --backend-store-uri {store}"
-        print(said, file=sys.stderr, flush=True)
+        message = f"runs and curves: mlflow ui --backend-store-uri {store}"
+        print(message, file=sys.stderr, flush=True)
     print(json.dumps({"job": name, **summary}, ensure_ascii=False), flush=True)
 
 
-def published(artifact: Artifact, already_there: bool, **more: Any) -> Summary:
+def artifact_summary(artifact: Artifact, already_there: bool, **details: Any) -> Summary:
     """The summary of a job that makes an artifact."""
     return {
         "output": artifact.uri,
@@ -61,7 +61,7 @@ def published(artifact: Artifact, already_there: bool, **more: Any) -> Summary:
         "counts": artifact.counts,
         "dropped": artifact.manifest["dropped"],
         "seconds": artifact.manifest["seconds"],
-        **more,
+        **details,
     }
 
 

@@ -1,4 +1,4 @@
-"""Makes another version of a model and its pool the one that services answer with; and goes back."""
+"""Moves services to another version of a model and its pool, and back."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    with _locked(config) as lock:
+    with _lock_pool(config) as lock:
         if config.registered_model:
-            found = _promote_model(config, lock)
+            summary = _promote_model(config, lock)
         else:
-            found = {"pool": _move_pool(config, _pool_version(config), lock)}
-        return {"dry_run": config.dry_run, **found}
+            summary = {"pool": _move_pool(config, _pool_version(config), lock)}
+        return {"dry_run": config.dry_run, **summary}
 
 
 @contextmanager
-def _locked(config: Config) -> Iterator[Lock | None]:
-    """Keeps jobs that publish a version of the pool away; None where no pool is to move."""
+def _lock_pool(config: Config) -> Iterator[Lock | None]:
+    """Locks the pool, so that no other job publishes a version; None if no pool moves."""
     if not config.pools:
         yield None
         return
@@ -120,19 +120,19 @@ def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
     from pipeline import tracking
 
     previous = tracking.previous_alias(config.alias)
-    wanted = config.version or (previous if config.rollback else _CANDIDATE)
-    version, source = tracking.registered_version(config.registered_model, wanted)
+    version_name = config.version or (previous if config.rollback else _CANDIDATE)
+    version, source = tracking.registered_version(config.registered_model, version_name)
     candidate = open_artifact(source, "ranker")
-    before = tracking.version_of_alias(config.registered_model, config.alias)
+    version_before = tracking.version_of_alias(config.registered_model, config.alias)
     summary: program.Summary = {"model": config.registered_model, "alias": config.alias, "version": version,
-                                "before": before}  # fmt: skip
+                                "before": version_before}  # fmt: skip
     pool = _version_of_model(config, candidate) if config.pools else ""
-    if config.corpus and not before:
+    if config.corpus and not version_before:
         print(
             f"model {config.registered_model}: it has no {config.alias} yet, so nothing is compared"
         )
-    if config.corpus and before and before != version:
-        _, source = tracking.registered_version(config.registered_model, before)
+    if config.corpus and version_before and version_before != version:
+        _, source = tracking.registered_version(config.registered_model, version_before)
         summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
     if config.pools:
         summary["pool"] = _move_pool(config, pool, lock)
@@ -147,7 +147,7 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
 
     if candidate.fingerprint == champion.fingerprint:
         return {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0}
-    found = evaluate.run(
+    evaluation = evaluate.run(
         evaluate.Config(
             model=(candidate.uri, champion.uri),
             corpus=config.corpus,
@@ -159,11 +159,11 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
             latency_queries=0,
         )
     )
-    (pair,) = found["comparisons"]
+    (pair,) = evaluation["comparisons"]
     low, high = pair["interval"]
     comparison = {
-        "corpus": found["corpus"],
-        "examples": found["examples"],
+        "corpus": evaluation["corpus"],
+        "examples": evaluation["examples"],
         "difference": round(pair["difference"], 6),
         "interval": [round(low, 6), round(high, 6)],
         "p": pair["p"],
@@ -172,7 +172,7 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
         difference = f"{pair['difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}"
         raise Stopped(
             f"model {config.registered_model}: not promoted: R@1 of the candidate minus the "
-            f"champion's is {difference} on {found['examples']:,} questions; allowed: an interval above "
+            f"champion's is {difference} on {evaluation['examples']:,} questions; allowed: an interval above "
             f"--min-difference {config.min_difference:g}"
         )
     return comparison
@@ -180,13 +180,13 @@ def _compare(config: Config, champion: Artifact, candidate: Artifact) -> dict[st
 
 def _version_of_model(config: Config, model: Artifact) -> str:
     """The pool's newest version that the model embedded."""
-    found = promotion.newest_of_model(config.pools, config.name, model.fingerprint)
-    if not found:
+    version = promotion.newest_of_model(config.pools, config.name, model.fingerprint)
+    if not version:
         raise BadInput(
             f"pool {config.name}: no version was embedded by {model.uri} ({model.fingerprint}); make one: "
             f"jobs.embed_pool --model {model.uri} --publish-only true"
         )
-    return found
+    return version
 
 
 def _pool_version(config: Config) -> str:
@@ -195,15 +195,17 @@ def _pool_version(config: Config) -> str:
     if config.rollback or config.version == "previous":
         return promotion.version_before(config.pools, config.name)
     if not config.version and not (config.pin or config.unpin):
-        there = promotion.versions_by_age(config.pools, config.name)
-        names = ", ".join(f"{name} (CURRENT)" if name == current else name for name in there)
+        version_names = promotion.versions_by_age(config.pools, config.name)
+        names = ", ".join(
+            f"{name} (CURRENT)" if name == current else name for name in version_names
+        )
         raise BadInput("version: '' is not allowed; allowed: --rollback, or one of the pool's versions, "
                        f"newest first: {names or 'there is none'}")  # fmt: skip
     return config.version or current
 
 
 def _move_pool(config: Config, version: str, lock: Lock | None) -> dict[str, Any]:
-    before = versions.current_name(config.pools, config.name)
+    version_before = versions.current_name(config.pools, config.name)
     uri = storage.join(config.pools, config.name, version)
     if not version:
         raise BadInput(
@@ -217,8 +219,8 @@ def _move_pool(config: Config, version: str, lock: Lock | None) -> dict[str, Any
         promotion.promote(config.pools, config.name, version)
         if pin or config.unpin:
             promotion.set_pin(config.pools, config.name, pin)
-    pinned = pin or (not config.unpin and promotion.is_pinned(config.pools, config.name))
-    return {"name": config.name, "version": version, "before": before, "pinned": pinned}
+    is_pinned = pin or (not config.unpin and promotion.is_pinned(config.pools, config.name))
+    return {"name": config.name, "version": version, "before": version_before, "pinned": is_pinned}
 
 
 if __name__ == "__main__":

@@ -40,8 +40,10 @@ def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     require(bool(config.teacher), "teacher", "none", "one ranker or more")
     teachers = [open_artifact(uri, "ranker") for uri in config.teacher]
-    known = [teacher.fingerprint for teacher in teachers]
-    require(len(set(known)) == len(known), "teacher", config.teacher, "each ranker once")
+    fingerprints = [teacher.fingerprint for teacher in teachers]
+    require(
+        len(set(fingerprints)) == len(fingerprints), "teacher", config.teacher, "each ranker once"
+    )
 
     from pipeline import tracking
     from pipeline.training import teaching
@@ -58,7 +60,7 @@ def run(config: Config) -> program.Summary:
     inputs = dict(zip(names, teachers, strict=True))
     out = draft(config.output, "corpus", config, {"corpus": corpus, **inputs})
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
     with cluster.session(for_tasks=True), tracking.start("score_candidates", out) as tracked:
         records = teaching.score(out, corpus, teachers, config.teaching, config.resources)
         files = [file for record in records for file in record.files]
@@ -66,9 +68,9 @@ def run(config: Config) -> program.Summary:
         if not counts.get("scored"):
             raise BadInput(f"--corpus {config.corpus}: no example of train has candidates; "
                            "--teaching.random-candidates draws some")  # fmt: skip
-        scored = out.publish(files, counts, run_id=tracked.run_id)
-        tracking.finish(tracked, scored)
-    return program.published(scored, already_there=False)
+        scored_corpus = out.publish(files, counts, run_id=tracked.run_id)
+        tracking.finish(tracked, scored_corpus)
+    return program.artifact_summary(scored_corpus, already_there=False)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class Config:
         require(self.method in get_args(Method), "method", self.method, ", ".join(get_args(Method)))
         for condition in self.where:
             require("=" in condition[1:], "where", condition, "column=value")
-        enough = self.cross_candidates >= self.top_k
-        require(not self.cross or enough, "cross_candidates", self.cross_candidates,
+        reads_enough = self.cross_candidates >= self.top_k
+        require(not self.cross or reads_enough, "cross_candidates", self.cross_candidates,
                 f"top_k {self.top_k} at least")  # fmt: skip
         require(bool(self.cross) or not self.together, "together", True, "false without cross")
 
@@ -84,7 +84,7 @@ def run(config: Config) -> program.Summary:
     if cross_model:
         cross = rerank.load_cross_encoder(cross_model)
         inference.prepare(cross, torch.device("cpu"), config.precision)
-    among = _among(config, pool)
+    row_mask = _row_mask(config, pool)
     count = config.cross_candidates if cross else config.top_k
     for _ in range(
         2
@@ -92,13 +92,13 @@ def run(config: Config) -> program.Summary:
         clock = [time.perf_counter()]
         vectors_1MD, mask_1M = ranker.encode_contexts([config.context])
         clock.append(time.perf_counter())
-        found = top_rows(
-            pool, vectors_1MD, count, mask_1M, attention, config.method, among, config.certify
+        hits = top_rows(
+            pool, vectors_1MD, count, mask_1M, attention, config.method, row_mask, config.certify
         )
         clock.append(time.perf_counter())
-    kept = filters.columns(pool)
+    column_names = filters.columns(pool)
     results = []
-    for place, score in zip(found.places[0].tolist(), found.scores[0].tolist(), strict=True):
+    for place, score in zip(hits.places[0].tolist(), hits.scores[0].tolist(), strict=True):
         weights = weights_of_vectors(pool, place, vectors_1MD[0], mask_1M[0], attention)
         row = pool.row(place)
         results.append(
@@ -106,19 +106,19 @@ def run(config: Config) -> program.Summary:
                 "id": row.id,
                 "score": score,
                 "text": row.text,
-                "columns": pool.columns_at(place, kept),
+                "columns": pool.columns_at(place, column_names),
                 "vectors": _heaviest(weights),
             }
         )
     if cross:
         clock.append(time.perf_counter())
         texts = [result["text"] for result in results]
-        first = [result["score"] for result in results] if config.together else None
-        order = rerank.rerank(cross, config.context, texts, first)
+        search_scores = [result["score"] for result in results] if config.together else None
+        order = rerank.rerank(cross, config.context, texts, search_scores)
         clock.append(time.perf_counter())
-        results = [{**results[one.place], "cross_score": one.score} for one in order]
+        results = [{**results[entry.place], "cross_score": entry.score} for entry in order]
     results = results[: config.top_k]
-    certified = bool(found.certified[0])
+    certified = bool(hits.certified[0])
     milliseconds = {"encode": _milliseconds(clock, 0), "search": _milliseconds(clock, 1)}
     if cross:
         milliseconds["cross"] = _milliseconds(clock, 3)
@@ -136,7 +136,7 @@ def run(config: Config) -> program.Summary:
     }
 
 
-def _among(config: Config, pool: Pool) -> Any:
+def _row_mask(config: Config, pool: Pool) -> Any:
     if not (config.allow or config.deny or config.where):
         return None
     from pipeline.retrieval.search import filters
@@ -145,16 +145,20 @@ def _among(config: Config, pool: Pool) -> Any:
     for condition in config.where:
         column, _, value = condition.partition("=")
         where.setdefault(column, []).append(value)
-    among = filters.select(pool, config.allow or None, config.deny, where)
-    if not among.any():
+    row_mask = filters.select(pool, config.allow or None, config.deny, where)
+    if not row_mask.any():
         raise BadInput(f"{config.pool}: allow, deny, where: no candidate is left")
-    return among
+    return row_mask
 
 
 def _heaviest(weights_M: Floats) -> dict[str, float]:
     """The vectors that carried most of a score, by their number, and their shares."""
     heaviest = (-weights_M).argsort(kind="stable")[:_SHOWN_VECTORS].tolist()
-    return {str(at): round(float(weights_M[at]), 3) for at in heaviest if weights_M[at] > 0}
+    return {
+        str(number): round(float(weights_M[number]), 3)
+        for number in heaviest
+        if weights_M[number] > 0
+    }
 
 
 def _milliseconds(clock: list[float], step: int) -> float:

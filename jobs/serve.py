@@ -60,19 +60,19 @@ def run(config: Config) -> program.Summary:
 
 
 def _arguments(config: Config) -> Any:
-    """What `serve.app:build` takes. Raises BadInput for what it does not."""
+    """The arguments of `serve.app:build`. Raises BadInput for unknown and invalid ones."""
     from pydantic import ValidationError
 
     from serve.app import Args
 
-    more = dict(argument.split("=", 1) for argument in config.arguments)
-    values: dict[str, Any] = {**more, "model": config.model, "pools": list(config.pools)}
+    options = dict(argument.split("=", 1) for argument in config.arguments)
+    values: dict[str, Any] = {**options, "model": config.model, "pools": list(config.pools)}
     try:
         return Args.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
             nearest = difflib.get_close_matches(name, Args.model_fields, n=1)
             hint = (
                 f"did you mean {nearest[0]}?"
@@ -81,7 +81,7 @@ def _arguments(config: Config) -> Any:
             )
             raise BadInput(f"arguments: {name} is unknown; {hint}") from None
         raise BadInput(
-            f"arguments: {name}: {first['input']!r} is not allowed; {first['msg']}"
+            f"arguments: {name}: {problem['input']!r} is not allowed; {problem['msg']}"
         ) from None
 
 

@@ -28,9 +28,9 @@ from pipeline.provenance import git_revision
 _JOB = ("python", "-m")
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("pipeline", "jobs", "serve")
-_PASSED = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
-_GOING = ("PENDING", "RUNNING")
-_WRITTEN = ("output", "pools", "json", "html", "plot", "errors", "work")
+_PASSED_VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
+_ACTIVE = ("PENDING", "RUNNING")
+_OUTPUT_OPTIONS = ("output", "pools", "json", "html", "plot", "errors", "work")
 """Options of jobs that name what they write."""
 
 
@@ -60,18 +60,18 @@ class Config:
     """Print what would be sent, and ask no cluster."""
 
     def __post_init__(self) -> None:
-        allowed = re.fullmatch(r"[A-Za-z0-9_.-]*", self.name) is not None
-        require(allowed, "name", self.name, "letters, digits, -, _ and .")
+        is_allowed = re.fullmatch(r"[A-Za-z0-9_.-]*", self.name) is not None
+        require(is_allowed, "name", self.name, "letters, digits, -, _ and .")
         require(self.max_upload_mib >= 1, "max_upload_mib", self.max_upload_mib, ">= 1")
 
 
 @dataclass(frozen=True)
 class _Parcel:
-    """What is sent."""
+    """The upload to the cluster."""
 
     entrypoint: str
     files: dict[str, Path] = field(repr=False)
-    """By their path below the job's working directory."""
+    """Files by their path below the job's working directory."""
     environment: dict[str, str] = field(repr=False)
 
     @property
@@ -107,7 +107,7 @@ def run(config: Config) -> program.Summary:
 
 
 def _pack(config: Config) -> _Parcel:
-    """Raises BadInput for a job that there is not, for what cannot travel, and for too much."""
+    """Raises BadInput for an unknown job, for files that cannot be uploaded, and for too large an upload."""
     verb, *arguments = config.command or ("",)
     verbs = sorted(file.stem for file in (_ROOT / "jobs").glob("*.py") if _is_job(file))
     require(verb in verbs, "--", verb, f"a job: {', '.join(verbs)}")
@@ -126,8 +126,8 @@ def _pack(config: Config) -> _Parcel:
         if Path(path).is_dir():
             raise BadInput(f"{word}: a folder of this machine; allowed: a URI that all nodes reach, such "
                            "as s3://…, or an absolute path that all nodes have")  # fmt: skip
-        inside = Path(path).resolve().is_relative_to(Path.cwd())
-        require(inside, "--", word, "files below the working directory")
+        is_inside = Path(path).resolve().is_relative_to(Path.cwd())
+        require(is_inside, "--", word, "files below the working directory")
         files[Path(path).resolve().relative_to(Path.cwd()).as_posix()] = Path(path)
     entrypoint = shlex.join([*_JOB, f"jobs.{verb}", *arguments])
     parcel = _Parcel(entrypoint, files, environment(config.env))
@@ -146,15 +146,18 @@ def _check_outputs(step: workflow.Step) -> None:
     which the cluster removes."""
     config = step.config()
     if step.verb == "workflow":
-        for inner in workflow.read_steps(config.file, config.set):
-            if inner.verb:  # other programs need be installed on the cluster alone
-                workflow.check(inner)
-                _check_outputs(inner)
-    for name in _WRITTEN:
+        for inner_step in workflow.read_steps(config.file, config.set):
+            if inner_step.verb:  # other programs need be installed on the cluster alone
+                workflow.check(inner_step)
+                _check_outputs(inner_step)
+    for name in _OUTPUT_OPTIONS:
         uri = getattr(config, name, "")
-        lost = bool(uri) and storage.is_local(uri) and not Path(uri).is_absolute()
+        is_lost = bool(uri) and storage.is_local(uri) and not Path(uri).is_absolute()
         require(
-            not lost, name, uri, "a URI that all nodes reach, such as s3://…, or an absolute path"
+            not is_lost,
+            name,
+            uri,
+            "a URI that all nodes reach, such as s3://…, or an absolute path",
         )
 
 
@@ -180,16 +183,18 @@ def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
     for name in names:
         if name not in os.environ:
             raise BadInput(f"--env {name}: no such variable in this environment")
-    found = {name: os.environ[name] for name in (*_PASSED, *names) if os.environ.get(name)}
-    uri = found.get("MLFLOW_TRACKING_URI", "")
+    variables = {
+        name: os.environ[name] for name in (*_PASSED_VARIABLES, *names) if os.environ.get(name)
+    }
+    uri = variables.get("MLFLOW_TRACKING_URI", "")
     if not uri or uri.startswith(("sqlite:", "file:", "/", ".")):
-        found.pop("MLFLOW_TRACKING_URI", None)
-        what = f"{uri} is a file of this machine" if uri else "is not set"
-        print(f"MLFLOW_TRACKING_URI {what}: the job logs to a file in its folder, which the cluster removes; "
-              "start a server to keep its runs", file=sys.stderr)  # fmt: skip
+        variables.pop("MLFLOW_TRACKING_URI", None)
+        reason = f"{uri} is a file of this machine" if uri else "is not set"
+        print(f"MLFLOW_TRACKING_URI {reason}: the job logs to a file in its folder, which the cluster "
+              "removes; start a server to keep its runs", file=sys.stderr)  # fmt: skip
     if revision := git_revision():
-        found["POLYRANK_GIT_REVISION"] = revision
-    return found
+        variables["POLYRANK_GIT_REVISION"] = revision
+    return variables
 
 
 def _connect(address: str) -> Any:
@@ -200,34 +205,34 @@ def _connect(address: str) -> Any:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    shown = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
+    url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
     try:
-        client = JobSubmissionClient(shown)
+        client = JobSubmissionClient(url)
         cluster = client.get_version()
     except AuthenticationError as error:
-        raise BadInput(f"--address {shown}: {_first_line(error)} (RAY_AUTH_TOKEN or ~/.ray/auth_token; "
+        raise BadInput(f"--address {url}: {_first_line(error)} (RAY_AUTH_TOKEN or ~/.ray/auth_token; "
                        "RAY_AUTH_MODE=disabled for a cluster without tokens)") from None  # fmt: skip
     except (OSError, RuntimeError, ValueError, requests.RequestException) as error:
-        raise BadInput(f"--address {shown}: no cluster answers ({_first_line(error)})") from None
+        raise BadInput(f"--address {url}: no cluster answers ({_first_line(error)})") from None
     del cluster
-    found = client._server_ray_version
-    if found and found != ray.__version__:
-        raise BadInput(f"--address {shown}: the cluster runs Ray {found}, this machine {ray.__version__}; "
-                       "allowed: the same version")  # fmt: skip
+    cluster_version = client._server_ray_version
+    if cluster_version and cluster_version != ray.__version__:
+        raise BadInput(f"--address {url}: the cluster runs Ray {cluster_version}, this machine "
+                       f"{ray.__version__}; allowed: the same version")  # fmt: skip
     return client
 
 
 def _submit(client: Any, name: str, parcel: _Parcel) -> str:
     """Returns the id: the name, or name-2, name-3, … where the ones before have failed."""
-    before = {str(job.submission_id): str(job.status.value) for job in client.list_jobs()}
-    chosen, number = name, 1
-    while (status := before.get(chosen)) is not None:
-        if status in _GOING or status == "SUCCEEDED":
-            raise BadInput(f"--name {name}: {chosen} is {status}; choose another name")
+    status_of_job = {str(job.submission_id): str(job.status.value) for job in client.list_jobs()}
+    job_id, number = name, 1
+    while (status := status_of_job.get(job_id)) is not None:
+        if status in _ACTIVE or status == "SUCCEEDED":
+            raise BadInput(f"--name {name}: {job_id} is {status}; choose another name")
         number += 1
-        chosen = f"{name}-{number}"
+        job_id = f"{name}-{number}"
     if number > 1:
-        print(f"{chosen} resumes {name}", file=sys.stderr, flush=True)
+        print(f"{job_id} resumes {name}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for path, file in parcel.files.items():
             target = Path(folder) / path
@@ -236,14 +241,14 @@ def _submit(client: Any, name: str, parcel: _Parcel) -> str:
         try:
             client.submit_job(
                 entrypoint=parcel.entrypoint,
-                submission_id=chosen,
+                submission_id=job_id,
                 runtime_env={"working_dir": folder, "env_vars": parcel.environment},
                 metadata={"revision": parcel.environment.get("POLYRANK_GIT_REVISION", "")},
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise BadInput(f"--name {chosen}: not taken ({_first_line(error)})") from None
-    print(f"{chosen} is submitted", file=sys.stderr, flush=True)
-    return chosen
+            raise BadInput(f"--name {job_id}: not taken ({_first_line(error)})") from None
+    print(f"{job_id} is submitted", file=sys.stderr, flush=True)
+    return job_id
 
 
 def _follow(client: Any, name: str) -> tuple[str, int | None]:

@@ -40,19 +40,19 @@ def run(config: Config) -> program.Summary:
 
     tokenized_corpus.require_train(corpus)
     if config.dry_run:
-        found = tokenized_corpus.estimate(corpus, source, config.tokenize)
-        return cost.show("tokenize_corpus", found)
+        estimate = tokenized_corpus.estimate(corpus, source, config.tokenize)
+        return cost.show("tokenize_corpus", estimate)
     vocabulary = tokenized_corpus.Vocabulary.of(Tokenizer.load(source.local()), config.tokenizer)
     out = draft(config.output, TOKENS, config, {"corpus": corpus, "tokenizer": reference})
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
     with cluster.session(for_tasks=True), tracking.start("tokenize_corpus", out) as tracked:
-        made = tokenized_corpus.tokenize(out, corpus, source, vocabulary, config.tokenize)
-        done = out.publish(
-            made.files, made.counts, made.dropped, run_id=tracked.run_id, **made.facts
+        tokens = tokenized_corpus.tokenize(out, corpus, source, vocabulary, config.tokenize)
+        tokenized = out.publish(
+            tokens.files, tokens.counts, tokens.dropped, run_id=tracked.run_id, **tokens.facts
         )
-        tracking.finish(tracked, done)
-    return program.published(done, already_there=False)
+        tracking.finish(tracked, tokenized)
+    return program.artifact_summary(tokenized, already_there=False)
 
 
 if __name__ == "__main__":

@@ -36,23 +36,23 @@ def run(config: Config) -> program.Summary:
     inputs = {f"corpus.{number}": corpus for number, corpus in enumerate(corpora.values())}
     out = draft(config.output, "tokenizer", config, inputs)
     if isinstance(out, Artifact):
-        return program.published(out, already_there=True)
+        return program.artifact_summary(out, already_there=True)
 
     from pipeline import tracking
     from pipeline.training import tokenizer
 
     with tracking.start("train_tokenizer", out) as tracked, tempfile.TemporaryDirectory() as folder:
-        learnt = tokenizer.learn(list(corpora.values()), config.tokenizer)
-        tokenizer.save(learnt, Path(folder))
+        learnt_tokenizer = tokenizer.learn(list(corpora.values()), config.tokenizer)
+        tokenizer.save(learnt_tokenizer, Path(folder))
         storage.upload(Path(folder), out.staging)
-        counts = {"vocabulary": len(learnt)}
-        done = out.publish(folder_entries(Path(folder)), counts, run_id=tracked.run_id)
-        tracking.finish(tracked, done)
-    return program.published(done, already_there=False)
+        counts = {"vocabulary": len(learnt_tokenizer)}
+        artifact = out.publish(folder_entries(Path(folder)), counts, run_id=tracked.run_id)
+        tracking.finish(tracked, artifact)
+    return program.artifact_summary(artifact, already_there=False)
 
 
 def _estimate(config: Config, corpora: list[Artifact]) -> cost.Estimate:
-    """One process reads the train splits, as far as `max_examples` says."""
+    """The cost of one process that reads at most `max_examples` examples of the train splits."""
     entries = [entry for corpus in corpora for entry in example_files(corpus, "train")]
     sizes = [entry["bytes"] for entry in entries]
     rows = min(sum(entry["rows"] for entry in entries), config.tokenizer.max_examples)

@@ -1,6 +1,6 @@
 """Runs the jobs of a file one after the other: `python -m jobs.workflow jobs/workflows/dialogue.yaml`.
 
-A workflow is a list of commands. Each job knows itself what is finished, so the same workflow again
+A workflow is a list of commands. Each job recognises its finished output, so the same workflow again
 continues where it stopped.
 """
 
@@ -68,14 +68,14 @@ class Step:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Those of the job."""
+        """The job's options."""
         return self.command[2 if self.command[0] == "polyrank" else 3 :]
 
     @property
     def config_class(self) -> type:
-        """That of the job."""
-        found: type = importlib.import_module(f"jobs.{self.verb}").Config
-        return found
+        """The job's Config class."""
+        config_class: type = importlib.import_module(f"jobs.{self.verb}").Config
+        return config_class
 
     def config(self) -> Any:
         """The job's settings. Raises BadInput for options that it does not take."""
@@ -89,13 +89,20 @@ def run(config: Config) -> program.Summary:
     skipped = names[: names.index(config.start_at)] if config.start_at else []
     for step in steps:
         check(step)
-    done: list[dict[str, Any]] = []
+    summaries: list[dict[str, Any]] = []
     for number, step in enumerate(steps, 1):
         if step.name in skipped:
             continue
         print(f"\n== {number}/{len(steps)} {step.name}: {shlex.join(step.command)}", flush=True)
-        done.append(_estimate(step, first=not done) if config.dry_run else _run(config, step))
-    return {"workflow": config.file, "dry_run": config.dry_run, "skipped": skipped, "steps": done}
+        summaries.append(
+            _estimate(step, first=not summaries) if config.dry_run else _run_step(config, step)
+        )
+    return {
+        "workflow": config.file,
+        "dry_run": config.dry_run,
+        "skipped": skipped,
+        "steps": summaries,
+    }
 
 
 def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
@@ -104,35 +111,37 @@ def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
     Raises BadInput for a file that is no workflow and for a variable without a value.
     """
     try:
-        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        document = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise BadInput(f"{file}: not a workflow ({error})") from None
-    shape = isinstance(found, dict) and set(found) <= {"variables", "steps"}
-    require(shape and isinstance(found.get("steps"), dict), file, _short(found),
+    has_known_keys = isinstance(document, dict) and set(document) <= {"variables", "steps"}
+    require(has_known_keys and isinstance(document.get("steps"), dict), file, _shortened(document),
             "a mapping with `steps` and, if needed, `variables`")  # fmt: skip
-    values = _variables(file, found.get("variables") or {}, settings)
+    values = _variables(file, document.get("variables") or {}, settings)
     steps = []
-    for name, command in found["steps"].items():
+    for name, command in document["steps"].items():
         require(isinstance(command, str) and bool(command.strip()), f"{file}: steps.{name}",
-                _short(command), "a command")  # fmt: skip
-        where = f"{file}: steps.{name}"
+                _shortened(command), "a command")  # fmt: skip
+        place = f"{file}: steps.{name}"
         try:
-            words = shlex.split(_replace(command, values, where), comments=True)
+            words = shlex.split(_replace(command, values, place), comments=True)
         except ValueError as error:
-            raise BadInput(f"{where}: {error} in {_short(command)!r}") from None
-        require(bool(words), where, _short(command), "a command")
+            raise BadInput(f"{place}: {error} in {_shortened(command)!r}") from None
+        require(bool(words), place, _shortened(command), "a command")
         steps.append(Step(str(name), tuple(words)))
     require(bool(steps), f"{file}: steps", "none", "one step or more")
     return steps
 
 
 def _variables(file: str, declared: Any, settings: tuple[str, ...]) -> dict[str, str]:
-    require(isinstance(declared, dict), f"{file}: variables", _short(declared), "names with values")
+    require(
+        isinstance(declared, dict), f"{file}: variables", _shortened(declared), "names with values"
+    )
     values: dict[str, Any] = dict(declared)
     for setting in settings:
         name, equals, value = setting.partition("=")
-        known = bool(equals) and name in declared
-        require(known, "set", setting, f"NAME=VALUE with one of: {', '.join(declared)}")
+        is_declared = bool(equals) and name in declared
+        require(is_declared, "set", setting, f"NAME=VALUE with one of: {', '.join(declared)}")
         values[name] = value
     if missing := [name for name, value in values.items() if value is None]:
         raise BadInput(f"--set {missing[0]}=…: missing; {file} has no value for it")
@@ -142,71 +151,73 @@ def _variables(file: str, declared: Any, settings: tuple[str, ...]) -> dict[str,
     return resolved
 
 
-def _replace(text: str, values: Mapping[str, str], where: str) -> str:
+def _replace(text: str, values: Mapping[str, str], place: str) -> str:
     try:
         return string.Template(text).substitute(values)
     except KeyError as error:
-        raise BadInput(f"{where}: ${{{error.args[0]}}} is no variable; known: {', '.join(values)}"
+        raise BadInput(f"{place}: ${{{error.args[0]}}} is no variable; known: {', '.join(values)}"
                        ) from None  # fmt: skip
     except ValueError as error:
-        raise BadInput(f"{where}: {error}; a dollar sign is written $$") from None
+        raise BadInput(f"{place}: {error}; a dollar sign is written $$") from None
 
 
 def check(step: Step) -> None:
-    """Raises BadInput for a command that could not start, before any step runs."""
+    """Raises BadInput for a command that cannot start. Called before any step runs."""
     if not step.verb:
-        found = shutil.which(step.command[0], path=_environment()["PATH"])
-        require(found is not None, f"steps.{step.name}", step.command[0], "an installed program")
+        program_path = shutil.which(step.command[0], path=_environment()["PATH"])
+        require(
+            program_path is not None, f"steps.{step.name}", step.command[0], "an installed program"
+        )
         return
-    known = (_ROOT / "jobs" / f"{step.verb}.py").is_file()
-    require(known, f"steps.{step.name}", step.verb, "a job, such as finetune")
+    job_exists = (_ROOT / "jobs" / f"{step.verb}.py").is_file()
+    require(job_exists, f"steps.{step.name}", step.verb, "a job, such as finetune")
     try:
         step.config()
     except BadInput as error:
         raise BadInput(f"steps.{step.name}: {error}") from None
 
 
-def _run(config: Config, step: Step) -> dict[str, Any]:
+def _run_step(config: Config, step: Step) -> dict[str, Any]:
     """The step's name, seconds, and a job's own summary. Raises BadInput or Stopped if it fails."""
     began = time.monotonic()
-    code, last = _start(step.command)
+    code, last_line = _run_command(step.command)
     if code:
-        why = f"step {step.name} failed (exit code {code}); the same command continues there"
-        raise BadInput(why) if code == 2 else Stopped(why)
-    return {"step": step.name, "seconds": round(time.monotonic() - began, 1), **_summary(last)}
+        message = f"step {step.name} failed (exit code {code}); the same command continues there"
+        raise BadInput(message) if code == 2 else Stopped(message)
+    return {"step": step.name, "seconds": round(time.monotonic() - began, 1), **_summary(last_line)}
 
 
 def _estimate(step: Step, first: bool) -> dict[str, Any]:
-    """What the step's own --dry-run says, if it has one and its input exists. Raises BadInput for the first
-    step, whose input no step before it makes."""
+    """The summary of the step's own --dry-run, if it has one and its input exists. Raises BadInput if the
+    first step fails, since no earlier step makes its input."""
     if not step.verb or "dry_run" not in {field.name for field in fields(step.config_class)}:
         return {"step": step.name}
-    verb = step.command[: len(step.command) - len(step.options)]
+    prefix = step.command[: len(step.command) - len(step.options)]
     # Before the options: what follows "--" is another job's.
-    code, last = _start((*verb, "--dry-run", "true", *step.options))
+    code, last_line = _run_command((*prefix, "--dry-run", "true", *step.options))
     if code and first:
         raise BadInput(f"step {step.name} would fail (exit code {code})")
     if code:
         print(f"{step.name}: not known until the steps before it have run", flush=True)
         return {"step": step.name}
-    return {"step": step.name, **_summary(last)}
+    return {"step": step.name, **_summary(last_line)}
 
 
-def _start(command: tuple[str, ...]) -> tuple[int, str]:
+def _run_command(command: tuple[str, ...]) -> tuple[int, str]:
     """Runs a command, passes its output on, and returns its exit code and the last line of output."""
     if command[0] == "polyrank":
         command = (*_JOBS, "jobs", *command[1:])
     words = [sys.executable if command[:2] == _JOBS else command[0], *command[1:]]
     with (
-        _passes_on_sigterm() as children,
+        _forward_sigterm() as children,
         subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=_environment()) as process,
     ):
         children.append(process)
-        last = ""
+        last_line = ""
         for line in process.stdout or ():
             print(line, end="", flush=True)
-            last = line
-    return process.returncode, last
+            last_line = line
+    return process.returncode, last_line
 
 
 def _environment() -> dict[str, str]:
@@ -217,7 +228,7 @@ def _environment() -> dict[str, str]:
 
 
 @contextmanager
-def _passes_on_sigterm() -> Iterator[list[subprocess.Popen[str]]]:
+def _forward_sigterm() -> Iterator[list[subprocess.Popen[str]]]:
     """SIGTERM ends the running step too; Ctrl-C reaches it by itself."""
     children: list[subprocess.Popen[str]] = []
 
@@ -226,23 +237,23 @@ def _passes_on_sigterm() -> Iterator[list[subprocess.Popen[str]]]:
             child.terminate()
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    previous_handler = signal.signal(signal.SIGTERM, end)
     try:
         yield children
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _summary(line: str) -> dict[str, Any]:
-    """A job's last line of output; nothing of another program's."""
+    """The summary in a job's last line of output; empty for another program."""
     try:
-        found = json.loads(line)
+        summary = json.loads(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) and "job" in found else {}
+    return summary if isinstance(summary, dict) and "job" in summary else {}
 
 
-def _short(value: object) -> str:
+def _shortened(value: object) -> str:
     return str(value)[:80]
 
 

@@ -1,1 +1,1 @@
-"""What answers: a FastAPI application on Ray Serve."""
+"""The service: a FastAPI application on Ray Serve."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from serve import errors, playground, wire
 from serve.engine import Engine
-from serve.errors import REFUSALS, Refusal, documented
+from serve.errors import REFUSALS, Refusal, error_responses
 from serve.fields import FilledText, Integer, Turn
 from serve.guard import Guard
 from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
@@ -90,7 +90,7 @@ class RankRequest(Strict):
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> RankRequest:
+    def _check_source(self) -> RankRequest:
         if not any(turn.strip() for turn in self.turns):
             raise ValueError("context: every turn is empty")
         if (self.candidates is None) == (self.pool is None):
@@ -108,10 +108,10 @@ class RankRequest(Strict):
         candidates = None
         if self.candidates is not None:
             candidates = [
-                CandidateText(str(place), given)
-                if isinstance(given, str)
-                else CandidateText(given.id, given.text)
-                for place, given in enumerate(self.candidates)
+                CandidateText(str(place), candidate)
+                if isinstance(candidate, str)
+                else CandidateText(candidate.id, candidate.text)
+                for place, candidate in enumerate(self.candidates)
             ]
         where = tuple((name, tuple(values)) for name, values in (self.where or {}).items())
         allow = None if self.allow is None else tuple(self.allow)
@@ -222,20 +222,20 @@ def create_app(
     )
     errors.install(app)
     playground.install(app)
-    full = service.queue.full if service else lambda: None
-    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes, full=full)
+    overload = service.queue.overload if service else lambda: None
+    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes, overload=overload)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
             allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
 
-    def loaded() -> Service:
+    def require_service() -> Service:
         if service is None:
             raise Refusal("not_ready", "no model is loaded", None, 1.0)
         return service
 
-    @app.post("/rank", responses=documented(*REFUSALS, "unknown_pool", "shard_missing"))
+    @app.post("/rank", responses=error_responses(*REFUSALS, "unknown_pool", "shard_missing"))
     async def rank(
         body: Annotated[
             Annotated[RankRequest, Tag("<object>")]
@@ -247,37 +247,38 @@ def create_app(
         request: Request,
     ) -> RankResponse | list[RankResponse]:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
-        ranker, began = loaded(), time.monotonic()
+        ranker, began = require_service(), time.monotonic()
         engine = ranker.engine
         deadline: float = request.state.deadline
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
             return _response(answer, 1000 * (time.monotonic() - began))
         rankings = [
-            asyncio.ensure_future(ranker.rank(one.query(), deadline, engine)) for one in body
+            asyncio.ensure_future(ranker.rank(ranking_request.query(), deadline, engine))
+            for ranking_request in body
         ]
         try:
             answers = await asyncio.gather(*rankings)
         finally:
-            for ranking in rankings:  # where one is refused, nobody waits for the others
+            for ranking in rankings:  # after a refusal nobody waits for the others
                 ranking.cancel()
-        took = 1000 * (time.monotonic() - began)
-        return [_response(answer, took) for answer in answers]
+        milliseconds = 1000 * (time.monotonic() - began)
+        return [_response(answer, milliseconds) for answer in answers]
 
-    @app.post("/classify", responses=documented(*REFUSALS, "no_classifier"))
+    @app.post("/classify", responses=error_responses(*REFUSALS, "no_classifier"))
     async def classify(body: ClassifyRequest, request: Request) -> ClassifyResponse:
         """Classifies texts by intent."""
-        ranker, began = loaded(), time.monotonic()
+        ranker, began = require_service(), time.monotonic()
         intents, classified = await ranker.classify(body.texts, request.state.deadline)
         results = [
             Classification(
                 intents=[
                     Intent(intent=intent, probability=value)
-                    for intent, value in intents.classifier.best(one, body.top_k)
+                    for intent, value in intents.classifier.best(text_intents, body.top_k)
                 ],
-                out_of_scope=one.out_of_scope,
+                out_of_scope=text_intents.out_of_scope,
             )
-            for one in classified
+            for text_intents in classified
         ]
         return ClassifyResponse(
             results=results,
@@ -291,18 +292,18 @@ def create_app(
         """Whether the process answers. It does not wait for rankings."""
         return Health(status="ok")
 
-    @app.get("/ready", responses=documented("not_ready"))
+    @app.get("/ready", responses=error_responses("not_ready"))
     async def ready() -> Health:
         """Whether a model is loaded."""
-        loaded()
+        require_service()
         return Health(status="ok")
 
-    @app.get("/info", responses=documented("unauthorized", "not_ready"))
+    @app.get("/info", responses=error_responses("unauthorized", "not_ready"))
     async def info() -> dict[str, Any]:
         """The model, the pools, their versions and settings."""
-        return {**loaded().champion.info(), **state()}
+        return {**require_service().champion.info(), **state()}
 
-    wire.add_routes(app, loaded)
+    wire.add_routes(app, require_service)
     return app
 
 
@@ -317,13 +318,13 @@ def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
     return RankResponse(
         results=[
             Result(
-                id=one.id,
-                text=one.text,
-                score=one.score,
-                columns=dict(one.columns),
+                id=result.id,
+                text=result.text,
+                score=result.score,
+                columns=dict(result.columns),
                 weights=result_weights,
             )
-            for one, result_weights in zip(answer.results, weights, strict=True)
+            for result, result_weights in zip(answer.results, weights, strict=True)
         ],
         certified=answer.certified,
         model=engine.model.fingerprint,

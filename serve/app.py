@@ -150,9 +150,9 @@ class Ranker:
         self._args = args
         self._shards = [_DeployedShard(handle) for handle in shards]
         self._metrics = metrics = Metrics()
-        self._follower = self._following(_DECIDER)
+        self._follower = self._make_follower(_DECIDER)
         self._follower.start()
-        self._candidate = self._following(_CANDIDATE)
+        self._candidate = self._make_follower(_CANDIDATE)
         if args.candidate:
             # The champion answers until the candidate is loaded.
             self._candidate.start(until_loaded=False)
@@ -160,27 +160,27 @@ class Ranker:
         self._service = Service(
             lambda: self._follower.engine,
             limits.waiting_s,
-            metrics.batch,
-            metrics.answered,
+            metrics.record_batch,
+            metrics.record_answer,
             limits.batch_rows,
-            self._drawn_candidate,
+            self._draw_candidate,
         )
 
-    def _following(self, decider: str) -> Follower:
+    def _make_follower(self, decider: str) -> Follower:
         replica = serve.get_replica_context().replica_id.unique_id
 
         def ask(report: Report) -> Decision:
             return _ask(decider, report)
 
-        def followed(problems: Sequence[str]) -> None:
+        def record_decision(problems: Sequence[str]) -> None:
             is_champion = decider == _DECIDER and follower.loaded is not None
             pools = follower.engine.info()["pools"] if is_champion else []
-            self._metrics.followed(decider, problems, pools)
+            self._metrics.record_decision(decider, problems, pools)
 
-        follower = Follower(replica, ask, self._load, self._args.poll_s, followed)
+        follower = Follower(replica, ask, self._load, self._args.poll_s, record_decision)
         return follower
 
-    def _drawn_candidate(self) -> Engine | None:
+    def _draw_candidate(self) -> Engine | None:
         """The candidate, if the next request is one of its share."""
         return self._candidate.loaded if random.random() < self._args.candidate_share else None
 
@@ -192,19 +192,22 @@ class Ranker:
 
     def _load(self, versions: Versions) -> Engine:
         args = self._args
-        whole, cut = versions.pools[: len(args.pools)], versions.pools[len(args.pools) :]
+        local_pools, sharded_pools = (
+            versions.pools[: len(args.pools)],
+            versions.pools[len(args.pools) :],
+        )
         sharded = [
             ShardedPool(
                 version,
                 self._shards,
                 args.shard_wait_s,
                 args.on_missing_shard,
-                self._metrics.missing_shard,
+                self._metrics.record_missing_shard,
             )
-            for version in cut
+            for version in sharded_pools
         ]
         engine = Engine(
-            versions.model, whole, args.precision, args.second_stage, args.classifier, sharded
+            versions.model, local_pools, args.precision, args.second_stage, args.classifier, sharded
         )
         if engine.model.fingerprint != versions.fingerprint:
             engine.close()
@@ -242,7 +245,7 @@ class RankerShard:
 
     def __init__(self, number: int, args: Args) -> None:
         share = Share(number, args.shards)
-        self._shard = PoolShard(share, args.limits.waiting_s, Metrics().batch)
+        self._shard = PoolShard(share, args.limits.waiting_s, Metrics().record_batch)
         for pool in args.sharded_pools:  # probably what the rankers ask for
             with suppress(BadInput, OSError):
                 self._shard.preload(pool)
@@ -264,8 +267,8 @@ class _DeployedShard:
         facts: ShardFacts | ShardRefusal
         try:
             facts = self._handle.open.remote(version).result(timeout_s=_OPEN_S)
-            others = self._handle.broadcast("open", version)
-            others.results(timeout_s=_OPEN_S, return_exceptions=True)
+            other_replicas = self._handle.broadcast("open", version)
+            other_replicas.results(timeout_s=_OPEN_S, return_exceptions=True)
         except (TimeoutError, RayError, RayServeException) as error:
             raise ShardUnavailable(str(error).splitlines()[0]) from None
         return facts
@@ -302,9 +305,9 @@ def application(args: Args, **options: Any) -> serve.Application:
     for pool in open_pools(versions.model, versions.pools[: len(args.pools)]).values():
         pool.close()
     token_hashes()
-    second = _absolute(args.second_stage)
-    if second:
-        read_settings(open_artifact(second, "ranker")).require_pairs()
+    second_stage = _absolute(args.second_stage)
+    if second_stage:
+        read_settings(open_artifact(second_stage, "ranker")).require_pairs()
     classifier = _absolute(args.classifier)
     if classifier:
         open_classifier(classifier)[1].open_encoder()
@@ -319,14 +322,14 @@ def application(args: Args, **options: Any) -> serve.Application:
         DeploymentActorConfig(
             name=name,
             actor_class=ray.remote(Decider),
-            init_kwargs={"targets": wanted, "poll_s": args.poll_s},
+            init_kwargs={"targets": target, "poll_s": args.poll_s},
             actor_options={"num_cpus": 0},
         )
-        for name, wanted in targets.items()
+        for name, target in targets.items()
     ]
     args = args.model_copy(
         update={
-            "second_stage": second,
+            "second_stage": second_stage,
             "classifier": classifier,
             "sharded_pools": list(pools[len(args.pools) :]),
         }
@@ -335,8 +338,10 @@ def application(args: Args, **options: Any) -> serve.Application:
         name=args.name, deployment_actors=deciders, **options
     )
     shards = range(args.shards if args.sharded_pools else 0)
-    bound: serve.Application = deployment.bind(args, [_shard(number, args) for number in shards])
-    return bound
+    bound_app: serve.Application = deployment.bind(
+        args, [_shard(number, args) for number in shards]
+    )
+    return bound_app
 
 
 def _shard(number: int, args: Args) -> serve.Application:
@@ -345,8 +350,8 @@ def _shard(number: int, args: Args) -> serve.Application:
         num_replicas=args.shard_replicas,
         ray_actor_options={"num_cpus": args.shard_cpus},
     )
-    bound: serve.Application = deployment.bind(number, args)
-    return bound
+    bound_app: serve.Application = deployment.bind(number, args)
+    return bound_app
 
 
 def _absolute(model: str) -> str:

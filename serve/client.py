@@ -26,16 +26,16 @@ import httpx2
 
 from serve.limits import MAX_TIMEOUT_MS
 
-_AGAIN = (429, 503)
+_RETRIED_STATUSES = (429, 503)
 _FIRST_WAIT_S = 0.1  # after a lost connection; twice as long each time
 _JITTER = 0.5  # clients that were refused together come back over so much more of the wait
-_SHOWN = 200  # characters of an answer that is not the service's
+_SHOWN_CHARACTERS = 200  # of an answer that is not the service's
 
 ResultT = TypeVar("ResultT")
 
 
 class ServiceError(Exception):
-    """What the service refused, or why it gave no answer."""
+    """The service refused a request, or gave no answer."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class ServiceError(Exception):
         """The service's; or unreachable, too_late, not_understood."""
         self.message = message
         self.field = field
-        """What is wrong in the request."""
+        """The wrong field of the request."""
         self.status = status
-        """Of HTTP; 0: there was no answer."""
+        """HTTP status; 0: no answer came."""
         self.request_id = request_id
-        """What the service's log calls the request."""
+        """The request's id in the service's log."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Question:
     pool: str | None = None
     top_k: int = 10
     where: Mapping[str, Sequence[str]] | None = None
-    """Of a pool: columns, and the values that count."""
+    """With a pool: columns, and the values that count."""
     allow: Sequence[str] | None = None
-    """Of a pool: the ids that count."""
+    """With a pool: the ids that count."""
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The question as JSON."""
         body = {name: value for name, value in vars(self).items() if value is not None}
         if isinstance(self.candidates, Mapping):
             texts = self.candidates.items()
@@ -103,7 +103,7 @@ class Ranking:
     pool: str | None
     pool_version: str | None
     milliseconds: float
-    """That the service took."""
+    """The service's time."""
     missing_shards: Sequence[int] = ()
     """Parts of the pool that did not answer: better rows may be there."""
 
@@ -142,7 +142,7 @@ class Client:
         return self._run(self._calls.rank_many(questions, request_id))
 
     def info(self) -> dict[str, Any]:
-        """What is served. Raises ServiceError."""
+        """The served model and pools. Raises ServiceError."""
         return self._run(self._calls.info())
 
     def ready(self) -> bool:
@@ -169,8 +169,8 @@ class Client:
             while True:
                 self._sleep(attempt.wait_s)
                 attempt = call.send(self._outcome(attempt))
-        except StopIteration as done:
-            result: ResultT = done.value
+        except StopIteration as stop:
+            result: ResultT = stop.value
             return result
 
     def _outcome(self, attempt: _Attempt) -> _Outcome:
@@ -236,8 +236,8 @@ class AsyncClient:
             while True:
                 await self._sleep(attempt.wait_s)
                 attempt = call.send(await self._outcome(attempt))
-        except StopIteration as done:
-            result: ResultT = done.value
+        except StopIteration as stop:
+            result: ResultT = stop.value
             return result
 
     async def _outcome(self, attempt: _Attempt) -> _Outcome:
@@ -247,7 +247,7 @@ class AsyncClient:
             return error
 
 
-# What both clients do: a call yields what is to be sent next, is sent the outcome, and returns the result.
+# Shared by both clients: a call yields the next attempt, receives its outcome, and returns the result.
 
 
 @dataclass(frozen=True)
@@ -279,9 +279,9 @@ class _Calls:
         return self._call("GET", "/info", dict[str, Any])
 
     def ready(self) -> _Call[bool]:
-        once = replace(self, retries=0)
+        single_attempt = replace(self, retries=0)
         try:
-            return (yield from once._call("GET", "/ready", lambda answer: True))
+            return (yield from single_attempt._call("GET", "/ready", lambda answer: True))
         except ServiceError as error:
             if error.status not in (0, 503):
                 raise
@@ -307,51 +307,51 @@ class _Calls:
             outcome = yield _Attempt(wait_s, {**request, "timeout": left_s})
             attempts += 1
             if isinstance(outcome, httpx2.Response) and outcome.is_success:
-                return _parsed(outcome, parse)
+                return _parse_answer(outcome, parse)
             wait_s = _wait_s(outcome, attempts)
             is_over = attempts > self.retries or wait_s >= deadline - time.monotonic()
-            if is_over or not _is_passing(outcome):
+            if is_over or not _may_pass(outcome):
                 raise self._error(outcome, headers["x-request-id"])
 
     def _error(self, outcome: _Outcome, request_id: str) -> ServiceError:
         if isinstance(outcome, httpx2.TimeoutException):
-            said = f"no answer within {self.timeout_s:g} s"
-            return ServiceError("too_late", said, request_id=request_id)
+            message = f"no answer within {self.timeout_s:g} s"
+            return ServiceError("too_late", message, request_id=request_id)
         if isinstance(outcome, httpx2.RequestError):
-            said = str(outcome) or type(outcome).__name__
-            return ServiceError("unreachable", said, request_id=request_id)
+            message = str(outcome) or type(outcome).__name__
+            return ServiceError("unreachable", message, request_id=request_id)
         try:
             error = outcome.json()["error"]
             problem = (str(error["code"]), str(error["message"]), error["field"])
         except (ValueError, LookupError, TypeError):
-            return _not_understood(outcome)
+            return _unknown_answer(outcome)
         return ServiceError(*problem, outcome.status_code, request_id)
 
 
-def _is_passing(outcome: _Outcome) -> bool:
+def _may_pass(outcome: _Outcome) -> bool:
     if isinstance(outcome, httpx2.Response):
-        return outcome.status_code in _AGAIN
+        return outcome.status_code in _RETRIED_STATUSES
     return isinstance(outcome, (httpx2.NetworkError, httpx2.RemoteProtocolError))
 
 
 def _wait_s(outcome: _Outcome, attempts: int) -> float:
     wait_s: float = _FIRST_WAIT_S * 2 ** (attempts - 1)
     if isinstance(outcome, httpx2.Response):
-        asked: str = outcome.headers.get("retry-after", "")
-        wait_s = max(wait_s, float(asked) if asked.isdecimal() else 0.0)
+        retry_after: str = outcome.headers.get("retry-after", "")
+        wait_s = max(wait_s, float(retry_after) if retry_after.isdecimal() else 0.0)
     return wait_s * random.uniform(1, 1 + _JITTER)
 
 
-def _parsed(answer: httpx2.Response, parse: Callable[[Any], ResultT]) -> ResultT:
+def _parse_answer(answer: httpx2.Response, parse: Callable[[Any], ResultT]) -> ResultT:
     try:
         return parse(answer.json())
     except (ValueError, LookupError, TypeError):
-        raise _not_understood(answer) from None
+        raise _unknown_answer(answer) from None
 
 
-def _not_understood(answer: httpx2.Response) -> ServiceError:
-    said = f"HTTP {answer.status_code}, not an answer of the service: {answer.text[:_SHOWN]!r}"
-    return ServiceError("not_understood", said, None, answer.status_code,
+def _unknown_answer(answer: httpx2.Response) -> ServiceError:
+    message = f"HTTP {answer.status_code}, not an answer of the service: {answer.text[:_SHOWN_CHARACTERS]!r}"
+    return ServiceError("not_understood", message, None, answer.status_code,
                         answer.request.headers["x-request-id"])  # fmt: skip
 
 
@@ -359,7 +359,7 @@ def _ranking(answer: Any) -> Ranking:
     """Fields that a later service adds are left out."""
     pool = answer["pool"] or {"name": None, "version": None}
     results = [
-        Result(one["id"], one["text"], one["score"], one["columns"]) for one in answer["results"]
+        Result(row["id"], row["text"], row["score"], row["columns"]) for row in answer["results"]
     ]
     return Ranking(
         results, answer["certified"], answer["model"], pool["name"], pool["version"],
@@ -368,4 +368,4 @@ def _ranking(answer: Any) -> Ranking:
 
 
 def _rankings(answer: Any) -> list[Ranking]:
-    return [_ranking(one) for one in answer]
+    return [_ranking(ranking) for ranking in answer]

@@ -1,4 +1,4 @@
-"""A loaded model with the pools that it embedded, and what can be computed with them in batches.
+"""A loaded model with the pools that it embedded, and their computations in batches.
 
 An engine never changes: another model, or another version of a pool, is another engine. No HTTP, no Ray.
 M vectors a context, D dimensions, C candidates.
@@ -72,8 +72,8 @@ class SecondStage(NamedTuple):
     pairs: Kind
 
 
-class ToExplain(NamedTuple):
-    """A ranking by vectors, to be explained."""
+class ExplainableRanking(NamedTuple):
+    """A ranking by vectors that can be explained."""
 
     row: Sequence[int]
     """The context, of `Ranker.context_rows`."""
@@ -106,8 +106,8 @@ class Engine:
         self._closing = ExitStack()
         for pool in self.pools.values():
             self._closing.callback(pool.close)
-            if (held := lease(pool.artifact.uri)) is not None:
-                self._closing.callback(held.stop)
+            if (beat := lease(pool.artifact.uri)) is not None:
+                self._closing.callback(beat.stop)
         try:
             self._load(precision, second_stage, classifier, sharded)
         except BaseException:
@@ -140,8 +140,8 @@ class Engine:
         self.scores = Kind("scores", self._score, _PRODUCTS)
         self.explanations = Kind("explanations", self._explain, tokens)
         self.sharded = {pool.name: pool for pool in sharded}
-        if both := sorted(self.sharded.keys() & self.pools.keys()):
-            raise BadInput(f"pools: two are named {both[0]!r}")
+        if duplicates := sorted(self.sharded.keys() & self.pools.keys()):
+            raise BadInput(f"pools: two are named {duplicates[0]!r}")
         self.pool_rows = {name: len(pool) for name, pool in self.pools.items()}
         self.pool_rows |= {pool.name: pool.description["candidates"] for pool in sharded}
         self.searches: Mapping[str, Kind] = {}
@@ -178,12 +178,14 @@ class Engine:
 
     def _score(self, rankings: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[float]]:
         """([M, D], [M], candidates [C, D]) → C scores each."""
-        return [inference.vector_scores(self.ranker, *one).tolist() for one in rankings]
+        return [inference.vector_scores(self.ranker, *ranking).tolist() for ranking in rankings]
 
-    def _explain(self, rankings: Sequence[ToExplain]) -> list[Explained]:
+    def _explain(self, rankings: Sequence[ExplainableRanking]) -> list[Explained]:
         return [
-            explanation.explain(self.ranker, one.row, one.vectors_MD, one.mask_M, one.candidates())
-            for one in rankings
+            explanation.explain(
+                self.ranker, ranking.row, ranking.vectors_MD, ranking.mask_M, ranking.candidates()
+            )
+            for ranking in rankings
         ]
 
     # Pools
@@ -232,7 +234,7 @@ class Engine:
             "pools": [
                 {**describe(pool), "columns": filters.columns(pool)} for pool in self.pools.values()
             ]
-            + [{**one.description, "columns": one.columns} for one in self.sharded.values()],
+            + [{**pool.description, "columns": pool.columns} for pool in self.sharded.values()],
         }
 
     # Before it answers
@@ -260,7 +262,10 @@ class Engine:
         canaries = [(*row, vector_D) for row, vector_D in zip(rows, vectors_ND, strict=True)]
         self._check_vectors(pool.artifact.uri, canaries)
         contexts = self.ranker.context_rows([[row.text] for row in rows])
-        queries = [PoolQuery(*one, 10, None) for one in self._encode_contexts(contexts)]
+        queries = [
+            PoolQuery(*context_vectors, 10, None)
+            for context_vectors in self._encode_contexts(contexts)
+        ]
         for answer in self.searches[pool.name].run(queries):
             if not np.isfinite(answer.scores_K).all():
                 raise BadInput(f"{pool.artifact.uri}: a search has scores that are no numbers")
@@ -270,10 +275,10 @@ class Engine:
         if not canaries:
             return
         ids, texts, vectors = zip(*canaries, strict=True)
-        ours_ND = inference.candidate_vectors(self.ranker, list(texts)).numpy()
-        off_N = np.linalg.norm(ours_ND - np.stack(vectors), axis=1)
-        if not (off_N <= _NEAR * np.linalg.norm(ours_ND, axis=1) + 1e-6).all():
-            worst = ids[int(np.argmax(off_N))]
+        expected_ND = inference.candidate_vectors(self.ranker, list(texts)).numpy()
+        distances_N = np.linalg.norm(expected_ND - np.stack(vectors), axis=1)
+        if not (distances_N <= _NEAR * np.linalg.norm(expected_ND, axis=1) + 1e-6).all():
+            worst = ids[int(np.argmax(distances_N))]
             raise BadInput(f"{uri}: the vector of {worst!r} is not what the model makes of its text; "
                            "embed the pool again")  # fmt: skip
 
@@ -284,11 +289,11 @@ def canary_places(rows: int) -> Ints:
 
 
 def search_kind(pool: Pool, attention: Attention) -> Kind:
-    """Searches of a pool, some of which one pass over it answers."""
-    return Kind("search", functools.partial(_search_together, pool, attention), _SEARCHES)
+    """Searches of a pool; one pass over the pool answers several."""
+    return Kind("search", functools.partial(_search_batch, pool, attention), _SEARCHES)
 
 
-def _search_together(
+def _search_batch(
     pool: Pool, attention: Attention, queries: Sequence[PoolQuery]
 ) -> list[PoolAnswer]:
     """Queries with the same filter share their passes over the pool."""
@@ -306,11 +311,11 @@ def _search_together(
             attention,
             among=group[0].among,
         )
-        for at, (place, query) in enumerate(zip(places, group, strict=True)):
+        for row, (place, query) in enumerate(zip(places, group, strict=True)):
             answers[place] = PoolAnswer(
-                answer.places[at, : query.top_k],
-                answer.scores[at, : query.top_k],
-                bool(answer.certified[at]),
+                answer.places[row, : query.top_k],
+                answer.scores[row, : query.top_k],
+                bool(answer.certified[row]),
             )
     return [answers[place] for place in range(len(queries))]
 
@@ -319,8 +324,8 @@ def _score_pairs(
     ranker: Ranker, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[float]:
     """Pairs of a context's and a candidate's row → their scores."""
-    found: list[float] = inference.pair_row_scores(ranker, pairs).tolist()
-    return found
+    scores: list[float] = inference.pair_row_scores(ranker, pairs).tolist()
+    return scores
 
 
 def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
@@ -331,14 +336,14 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     """
     artifact = open_artifact(model, "ranker")
     require_search(artifact, pools)
-    opened: dict[str, Pool] = {}
+    pool_of_name: dict[str, Pool] = {}
     with ExitStack() as closing:
         for uri in pools:
             pool = Pool.open(uri)
             closing.callback(pool.close)
             pool.require_model(artifact)
-            if pool.name in opened:
+            if pool.name in pool_of_name:
                 raise BadInput(f"pools: two are named {pool.name!r}")
-            opened[pool.name] = pool
+            pool_of_name[pool.name] = pool
         closing.pop_all()  # the caller closes them
-    return opened
+    return pool_of_name

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from pipeline.config import BadInput
 
-_SHOWN = 200  # characters of a client's input that an error message repeats
+_SHOWN_CHARACTERS = 200  # of a client's input in an error message
 
 
 class Meaning(NamedTuple):
@@ -101,7 +101,7 @@ def _response(
     return JSONResponse({"error": problem}, CODES[code].status, dict(headers))
 
 
-def overloaded(waiting_s: float, most_waiting_s: float) -> Refusal:
+def overload_refusal(waiting_s: float, most_waiting_s: float) -> Refusal:
     """The refusal of a request because too much work is waiting.
 
     `most_waiting_s`: the limit. Proxies refuse for a tenth of it, so the replica does not run out of work.
@@ -110,7 +110,7 @@ def overloaded(waiting_s: float, most_waiting_s: float) -> Refusal:
     return Refusal("overloaded", message, None, max(1.0, waiting_s), most_waiting_s / 10)
 
 
-def documented(*codes: str) -> dict[int | str, dict[str, Any]]:
+def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route in OpenAPI, for the codes that it may return."""
     texts: dict[int, list[str]] = {}
     for code in codes:
@@ -136,17 +136,17 @@ async def _refusal(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return invalid(error.errors())
+    return invalid_request(error.errors())
 
 
-def invalid(errors: Any) -> JSONResponse:
+def invalid_request(errors: Any) -> JSONResponse:
     """The answer to pydantic's errors: the first of them."""
-    first = errors[0]
-    if first["type"] == "json_invalid":
+    problem = errors[0]
+    if problem["type"] == "json_invalid":
         return _response("invalid_json", "the body is not JSON", None, {})
     # Parts in <> name the type that a value was read as; they are not fields.
-    place = [_short(part) for part in first["loc"] if part != "body" and str(part)[:1] != "<"]
-    message = str(first["msg"]).removeprefix("Value error, ")
+    place = [_shortened(part) for part in problem["loc"] if part != "body" and str(part)[:1] != "<"]
+    message = str(problem["msg"]).removeprefix("Value error, ")
     if not place:  # a rule over several fields, whose message names them
         return _response("invalid_request", message, None, {})
     field = ".".join(place)
@@ -157,7 +157,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "internal")
-    message = f"{_short(request.url.path)}: {CODES[code].text}"
+    message = f"{_shortened(request.url.path)}: {CODES[code].text}"
     return _response(code, message, None, error.headers or {})
 
 
@@ -165,7 +165,7 @@ async def _bad_input(request: Request, error: Exception) -> JSONResponse:
     return _response("invalid_request", str(error), None, {})
 
 
-def _short(text: object) -> str:
+def _shortened(text: object) -> str:
     """A client's input, truncated."""
     line = str(text)
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"

@@ -1,6 +1,6 @@
 """The part of following versions that is in each replica: it loads what the decider proposes, and swaps.
 
-What is wanted and what is decided: `versions.py`.
+`versions.py` has the wanted and the decided versions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Follower:
     ask: Callable[[Report], Decision]
     load: Callable[[Versions], Engine]
     poll_s: float
-    followed: Callable[[Sequence[str]], None] = lambda problems: None
+    record_decision: Callable[[Sequence[str]], None] = lambda problems: None
     """Called with the problems after each question to the decider, also where it failed."""
     problems: tuple[str, ...] = ()
     _engine: Engine | None = None
     _serving: Versions | None = None
-    _beside: tuple[Versions, Engine] | None = None
+    _prepared: tuple[Versions, Engine] | None = None
     _retry_at: dict[str, float] = field(default_factory=dict)
     """Keys of versions that could not be loaded, and when to try again."""
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -47,14 +47,14 @@ class Follower:
             decision = self._step()
             if self._engine is not None:
                 break
-            if self._beside is None and decision.decided is None and decision.proposed is None:
+            if self._prepared is None and decision.decided is None and decision.proposed is None:
                 raise BadInput("; ".join(self.problems))
             self._stop.wait(min(self.poll_s, _START_POLL_S))
         threading.Thread(target=self._follow, name="follow-versions", daemon=True).start()
 
     def close(self) -> None:
         self._stop.set()
-        for engine in (self._engine, self._beside[1] if self._beside else None):
+        for engine in (self._engine, self._prepared[1] if self._prepared else None):
             if engine is not None:
                 engine.close()
 
@@ -81,12 +81,12 @@ class Follower:
         """Reports, loads what the decider answers, and serves what it has decided."""
         decision = self._report()
         for versions in (decision.decided, decision.proposed):
-            if versions is None or versions.key in (_key(self._serving), self._beside_key):
+            if versions is None or versions.key in (_key(self._serving), self._prepared_key):
                 continue
             if time.monotonic() < self._retry_at.get(versions.key, 0.0):
                 continue
             try:
-                self._put_beside(versions, self._loaded(versions))
+                self._set_prepared(versions, self._load_while_reporting(versions))
             except Exception as error:
                 log_failure(f"cannot load {versions}", error)
                 self._retry_at[versions.key] = time.monotonic() + RETRY_S
@@ -95,16 +95,16 @@ class Follower:
             decision = self._report()
             break
         decided = decision.decided
-        if self._beside is not None and _key(decided) == self._beside_key:
-            old, (self._serving, engine) = self._engine, self._beside
-            self._engine, self._beside = engine, None  # the swap, for all later requests
-            if old is not None:
-                _close_later(old)
-        elif self._serving is not None and self._beside_key != _key(decision.proposed):
-            self._close_beside()  # another replica refused it
+        if self._prepared is not None and _key(decided) == self._prepared_key:
+            previous_engine, (self._serving, engine) = self._engine, self._prepared
+            self._engine, self._prepared = engine, None  # the swap, for all later requests
+            if previous_engine is not None:
+                _close_later(previous_engine)
+        elif self._serving is not None and self._prepared_key != _key(decision.proposed):
+            self._close_prepared()  # another replica refused it
         return decision
 
-    def _loaded(self, versions: Versions) -> Engine:
+    def _load_while_reporting(self, versions: Versions) -> Engine:
         """Reports while it loads, because a silent replica counts as dead."""
         loading: Future[Engine] = Future()
 
@@ -120,30 +120,30 @@ class Follower:
                 self._report()
         return loading.result()
 
-    def _put_beside(self, versions: Versions, engine: Engine) -> None:
-        self._close_beside()
-        self._beside = (versions, engine)
+    def _set_prepared(self, versions: Versions, engine: Engine) -> None:
+        self._close_prepared()
+        self._prepared = (versions, engine)
 
-    def _close_beside(self) -> None:
-        if self._beside is not None:
-            _close_later(self._beside[1], 0.0)
-            self._beside = None
+    def _close_prepared(self) -> None:
+        if self._prepared is not None:
+            _close_later(self._prepared[1], 0.0)
+            self._prepared = None
 
     def _report(
         self, refused: Versions | None = None, problem: str = "", may_pass: bool = False
     ) -> Decision:
-        report = Report(self.replica, self._serving, self._beside_key, refused, problem, may_pass)
+        report = Report(self.replica, self._serving, self._prepared_key, refused, problem, may_pass)
         decision = self.ask(report)
         self._set_problems(decision.problems)
         return decision
 
     def _set_problems(self, problems: tuple[str, ...]) -> None:
         self.problems = problems
-        self.followed(problems)
+        self.record_decision(problems)
 
     @property
-    def _beside_key(self) -> str:
-        return _key(self._beside[0]) if self._beside else ""
+    def _prepared_key(self) -> str:
+        return _key(self._prepared[0]) if self._prepared else ""
 
 
 def _key(versions: Versions | None) -> str:

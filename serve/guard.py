@@ -35,11 +35,11 @@ TOKENS = "POLYRANK_TOKENS_SHA256"
 needs a token."""
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
-_OPEN_TO_ALL = frozenset({"/health", "/ready"})
+_PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DIGITS = re.compile(r"[0-9]{1,9}")
-_LONGEST_PATH = 200  # in the log
+_MAX_PATH_CHARACTERS = 200  # in the log
 _ATTEMPTS = 2
 _BODY = "polyrank.body"
 """Key of the ASGI scope in which a proxy sends the body to the replica. Otherwise the replica has to fetch
@@ -49,14 +49,20 @@ _SERVES_TIMEOUT = "x-request-timeout-seconds"
 """Header that tells Serve's proxy when to give up. Otherwise a request waits a minute if no replica lives."""
 _SPARE_S = 1.0  # after the deadline; a living replica has answered by then, with 504 at worst
 _WITHOUT_BODY_S = 5.0  # GET needs no computation, so a living replica answers at once
-_NICER = 10
-_RAYS = {404: "not_ready", 408: "too_late", 429: "overloaded", 500: "internal", 503: "not_ready"}
+_NICENESS_STEP = 10
+_CODE_OF_RAY_STATUS = {
+    404: "not_ready",
+    408: "too_late",
+    429: "overloaded",
+    500: "internal",
+    503: "not_ready",
+}
 
 _log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lowers the priority of this thread, which reads and refuses requests, below the threads that compute.
 
     With 200 clients on two cores, 13 rankings a second were answered with it and 5 without it.
@@ -65,7 +71,7 @@ def _give_way() -> None:
     thread = threading.get_native_id()
     with suppress(OSError, AttributeError):
         nice = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + _NICER))
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + _NICENESS_STEP))
 
 
 class Guard:
@@ -77,23 +83,23 @@ class Guard:
         limits: Limits | None = None,
         token_hashes: Sequence[str] = (),
         is_proxy: bool = False,
-        full: Callable[[], Refusal | None] = lambda: None,
+        overload: Callable[[], Refusal | None] = lambda: None,
     ) -> None:
-        """`full`: returns the refusal if the replica accepts no more work at the moment."""
+        """`overload`: returns the refusal if the replica accepts no more work at the moment."""
         self._app, self._limits = app, limits or Limits()
         self._tokens, self._is_proxy = tuple(token_hashes), is_proxy
-        self._full = full
-        self._full_until: dict[str, float] = {}
-        """In a proxy, by path: until when to refuse requests because a replica was overloaded."""
-        self._gives_way = False
+        self._overload = overload
+        self._overloaded_until: dict[str, float] = {}
+        """In a proxy, by path: the end of the refusals after a replica was overloaded."""
+        self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if not self._gives_way:
-            self._gives_way = True
-            _give_way()
+        if not self._has_lowered_priority:
+            self._has_lowered_priority = True
+            _lower_priority()
         began = time.monotonic()
         headers = MutableHeaders(scope=scope)
         request_id = headers.get("x-request-id", "")
@@ -104,58 +110,58 @@ class Guard:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         try:
-            self._let_in(scope, headers)
+            self._check_token(scope, headers)
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
             state["deadline"] = began + self._timeout_s(headers)
-            body = await self._body(scope, headers, receive)
+            body = await self._read_body(scope, headers, receive)
         except Refusal as refusal:
             # The rest of the body stays unread, so the connection cannot be used again.
             response = refusal.response()
             response.headers["connection"] = "close"
             await response(scope, receive, answer)
-        except _Gone:
+        except _ClientGone:
             return
         else:
-            if body is not None and (overload := self._overloaded(scope["path"])):
+            if body is not None and (overload := self._overload_refusal(scope["path"])):
                 await overload.response()(scope, receive, answer)
             else:
-                await self._answer(scope, receive, body, answer)
+                await self._pass_on(scope, receive, body, answer)
                 if answer.full_for_s:
                     self._refuse_for(scope["path"], answer.full_for_s)
         if not self._is_proxy:
             _access.info(
-                "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_LONGEST_PATH],
+                "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_MAX_PATH_CHARACTERS],
                 answer.status, 1000 * (time.monotonic() - began),
             )  # fmt: skip
 
-    def _let_in(self, scope: Scope, headers: Headers) -> None:
-        if not self._tokens or _is_open_to_all(scope["method"], _route(scope)):
+    def _check_token(self, scope: Scope, headers: Headers) -> None:
+        if not self._tokens or _needs_no_token(scope["method"], _route(scope)):
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         token_hash = hashlib.sha256(token.strip().encode()).hexdigest()
-        known = [
-            hmac.compare_digest(token_hash, one) for one in self._tokens
+        matches = [
+            hmac.compare_digest(token_hash, accepted_hash) for accepted_hash in self._tokens
         ]  # as long for any token
-        if scheme.lower() != "bearer" or not any(known):
+        if scheme.lower() != "bearer" or not any(matches):
             raise Refusal("unauthorized", CODES["unauthorized"].text)
 
-    def _overloaded(self, path: str) -> Refusal | None:
+    def _overload_refusal(self, path: str) -> Refusal | None:
         """The refusal of a request before it is parsed, or None.
 
         A replica refuses while too much work is waiting. A proxy refuses for a moment after a replica has
         refused: passing every request to a replica and back would take the cores that answers need.
         """
-        if refusal := self._full():
+        if refusal := self._overload():
             return refusal
-        if self._full_until.get(path, 0.0) > time.monotonic():
+        if self._overloaded_until.get(path, 0.0) > time.monotonic():
             return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
         return None
 
     def _refuse_for(self, path: str, seconds: float) -> None:
         now = time.monotonic()
-        current = {path: until for path, until in self._full_until.items() if until > now}
-        self._full_until = {**current, path: now + seconds}
+        unexpired = {path: until for path, until in self._overloaded_until.items() if until > now}
+        self._overloaded_until = {**unexpired, path: now + seconds}
 
     def _timeout_s(self, headers: Headers) -> float:
         timeout_text = headers.get(TIMEOUT)
@@ -165,33 +171,33 @@ class Guard:
             raise Refusal("invalid_request", f"{TIMEOUT}: allowed: 1 to {MAX_TIMEOUT_MS}", TIMEOUT)
         return int(timeout_text) / 1000
 
-    async def _answer(
+    async def _pass_on(
         self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
     ) -> None:
         """Passes the request on, and answers for a route that fails."""
         try:
-            await self._ask(scope, receive, body, answer)
+            await self._send_to_app(scope, receive, body, answer)
         except Exception:
             if answer.status:  # too late to say so
                 raise
-            _log.exception("%s failed", scope["path"][:_LONGEST_PATH])
+            _log.exception("%s failed", scope["path"][:_MAX_PATH_CHARACTERS])
             await Refusal("internal", CODES["internal"].text).response()(scope, receive, answer)
 
-    async def _ask(
+    async def _send_to_app(
         self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
     ) -> None:
         """Passes the request on. A proxy passes it on a second time if its replica died."""
         if self._is_proxy and body is not None and len(body) <= _LARGEST_IN_SCOPE:
             scope[_BODY] = body
         for _ in range(_ATTEMPTS if self._is_proxy else 1):
-            sent = False
+            is_sent = False
 
-            async def again() -> Message:
-                nonlocal sent
+            async def receive_again() -> Message:
+                nonlocal is_sent
                 if body is None:
                     return await receive()
-                if not sent:
-                    sent = True
+                if not is_sent:
+                    is_sent = True
                     return {"type": "http.request", "body": body, "more_body": False}
                 while (message := await receive())["type"] == "http.request":
                     pass  # the same body again: it came in the scope
@@ -201,50 +207,50 @@ class Guard:
                 left_s = scope["state"]["deadline"] - time.monotonic() + _SPARE_S
                 seconds = _WITHOUT_BODY_S if body is None else max(left_s, _SPARE_S)
                 MutableHeaders(scope=scope)[_SERVES_TIMEOUT] = f"{seconds:.3f}"
-            await self._app(dict(scope), again, answer)
-            if not answer.died:
+            await self._app(dict(scope), receive_again, answer)
+            if not answer.replica_died:
                 break
         if self._is_proxy:
             await answer.end()
 
-    async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
+    async def _read_body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body; None if the method has no body. Raises Refusal."""
         if scope["method"] not in _WITH_BODY:
             return None
-        most = self._limits.body_bytes
+        max_bytes = self._limits.body_bytes
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:18]) > most:
+        if length.isdecimal() and int(length[:18]) > max_bytes:
             raise Refusal(
-                "too_large", f"the body has {int(length[:18]):,} bytes; allowed: {most:,}"
+                "too_large", f"the body has {int(length[:18]):,} bytes; allowed: {max_bytes:,}"
             )
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json" and not media.endswith("+json"):
             raise Refusal("unsupported_media_type",
                           "content-type: allowed: application/json", "content-type")  # fmt: skip
         body = bytearray(scope.pop(_BODY, b""))
-        if len(body) > most:
-            raise _too_long(most)
+        if len(body) > max_bytes:
+            raise _too_large_refusal(max_bytes)
         if body:
             return bytes(body)
         try:
             async with asyncio.timeout(self._limits.upload_s):
-                more = True
-                while more:
+                has_more = True
+                while has_more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _Gone
+                        raise _ClientGone
                     body += message.get("body", b"")
-                    if len(body) > most:
-                        raise _too_long(most)
-                    more = message.get("more_body", False)
+                    if len(body) > max_bytes:
+                        raise _too_large_refusal(max_bytes)
+                    has_more = message.get("more_body", False)
         except TimeoutError:
             raise Refusal("upload_too_slow",
                           f"the body was not there after {self._limits.upload_s:g} s") from None  # fmt: skip
         return bytes(body)
 
 
-def _too_long(most: int) -> Refusal:
-    return Refusal("too_large", f"the body has over {most:,} bytes, which is the most")
+def _too_large_refusal(max_bytes: int) -> Refusal:
+    return Refusal("too_large", f"the body has over {max_bytes:,} bytes, which is the most")
 
 
 def _route(scope: Scope) -> str:
@@ -253,14 +259,14 @@ def _route(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def _is_open_to_all(method: str, path: str) -> bool:
+def _needs_no_token(method: str, path: str) -> bool:
     """Whether no token is needed. The playground's page asks the user for one; a browser's OPTIONS request
     cannot carry one."""
     is_page = method in ("GET", "HEAD") and (path == "/" or path.startswith("/playground/"))
-    return is_page or path in _OPEN_TO_ALL or method == "OPTIONS"
+    return is_page or path in _PATHS_WITHOUT_TOKEN or method == "OPTIONS"
 
 
-class _Gone(Exception):
+class _ClientGone(Exception):
     """The client has closed the connection."""
 
 
@@ -272,30 +278,30 @@ class _Answer:
         self._send, self._request_id = send, request_id
         self._head_only, self._is_proxy = method == "HEAD", is_proxy
         self._has_body = method in _WITH_BODY
-        self._rays: tuple[int, Headers] | None = None
+        self._ray_error: tuple[int, Headers] | None = None
         self.status = 0
         self.full_for_s = 0.0
         """For how long the replica accepts no more requests, see FULL_FOR."""
 
     @property
-    def died(self) -> bool:
+    def replica_died(self) -> bool:
         """Whether the replica died: then Ray's proxy answers 500 or 503 in plain text, or nothing."""
-        return not self.status or (self._rays is not None and self._rays[0] in (500, 503))
+        return not self.status or (self._ray_error is not None and self._ray_error[0] in (500, 503))
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._rays = None
+            self._ray_error = None
             self.status = int(message["status"])
             headers = MutableHeaders(scope=message)
             media = headers.get("content-type", "")
             if self._is_proxy and self.status >= 400 and not media.startswith("application/json"):
-                self._rays = self.status, headers
+                self._ray_error = self.status, headers
                 return
             headers["x-request-id"] = self._request_id
             if self._is_proxy and FULL_FOR in headers:
                 self.full_for_s = int(headers[FULL_FOR]) / 1000
                 del headers[FULL_FOR]
-        elif self._rays is not None:
+        elif self._ray_error is not None:
             return
         elif message["type"] == "http.response.body" and self._head_only:
             message = {**message, "body": b""}
@@ -303,15 +309,19 @@ class _Answer:
 
     async def end(self) -> None:
         """Sends Ray's error, if there is one, in our format. Ray says 404 while the replicas start."""
-        if self.status and self._rays is None:
+        if self.status and self._ray_error is None:
             return
-        status, headers = self._rays or (500, Headers())
-        code = _RAYS.get(status, "internal" if status >= 500 else "invalid_request")
+        status, headers = self._ray_error or (500, Headers())
+        code = _CODE_OF_RAY_STATUS.get(status, "internal" if status >= 500 else "invalid_request")
         if code == "too_late" and not self._has_body:
             code = "not_ready"  # no replica is alive
-        wait = headers.get("retry-after", "1")
-        retry = float(wait) if code in ("overloaded", "not_ready") and wait.isdecimal() else 0.0
-        response = Refusal(code, CODES[code].text, None, retry).response()
+        retry_after = headers.get("retry-after", "1")
+        retry_after_s = (
+            float(retry_after)
+            if code in ("overloaded", "not_ready") and retry_after.isdecimal()
+            else 0.0
+        )
+        response = Refusal(code, CODES[code].text, None, retry_after_s).response()
         response.headers["x-request-id"] = self._request_id
         start = {
             "type": "http.response.start",
@@ -325,9 +335,9 @@ class _Answer:
 
 def token_hashes(environment: str | None = None) -> list[str]:
     """The SHA-256 hashes of the accepted tokens. Raises ValueError if one is not a hash."""
-    given = os.environ.get(TOKENS, "") if environment is None else environment
-    hashes = [part.strip().lower() for part in given.split(",") if part.strip()]
-    if not all(re.fullmatch(r"[0-9a-f]{64}", one) for one in hashes):
+    hashes_text = os.environ.get(TOKENS, "") if environment is None else environment
+    hashes = [part.strip().lower() for part in hashes_text.split(",") if part.strip()]
+    if not all(re.fullmatch(r"[0-9a-f]{64}", token_hash) for token_hash in hashes):
         raise ValueError(f"{TOKENS}: allowed: SHA-256 in hex, 64 digits each, with commas")
     return hashes
 

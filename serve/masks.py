@@ -37,5 +37,5 @@ class Masks:
 
     @property
     def bytes(self) -> int:
-        """Of all masks."""
+        """Size of all masks."""
         return sum(mask.nbytes for mask in self._masks.values())

@@ -70,7 +70,7 @@ class Metrics:
             tag_keys=("pool", "shard"),
         )
 
-    def batch(self, batch: Batch) -> None:
+    def record_batch(self, batch: Batch) -> None:
         """Records a batch."""
         tags = {"stage": batch.kind}
         self._seconds.observe(batch.seconds, tags)
@@ -78,23 +78,23 @@ class Metrics:
         self._rows.observe(batch.rows, tags)
         self._units.inc(batch.units, tags)
 
-    def answered(self, answer: RankAnswer) -> None:
+    def record_answer(self, answer: RankAnswer) -> None:
         """Records an answer."""
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
         self._candidates.inc(answer.candidates, {"pool": answer.pool})
 
-    def missing_shard(self, pool: str, shard: int) -> None:
+    def record_missing_shard(self, pool: str, shard: int) -> None:
         """Records that a shard did not answer in time."""
         self._missing.inc(1, {"pool": pool, "shard": str(shard)})
 
-    def followed(
-        self, of: str, problems: Sequence[str], pools: Sequence[Mapping[str, Any]]
+    def record_decision(
+        self, decider: str, problems: Sequence[str], pools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records a decision (`of`: versions or candidate) and the pools that the champion serves."""
-        self._problems.set(len(problems), {"of": of})
+        """Records a decision (`decider`: versions or candidate) and the pools that the champion serves."""
+        self._problems.set(len(problems), {"of": decider})
         for pool in pools:
-            made = datetime.fromisoformat(pool["created_at"])
-            age_s = (datetime.now(UTC) - made).total_seconds()
+            created = datetime.fromisoformat(pool["created_at"])
+            age_s = (datetime.now(UTC) - created).total_seconds()
             self._ages.set(age_s, {"pool": pool["name"]})

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.errors import Refusal, overloaded
+from serve.errors import Refusal, overload_refusal
 
 _SMOOTHING = 0.1  # weight of the latest batch in the mean time of a unit; 1/n for the first ten
 
@@ -82,7 +82,7 @@ class _Call:
     """The rows of one request, of one kind."""
 
     results: list[Any]
-    left: int
+    pending_rows: int
     deadline: float
     request: _Request
     future: asyncio.Future[list[Any]]
@@ -134,12 +134,12 @@ class WorkQueue:
     @property
     def waiting_s(self) -> float:
         """Seconds of work left for the admitted requests, estimated from earlier requests."""
-        return sum(max(0.0, one.expected_s - one.spent_s) for one in self._requests)
+        return sum(max(0.0, request.expected_s - request.spent_s) for request in self._requests)
 
-    def full(self) -> Refusal | None:
+    def overload(self) -> Refusal | None:
         """The refusal that any request would get now, or None."""
         waiting_s = self.waiting_s
-        return overloaded(waiting_s, self._most_s) if waiting_s > self._most_s else None
+        return overload_refusal(waiting_s, self._most_s) if waiting_s > self._most_s else None
 
     @contextmanager
     def admit(self, name: str, units: float, deadline: float) -> Iterator[None]:
@@ -148,10 +148,10 @@ class WorkQueue:
         Requests with the same name are expected to take the same time for each unit. Raises Refusal
         (overloaded) if so much work is waiting that the request would miss its deadline.
         """
-        if refusal := self.full():
+        if refusal := self.overload():
             raise refusal
         if (waiting_s := self.waiting_s) > deadline - time.monotonic():
-            raise overloaded(waiting_s, 0.0)  # other requests may have later deadlines
+            raise overload_refusal(waiting_s, 0.0)  # other requests may have later deadlines
         request = _Request(units * self._request_s[name].value)
         self._requests.add(request)
         token = _current.set(request)
@@ -191,8 +191,8 @@ class WorkQueue:
                 if self._closed:
                     return
                 rows = self._next_batch()
-            if in_time := self._in_time(rows):
-                self._compute(in_time)
+            if timely_rows := self._timely_rows(rows):
+                self._compute(timely_rows)
 
     def _next_batch(self) -> list[_Row]:
         """The row that is next, and others of its kind."""
@@ -207,13 +207,13 @@ class WorkQueue:
             units += batch[-1].units
         return batch
 
-    def _in_time(self, rows: list[_Row]) -> list[_Row]:
+    def _timely_rows(self, rows: list[_Row]) -> list[_Row]:
         now = time.monotonic()
-        late = {row.call for row in rows if row.call.deadline < now}
-        for call in late:
+        late_calls = {row.call for row in rows if row.call.deadline < now}
+        for call in late_calls:
             problem = Refusal("too_late", "the request's time was over before it was computed")
             _deliver(call.loop, [(call, problem)])
-        return [row for row in rows if row.call not in late and not row.call.future.done()]
+        return [row for row in rows if row.call not in late_calls and not row.call.future.done()]
 
     def _compute(self, rows: list[_Row]) -> None:
         kind, began = rows[0].kind, time.monotonic()
@@ -224,16 +224,16 @@ class WorkQueue:
             return
         seconds, units = time.monotonic() - began, sum(row.units for row in rows)
         self._unit_s[kind.name].add(seconds / units)
-        waited = began - min(row.since for row in rows)
-        self._watch(Batch(kind.name, len(rows), units, waited, seconds))
-        done: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Exception | None]]] = {}
+        waited_s = began - min(row.since for row in rows)
+        self._watch(Batch(kind.name, len(rows), units, waited_s, seconds))
+        finished_calls: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Exception | None]]] = {}
         for row, result in zip(rows, results, strict=True):
             row.call.results[row.place] = result
-            row.call.left -= 1
+            row.call.pending_rows -= 1
             row.call.request.spent_s += seconds * row.units / units
-            if not row.call.left:
-                done.setdefault(row.call.loop, []).append((row.call, None))
-        for loop, calls in done.items():
+            if not row.call.pending_rows:
+                finished_calls.setdefault(row.call.loop, []).append((row.call, None))
+        for loop, calls in finished_calls.items():
             _deliver(loop, calls)
 
     def _compute_apart(self, rows: list[_Row], error: Exception) -> None:

@@ -20,7 +20,7 @@ from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
 from pipeline.ranking.results import Result, best_results
 from pipeline.ranking.search import results_at
-from serve.engine import Engine, PoolQuery, SecondStage, ToExplain, Where
+from serve.engine import Engine, ExplainableRanking, PoolQuery, SecondStage, Where
 from serve.errors import CODES, Refusal
 from serve.intents import Intents
 from serve.scheduling import Batch, WorkQueue
@@ -66,7 +66,7 @@ class RankAnswer:
     missing_shards: Sequence[int] = ()
     """Shards of the pool whose rows are not among the results."""
     candidates: int = 0
-    """How many were ranked: those in the query, or the pool's rows."""
+    """Number of ranked candidates: those in the query, or the pool's rows."""
 
 
 class _PoolResults(NamedTuple):
@@ -76,7 +76,7 @@ class _PoolResults(NamedTuple):
     certified: bool
     version: str
     vectors_MD: torch.Tensor = torch.empty(0)
-    """Of the context; empty where there are no results."""
+    """The context's vectors; empty without results."""
     mask_M: torch.Tensor = torch.empty(0)
     vectors_at: Callable[[Sequence[int]], torch.Tensor] = lambda places: torch.empty(0)
     """The vectors [K, D] of results, by their places in the pool."""
@@ -84,14 +84,14 @@ class _PoolResults(NamedTuple):
 
 
 def _require_pool(engine: Engine, name: str) -> None:
-    """Before the request is admitted: the work queue keeps the time that each pool takes."""
+    """Raises Refusal for an unknown pool, before admission: the work queue keeps times by pool."""
     if name not in engine.pool_rows:
-        served = ", ".join(sorted(engine.pool_rows)) or "none"
-        raise Refusal("unknown_pool", f"pool: not served here; there are: {served}", "pool")
+        served_pools = ", ".join(sorted(engine.pool_rows)) or "none"
+        raise Refusal("unknown_pool", f"pool: not served here; there are: {served_pools}", "pool")
 
 
-def _depth(engine: Engine, query: RankQuery) -> int:
-    """How many rows to search for: more than `top_k` if a second stage scores them again."""
+def _search_depth(engine: Engine, query: RankQuery) -> int:
+    """Number of rows to search for: more than `top_k` if a second stage scores them again."""
     return max(query.top_k, _SECOND_STAGE) if engine.second_stage else query.top_k
 
 
@@ -103,13 +103,13 @@ class Service:
         champion: Callable[[], Engine],
         most_waiting_s: float,
         watch: Callable[[Batch], None] = lambda batch: None,
-        answered: Callable[[RankAnswer], None] = lambda answer: None,
+        record_answer: Callable[[RankAnswer], None] = lambda answer: None,
         batch_rows: int = 1024,
         candidate: Callable[[], Engine | None] = lambda: None,
     ) -> None:
         """`champion` returns the engine that the service stands for; `candidate` one for the next request
-        instead, or None. `watch` and `answered` are for metrics."""
-        self._champion, self._candidate, self._answered = champion, candidate, answered
+        instead, or None. `watch` and `record_answer` are for metrics."""
+        self._champion, self._candidate, self._record_answer = champion, candidate, record_answer
         self.queue = WorkQueue(most_waiting_s, watch, batch_rows)
         self._watch = watch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
@@ -121,12 +121,12 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """The one for a request, which takes it once."""
+        """The engine for a request; a request reads this property once."""
         return self._candidate() or self._champion()
 
     @property
     def champion(self) -> Engine:
-        """The one that the service describes."""
+        """The engine that the service describes."""
         return self._champion()
 
     async def rank(
@@ -146,21 +146,23 @@ class Service:
             if query.pool is not None:
                 answer = await self._search(engine, query, query.pool, deadline)
             else:
-                answer = await self._rank_given(engine, query, deadline)
-        self._answered(answer)
+                answer = await self._rank_candidates(engine, query, deadline)
+        self._record_answer(answer)
         return answer
 
-    async def _rank_given(self, engine: Engine, query: RankQuery, deadline: float) -> RankAnswer:
+    async def _rank_candidates(
+        self, engine: Engine, query: RankQuery, deadline: float
+    ) -> RankAnswer:
         candidates = query.candidates or []
         texts = [candidate.text for candidate in candidates]
-        scores, _, explainable = await self._scored(engine, query.context, texts, deadline)
+        scores, _, explainable = await self._score_texts(engine, query.context, texts, deadline)
         ids = [candidate.id for candidate in candidates]
         results = best_results(ids, texts, scores, query.top_k)
         explained = None
         if query.explain and explainable is not None:
-            order = [one.index for one in results]
-            of_results = explainable._replace(candidates=lambda: explainable.candidates()[order])
-            explained = await self._explain(engine, of_results, deadline)
+            order = [result.index for result in results]
+            ranking = explainable._replace(candidates=lambda: explainable.candidates()[order])
+            explained = await self._explain(engine, ranking, deadline)
         return RankAnswer(results, True, engine, explained=explained, candidates=len(texts))
 
     async def scores(
@@ -168,20 +170,20 @@ class Service:
     ) -> tuple[list[float], int]:
         """(score of each text, tokens read); equal texts are scored once, and so score alike."""
         with self.queue.admit("rank", 1 + len(texts), deadline):
-            scores, tokens, _ = await self._scored(engine, context, texts, deadline)
+            scores, tokens, _ = await self._score_texts(engine, context, texts, deadline)
         return scores, tokens
 
-    async def _scored(
+    async def _score_texts(
         self, engine: Engine, context: Sequence[str], texts: Sequence[str], deadline: float
-    ) -> tuple[list[float], int, ToExplain | None]:
+    ) -> tuple[list[float], int, ExplainableRanking | None]:
         """The scores, the tokens read, and where the model has vectors those of the context and of all
         texts."""
-        distinct = list(dict.fromkeys(texts))
-        place_of = {text: place for place, text in enumerate(distinct)}
+        distinct_texts = list(dict.fromkeys(texts))
+        place_of = {text: place for place, text in enumerate(distinct_texts)}
         places = [place_of[text] for text in texts]
         explainable = None
         context_row = (await self._tokenize(engine.ranker.context_rows, [context]))[0]
-        rows = await self._tokenize(engine.ranker.candidate_rows, distinct)
+        rows = await self._tokenize(engine.ranker.candidate_rows, distinct_texts)
         if engine.has_vectors:
             context_vectors, vectors = await asyncio.gather(
                 self.queue.run(engine.contexts, [context_row], [len(context_row)], deadline),
@@ -191,7 +193,9 @@ class Service:
             products = len(rows) * vectors_MD.numel()
             vectors_CD = torch.stack(vectors)
             ranking = (vectors_MD, mask_M, vectors_CD)
-            explainable = ToExplain(context_row, vectors_MD, mask_M, lambda: vectors_CD[places])
+            explainable = ExplainableRanking(
+                context_row, vectors_MD, mask_M, lambda: vectors_CD[places]
+            )
             (scores,) = await self.queue.run(engine.scores, [ranking], [products], deadline)
             tokens = len(context_row) + sum(map(len, rows))
         else:
@@ -201,7 +205,9 @@ class Service:
             tokens = sum(sizes)
         return [scores[place] for place in places], tokens, explainable
 
-    async def _explain(self, engine: Engine, ranking: ToExplain, deadline: float) -> Explained:
+    async def _explain(
+        self, engine: Engine, ranking: ExplainableRanking, deadline: float
+    ) -> Explained:
         explained: list[Explained] = await self.queue.run(
             engine.explanations, [ranking], [len(ranking.row)], deadline
         )
@@ -228,17 +234,17 @@ class Service:
     async def classify(
         self, texts: Sequence[str], deadline: float
     ) -> tuple[Intents, list[Classified]]:
-        """(the classifier, what it says of each text); equal texts are read once.
+        """(the classifier, its answer for each text); equal texts are read once.
 
         Raises Refusal where none is served, too much is waiting, or the deadline is over."""
         intents = self.engine.intents
         if intents is None:
             raise Refusal("no_classifier", CODES["no_classifier"].text)
-        distinct = list(dict.fromkeys(texts))
-        with self.queue.admit("intents", len(distinct), deadline):
-            rows = await self._tokenize(intents.rows, distinct)
+        distinct_texts = list(dict.fromkeys(texts))
+        with self.queue.admit("intents", len(distinct_texts), deadline):
+            rows = await self._tokenize(intents.rows, distinct_texts)
             classified = await self.queue.run(intents.kind, rows, list(map(len, rows)), deadline)
-        classified_of_text = dict(zip(distinct, classified, strict=True))
+        classified_of_text = dict(zip(distinct_texts, classified, strict=True))
         return intents, [classified_of_text[text] for text in texts]
 
     async def _search(
@@ -246,24 +252,26 @@ class Service:
     ) -> RankAnswer:
         (row,) = await self._tokenize(engine.ranker.context_rows, [query.context])
         search = self._search_shards if name in engine.sharded else self._search_local
-        searched = await search(engine, query, name, row, deadline)
-        results = searched.results
+        pool_results = await search(engine, query, name, row, deadline)
+        results = pool_results.results
         if engine.second_stage and results:
             results = await self._rerank(engine.second_stage, query, results, deadline)
         explained = None
         if query.explain and results:
-            places = [one.index for one in results]
-            candidates = functools.partial(searched.vectors_at, places)
-            explainable = ToExplain(row, searched.vectors_MD, searched.mask_M, candidates)
+            places = [result.index for result in results]
+            candidates = functools.partial(pool_results.vectors_at, places)
+            explainable = ExplainableRanking(
+                row, pool_results.vectors_MD, pool_results.mask_M, candidates
+            )
             explained = await self._explain(engine, explainable, deadline)
         return RankAnswer(
             results,
-            searched.certified,
+            pool_results.certified,
             engine,
             name,
-            searched.version,
+            pool_results.version,
             explained,
-            searched.missing_shards,
+            pool_results.missing_shards,
             engine.pool_rows[name],
         )
 
@@ -272,11 +280,11 @@ class Service:
     ) -> _PoolResults:
         """Searches a pool that this replica has mapped."""
         pool = engine.pools[name]
-        among = await engine.allowed_rows(name, query.where, query.allow)
-        if among is not None and not among.any():
+        row_mask = await engine.allowed_rows(name, query.where, query.allow)
+        if row_mask is not None and not row_mask.any():
             return _PoolResults([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        pool_query = PoolQuery(vectors_MD, mask_M, _depth(engine, query), among)
+        pool_query = PoolQuery(vectors_MD, mask_M, _search_depth(engine, query), row_mask)
         (answer,) = await self.queue.run(engine.searches[name], [pool_query], [1.0], deadline)
         results = results_at(pool, answer.places_K, answer.scores_K)
 
@@ -291,37 +299,50 @@ class Service:
         """Searches a pool in other deployments."""
         pool = engine.sharded[name]
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
-        merged = await pool.search(
+        shard_results = await pool.search(
             vectors_MD.numpy(),
             mask_M.numpy(),
             engine.ranker.config.search_attention,
-            _depth(engine, query),
+            _search_depth(engine, query),
             query.where,
             query.allow,
             query.explain,
             deadline,
         )
-        results = [Result(r.place, r.id, r.text, r.score, r.columns) for r in merged.rows]
-        vectors = {r.place: r.vector_D for r in merged.rows if r.vector_D is not None}
+        results = [
+            Result(hit.place, hit.id, hit.text, hit.score, hit.columns)
+            for hit in shard_results.rows
+        ]
+        vectors = {
+            hit.place: hit.vector_D for hit in shard_results.rows if hit.vector_D is not None
+        }
 
         def vectors_at(places: Sequence[int]) -> torch.Tensor:
             return torch.from_numpy(np.stack([vectors[place] for place in places]))
 
         return _PoolResults(
-            results, merged.certified, pool.version, vectors_MD, mask_M, vectors_at, merged.missing
+            results,
+            shard_results.certified,
+            pool.version,
+            vectors_MD,
+            mask_M,
+            vectors_at,
+            shard_results.missing,
         )
 
     async def _rerank(
         self, stage: SecondStage, query: RankQuery, results: list[Result], deadline: float
     ) -> list[Result]:
         (context,) = await self._tokenize(stage.ranker.context_rows, [query.context])
-        texts = [one.text for one in results]
+        texts = [result.text for result in results]
         rows = await self._tokenize(stage.ranker.candidate_rows, texts)
         sizes = [len(context) + len(row) for row in rows]
         pairs = [(context, row) for row in rows]
         scores = await self.queue.run(stage.pairs, pairs, sizes, deadline)
-        scored = [replace(one, score=score) for one, score in zip(results, scores, strict=True)]
-        return sorted(scored, key=lambda one: -one.score)[: query.top_k]
+        rescored = [
+            replace(result, score=score) for result, score in zip(results, scores, strict=True)
+        ]
+        return sorted(rescored, key=lambda result: -result.score)[: query.top_k]
 
     async def _tokenize(self, rows_of: Callable[[Any], ResultT], texts: Any) -> ResultT:
         since = time.monotonic()

@@ -43,7 +43,7 @@ _log = logging.getLogger("polyrank.serve")
 
 @dataclass(frozen=True)
 class ShardQuery:
-    """What a shard is asked."""
+    """A query to a shard."""
 
     version: str
     """URI of the pool's version."""
@@ -55,20 +55,20 @@ class ShardQuery:
     allow: tuple[str, ...] | None
     with_vectors: bool
     timeout_s: float
-    """How long the answer is of use."""
+    """A later answer is of no use."""
 
 
 class ShardRow(NamedTuple):
     """One of the best rows of a shard."""
 
     place: int
-    """In the whole pool."""
+    """Its place in the whole pool."""
     id: str
     text: str
     score: float
     columns: dict[str, Any]
     vector_D: Floats | None
-    """None: nobody asked for it."""
+    """None: the query does not ask for vectors."""
 
 
 class ShardAnswer(NamedTuple):
@@ -79,7 +79,7 @@ class ShardAnswer(NamedTuple):
 
 
 class ShardRefusal(NamedTuple):
-    """Why a shard does not answer; an exception would reach the ranker as one of Ray's."""
+    """The reason why a shard does not answer; an exception would reach the ranker as one of Ray's."""
 
     code: str
     message: str
@@ -87,10 +87,10 @@ class ShardRefusal(NamedTuple):
 
 
 class ShardFacts(NamedTuple):
-    """What a shard says of its part of a version."""
+    """A shard's description of its part of a version."""
 
     description: dict[str, Any]
-    """Of the pool; `candidates` are those of the shard."""
+    """The pool's description; `candidates` are those of the shard."""
     columns: list[str]
     canaries: list[tuple[str, str, Floats]]
     """(id, text, vector) of some rows, to check that the model embedded them."""
@@ -107,14 +107,14 @@ class PoolShard:
     ) -> None:
         self._share = share
         self._queue = WorkQueue(most_waiting_s, watch)
-        self._opened: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._open_shards: OrderedDict[str, _OpenShard] = OrderedDict()
         self._lock = threading.Lock()
         self._opening = ThreadPoolExecutor(max_workers=1, thread_name_prefix="open-version")
 
     def close(self) -> None:
         self._queue.close()
         self._opening.shutdown(wait=False)
-        for shard in self._opened.values():
+        for shard in self._open_shards.values():
             shard.close()
 
     def preload(self, pool: str) -> None:
@@ -132,23 +132,23 @@ class PoolShard:
 
     def _open(self, version: str) -> _OpenShard:
         """On one thread at a time."""
-        if (shard := self._at(version)) is not None:
+        if (shard := self._find(version)) is not None:
             return shard
         shard = _OpenShard(Pool.open(version, share=self._share), self._share)
         with self._lock:
-            self._opened[shard.pool.artifact.uri] = shard
+            self._open_shards[shard.pool.artifact.uri] = shard
             name = shard.pool.name
-            of_pool = [uri for uri, one in self._opened.items() if one.pool.name == name]
-            old = [self._opened.pop(uri) for uri in of_pool[:-_VERSIONS]]
-        for one in old:
-            one.close()
+            versions = [uri for uri, other in self._open_shards.items() if other.pool.name == name]
+            old_shards = [self._open_shards.pop(uri) for uri in versions[:-_VERSIONS]]
+        for old_shard in old_shards:
+            old_shard.close()
         return shard
 
-    def _at(self, version: str) -> _OpenShard | None:
+    def _find(self, version: str) -> _OpenShard | None:
         with self._lock:
-            if version in self._opened:
-                self._opened.move_to_end(version)
-            return self._opened.get(version)
+            if version in self._open_shards:
+                self._open_shards.move_to_end(version)
+            return self._open_shards.get(version)
 
     async def search(self, query: ShardQuery) -> ShardAnswer | ShardRefusal:
         """The best rows of the shard; a version that is not open yet (the replica is new) is opened.
@@ -156,7 +156,7 @@ class PoolShard:
         Raises ShardUnavailable where it cannot be.
         """
         deadline = time.monotonic() + query.timeout_s
-        shard = self._at(query.version)
+        shard = self._find(query.version)
         if shard is None:
             loop = asyncio.get_running_loop()
             try:
@@ -174,26 +174,26 @@ class PoolShard:
     async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> ShardAnswer:
         if not len(shard.pool):
             return ShardAnswer([], True)
-        among = await shard.allowed_rows(query.where, query.allow)
-        if among is not None and not among.any():
+        row_mask = await shard.allowed_rows(query.where, query.allow)
+        if row_mask is not None and not row_mask.any():
             return ShardAnswer([], True)
         pool_query = PoolQuery(
             torch.from_numpy(query.vectors_MD),
             torch.from_numpy(query.mask_M),
             query.top_k,
-            among,
+            row_mask,
         )
         with self._queue.admit("search", 1, deadline):
             kind = shard.searches(query.attention)
             (answer,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
         rows = []
-        of_pool = shard.pool.rows_at(answer.places_K, shard.columns)
+        pool_rows = shard.pool.rows_at(answer.places_K, shard.columns)
         scores = answer.scores_K.tolist()
-        for place, score, row in zip(answer.places_K.tolist(), scores, of_pool, strict=True):
+        for place, score, row in zip(answer.places_K.tolist(), scores, pool_rows, strict=True):
             columns = {name: row[name] for name in shard.columns}
             vector = shard.pool.vectors_at(np.array([place]))[0] if query.with_vectors else None
-            at = shard.first + place
-            rows.append(ShardRow(at, row["id"], row["text"], score, columns, vector))
+            pool_place = shard.first + place
+            rows.append(ShardRow(pool_place, row["id"], row["text"], score, columns, vector))
         return ShardAnswer(rows, answer.certified)
 
 
@@ -219,7 +219,7 @@ class _OpenShard:
         return search_kind(self.pool, attention)
 
     async def allowed_rows(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
-        """The rows that a filter leaves; None: all. Raises BadInput for a column that is not kept."""
+        """The mask of rows that pass a filter; None: all. Raises BadInput for a column not in the pool."""
         if not where and allow is None:
             return None
         select = functools.partial(filters.select, self.pool, allow, where=dict(where))
@@ -234,11 +234,11 @@ class _OpenShard:
 
 
 class ShardUnavailable(RuntimeError):
-    """A shard has not answered in time, or cannot."""
+    """A shard cannot answer, or not in time."""
 
 
 class ShardHandle(Protocol):
-    """How a ranker asks a shard, all of whose replicas hold the same rows."""
+    """A ranker's connection to a shard, all of whose replicas hold the same rows."""
 
     def open(self, version: str) -> ShardFacts | ShardRefusal:
         """Lets every replica open a version; waits for one. Raises ShardUnavailable."""
@@ -248,7 +248,7 @@ class ShardHandle(Protocol):
 
 
 class Merged(NamedTuple):
-    """What the shards found together."""
+    """The merged results of the shards."""
 
     rows: list[ShardRow]
     certified: bool
@@ -277,17 +277,17 @@ class ShardedPool:
         self._wait_s, self._on_missing = wait_s, on_missing
         self._count_missing = count_missing
         with ThreadPoolExecutor(len(shards)) as threads:
-            opened = list(threads.map(lambda shard: shard.open(version), shards))
+            replies = list(threads.map(lambda shard: shard.open(version), shards))
         facts = []
-        for number, one in enumerate(opened):
-            if isinstance(one, ShardRefusal):
-                raise BadInput(f"shard {number}: {one.message}")
-            facts.append(one)
+        for number, reply in enumerate(replies):
+            if isinstance(reply, ShardRefusal):
+                raise BadInput(f"shard {number}: {reply.message}")
+            facts.append(reply)
         self.name = str(facts[0].description["name"])
         self.version = str(facts[0].description["version"])
-        self.columns: list[str] = next((one.columns for one in facts if one.columns), [])
-        self.canaries = [canary for one in facts for canary in one.canaries]
-        candidates = [one.description["candidates"] for one in facts]
+        self.columns: list[str] = next((reply.columns for reply in facts if reply.columns), [])
+        self.canaries = [canary for reply in facts for canary in reply.canaries]
+        candidates = [reply.description["candidates"] for reply in facts]
         self.description = {
             **facts[0].description,
             "candidates": sum(candidates),
@@ -316,7 +316,7 @@ class ShardedPool:
         answers = await asyncio.gather(
             *(self._ask(number, query, deadline) for number in range(len(self._shards)))
         )
-        answered: list[ShardAnswer] = []
+        shard_answers: list[ShardAnswer] = []
         missing: list[int] = []
         for number, answer in enumerate(answers):
             if isinstance(answer, ShardRefusal):
@@ -324,23 +324,23 @@ class ShardedPool:
             if answer is None:
                 missing.append(number)
             else:
-                answered.append(answer)
-        if missing and (self._on_missing == "refuse" or not answered):
+                shard_answers.append(answer)
+        if missing and (self._on_missing == "refuse" or not shard_answers):
             numbers = ", ".join(map(str, missing))
             message = f"pool {self.name}: shards that do not answer: {numbers} of {len(answers)}"
             raise Refusal("shard_missing", message, None, 1.0)
-        best = heapq.nsmallest(
+        best_rows = heapq.nsmallest(
             top_k,
-            (row for one in answered for row in one.rows),
+            (row for answer in shard_answers for row in answer.rows),
             key=lambda row: (-row.score, row.id),
         )
-        certified = not missing and all(answer.certified for answer in answered)
-        return Merged(best, certified, missing)
+        certified = not missing and all(answer.certified for answer in shard_answers)
+        return Merged(best_rows, certified, missing)
 
     async def _ask(
         self, number: int, query: ShardQuery, deadline: float
     ) -> ShardAnswer | ShardRefusal | None:
-        """None: it is missing."""
+        """None: the shard is missing."""
         try:
             async with asyncio.timeout(query.timeout_s):
                 return await self._shards[number].search(query)

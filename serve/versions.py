@@ -1,4 +1,4 @@
-"""Which model and pool versions a service answers with, and how all replicas change to new ones together.
+"""The model and pool versions of a service, and the change of all replicas to new ones together.
 
 One `Decider` for all replicas polls the pools' CURRENT files and the model's alias in MLflow's registry, and
 proposes new versions. Each replica's `Follower` loads the proposal beside what it serves, checks it, and
@@ -39,7 +39,7 @@ class Versions:
     model: str
     """URI"""
     fingerprint: str
-    """Of the model; the files at the URI may be replaced."""
+    """Fingerprint of the model; the files at the URI may be replaced."""
     pools: tuple[str, ...]
     """URIs of one version of each pool."""
 
@@ -50,7 +50,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Targets:
-    """What an operator wants to be served."""
+    """The model and pools that an operator wants to serve."""
 
     model: str
     """URI of a ranker, or `models:/name@alias` of MLflow's registry."""
@@ -60,34 +60,34 @@ class Targets:
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica tells the decider."""
+    """A replica's report to the decider."""
 
     replica: str
     serving: Versions | None
     prepared: str = ""
-    """Key of the versions that it has loaded and does not serve yet."""
+    """Key of versions that the replica has loaded and does not serve yet."""
     refused: Versions | None = None
-    """Versions that it could not load."""
+    """Versions that the replica could not load."""
     problem: str = ""
-    """Why it could not."""
+    """The reason."""
     may_pass: bool = False
     """Whether the problem may pass by itself, such as an error of the network."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the decider answers."""
+    """The decider's answer."""
 
     decided: Versions | None
     """To serve; None: no versions have been loaded yet."""
     proposed: Versions | None
-    """To load beside them."""
+    """To load beside the decided versions."""
     problems: tuple[str, ...]
-    """Why the wanted versions are not served."""
+    """Reasons why the wanted versions are not served."""
 
 
 def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, list[str]]:
-    """(the versions to serve, why some are not the wanted ones)
+    """(the versions to serve, the reasons why some are not the wanted ones)
 
     If another model embedded the CURRENT version of a pool, or it cannot be read, or its URI is in `refused`,
     then the newest version that this model embedded takes its place. Raises BadInput if there is none.
@@ -98,7 +98,7 @@ def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, li
     model = read_artifact(registry.model_uri(targets.model), "ranker")
     require_search(model, targets.pools)
     problems: list[str] = []
-    pools = tuple(_version(uri, model, refused, problems) for uri in targets.pools)
+    pools = tuple(_servable_version(uri, model, refused, problems) for uri in targets.pools)
     return Versions(model.uri, model.fingerprint, pools), problems
 
 
@@ -120,28 +120,30 @@ def read_settings(model: Artifact) -> RankerConfig:
     return parse_settings(storage.read_bytes(uri), uri)
 
 
-def _version(uri: str, model: Artifact, refused: Sequence[str], problems: list[str]) -> str:
+def _servable_version(
+    uri: str, model: Artifact, refused: Sequence[str], problems: list[str]
+) -> str:
     uri = storage.absolute(uri.rstrip("/"))
     if not storage.exists(storage.join(uri, CURRENT)):
-        return _of_model(uri, model)
-    wanted = _current(uri, problems)
-    reason = f"{wanted} was refused"
-    if wanted and wanted not in refused:
+        return _require_model(uri, model)
+    current = _current_uri(uri, problems)
+    reason = f"{current} was refused"
+    if current and current not in refused:
         try:
-            return _of_model(wanted, model)
+            return _require_model(current, model)
         except BadInput as error:
             reason = str(error)
-    for version in _newest_first(uri):
-        if version in refused or version == wanted:
+    for version in _versions_newest_first(uri):
+        if version in refused or version == current:
             continue
         with suppress(BadInput):
-            found = _of_model(version, model)
-            problems.append(f"{reason}; {storage.name_of(found)} is served")
-            return found
+            pool_uri = _require_model(version, model)
+            problems.append(f"{reason}; {storage.name_of(pool_uri)} is served")
+            return pool_uri
     raise BadInput(f"{uri}: no version to serve: {reason}")
 
 
-def _current(uri: str, problems: list[str]) -> str:
+def _current_uri(uri: str, problems: list[str]) -> str:
     """The URI of the version that CURRENT names; "" if it names none."""
     try:
         name = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
@@ -151,32 +153,36 @@ def _current(uri: str, problems: list[str]) -> str:
     return storage.join(uri, storage.name_of(name)) if name else ""
 
 
-def _newest_first(uri: str) -> list[str]:
-    made: list[tuple[str, str]] = []
+def _versions_newest_first(uri: str) -> list[str]:
+    dated_versions: list[tuple[str, str]] = []
     for version in storage.list_folders(uri):
         with suppress(BadInput):
-            made.append((str(read_artifact(version, KIND).manifest["created_at"]), version))
-    return [version for _, version in sorted(made, reverse=True)]
+            dated_versions.append(
+                (str(read_artifact(version, KIND).manifest["created_at"]), version)
+            )
+    return [version for _, version in sorted(dated_versions, reverse=True)]
 
 
-def _of_model(version: str, model: Artifact) -> str:
+def _require_model(version: str, model: Artifact) -> str:
     """The URI of this version of a pool. Raises BadInput if another model embedded it."""
     pool = read_artifact(version, KIND)
-    embedded = str(pool.manifest["inputs"]["model"]["fingerprint"])
-    if embedded != model.fingerprint:
-        raise BadInput(f"{version}: embedded by the model {embedded}, not by {model.fingerprint}")
+    embedding_model = str(pool.manifest["inputs"]["model"]["fingerprint"])
+    if embedding_model != model.fingerprint:
+        raise BadInput(
+            f"{version}: embedded by the model {embedding_model}, not by {model.fingerprint}"
+        )
     return pool.uri
 
 
 @dataclass
 class _Replica:
-    seen: float
+    reported_at: float
     prepared: str
     serving: str
 
 
 @dataclass(frozen=True)
-class _Refused:
+class _RefusedVersions:
     """Versions that a replica could not load."""
 
     problem: str
@@ -195,38 +201,44 @@ class Decider:
         self._decided: Versions | None = None
         self._proposed: Versions | None = None
         self._replicas: dict[str, _Replica] = {}
-        self._refused: dict[str, _Refused] = {}
+        self._refused: dict[str, _RefusedVersions] = {}
         self._problems: list[str] = []
-        self._looked = -poll_s
+        self._polled_at = -poll_s
 
     def follow(self, report: Report) -> Decision:
         """Takes a replica's report, and answers what to serve and what to load."""
         now = time.monotonic()
         patience_s = _SILENT_POLLS * self._poll_s
         self._replicas = {
-            name: one for name, one in self._replicas.items() if now - one.seen < patience_s
+            name: replica
+            for name, replica in self._replicas.items()
+            if now - replica.reported_at < patience_s
         }
         is_new = report.replica not in self._replicas
         serving = report.serving.key if report.serving else ""
         self._replicas[report.replica] = _Replica(now, report.prepared, serving)
         self._decided = self._decided or report.serving
-        self._refused = {key: one for key, one in self._refused.items() if now < one.until}
+        self._refused = {
+            key: refusal for key, refusal in self._refused.items() if now < refusal.until
+        }
         if report.refused:
             self._refuse(report.refused, report, now)
         elif is_new and self._decided is None:  # it may load what its predecessor could not
             self._refused = {}
-            self._looked = -self._poll_s
-        if now - self._looked >= self._poll_s:
-            self._looked = now
-            self._look()
+            self._polled_at = -self._poll_s
+        if now - self._polled_at >= self._poll_s:
+            self._polled_at = now
+            self._poll_targets()
         proposed, living = self._proposed, self._replicas.values()
-        if proposed and all(proposed.key in (r.prepared, r.serving) for r in living):
+        if proposed and all(
+            proposed.key in (replica.prepared, replica.serving) for replica in living
+        ):
             self._decided, self._proposed = proposed, None
-        refused = [one.problem for one in self._refused.values()]
-        return Decision(self._decided, self._proposed, (*self._problems, *refused))
+        refusals = [refusal.problem for refusal in self._refused.values()]
+        return Decision(self._decided, self._proposed, (*self._problems, *refusals))
 
-    def _look(self) -> None:
-        refused_pools = [pool for one in self._refused.values() for pool in one.pools]
+    def _poll_targets(self) -> None:
+        refused_pools = [pool for refusal in self._refused.values() for pool in refusal.pools]
         try:
             wanted, self._problems = resolve(self._targets, refused_pools)
         except Exception as error:
@@ -235,21 +247,21 @@ class Decider:
             self._problems = [problem_of(error)]
             return
         is_served = wanted.key == getattr(self._decided, "key", "")
-        if is_served and not self._problems:  # nobody wants what was refused any longer
+        if is_served and not self._problems:  # the refused versions are not wanted any longer
             self._refused = {}
         self._proposed = None if is_served or wanted.key in self._refused else wanted
 
     def _refuse(self, versions: Versions, report: Report, now: float) -> None:
-        """Remembers what could not be loaded: the pool versions that the problem names, or all versions."""
+        """Remembers refused versions: the pool versions that the problem names, or all."""
         pools = tuple(pool for pool in versions.pools if pool in report.problem)
         until = now + RETRY_S if report.may_pass else math.inf
-        self._refused[versions.key] = _Refused(report.problem, pools, until)
+        self._refused[versions.key] = _RefusedVersions(report.problem, pools, until)
         self._proposed = None
-        self._looked = -self._poll_s
+        self._polled_at = -self._poll_s
         decided = self._decided
         if decided and decided.key == versions.key:
-            others = (r.serving for r in self._replicas.values())
-            if decided.key not in others:  # its files have gone: decide again
+            served_keys = (replica.serving for replica in self._replicas.values())
+            if decided.key not in served_keys:  # its files have gone: decide again
                 self._decided = None
 
 
@@ -259,7 +271,7 @@ def problem_of(error: Exception) -> str:
     return (str(error) if is_for_people else repr(error)).splitlines()[0]
 
 
-def log_failure(what: str, error: Exception) -> None:
-    """With the traceback, unless the message is enough."""
+def log_failure(action: str, error: Exception) -> None:
+    """Logs a failed action, with the traceback unless the message is enough."""
     trace = None if isinstance(error, (BadInput, OSError)) else error
-    _log.warning("%s: %s", what, problem_of(error), exc_info=trace)
+    _log.warning("%s: %s", action, problem_of(error), exc_info=trace)

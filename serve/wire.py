@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from serve.engine import Engine
-from serve.errors import REFUSALS, Refusal, documented
+from serve.errors import REFUSALS, Refusal, error_responses
 from serve.service import Service
 from serve.wire_bodies import (
     AnyRerank,
@@ -52,80 +52,87 @@ from serve.wire_bodies import (
 )
 
 
-def add_routes(app: FastAPI, loaded: Callable[[], Service]) -> None:
-    """Adds the routes of all these formats. `loaded` returns the service, or raises Refusal."""
+def add_routes(app: FastAPI, require_service: Callable[[], Service]) -> None:
+    """Adds the routes of all these formats. `require_service` returns the service, or raises Refusal."""
 
-    @app.post("/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
+    @app.post("/rerank", responses=error_responses(*REFUSALS), response_model_exclude_none=True)
     async def rerank(body: AnyRerank, request: Request) -> list[TextScore] | RerankResponse:
         """TEI's format for `texts`, Jina's and infinity's for `documents`."""
         if isinstance(body, DocumentsRerank):
-            return await _rerank(loaded(), body, request, "1")
-        scored = await _score(loaded(), body.query, body.texts, request)
+            return await _rerank(require_service(), body, request, "1")
+        text_scores = await _score(require_service(), body.query, body.texts, request)
         return [
             TextScore(
                 index=place,
-                score=scored.scores[place] if body.raw_scores else sigmoid(scored.scores[place]),
+                score=text_scores.scores[place]
+                if body.raw_scores
+                else sigmoid(text_scores.scores[place]),
                 text=body.texts[place] if body.return_text else None,
             )
-            for place in scored.order
+            for place in text_scores.order
         ]
 
-    @app.post("/v1/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
+    @app.post("/v1/rerank", responses=error_responses(*REFUSALS), response_model_exclude_none=True)
     async def rerank_v1(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Jina's format, and version 1 of Cohere's."""
-        return await _rerank(loaded(), body, request, "1")
+        return await _rerank(require_service(), body, request, "1")
 
-    @app.post("/v2/rerank", responses=documented(*REFUSALS), response_model_exclude_none=True)
+    @app.post("/v2/rerank", responses=error_responses(*REFUSALS), response_model_exclude_none=True)
     async def rerank_v2(body: DocumentsRerank, request: Request) -> RerankResponse:
         """Version 2 of Cohere's format."""
-        return await _rerank(loaded(), body, request, "2")
+        return await _rerank(require_service(), body, request, "2")
 
-    @app.post("/embed", responses=documented(*REFUSALS))
+    @app.post("/embed", responses=error_responses(*REFUSALS))
     async def embed(body: EmbedRequest, request: Request) -> list[list[float]]:
         """TEI's format. Texts that are too long are always truncated."""
-        return await _embed(loaded(), body, request)
+        return await _embed(require_service(), body, request)
 
-    @app.post("/v1/embeddings", responses=documented(*REFUSALS))
+    @app.post("/v1/embeddings", responses=error_responses(*REFUSALS))
     async def embeddings(body: EmbeddingsRequest, request: Request) -> EmbeddingsResponse:
         """OpenAI's format. Texts are embedded as candidates, to vectors of length 1."""
-        embedded = await _embedded(loaded(), body.input, request, body.dimensions)
-        vectors_ND = F.normalize(embedded.vectors_ND, dim=1)
+        text_vectors = await _encode_texts(require_service(), body.input, request, body.dimensions)
+        vectors_ND = F.normalize(text_vectors.vectors_ND, dim=1)
         embeddings_N = (
             _base64(vectors_ND) if body.encoding_format == "base64" else vectors_ND.tolist()
         )
         return EmbeddingsResponse(
-            data=[Embedding(index=place, embedding=one) for place, one in enumerate(embeddings_N)],
-            model=embedded.engine.model.fingerprint,
-            usage=_usage(embedded.tokens),
+            data=[
+                Embedding(index=place, embedding=vector)
+                for place, vector in enumerate(embeddings_N)
+            ],
+            model=text_vectors.engine.model.fingerprint,
+            usage=_usage(text_vectors.tokens),
         )
 
-    @app.get("/v1/models", responses=documented("unauthorized", "not_ready"))
+    @app.get("/v1/models", responses=error_responses("unauthorized", "not_ready"))
     async def models() -> ModelList:
         """The model that is served, in OpenAI's format."""
-        model = loaded().champion.model
+        model = require_service().champion.model
         created = datetime.fromisoformat(model.manifest["created_at"]).timestamp()
         return ModelList(data=[ModelCard(id=model.fingerprint, created=int(created))])
 
-    @app.post("/", responses=documented(*REFUSALS))
+    @app.post("/", responses=error_responses(*REFUSALS))
     async def hugging_face(
         body: HuggingFaceRequest, request: Request
     ) -> list[float] | list[list[float]]:
         """Hugging Face's formats: `feature_extraction` (as /embed) and `sentence_similarity`: the model's
         score of each sentence as a candidate for the source sentence, not its sigmoid."""
         if isinstance(body, EmbedRequest):
-            return await _embed(loaded(), body, request)
+            return await _embed(require_service(), body, request)
         sentences = body.inputs
-        scored = await _score(loaded(), sentences.source_sentence, sentences.sentences, request)
-        return scored.scores
+        text_scores = await _score(
+            require_service(), sentences.source_sentence, sentences.sentences, request
+        )
+        return text_scores.scores
 
 
 def sigmoid(score: float) -> float:
     """The sigmoid of any finite score, without overflow."""
-    small = math.exp(-abs(score))
-    return (1.0 if score >= 0 else small) / (1.0 + small)
+    decay = math.exp(-abs(score))
+    return (1.0 if score >= 0 else decay) / (1.0 + decay)
 
 
-class _Scored(NamedTuple):
+class _Scores(NamedTuple):
     engine: Engine
     scores: list[float]
     order: list[int]
@@ -133,21 +140,21 @@ class _Scored(NamedTuple):
     tokens: int
 
 
-async def _score(service: Service, query: str, texts: Sequence[str], request: Request) -> _Scored:
+async def _score(service: Service, query: str, texts: Sequence[str], request: Request) -> _Scores:
     engine, deadline = service.engine, request.state.deadline
     scores, tokens = await service.scores(engine, [query], texts, deadline)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
-    return _Scored(engine, scores, order, tokens)
+    return _Scores(engine, scores, order, tokens)
 
 
 async def _rerank(
     service: Service, body: DocumentsRerank, request: Request, version: str
 ) -> RerankResponse:
     texts = body.texts
-    scored = await _score(service, body.query, texts, request)
+    text_scores = await _score(service, body.query, texts, request)
     results = []
-    for place in scored.order[: body.top_n]:
-        score = scored.scores[place]
+    for place in text_scores.order[: body.top_n]:
+        score = text_scores.scores[place]
         document = Document(text=texts[place]) if body.return_documents else None
         results.append(
             DocumentScore(
@@ -158,14 +165,14 @@ async def _rerank(
         )
     return RerankResponse(
         id=request.state.request_id,
-        model=scored.engine.model.fingerprint,
+        model=text_scores.engine.model.fingerprint,
         results=results,
-        usage=_usage(scored.tokens),
+        usage=_usage(text_scores.tokens),
         meta=Meta(api_version=ApiVersion(version=version)),
     )
 
 
-class _Embedded(NamedTuple):
+class _Vectors(NamedTuple):
     engine: Engine
     vectors_ND: Tensor
     tokens: int
@@ -173,21 +180,21 @@ class _Embedded(NamedTuple):
 
 async def _embed(service: Service, body: EmbedRequest, request: Request) -> list[list[float]]:
     as_contexts = body.prompt_name == "context"
-    embedded = await _embedded(service, body.inputs, request, body.dimensions, as_contexts)
-    vectors_ND = embedded.vectors_ND
+    text_vectors = await _encode_texts(service, body.inputs, request, body.dimensions, as_contexts)
+    vectors_ND = text_vectors.vectors_ND
     vectors: list[list[float]] = (
         F.normalize(vectors_ND, dim=1) if body.normalize else vectors_ND
     ).tolist()
     return vectors
 
 
-async def _embedded(
+async def _encode_texts(
     service: Service,
     texts: Sequence[str],
     request: Request,
     dimensions: int | None,
     as_contexts: bool = False,
-) -> _Embedded:
+) -> _Vectors:
     """Vectors as the model scores with them, cut to `dimensions` the way it cuts them in training.
 
     Raises Refusal for what this model has not.
@@ -213,7 +220,7 @@ async def _embedded(
                       "prompt_name")  # fmt: skip
     if dimensions is not None:
         vectors_ND = engine.ranker.dual.cut(vectors_ND, dimensions)
-    return _Embedded(engine, vectors_ND, tokens)
+    return _Vectors(engine, vectors_ND, tokens)
 
 
 def _base64(vectors_ND: Tensor) -> list[str]:

@@ -13,14 +13,14 @@ from serve.limits import MAX_CANDIDATES
 def _as_list(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and any(isinstance(one, (int, list)) for one in value):
+    if isinstance(value, list) and any(isinstance(item, (int, list)) for item in value):
         raise ValueError("token ids are not allowed; allowed: a text, or a list of texts")
     return value
 
 
-_SomeTexts = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES)]
+_TextList = Annotated[list[FilledText], Field(min_length=1, max_length=MAX_CANDIDATES)]
 Texts = Annotated[
-    _SomeTexts, BeforeValidator(_as_list, json_schema_input_type=FilledText | _SomeTexts)
+    _TextList, BeforeValidator(_as_list, json_schema_input_type=FilledText | _TextList)
 ]
 """A single text means a list of one."""
 
@@ -48,7 +48,7 @@ class TextsRerank(BaseModel):
     """A rerank request in TEI's format."""
 
     query: FilledText
-    texts: _SomeTexts
+    texts: _TextList
     raw_scores: StrictBool = False
     return_text: StrictBool = False
     truncation_direction: Literal["right", "Right"] = "right"
@@ -68,7 +68,9 @@ class DocumentsRerank(BaseModel):
 
     @property
     def texts(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+        return [
+            document if isinstance(document, str) else document.text for document in self.documents
+        ]
 
 
 class EmbedRequest(BaseModel):
@@ -98,7 +100,7 @@ class Sentences(BaseModel):
     """A sentence, and those to compare with it."""
 
     source_sentence: FilledText
-    sentences: _SomeTexts
+    sentences: _TextList
 
 
 class SimilarityRequest(BaseModel):

@@ -1,1 +1,1 @@
-"""What `jobs.benchmark` measures: ours and others' side by side, in one run."""
+"""The measurements of `jobs.benchmark`: polyrank and others' code side by side, in one run."""

@@ -1,4 +1,4 @@
-"""How long work of full size takes on 50 nodes, by the rates that were measured on 2 cores.
+"""The duration of work of full size on 50 nodes, by the rates that were measured on 2 cores.
 
     python -m jobs.benchmarks.capacity
 
@@ -50,8 +50,8 @@ def embedding(times: int) -> Estimate:
     return Estimate(rows=texts, cpu_hours=texts / TEXTS_PER_CORE_S / 3600)
 
 
-def line(name: str, found: Estimate) -> str:
-    hours, reads = found.cpu_hours or 0.0, found.requests or 0
+def line(name: str, estimate: Estimate) -> str:
+    hours, reads = estimate.cpu_hours or 0.0, estimate.requests or 0
     minutes = hours / NODES / CORES * 60
     dollars = hours / CORES * NODE_HOUR
     requests = (f"{reads / 1e6:,.1f} million", f"{reads / READS_PER_S / 3600:,.1f}",

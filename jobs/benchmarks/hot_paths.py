@@ -54,12 +54,12 @@ def measure(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [*_on_one_thread(size, model, corpora, work), _start()]
+        return [*_profile_paths(size, model, corpora, work), _profile_imports()]
     finally:
         torch.set_num_threads(threads)
 
 
-def _on_one_thread(
+def _profile_paths(
     size: str, model: Artifact, corpora: Sequence[Artifact], work: Path
 ) -> list[BenchmarkRow]:
     ranker = search.poly_encoder(model)
@@ -69,7 +69,7 @@ def _on_one_thread(
     folder.mkdir(parents=True, exist_ok=True)
     rows_NT = ranker.candidate_rows(texts)
     inference.row_vectors(ranker, rows_NT[:64])  # the first pass allocates
-    embedding = _profiled(lambda: inference.row_vectors(ranker, rows_NT), _EMBEDDING)
+    embedding = _profile(lambda: inference.row_vectors(ranker, rows_NT), _EMBEDDING)
     began = time.perf_counter()
     ranker.candidate_rows(texts)
     embedding["subwords"] = 1e3 * (time.perf_counter() - began)
@@ -85,25 +85,25 @@ def _on_one_thread(
                 top_rows(pool, vectors_MD[None], 10, method=method)  # type: ignore[arg-type]
 
         ask()  # the first pass maps pages
-        parts = _profiled(ask, _SEARCH)
+        parts = _profile(ask, _SEARCH)
         rows.append(_row(f"profile.search.{method}", parts, len(questions), "question"))
     return rows
 
 
-def _profiled(work: Callable[[], object], parts: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Milliseconds of each part, of a run that is profiled; the whole is that of a run without."""
+def _profile(work: Callable[[], object], parts: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Milliseconds of each part, from a profiled run; their sum is that of a run without the profiler."""
     began = time.perf_counter()
     work()
-    whole = 1e3 * (time.perf_counter() - began)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    total = 1e3 * (time.perf_counter() - began)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         work()
-    found = dict.fromkeys(parts, 0.0)
-    for event in profiled.key_averages():
+    milliseconds = dict.fromkeys(parts, 0.0)
+    for event in profiler.key_averages():
         part = _part(event.key, parts)
         if part:
-            found[part] += event.self_cpu_time_total / 1e3
-    found["the rest"] = max(0.0, whole - sum(found.values()))
-    return found
+            milliseconds[part] += event.self_cpu_time_total / 1e3
+    milliseconds["the rest"] = max(0.0, total - sum(milliseconds.values()))
+    return milliseconds
 
 
 def _part(operation: str, parts: Mapping[str, Sequence[str]]) -> str:
@@ -111,24 +111,28 @@ def _part(operation: str, parts: Mapping[str, Sequence[str]]) -> str:
     return next((part for part, words in parts.items() if any(w in operation for w in words)), "")
 
 
-def _start() -> BenchmarkRow:
-    """What a process imports before it trains; each module counts for its package."""
+def _profile_imports() -> BenchmarkRow:
+    """The imports of a process before it trains; each module counts for its package."""
     command = [sys.executable, "-X", "importtime", "-c", _STARTS]
     subprocess.run(command, check=True, capture_output=True)  # the files are in memory from now on
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stderr.splitlines()
     parts = dict.fromkeys((*_IMPORTED, "the rest"), 0.0)
     for line in lines:
         if line.startswith("import time:") and line[12:].split("|")[0].strip().isdigit():
-            alone, _, module = (field.strip() for field in line[12:].split("|"))
+            self_microseconds, _, module = (field.strip() for field in line[12:].split("|"))
             package = module.partition(".")[0]
-            parts[package if package in parts else "the rest"] += int(alone) / 1e3
+            parts[package if package in parts else "the rest"] += int(self_microseconds) / 1e3
     return _row("profile.start", parts, 1, "process")
 
 
-def _row(name: str, parts: Mapping[str, float], count: int, of: str) -> BenchmarkRow:
-    whole = sum(parts.values())
-    shares = {part: round(ms / whole, 3) for part, ms in parts.items() if ms > 0.005 * whole}
-    ordered = dict(sorted(shares.items(), key=lambda share: (share[0] == "the rest", -share[1])))
-    note = ", ".join(f"{part} {np.round(100 * share):.0f} %" for part, share in ordered.items())
-    detail = {"shares": ordered, "threads": 1, "note": f"{note}."}
-    return BenchmarkRow(name, whole / count, f"ms a {of}", detail=detail)
+def _row(name: str, parts: Mapping[str, float], count: int, unit: str) -> BenchmarkRow:
+    total = sum(parts.values())
+    shares = {part: round(ms / total, 3) for part, ms in parts.items() if ms > 0.005 * total}
+    sorted_shares = dict(
+        sorted(shares.items(), key=lambda share: (share[0] == "the rest", -share[1]))
+    )
+    note = ", ".join(
+        f"{part} {np.round(100 * share):.0f} %" for part, share in sorted_shares.items()
+    )
+    detail = {"shares": sorted_shares, "threads": 1, "note": f"{note}."}
+    return BenchmarkRow(name, total / count, f"ms a {unit}", detail=detail)

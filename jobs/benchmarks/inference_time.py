@@ -38,7 +38,7 @@ def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> 
     Contexts and candidates are those of the corpus' valid split.
     """
     device = best_device()
-    found = questions(corpus, "valid", "sampled", 2, max_examples=1000, seed=0)
+    question_set = questions(corpus, "valid", "sampled", 2, max_examples=1000, seed=0)
     rows, cross_ms = list[BenchmarkRow](), 0.0
     for name, published in _PAPER[device.type].items():
         architecture, _, m = name.partition("-")
@@ -47,26 +47,30 @@ def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> 
         ranker.to(device).eval()
         for candidates, peer in zip((1_000, 100_000), published, strict=True):
             if not settings.has_vectors and candidates > 1_000:
-                inferred = {"inferred": "100 times the row before"}
+                note = {"inferred": "100 times the row before"}
                 rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", 100 * cross_ms, "ms", peer,
-                                detail=inferred))  # fmt: skip
+                                detail=note))  # fmt: skip
                 continue
-            time = _time(ranker, _among(found, candidates), _QUERIES[size])
-            cross_ms = time.median
-            rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", time.median, "ms", peer,
-                            detail={"p95": time.p95, "device": time.device}))  # fmt: skip
+            latency_ms = _time(ranker, _with_candidates(question_set, candidates), _QUERIES[size])
+            cross_ms = latency_ms.median
+            rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", latency_ms.median, "ms", peer,
+                            detail={"p95": latency_ms.p95, "device": latency_ms.device}))  # fmt: skip
     return rows
 
 
-def _among(found: Questions, candidates: int) -> Questions:
-    """The questions, with so many candidates that all share; where texts are too few, again and again."""
-    contexts = zip(found.ids, found.contexts, strict=True)
-    asked = (Question(name, context, [found.texts[0]], 0) for name, context in contexts)
-    return Questions.of(asked, list(itertools.islice(itertools.cycle(found.texts), candidates)))
+def _with_candidates(question_set: Questions, candidates: int) -> Questions:
+    """The questions, with `candidates` candidates that all share; if texts are too few, they repeat."""
+    contexts = zip(question_set.ids, question_set.contexts, strict=True)
+    shared_questions = (
+        Question(name, context, [question_set.texts[0]], 0) for name, context in contexts
+    )
+    return Questions.of(
+        shared_questions, list(itertools.islice(itertools.cycle(question_set.texts), candidates))
+    )
 
 
-def _time(ranker: Ranker, asked: Questions, queries: int) -> Latency:
+def _time(ranker: Ranker, question_set: Questions, queries: int) -> Latency:
     if not ranker.config.has_vectors:
-        return latency(PreparedCross(ranker, inference.BATCH_TOKENS), asked, queries)
-    vectors_TD = torch.randn(len(asked.texts), ranker.dual.dimensions, device=ranker.device)
-    return latency(PreparedDual(ranker, vectors_TD, inference.BATCH_TOKENS), asked, queries)
+        return latency(PreparedCross(ranker, inference.BATCH_TOKENS), question_set, queries)
+    vectors_TD = torch.randn(len(question_set.texts), ranker.dual.dimensions, device=ranker.device)
+    return latency(PreparedDual(ranker, vectors_TD, inference.BATCH_TOKENS), question_set, queries)

@@ -1,4 +1,4 @@
-"""How a thing is measured: rows of a report, jobs as processes, their time and memory."""
+"""Measurements: rows of a report; jobs as processes, with their time and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BenchmarkRow:
     """One line of a report."""
 
     row: str
-    """What was measured; the same name in every run."""
+    """Name of the measured figure; the same in every run."""
     ours: float | None
     """None: it failed; `detail` says why."""
     unit: str
@@ -37,13 +37,13 @@ class BenchmarkRow:
     ratio: float | None = None
     """Ours to the peer's, as speed: higher is better."""
     floor: float | None = None
-    """What the machine would allow."""
+    """The machine's limit."""
     share_of_floor: float | None = None
     detail: dict[str, Any] = field(default_factory=dict)
 
 
 def source(size: str) -> dict[str, str]:
-    """Which run made a row: command, size, date, commit, machine. A command's folders are left out."""
+    """The run that makes the rows: command, size, date, commit, machine. A command's folders are left out."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     machine = environment()
     return {
@@ -65,8 +65,8 @@ def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None
         for name, value in row.detail.items():
             print(f"    {name}: {value}")
     if file:
-        made = [{**asdict(row), "source": dict(source or {})} for row in rows]
-        Path(file).write_text(json.dumps(made, indent=1) + "\n")
+        entries = [{**asdict(row), "source": dict(source or {})} for row in rows]
+        Path(file).write_text(json.dumps(entries, indent=1) + "\n")
 
 
 def read_rows(file: Path) -> list[BenchmarkRow]:
@@ -91,12 +91,12 @@ class Run:
     summary: dict[str, Any]
     seconds: float
     peak_mib: float
-    """Of all its processes together, pages that several share counted once (PSS)."""
+    """Peak memory of all its processes together; shared pages are counted once (PSS)."""
 
 
 def run_job(verb: str, *arguments: object) -> Run:
     """`python -m jobs.<verb> …` to its end, on a Ray of its own. Raises BadInput where it fails."""
-    started = time.perf_counter()
+    began = time.perf_counter()
     with (
         job(verb, *arguments, stdout=subprocess.PIPE) as process,
         _peak_memory(process.pid) as peak,
@@ -104,7 +104,7 @@ def run_job(verb: str, *arguments: object) -> Run:
         out, _ = process.communicate()
     if process.returncode:
         raise BadInput(f"python -m jobs.{verb} {' '.join(map(str, arguments))}: it failed")
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - began
     return Run(json.loads(out.splitlines()[-1]), seconds, peak[0] / 2**20)
 
 
@@ -112,7 +112,7 @@ def run_job(verb: str, *arguments: object) -> Run:
 def job(
     verb: str, *arguments: object, stdout: int = subprocess.DEVNULL, stderr: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A job's process, the leader of a group of its own; what is left of it is killed at the end."""
+    """A job's process, the leader of its own group; the group is killed at the end."""
     command = [sys.executable, "-m", f"jobs.{verb}", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
@@ -133,22 +133,22 @@ def kill_often(
     arguments: Sequence[object],
     kills: int,
     seconds: float,
-    ended: Callable[[], None],
+    check_output: Callable[[], None],
     start_over: Callable[[], None],
-    killed: Callable[[], None] = lambda: None,
+    check_after_kill: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
     """Kills a job at random moments and starts it again, until it died `kills` times; then lets it end.
 
     Half of the kills hit one worker, the others the driver with its node. `seconds`: what it takes
-    undisturbed. `ended` checks what came out, `start_over` takes it away where the job came to its end
-    between two kills, `killed` checks what there is after each. Returns how many died of what.
+    undisturbed. `check_output` checks the output of a finished job, `start_over` removes the output of a job
+    that finished between two kills, `check_after_kill` is called after each kill. Returns counts of kills.
     """
     rng = random.Random(0)
-    done = {"driver and node": 0, "worker": 0}
-    finished = 0
-    while sum(done.values()) < kills:
+    kill_counts = {"driver and node": 0, "worker": 0}
+    finished_runs = 0
+    while sum(kill_counts.values()) < kills:
         with job(verb, *arguments, stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and sum(done.values()) < kills:
+            while process.poll() is None and sum(kill_counts.values()) < kills:
                 time.sleep(rng.uniform(0, seconds))
                 if process.poll() is not None:
                     break
@@ -156,23 +156,23 @@ def kill_often(
                 if rng.random() < 0.5 and workers:
                     with suppress(psutil.Error):
                         rng.choice(workers).send_signal(signal.SIGKILL)
-                        done["worker"] += 1
+                        kill_counts["worker"] += 1
                 else:
                     kill_group(process)
-                    done["driver and node"] += 1
-                killed()
+                    kill_counts["driver and node"] += 1
+                check_after_kill()
         if process.returncode == 0:
-            finished += 1
-            ended()
+            finished_runs += 1
+            check_output()
             start_over()
     run_job(verb, *arguments)
-    ended()
-    return {**done, "came to the end between kills": finished}
+    check_output()
+    return {**kill_counts, "came to the end between kills": finished_runs}
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
     """The Ray workers below a process that are at work on a task of ours."""
-    found = []
+    workers = []
     for process in _family(pid):
         with suppress(psutil.Error):
             title = " ".join(process.cmdline()[:1])
@@ -181,12 +181,12 @@ def workers_of(pid: int) -> list[psutil.Process]:
             if title.startswith("ray::") and not (
                 title.startswith("ray::_") or title.endswith(("Agent", "IDLE"))
             ):
-                found.append(process)
-    return found
+                workers.append(process)
+    return workers
 
 
 def environment() -> Mapping[str, Any]:
-    """What the figures depend on."""
+    """The machine, on which the figures depend."""
     model = next((line.split(": ")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), "unknown")  # fmt: skip
     memory = psutil.virtual_memory().total / 2**30

@@ -20,7 +20,7 @@ from werkzeug.serving import make_server
 
 from jobs import cluster
 from jobs.benchmarks.measure import BenchmarkRow, kill_group
-from jobs.demo_stages import SECONDS, stage
+from jobs.demo_stages import SECONDS, run_stage
 from pipeline import storage
 from pipeline.config import BadInput
 
@@ -32,26 +32,26 @@ _BUCKET = "s3://lake"
 
 
 def measure(size: str, work: Path) -> list[BenchmarkRow]:
-    """Both sides in turn. What the jobs make is the same on both, which their fingerprints show."""
+    """Both sides in turn. Equal fingerprints show that the jobs' outputs are the same on both."""
     if not (find_spec("moto") and find_spec("boto3")):
         raise BadInput(
             "the packages moto and boto3 are not installed: pip install 'polyrank[bench]'"
         )
     sides: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
-    made = set[tuple[str, ...]]()
+    fingerprints = set[tuple[str, ...]]()
     with _store(), cluster.session():
-        stage("A dump", "generate_dump", "--comments", str(_COMMENTS[size]), "--files", "4",
+        run_stage("A dump", "generate_dump", "--comments", str(_COMMENTS[size]), "--files", "4",
               "--output", str(work / "dump"))  # fmt: skip
         storage.upload(work / "dump", f"{_BUCKET}/dump")
         for number in range(_ROUNDS[size]):
             for side, base in (("local", str(work)), ("store", _BUCKET)):
                 SECONDS.clear()
-                made.add(tuple(_path(base, f"{base}/round-{number}-{os.getpid()}")))
+                fingerprints.add(tuple(_path(base, f"{base}/round-{number}-{os.getpid()}")))
                 sides[side].append(dict(SECONDS))
-    if len(made) != 1:
+    if len(fingerprints) != 1:
         raise BadInput("object store: the artifacts over it are not those of local files")
     seconds = {side: median(sum(run.values()) for run in runs) for side, runs in sides.items()}
-    over = seconds["store"] / seconds["local"]
+    ratio = seconds["store"] / seconds["local"]
     detail = {
         "comments": _COMMENTS[size],
         "ms of delay": 1e3 * _DELAY_S,
@@ -60,16 +60,16 @@ def measure(size: str, work: Path) -> list[BenchmarkRow]:
     }
     return [
         BenchmarkRow(
-            "cluster.s3.time_over_local", over, "of the time over local files", detail=detail
+            "cluster.s3.time_over_local", ratio, "of the time over local files", detail=detail
         )
     ]
 
 
 def _path(data: str, out: str) -> Iterator[str]:
-    """Dump → corpus → subwords → ranker → evaluation and pool; the fingerprints of what is made."""
+    """Dump → corpus → subwords → ranker → evaluation and pool; yields fingerprints of the outputs."""
 
     def run(title: str, verb: str, *argv: str) -> str:
-        return str(stage(title, verb, *argv).get("fingerprint", ""))
+        return str(run_stage(title, verb, *argv).get("fingerprint", ""))
 
     yield run("corpus", "prepare_corpus", "--format", "reddit", "--input", f"{data}/dump",
               "--output", f"{out}/corpus")  # fmt: skip
@@ -88,7 +88,7 @@ def _path(data: str, out: str) -> Iterator[str]:
 
 @contextmanager
 def _store() -> Iterator[None]:
-    """A server, which all clients of this process and of those that it starts use meanwhile."""
+    """A server for all clients of this process and of its child processes."""
     command = [sys.executable, "-m", "jobs.benchmarks.object_store"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -115,11 +115,11 @@ def _serve() -> None:
 
     application = DomainDispatcherApplication(create_backend_app)
 
-    def late(environ: dict[str, Any], start_response: Any) -> Any:
+    def delayed(environ: dict[str, Any], start_response: Any) -> Any:
         time.sleep(_DELAY_S)
         return application(environ, start_response)
 
-    server = make_server("127.0.0.1", 0, late, threaded=True)
+    server = make_server("127.0.0.1", 0, delayed, threaded=True)
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()
 

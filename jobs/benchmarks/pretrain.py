@@ -70,24 +70,24 @@ def measure(
     )))  # fmt: skip
     joint = _Side(options, _STEPS, work)
     mlm = _Side([*options, "--pretrain.objective", "mlm"], _STEPS_BESIDE_TRAINER, work)
-    two = _Side([*options, "--resources.workers", "2"], _STEPS, work)
-    bare, theirs, two_bare = Rates(), Rates(), Rates()
+    two_workers = _Side([*options, "--resources.workers", "2"], _STEPS, work)
+    bare, theirs, bare_pair = Rates(), Rates(), Rates()
     has_trainer = find_spec("accelerate") is not None
     for _ in range(_ROUNDS[size]):
         joint.run()
-        bare += steady(bare_loops(joint.arm, 1))
+        bare += steady_rates(bare_loops(joint.arm, 1))
         if has_trainer:
             mlm.run()
-            theirs += steady(hf_trainer(mlm.arm, mlm.tokens_per_step()))
-        two.run()
-        two_bare += steady(bare_loops(two.arm, 2))
+            theirs += steady_rates(hf_trainer(mlm.arm, mlm.tokens_per_step()))
+        two_workers.run()
+        bare_pair += steady_rates(bare_loops(two_workers.arm, 2))
     detail = {
         "shape": f"{layers} layers of {width}", "precision": joint.arm.precision,
         "steps": joint.config.pretrain.steps, "rounds": _ROUNDS[size], "load": os.getloadavg()[0],
     }  # fmt: skip
     rows = [
         _row("pretrain.vs_bare_loop", joint.rates, bare, detail),
-        _row("pretrain.scaling_two_workers", two.rates, two_bare),
+        _row("pretrain.scaling_two_workers", two_workers.rates, bare_pair),
         BenchmarkRow("pretrain.data_wait_share", fmean(joint.waits), "share of the time",
             detail={"largest of an interval": round(max(joint.waits), 4)}),
     ]  # fmt: skip
@@ -99,20 +99,20 @@ def measure(
     return rows
 
 
-def steady(rates: Rates) -> Rates:
-    """Those of the end of a run."""
+def steady_rates(rates: Rates) -> Rates:
+    """The rates of the end of a run."""
     return rates[int(len(rates) * _LEFT_OUT) :]
 
 
 def _row(
     name: str, ours: Rates, peer: Rates, detail: dict[str, object] | None = None
 ) -> BenchmarkRow:
-    mine, other = median(ours), median(peer)
+    our_rate, peer_rate = median(ours), median(peer)
     spread = {
         "spread of ours": _spread(ours),
         "spread of the peer": _spread(peer),
     }
-    return BenchmarkRow(name, mine, "tokens/s", peer=other, ratio=mine / other,
+    return BenchmarkRow(name, our_rate, "tokens/s", peer=peer_rate, ratio=our_rate / peer_rate,
                detail={**(detail or {}), **spread})  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _spread(rates: Rates) -> str:
 
 @dataclass
 class _Side:
-    """jobs.pretrain with some options, and what it has shown."""
+    """jobs.pretrain with some options, and its measured rates."""
 
     options: list[str]
     steps: int
@@ -143,35 +143,35 @@ class _Side:
         self.arm = Arm(recipe, precision, config.loop.log_every_steps)
 
     def run(self) -> None:
-        """Once more."""
+        """Runs the job once, and adds its rates."""
         shutil.rmtree(self.output, ignore_errors=True)
         run_job("pretrain", *self.options)
         manifest = open_artifact(self.output, "encoder").manifest
-        shown = tracking.Run(manifest["run_id"], tracking.server())
-        self.rates += steady([value for _, value in shown.history("tokens_per_s")])
-        self.waits += steady([value for _, value in shown.history("data_wait_share")])
-        self._steps_per_s = steady([value for _, value in shown.history("steps_per_s")])
+        tracked = tracking.Run(manifest["run_id"], tracking.server())
+        self.rates += steady_rates([value for _, value in tracked.history("tokens_per_s")])
+        self.waits += steady_rates([value for _, value in tracked.history("data_wait_share")])
+        self._steps_per_s = steady_rates([value for _, value in tracked.history("steps_per_s")])
 
     def tokens_per_step(self) -> float:
-        """Without padding, in the last run."""
+        """Tokens per step without padding, in the last run."""
         rates = self.rates[-len(self._steps_per_s) :]
         return fmean(a / b for a, b in zip(rates, self._steps_per_s, strict=True))
 
 
 def tokens(size: Size, corpus: str, work: Path) -> str:
-    """A tokenized corpus: `corpus`, or made of it, or of the sample corpora (""). What an earlier call
-    has made is used again."""
+    """The URI of a tokenized corpus: `corpus`, or made of it, or of the sample corpora (""). Reuses the
+    output of an earlier call."""
     if corpus and open_artifact(corpus, TOKENS, "corpus").kind == TOKENS:
         return corpus
     with cluster.session(for_tasks=True):
         source = corpus or sample_corpora(size, work)["reddit"]
-        made = work / f"tokens-{digest([source, size])}"
-        learnt = TokenizerConfig(vocabulary=_VOCABULARY[size])
-        tokenizer = str(made / "tokenizer")
+        folder = work / f"tokens-{digest([source, size])}"
+        tokenizer_config = TokenizerConfig(vocabulary=_VOCABULARY[size])
+        tokenizer = str(folder / "tokenizer")
         train_tokenizer.run(
-            train_tokenizer.Config(corpus=(source,), output=tokenizer, tokenizer=learnt)
+            train_tokenizer.Config(corpus=(source,), output=tokenizer, tokenizer=tokenizer_config)
         )
-        output = str(made / "tokens")
+        output = str(folder / "tokens")
         tokenize_corpus.run(
             tokenize_corpus.Config(corpus=source, tokenizer=tokenizer, output=output)
         )
@@ -180,12 +180,12 @@ def tokens(size: Size, corpus: str, work: Path) -> str:
 
 def sample_corpora(size: Size, work: Path) -> dict[str, str]:
     """URIs of the sample corpora, by format."""
-    raw, made = work / f"sample-{size}", work / f"corpora-{size}"
+    raw, corpora = work / f"sample-{size}", work / f"corpora-{size}"
     if not raw.is_dir():
-        beside = work / f"sample-{size}.part"  # a run that was killed leaves no half of the files
-        shutil.rmtree(beside, ignore_errors=True)
-        sample.generate(beside, size=_SAMPLE[size])
-        beside.rename(raw)
+        partial = work / f"sample-{size}.part"  # a run that was killed leaves no half of the files
+        shutil.rmtree(partial, ignore_errors=True)
+        sample.generate(partial, size=_SAMPLE[size])
+        partial.rename(raw)
     inputs: dict[Literal["reddit", "convai2"], str] = {
         "reddit": "reddit_dump",
         "convai2": "convai2",
@@ -194,7 +194,7 @@ def sample_corpora(size: Size, work: Path) -> dict[str, str]:
         for name, folder in inputs.items():
             prepare_corpus.run(
                 prepare_corpus.Config(
-                    format=name, input=(str(raw / folder),), output=str(made / name)
+                    format=name, input=(str(raw / folder),), output=str(corpora / name)
                 )
             )
-    return {name: str(made / name) for name in inputs}
+    return {name: str(corpora / name) for name in inputs}

@@ -1,4 +1,4 @@
-"""What jobs.pretrain is measured beside: a bare PyTorch loop, and the Trainer of `transformers`.
+"""Peers of jobs.pretrain: a bare PyTorch loop, and the Trainer of `transformers`.
 
 Both run in processes of their own with one thread each, and return tokens a second, padding not counted,
 of each interval of some steps.
@@ -45,7 +45,7 @@ class Arm:
 def bare_loops(arm: Arm, processes: int) -> Rates:
     """`processes` bare loops at the same time, each over its own micro-batches; their sum."""
     rates = _in_processes(_bare_loop, arm, processes)
-    return [sum(of_interval) for of_interval in zip(*rates, strict=True)]
+    return [sum(interval_rates) for interval_rates in zip(*rates, strict=True)]
 
 
 def hf_trainer(arm: Arm, tokens_per_step: float) -> Rates:
@@ -54,21 +54,21 @@ def hf_trainer(arm: Arm, tokens_per_step: float) -> Rates:
 
 
 def _in_processes(
-    function: Callable[..., Rates], arm: Arm, processes: int, *more: object
+    function: Callable[..., Rates], arm: Arm, processes: int, *arguments: object
 ) -> list[Rates]:
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(processes, context) as pool:
-        together = manager.Barrier(processes)
-        started = [
-            pool.submit(function, arm, rank, processes, together.wait, *more)
+        barrier = manager.Barrier(processes)
+        futures = [
+            pool.submit(function, arm, rank, processes, barrier.wait, *arguments)
             for rank in range(processes)
         ]
-        return [process.result() for process in started]
+        return [future.result() for future in futures]
 
 
 def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> Rates:
-    """What anybody would write for batches that are in memory: no Ray, no reports, no checks."""
-    _one_thread()
+    """A plain loop over batches in memory: no Ray, no reports, no checks."""
+    _use_one_thread()
     recipe, steps = arm.recipe, arm.recipe.pretrain.steps
     walk = PretrainingBatches.of(
         recipe.corpora, recipe.weights, recipe.pretrain, rank, world, recipe.loop.seed
@@ -85,11 +85,11 @@ def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> R
     for number, parts in enumerate(batches, start=1):
         bare_step(model, parts, optimizer, device, arm.precision == "bf16")
         if number % arm.interval == 0:
-            counted = batches[number - arm.interval : number]
-            tokens = sum(part.token_count for parts in counted for part in parts)
-            ended = time.perf_counter()
-            rates.append(tokens / (ended - began))
-            began = ended
+            interval_batches = batches[number - arm.interval : number]
+            tokens = sum(part.token_count for parts in interval_batches for part in parts)
+            now = time.perf_counter()
+            rates.append(tokens / (now - began))
+            began = now
     return rates
 
 
@@ -116,8 +116,8 @@ def bare_step(
 def _hf_trainer(
     arm: Arm, rank: int, world: int, wait: Callable[[], object], tokens_per_step: float
 ) -> Rates:
-    """Its defaults, but for what makes both the same training: precision, seed, learning rate, and as
-    many micro-batches in a step. `remove_unused_columns` would take away the mask of special tokens, and
+    """The Trainer with its defaults, but the same precision, seed, learning rate and number of micro-batches
+    in a step. `remove_unused_columns` would take away the mask of special tokens, and
     the collator would make it anew in Python."""
     from transformers import (
         DataCollatorForLanguageModeling,
@@ -126,7 +126,7 @@ def _hf_trainer(
         TrainingArguments,
     )
 
-    _one_thread()
+    _use_one_thread()
     recipe, config = arm.recipe, arm.recipe.pretrain
     corpus = recipe.corpora[0]
     tokenizer = Tokenizer.load(corpus.tokenizer().local())
@@ -136,7 +136,7 @@ def _hf_trainer(
     collate = DataCollatorForLanguageModeling(tokenizer.hf, mlm_probability=config.masked_share)
     tokens, ends = list[int](), list[float]()
 
-    def counted(examples: list[dict[str, list[int]]]) -> dict[str, Any]:
+    def collate_and_count(examples: list[dict[str, list[int]]]) -> dict[str, Any]:
         batch: dict[str, Any] = collate(examples)
         tokens.append(int(batch["attention_mask"].sum()))
         return batch
@@ -160,14 +160,15 @@ def _hf_trainer(
                 dataloader_pin_memory=False,
             ),
             train_dataset=rows,
-            data_collator=counted,
+            data_collator=collate_and_count,
             callbacks=[Clock()],
         )  # fmt: skip
         trainer.train()
     size = arm.interval
     return [
-        sum(tokens[at * config.lanes : (at + size) * config.lanes]) / (ends[at + size] - ends[at])
-        for at in range(0, config.steps, size)
+        sum(tokens[first_step * config.lanes : (first_step + size) * config.lanes])
+        / (ends[first_step + size] - ends[first_step])
+        for first_step in range(0, config.steps, size)
     ]
 
 
@@ -206,6 +207,6 @@ def _rows(
                         return
 
 
-def _one_thread() -> None:
+def _use_one_thread() -> None:
     torch.set_num_threads(1)
     cpu.keep_memory()  # as every worker of ours does, or big tensors would be mapped anew each step

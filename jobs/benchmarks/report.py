@@ -57,7 +57,7 @@ ResultRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Measured:
+class TargetResult:
     """A target and the row that is compared with it."""
 
     target: Target
@@ -66,47 +66,47 @@ class Measured:
 
     @property
     def value(self) -> float | None:
-        value: float | None = self.row[self.target.of] if self.row else None
+        value: float | None = self.row[self.target.field] if self.row else None
         return value
 
     @property
     def status(self) -> str:
         if self.value is None:
             return "not measured"
-        return "met" if self.target.met(self.value) else "**missed**"
+        return "met" if self.target.is_met(self.value) else "**missed**"
 
     @property
     def share(self) -> float | None:
-        """How far the bound is reached; 1 and above: met."""
+        """The reached share of the bound; 1 and above: met."""
         if not self.value:
             return None if self.value is None else math.inf
-        bound = self.target.least
-        return self.value / bound if bound is not None else (self.target.most or 0) / self.value
+        bound = self.target.minimum
+        return self.value / bound if bound is not None else (self.target.maximum or 0) / self.value
 
 
 def read(folder: Path) -> dict[str, list[ResultRow]]:
     """Rows by section, in the order of the files' names. Raises BadInput for what is no row."""
-    found: dict[str, list[ResultRow]] = {name: [] for name in SECTIONS}
+    rows_of_section: dict[str, list[ResultRow]] = {name: [] for name in SECTIONS}
     for file in sorted(folder.glob("*.json")):
         section = file.stem.partition("-")[0]
         require(section in SECTIONS, "results", file.name, ", ".join(SECTIONS))
         for row in json.loads(file.read_text()):
             if missing := (_FIELDS - row.keys()) | (_SOURCE - row.get("source", {}).keys()):
                 raise BadInput(f"{file.name}: a row lacks {', '.join(sorted(missing))}")
-            found[section].append({"peer": None, "ratio": None, "floor": None,
+            rows_of_section[section].append({"peer": None, "ratio": None, "floor": None,
                                    "share_of_floor": None, "detail": {}, **row})  # fmt: skip
-    return found
+    return rows_of_section
 
 
-def compare(rows: Iterable[ResultRow]) -> list[Measured]:
+def compare(rows: Iterable[ResultRow]) -> list[TargetResult]:
     """Every target with the row that counts: of a full run if there is one, and the newest."""
-    best: dict[str, ResultRow] = {}
+    row_of_target: dict[str, ResultRow] = {}
     for row in rows:
         if row["row"] in BY_ROW and row["ours"] is not None:
-            other = best.get(row["row"])
-            if other is None or _rank(row) >= _rank(other):
-                best[row["row"]] = row
-    return [Measured(target, best.get(target.row)) for target in TARGETS]
+            previous = row_of_target.get(row["row"])
+            if previous is None or _rank(row) >= _rank(previous):
+                row_of_target[row["row"]] = row
+    return [TargetResult(target, row_of_target.get(target.row)) for target in TARGETS]
 
 
 def _rank(row: ResultRow) -> tuple[bool, str]:
@@ -117,23 +117,25 @@ def _rank(row: ResultRow) -> tuple[bool, str]:
 # Markdown
 
 
-def page(found: Mapping[str, Sequence[ResultRow]]) -> str:
+def page(rows_of_section: Mapping[str, Sequence[ResultRow]]) -> str:
     """BENCHMARKS.md."""
-    compared = compare(row for rows in found.values() for row in rows)
-    counts = [sum(one.status == status for one in compared) for status in ("met", "**missed**")]
+    results = compare(row for rows in rows_of_section.values() for row in rows)
+    counts = [
+        sum(result.status == status for result in results) for status in ("met", "**missed**")
+    ]
     parts = [
         _INTRODUCTION.format(
-            all=len(compared),
+            all=len(results),
             met=counts[0],
             missed=counts[1],
-            rest=len(compared) - sum(counts),
+            rest=len(results) - sum(counts),
             picture=f"jobs/benchmarks/results/{PICTURE}",
         ),
-        _targets(compared),
-        _limits(compared),
+        _targets(results),
+        _limits(results),
     ]
-    parts += [_section(name, found[name]) for name in SECTIONS]
-    parts.append(_growth(growth.curves(row for rows in found.values() for row in rows)))
+    parts += [_section(name, rows_of_section[name]) for name in SECTIONS]
+    parts.append(_growth(growth.curves(row for rows in rows_of_section.values() for row in rows)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -155,25 +157,24 @@ Of {all} targets {met} are met, {missed} are missed, and {rest} are not measured
 ## Targets"""
 
 
-def _targets(compared: Sequence[Measured]) -> str:
+def _targets(results: Sequence[TargetResult]) -> str:
     lines = ["| target | bound | measured | status | run |", "| --- | --- | ---: | --- | --- |"]
-    for one in compared:
-        run = _short(one.row["source"]) if one.row else ""
-        what = f"`{one.target.row}`: {one.target.what}"
-        lines.append(
-            f"| {what} | {one.target.bound} | {number(one.value)} | {one.status} | {run} |"
-        )
+    for result in results:
+        run = _run_note(result.row["source"]) if result.row else ""
+        target = f"`{result.target.row}`: {result.target.description}"
+        cells = (target, result.target.bound, number(result.value), result.status, run)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _limits(compared: Sequence[Measured]) -> str:
-    """What limits the rows that miss their bound."""
-    missed = [one for one in compared if one.status == "**missed**"]
+def _limits(results: Sequence[TargetResult]) -> str:
+    """The known limits of the missed targets."""
+    missed = [result for result in results if result.status == "**missed**"]
     if not missed:
         return ""
     lines = [
-        f"- `{one.target.row}`: {one.target.limit or 'the limit was not looked for.'}"
-        for one in missed
+        f"- `{result.target.row}`: {result.target.limit or 'the limit was not looked for.'}"
+        for result in missed
     ]
     return "\n".join(["## What limits the missed ones", "", *lines])
 
@@ -185,8 +186,8 @@ def _section(name: str, rows: Sequence[ResultRow]) -> str:
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(json.dumps(row["source"], sort_keys=True), []).append(row)
-    for some in groups.values():
-        parts += [_origin(some[0]["source"]), _table(some), _notes(some)]
+    for source_rows in groups.values():
+        parts += [_origin(source_rows[0]["source"]), _table(source_rows), _notes(source_rows)]
     parts += [f"![{text}]({file})" for file, text in PICTURES.get(name, ())]
     return "\n\n".join(part for part in parts if part)
 
@@ -201,7 +202,7 @@ def _sentence(source: Mapping[str, str]) -> str:
     return f"{source['date']}, commit {source['commit']}, {source['machine']}{kind}:"
 
 
-def _short(source: Mapping[str, str]) -> str:
+def _run_note(source: Mapping[str, str]) -> str:
     size = source.get("size", "")
     kind = f"{size} run" if source["kind"] == "run" else source["kind"]
     return f"{source['date']}, {kind}"
@@ -219,34 +220,35 @@ def _table(rows: Sequence[ResultRow]) -> str:
         "ratio": [number(row["ratio"]) for row in rows],
         "share of the floor": [number(row["share_of_floor"]) for row in rows],
     }
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    filled_columns = {name: cells for name, cells in columns.items() if any(cells)}
     lines = [
-        f"| {' | '.join(shown)} |",
-        f"| --- {'| ---: ' * (len(shown) - 1)}|",
-        *(f"| {' | '.join(cells)} |" for cells in zip(*shown.values(), strict=True)),
+        f"| {' | '.join(filled_columns)} |",
+        f"| --- {'| ---: ' * (len(filled_columns) - 1)}|",
+        *(f"| {' | '.join(cells)} |" for cells in zip(*filled_columns.values(), strict=True)),
     ]
     return "\n".join(lines)
 
 
 def _peer(row: ResultRow) -> str:
-    value, who = number(row["peer"]), row["detail"].get("peer")
-    return f"{value} ({who})" if value and who else value
+    value, peer_name = number(row["peer"]), row["detail"].get("peer")
+    return f"{value} ({peer_name})" if value and peer_name else value
 
 
 def _notes(rows: Sequence[ResultRow]) -> str:
-    noted = [(row["row"], row["detail"]["note"]) for row in rows if "note" in row["detail"]]
-    return "\n".join(f"- `{name}`: {note}" for name, note in noted)
+    row_notes = [(row["row"], row["detail"]["note"]) for row in rows if "note" in row["detail"]]
+    return "\n".join(f"- `{name}`: {note}" for name, note in row_notes)
 
 
 def _growth(curves: Sequence[Curve]) -> str:
     if not curves:
         return ""
     lines = ["| row | from | to | slope |", "| --- | ---: | ---: | ---: |"]
-    for one in curves:
+    for curve in curves:
         first, last = (
-            f"{number(x)} {one.x}: {number(y)} {one.y}" for x, y in (one.points[0], one.points[-1])
+            f"{number(x)} {curve.x}: {number(y)} {curve.y}"
+            for x, y in (curve.points[0], curve.points[-1])
         )
-        lines.append(f"| `{one.row}` | {first} | {last} | {one.slope:.2f} |")
+        lines.append(f"| `{curve.row}` | {first} | {last} | {curve.slope:.2f} |")
     return "\n".join([
         "## Growth", "",
         "How a measure grows with the size of its input. The slope is that of a line through the logarithms: "
@@ -275,29 +277,29 @@ _COLOURS = {"met": "#2a7f62", "**missed**": "#c1552f"}
 _SCALE = {0.25: "¼", 0.5: "½", 1.0: "the target", 2.0: "2 ×", 4.0: "4 ×"}
 
 
-def picture(compared: Sequence[Measured]) -> str:
+def picture(results: Sequence[TargetResult]) -> str:
     """SVG: a bar per measured target; its length is the share of the bound that is reached.
 
     The values stand in a column of their own: at the ends of bars the target's line would cross them.
     """
-    some = [one for one in compared if one.share is not None]
+    measured = [result for result in results if result.share is not None]
     right = _LEFT + _WIDTH
-    width, height = right + 96, _ROW * (len(some) + 2)
-    one_x = _LEFT + _x(1.0)
+    width, height = right + 96, _ROW * (len(measured) + 2)
+    target_x = _LEFT + _x(1.0)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="{width - 8}" y="{_ROW - 5}" text-anchor="end">measured</text>',
     ]
-    for at, one in enumerate(some):
-        y, share = _ROW * (at + 1), min(one.share or 0.0, _MOST)
-        name = html.escape(one.target.row)
+    for place, result in enumerate(measured):
+        y, share = _ROW * (place + 1), min(result.share or 0.0, _MOST)
+        name = html.escape(result.target.row)
         lines += [
             f'<text x="{_LEFT - 6}" y="{y + 12}" text-anchor="end">{name}</text>',
             f'<rect x="{_LEFT}" y="{y + 2}" width="{_x(share):.1f}" height="{_ROW - 5}" '
-            f'fill="{_COLOURS[one.status]}"/>',
-            f'<text x="{width - 8}" y="{y + 12}" text-anchor="end">{number(one.value)}</text>',
+            f'fill="{_COLOURS[result.status]}"/>',
+            f'<text x="{width - 8}" y="{y + 12}" text-anchor="end">{number(result.value)}</text>',
         ]
     lines += [
         f'<text x="{_LEFT + _x(share):.1f}" y="{_ROW - 5}" text-anchor="middle">{label}</text>'
@@ -308,7 +310,7 @@ def picture(compared: Sequence[Measured]) -> str:
         for status, colour in _COLOURS.items()
     )
     lines += [
-        f'<line x1="{one_x:.1f}" y1="{_ROW}" x2="{one_x:.1f}" y2="{height - _ROW}" stroke="black"/>',
+        f'<line x1="{target_x:.1f}" y1="{_ROW}" x2="{target_x:.1f}" y2="{height - _ROW}" stroke="black"/>',
         f'<text x="{_LEFT}" y="{height - 5}">{legend.strip()}</text>',
         "</svg>",
     ]
@@ -317,9 +319,9 @@ def picture(compared: Sequence[Measured]) -> str:
 
 def _x(share: float) -> float:
     """A logarithmic scale from a quarter of the target to four times it."""
-    least = 1 / _MOST
-    clipped = min(max(share, least), _MOST)
-    return _WIDTH * math.log(clipped / least) / math.log(_MOST / least)
+    minimum = 1 / _MOST
+    clipped = min(max(share, minimum), _MOST)
+    return _WIDTH * math.log(clipped / minimum) / math.log(_MOST / minimum)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -327,16 +329,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--output", type=Path, default=ROOT / "BENCHMARKS.md", help="the page")
     options = parser.parse_args(argv)
-    found = read(options.results)
-    compared = compare(row for rows in found.values() for row in rows)
-    options.output.write_text(page(found))
-    (options.results / PICTURE).write_text(picture(compared))
-    curves = growth.curves(row for rows in found.values() for row in rows)
+    rows_of_section = read(options.results)
+    results = compare(row for rows in rows_of_section.values() for row in rows)
+    options.output.write_text(page(rows_of_section))
+    (options.results / PICTURE).write_text(picture(results))
+    curves = growth.curves(row for rows in rows_of_section.values() for row in rows)
     (options.results / shares.PICTURE).write_text(
-        shares.picture(shares.with_shares(found["profile"]))
+        shares.picture(shares.with_shares(rows_of_section["profile"]))
     )
     (options.results / growth.PICTURE).write_text(growth.picture(curves))
-    print(f"{os.path.relpath(options.output)}: {sum(map(len, found.values()))} rows")
+    print(f"{os.path.relpath(options.output)}: {sum(map(len, rows_of_section.values()))} rows")
 
 
 if __name__ == "__main__":

@@ -64,15 +64,18 @@ def measure(
     )
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(texts):,} texts are embedded, and made {_CANDIDATES[size]:,}", flush=True)
-    real_ND = _embedded(folder / "texts.npy", ranker, texts)
+    real_ND = _embed_texts(folder / "texts.npy", ranker, texts)
     questions = inference.context_vectors(ranker, contexts)[0].numpy()
     with cluster.session(for_tasks=True):
         pool = pool_of(folder / "pool", model, real_ND, _CANDIDATES[size])
-        whole = pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
-        few = pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
-    asked, rounds = questions[: _QUESTIONS[size]], _ROUNDS[size]
-    checks = _check(pool, few, questions)
-    return [*_times(pool, whole, asked, rounds, checks), _poly_over_bi(few, asked, rounds)]
+        pool_float32 = pool_of(folder / "whole", model, real_ND, _CANDIDATES[size], "float32")
+        small_pool = pool_of(folder / "few", model, real_ND, min(_FEW, _CANDIDATES[size]))
+    timed_questions, rounds = questions[: _QUESTIONS[size]], _ROUNDS[size]
+    checks = _check(pool, small_pool, questions)
+    return [
+        *_times(pool, pool_float32, timed_questions, rounds, checks),
+        _poly_over_bi(small_pool, timed_questions, rounds),
+    ]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -80,37 +83,37 @@ def measure(
 
 
 def _times(
-    pool: Pool, whole: Pool, questions: Floats, rounds: int, checks: dict[str, Any]
+    pool: Pool, pool_float32: Pool, questions: Floats, rounds: int, checks: dict[str, Any]
 ) -> list[BenchmarkRow]:
-    """In turn, so that all have the same machine; each question's best of all rounds, then their mean.
+    """All searches in turn, so that they have the same machine; the mean of each question's best round.
 
-    `whole`: the same candidates in float32, as jobs.embed_pool keeps them by itself.
+    `pool_float32`: the same candidates in float32, the default of jobs.embed_pool.
     """
     matrices = [torch.from_numpy(shard.vectors.matrix.view(np.int64)) for shard in pool.shards]
     plain_ND = torch.empty(len(pool), pool.dimensions)
     for shard, end in zip(pool.shards, pool.ends, strict=True):
         plain_ND[end - len(shard) : end] = torch.from_numpy(decode(shard.vectors))
 
-    def of(method: Method, pool: Pool = pool) -> Callable[[int], object]:
-        return lambda at: top_rows(pool, questions[at : at + 1], _TOP_K, method=method)
+    def search_by(method: Method, pool: Pool = pool) -> Callable[[int], object]:
+        return lambda number: top_rows(pool, questions[number : number + 1], _TOP_K, method=method)
 
-    ways: dict[str, Callable[[int], object]] = {
-        "read": lambda at: in_parallel(torch.sum, matrices),
-        "exact": of("exact"),
-        "pruned": of("pruned"),
-        "approximate": of("approximate"),
-        "exact, float32": of("exact", whole),
-        "pruned, float32": of("pruned", whole),
-        "approximate, float32": of("approximate", whole),
+    searches: dict[str, Callable[[int], object]] = {
+        "read": lambda number: in_parallel(torch.sum, matrices),
+        "exact": search_by("exact"),
+        "pruned": search_by("pruned"),
+        "approximate": search_by("approximate"),
+        "exact, float32": search_by("exact", pool_float32),
+        "pruned, float32": search_by("pruned", pool_float32),
+        "approximate, float32": search_by("approximate", pool_float32),
     }
-    seconds = _in_turn(ways, len(questions), rounds)
-    together: dict[str, Callable[[int], object]] = {
-        "together": lambda at: top_rows(pool, questions[:_TOGETHER], _TOP_K),
-        "alone": lambda at: [of("exact")(number) for number in range(_TOGETHER)],
+    seconds = _in_turn(searches, len(questions), rounds)
+    batches: dict[str, Callable[[int], object]] = {
+        "together": lambda number: top_rows(pool, questions[:_TOGETHER], _TOP_K),
+        "alone": lambda number: [search_by("exact")(place) for place in range(_TOGETHER)],
     }
-    seconds |= _in_turn(together, 1, max(2, rounds // 2)) if len(questions) >= _TOGETHER else {}
+    seconds |= _in_turn(batches, 1, max(2, rounds // 2)) if len(questions) >= _TOGETHER else {}
     seconds |= _in_turn(
-        {"plain": lambda at: _plain(plain_ND, questions[at])}, 2, max(2, rounds // 2)
+        {"plain": lambda number: _plain(plain_ND, questions[number])}, 2, max(2, rounds // 2)
     )
     ms = {name: 1e3 * value for name, value in seconds.items()}
     detail = {
@@ -125,30 +128,38 @@ def _times(
         BenchmarkRow(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], "passes over the bf16 matrix"),
     ]  # fmt: skip
     for method in ("pruned", "approximate"):
-        shares = {of: ms[f"{method}{of}"] / ms[f"exact{of}"] for of in (", float32", "")}
-        found = {"dtype": whole.dtype, f"of {pool.dtype}": round(shares[""], 3), **checks[method]}
-        name_of = f"search.{method}_1m.time_share_of_exact"
-        rows.append(BenchmarkRow(name_of, shares[", float32"], "share", detail=found))
+        shares = {
+            suffix: ms[f"{method}{suffix}"] / ms[f"exact{suffix}"] for suffix in (", float32", "")
+        }
+        method_detail = {
+            "dtype": pool_float32.dtype,
+            f"of {pool.dtype}": round(shares[""], 3),
+            **checks[method],
+        }
+        row_name = f"search.{method}_1m.time_share_of_exact"
+        rows.append(BenchmarkRow(row_name, shares[", float32"], "share", detail=method_detail))
     if "alone" in ms:
-        gain = ms["alone"] / ms["together"]
+        batch_gain = ms["alone"] / ms["together"]
         rows.append(BenchmarkRow(f"{name}.16_together_vs_alone", ms["together"] / _TOGETHER, "ms a question",
-                        peer=ms["alone"] / _TOGETHER, ratio=gain))  # fmt: skip
+                        peer=ms["alone"] / _TOGETHER, ratio=batch_gain))  # fmt: skip
     return rows
 
 
 def _in_turn(
-    ways: dict[str, Callable[[int], object]], questions: int, rounds: int
+    searches: dict[str, Callable[[int], object]], questions: int, rounds: int
 ) -> dict[str, float]:
     """Seconds of each way: the mean over the questions of the best of all rounds."""
-    best = {name: np.full(questions, np.inf) for name in ways}
+    best_seconds = {name: np.full(questions, np.inf) for name in searches}
     for number in range(rounds + 1):  # the first one maps pages
-        for at in range(questions):
-            for name, way in ways.items():
+        for question in range(questions):
+            for name, run in searches.items():
                 began = time.perf_counter()
-                way(at)
+                run(question)
                 if number:
-                    best[name][at] = min(best[name][at], time.perf_counter() - began)
-    return {name: float(values.mean()) for name, values in best.items()}
+                    best_seconds[name][question] = min(
+                        best_seconds[name][question], time.perf_counter() - began
+                    )
+    return {name: float(values.mean()) for name, values in best_seconds.items()}
 
 
 def _plain(candidates_CD: torch.Tensor, vectors_MD: Floats) -> torch.return_types.topk:
@@ -158,11 +169,15 @@ def _plain(candidates_CD: torch.Tensor, vectors_MD: Floats) -> torch.return_type
 
 def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
     """The same pool, by all of a context's vectors and by one of them, as a bi-encoder has it."""
-    ways: dict[str, Callable[[int], object]] = {
-        "poly": lambda at: top_rows(pool, questions[at : at + 1], _TOP_K, method="exact"),
-        "bi": lambda at: top_rows(pool, questions[at : at + 1, :1], _TOP_K, method="exact"),
+    searches: dict[str, Callable[[int], object]] = {
+        "poly": lambda number: top_rows(
+            pool, questions[number : number + 1], _TOP_K, method="exact"
+        ),
+        "bi": lambda number: top_rows(
+            pool, questions[number : number + 1, :1], _TOP_K, method="exact"
+        ),
     }
-    seconds = _in_turn(ways, len(questions), 3 * rounds)
+    seconds = _in_turn(searches, len(questions), 3 * rounds)
     detail = {"milliseconds": {name: round(1e3 * value, 2) for name, value in seconds.items()},
               "candidates": len(pool), "paper": "692 ms over 160 ms on 80 cores"}  # fmt: skip
     ratio = seconds["poly"] / seconds["bi"]
@@ -173,37 +188,45 @@ def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
 # Answers
 
 
-def _check(pool: Pool, few: Pool, questions: Floats) -> dict[str, dict[str, Any]]:
+def _check(pool: Pool, small_pool: Pool, questions: Floats) -> dict[str, dict[str, Any]]:
     """Raises AssertionError where an exact answer is not that of float64 over all candidates."""
-    rows_ND = np.concatenate([decode(shard.vectors, np.float64) for shard in few.shards])
-    found = {
-        method: top_rows(few, questions, _TOP_K, method=method) for method in ("exact", "pruned")
+    rows_ND = np.concatenate([decode(shard.vectors, np.float64) for shard in small_pool.shards])
+    answers = {
+        method: top_rows(small_pool, questions, _TOP_K, method=method)
+        for method in ("exact", "pruned")
     }
-    for at, vectors_MD in enumerate(questions.astype(np.float64)):
+    for number, vectors_MD in enumerate(questions.astype(np.float64)):
         logits_NM = torch.from_numpy(rows_ND @ vectors_MD.T)
         scores_N = (logits_NM.softmax(1) * logits_NM).sum(1)
-        best = scores_N.topk(_TOP_K).values.float().numpy()
-        for answer in found.values():
-            np.testing.assert_allclose(answer.scores[at], best, rtol=2e-7, atol=0)
-            assert answer.certified[at]
-    asked = questions[:100]
-    exact = top_rows(pool, asked, _TOP_K, method="exact")
-    pruned = [top_rows(pool, one[None], _TOP_K, method="pruned") for one in asked]
-    near = [top_rows(pool, one[None], _TOP_K, method="approximate") for one in asked]
-    for places, one in zip(exact.places, pruned, strict=True):
-        np.testing.assert_array_equal(places, one.places[0])
-    shared = [len({*a} & {*b.places[0]}) for a, b in zip(exact.places, near, strict=True)]
+        best_scores = scores_N.topk(_TOP_K).values.float().numpy()
+        for answer in answers.values():
+            np.testing.assert_allclose(answer.scores[number], best_scores, rtol=2e-7, atol=0)
+            assert answer.certified[number]
+    first_questions = questions[:100]
+    exact = top_rows(pool, first_questions, _TOP_K, method="exact")
+    pruned = [
+        top_rows(pool, question[None], _TOP_K, method="pruned") for question in first_questions
+    ]
+    approximate = [
+        top_rows(pool, question[None], _TOP_K, method="approximate") for question in first_questions
+    ]
+    for places, answer in zip(exact.places, pruned, strict=True):
+        np.testing.assert_array_equal(places, answer.places[0])
+    shared_counts = [
+        len({*a} & {*b.places[0]}) for a, b in zip(exact.places, approximate, strict=True)
+    ]
+    certified = sum(bool(answer.certified[0]) for answer in pruned)
     return {
         "pruned": {
-            "certified": f"{sum(bool(one.certified[0]) for one in pruned)} of {len(asked)} questions",
-            "as float64 over all": f"{len(questions):,} questions, {len(few):,} candidates",
+            "certified": f"{certified} of {len(first_questions)} questions",
+            "as float64 over all": f"{len(questions):,} questions, {len(small_pool):,} candidates",
         },
-        "approximate": {f"recall@{_TOP_K}": float(np.mean(shared)) / _TOP_K},
+        "approximate": {f"recall@{_TOP_K}": float(np.mean(shared_counts)) / _TOP_K},
     }
 
 
 # -------------------------------------------------------------------------------------------------
-# What is searched
+# Pools, questions and texts
 
 
 def poly_encoder(model: Artifact) -> Ranker:
@@ -225,13 +248,13 @@ def questions_and_texts(
     ]
     questions = [row["context"] for row in itertools.islice(rows(files[0][::-1]), contexts)]
     require(len(questions) == contexts, "corpus", corpora[0].uri, f"{contexts} examples at least")
-    found = {
+    distinct_texts = {
         text: None
         for row in rows([file for part in files for file in part])
         for text in (row["response"], *row["context"])
         if text.strip()
     }
-    return questions, list(found)[:texts]
+    return questions, list(distinct_texts)[:texts]
 
 
 def rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -241,7 +264,7 @@ def rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield from pq.read_table(stream, columns=["context", "response"]).to_pylist()
 
 
-def _embedded(file: Path, ranker: Ranker, texts: list[str]) -> Floats:
+def _embed_texts(file: Path, ranker: Ranker, texts: list[str]) -> Floats:
     if not file.exists():
         vectors_ND = inference.candidate_vectors(ranker, texts).numpy()
         np.save(file.with_suffix(".partial.npy"), vectors_ND)
@@ -253,7 +276,7 @@ def _embedded(file: Path, ranker: Ranker, texts: list[str]) -> Floats:
 def pool_of(
     folder: Path, model: Artifact, real_ND: Floats, count: int, dtype: Dtype = "bfloat16"
 ) -> Pool:
-    """With an index of neighbours; shards one by one, so that a million take little memory."""
+    """A pool with an index of neighbours; writes one shard at a time, to save memory."""
     config = embed_pool.Config(model="", candidates=(), pools="", name="benchmark")
     out = draft(str(folder), "pool", config, {"model": model})
     if isinstance(out, Draft):
@@ -263,16 +286,18 @@ def pool_of(
         for start in range(0, count, _SHARD_ROWS):
             rows = np.arange(start, min(count, start + _SHARD_ROWS))
             vectors_ND = real_ND[rows % len(real_ND)]
-            if again := int(np.count_nonzero(rows >= len(real_ND))):
-                one, other = (real_ND[rng.integers(len(real_ND), size=again)] for _ in range(2))
+            if repeated_count := int(np.count_nonzero(rows >= len(real_ND))):
+                left, right = (
+                    real_ND[rng.integers(len(real_ND), size=repeated_count)] for _ in range(2)
+                )
                 lengths = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
-                vectors_ND[-again:] += _MIXED * (one - other)
+                vectors_ND[-repeated_count:] += _MIXED * (left - right)
                 vectors_ND *= lengths / np.linalg.norm(vectors_ND, axis=1, keepdims=True)
             ids = [f"c{row:07d}" for row in rows.tolist()]
             table = pa.table([ids, ids, ids], ROWS)
             names.append(f"part-{len(names):05d}")
             entries += build.write_shard(out, names[-1], table, encode(vectors_ND, dtype))
-        more, statistics = build.index(out, names, real_ND.shape[1], neighbours=True)
+        index_entries, statistics = build.index(out, names, real_ND.shape[1], neighbours=True)
         facts = {"dimensions": real_ND.shape[1], "dtype": dtype, "statistics": statistics}
-        out.publish([*entries, *more], {"candidates": count}, **facts)
+        out.publish([*entries, *index_entries], {"candidates": count}, **facts)
     return Pool.open(str(folder))

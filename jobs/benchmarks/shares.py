@@ -26,36 +26,34 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> str:
         'font-family="sans-serif" font-size="10">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
     ]
-    for at, row in enumerate(rows):
-        lines += [f'<g transform="translate(0 {_ROW * at})">', *_bar(row), "</g>"]
+    for place, row in enumerate(rows):
+        lines += [f'<g transform="translate(0 {_ROW * place})">', *_bar(row), "</g>"]
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _bar(row: Mapping[str, Any]) -> list[str]:
     shares: Mapping[str, float] = row["detail"]["shares"]
-    whole, left = sum(shares.values()), float(_LEFT)
+    total, x = sum(shares.values()), float(_LEFT)
     name, value = html.escape(row["row"]), f"{_number(row['ours'])} {html.escape(row['unit'])}"
     lines = [
         f'<text x="{_LEFT - 8}" y="18" text-anchor="end">{name}</text>',
         f'<text x="{_LEFT - 8}" y="31" text-anchor="end" fill="#666">{value}</text>',
     ]
-    below: list[str] = []
-    for at, (part, share) in enumerate(shares.items()):
-        colour = _REST if part == "the rest" else _COLOURS[at % len(_COLOURS)]
-        width = (_WIDTH - _LEFT - 8) * share / whole
+    narrow_labels: list[str] = []
+    for place, (part, share) in enumerate(shares.items()):
+        colour = _REST if part == "the rest" else _COLOURS[place % len(_COLOURS)]
+        width = (_WIDTH - _LEFT - 8) * share / total
         label = f"{part} {100 * share:.0f} %"
         lines.append(
-            f'<rect x="{left:.1f}" y="8" width="{width:.1f}" height="{_BAR}" fill="{colour}"/>'
+            f'<rect x="{x:.1f}" y="8" width="{width:.1f}" height="{_BAR}" fill="{colour}"/>'
         )
         if len(label) * _CHARACTER < width:
-            lines.append(
-                f'<text x="{left + 4:.1f}" y="23" fill="white">{html.escape(label)}</text>'
-            )
+            lines.append(f'<text x="{x + 4:.1f}" y="23" fill="white">{html.escape(label)}</text>')
         else:
-            below.append(f'<tspan fill="{colour}">■</tspan> {html.escape(label)}')
-        left += width
-    if below:
-        lines.append(f'<text x="{_LEFT}" y="46">{"   ".join(below)}</text>')
+            narrow_labels.append(f'<tspan fill="{colour}">■</tspan> {html.escape(label)}')
+        x += width
+    if narrow_labels:
+        lines.append(f'<text x="{_LEFT}" y="46">{"   ".join(narrow_labels)}</text>')
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What the rows of `jobs.benchmark` should reach, and what was found to limit those that do not."""
+"""Targets for the rows of `jobs.benchmark`, and the known limits of the missed ones."""
 
 from __future__ import annotations
 
@@ -11,172 +11,175 @@ class Target:
     """A bound of one row."""
 
     row: str
-    least: float | None = None
-    most: float | None = None
-    of: Literal["ratio", "ours"] = "ratio"
+    minimum: float | None = None
+    maximum: float | None = None
+    field: Literal["ratio", "ours"] = "ratio"
     """The number of the row that the bound is for."""
-    what: str = ""
+    description: str = ""
     limit: str = ""
-    """Why the bound is missed, as far as it was found. Shown only where it is missed."""
+    """The reason why the bound is missed, as far as known. Shown only for a missed target."""
 
     def __post_init__(self) -> None:
-        assert (self.least is None) != (self.most is None), self.row
+        assert (self.minimum is None) != (self.maximum is None), self.row
 
     @property
     def bound(self) -> str:
-        return f"≥ {self.least:,.6g}" if self.most is None else f"≤ {self.most:,.6g}"
+        return f"≥ {self.minimum:,.6g}" if self.maximum is None else f"≤ {self.maximum:,.6g}"
 
-    def met(self, value: float) -> bool:
-        return value >= self.least if self.least is not None else value <= (self.most or 0)
+    def is_met(self, value: float) -> bool:
+        return value >= self.minimum if self.minimum is not None else value <= (self.maximum or 0)
 
 
 TARGETS = (
     Target(
-        "corpora.reddit.comments_per_s", least=120_000, of="ours",
-        what="Reddit comments a second, compressed dump to Parquet, 2 cores",
+        "corpora.reddit.comments_per_s", minimum=120_000, field="ours",
+        description="Reddit comments a second, compressed dump to Parquet, 2 cores",
         limit="One comment takes 13 µs of a core (normalise and redact 4.7, write buckets 3, decompress 2.4, "
         "parse 2.3). Two cores without Ray would reach 150,000; Ray takes 6 s to start.",
     ),
     Target(
-        "corpora.reddit.memory_growth_3m_to_10m", most=1.2, of="ours",
-        what="peak memory for 10 million comments over that for 3 million",
+        "corpora.reddit.memory_growth_3m_to_10m", maximum=1.2, field="ours",
+        description="peak memory for 10 million comments over that for 3 million",
     ),
     Target(
-        "corpora.reader.vs_pyarrow_dataset", least=0.9,
-        what="examples a second that training reads, over a scan by pyarrow.dataset",
+        "corpora.reader.vs_pyarrow_dataset", minimum=0.9,
+        description="examples a second that training reads, over a scan by pyarrow.dataset",
     ),
     Target(
-        "pretrain.vs_bare_loop", least=0.92,
-        what="tokens a second of jobs.pretrain over a bare PyTorch loop on the same batches",
+        "pretrain.vs_bare_loop", minimum=0.92,
+        description="tokens a second of jobs.pretrain over a bare PyTorch loop on the same batches",
         limit="The training loop without Ray is as fast as the bare loop. Ray's own processes take the rest "
         "of two cores.",
     ),
     Target(
-        "pretrain.scaling_two_workers", least=0.9,
-        what="two workers of one thread over two bare processes",
+        "pretrain.scaling_two_workers", minimum=0.9,
+        description="two workers of one thread over two bare processes",
         limit="Without Ray, two processes that exchange gradients reach 0.93. Ray's own processes share the "
         "two cores with the workers.",
     ),
     Target(
-        "pretrain.vs_hf_trainer", least=1.5,
-        what="tokens a second over transformers' Trainer",
+        "pretrain.vs_hf_trainer", minimum=1.5,
+        description="tokens a second over transformers' Trainer",
     ),
     Target(
-        "pretrain.data_wait_share", most=0.03, of="ours",
-        what="share of the time that the model waits for data",
+        "pretrain.data_wait_share", maximum=0.03, field="ours",
+        description="share of the time that the model waits for data",
     ),
     Target(
-        "finetune.vs_sentence_transformers", least=1.5,
-        what="training examples a second over sentence-transformers, same encoder, pairs and batch",
+        "finetune.vs_sentence_transformers", minimum=1.5,
+        description="training examples a second over sentence-transformers, same encoder, pairs and batch",
     ),
     Target(
-        "finetune.quality_vs_sentence_transformers", least=1.0,
-        what="R@1/20 of the bi-encoder over that of sentence-transformers after the same training",
+        "finetune.quality_vs_sentence_transformers", minimum=1.0,
+        description="R@1/20 of the bi-encoder over that of sentence-transformers after the same training",
         limit="The difference is -0.004 with a 95 % interval of -0.011 to 0.003 (p = 0.3). It is smaller "
         "than the noise of one seed.",
     ),
     Target(
-        "embed.vs_sentence_transformers_default", least=3.5,
-        what="articles a second over SentenceTransformer.encode",
+        "embed.vs_sentence_transformers_default", minimum=3.5,
+        description="articles a second over SentenceTransformer.encode",
         limit="2.5 of 21 s are Ray's start and the pool's index. Of the forward pass 33 % is attention, "
         "which is bound by its exponentials, and 40 % matrix products.",
     ),
     Target(
-        "embed.vs_sentence_transformers_bf16", least=1.5,
-        what="the same over SentenceTransformer.encode in bf16",
+        "embed.vs_sentence_transformers_bf16", minimum=1.5,
+        description="the same over SentenceTransformer.encode in bf16",
         limit="As the row above; both sides compute the same bf16 products.",
     ),
     Target(
-        "embed.share_of_bf16_peak", least=0.35, of="ours",
-        what="the encoder's arithmetic over the machine's measured rate of bf16 products",
+        "embed.share_of_bf16_peak", minimum=0.35, field="ours",
+        description="the encoder's arithmetic over the machine's measured rate of bf16 products",
         limit="Attention's exponentials take a third of the forward pass and are no products.",
     ),
     Target(
-        "search.exact_1m_m64.vs_plain_torch", least=8.0,
-        what="exact search of one million over softmax(C·Yᵀ) in plain PyTorch, 64 vectors a context",
+        "search.exact_1m_m64.vs_plain_torch", minimum=8.0,
+        description="exact search of one million over softmax(C·Yᵀ) in plain PyTorch, 64 vectors a context",
         limit="41 ms are bf16 products and 34 ms reading the matrix. They overlap to 58 ms of 71. "
         "Without AMX it is 96 ms, 6.2 times plain PyTorch.",
     ),
     Target(
-        "search.exact_1m_m64.time_over_read_floor", most=3.0, of="ours",
-        what="exact search over one pass through the bf16 matrix",
+        "search.exact_1m_m64.time_over_read_floor", maximum=3.0, field="ours",
+        description="exact search over one pass through the bf16 matrix",
     ),
     Target(
-        "search.exact_100k.poly64_time_over_bi", most=1.5, of="ours",
-        what="exact search with 64 vectors a context over one vector, 100,000 candidates",
+        "search.exact_100k.poly64_time_over_bi", maximum=1.5, field="ours",
+        description="exact search with 64 vectors a context over one vector, 100,000 candidates",
     ),
     Target(
-        "search.pruned_1m.time_share_of_exact", most=0.4, of="ours",
-        what="pruned search over exact search, certified in every query",
+        "search.pruned_1m.time_share_of_exact", maximum=0.4, field="ours",
+        description="pruned search over exact search, certified in every query",
     ),
     Target(
-        "search.pruned_1m.time_over_read_floor", most=1.2, of="ours",
-        what="pruned search over one pass through the bf16 matrix",
+        "search.pruned_1m.time_over_read_floor", maximum=1.2, field="ours",
+        description="pruned search over one pass through the bf16 matrix",
         limit="Reading the sketch takes 13 ms, its products 14 ms and the bounds 8 ms; products and bounds "
         "are bound by two cores.",
     ),
     Target(
-        "search.approximate_1m.time_share_of_exact", most=0.1, of="ours",
-        what="approximate search over exact search, at recall@10 of at least 0.99",
+        "search.approximate_1m.time_share_of_exact", maximum=0.1, field="ours",
+        description="approximate search over exact search, at recall@10 of at least 0.99",
     ),
     Target(
-        "pool.reembed_1_percent.time_share", most=0.05, of="ours",
-        what="a nightly run that changes 1 % of the texts over a whole run",
+        "pool.reembed_1_percent.time_share", maximum=0.05, field="ours",
+        description="a nightly run that changes 1 % of the texts over a whole run",
     ),
     Target(
-        "serve.rank_100k.overhead_ms", most=8.0, of="ours",
-        what="p50 of /rank minus the same work in process, 100,000 candidates",
+        "serve.rank_100k.overhead_ms", maximum=8.0, field="ours",
+        description="p50 of /rank minus the same work in process, 100,000 candidates",
         limit="An empty deployment on Serve takes 10.3 ms in the same run; the overhead is 1.16 times that.",
     ),
     Target(
-        "serve.rank_100k.overhead_haproxy_ms", most=3.0, of="ours",
-        what="the same with Ray's HAProxy ingress",
+        "serve.rank_100k.overhead_haproxy_ms", maximum=3.0, field="ours",
+        description="the same with Ray's HAProxy ingress",
         limit="An empty deployment behind HAProxy takes 2.1 ms in the same run.",
     ),
     Target(
-        "serve.saturation_vs_in_process", least=0.75,
-        what="rankings a second for 32 clients over the same work in process",
+        "serve.saturation_vs_in_process", minimum=0.75,
+        description="rankings a second for 32 clients over the same work in process",
     ),
     Target(
-        "serve.batching_gain_32_clients", least=2.5,
-        what="rankings a second with batches over a service without batches",
+        "serve.batching_gain_32_clients", minimum=2.5,
+        description="rankings a second with batches over a service without batches",
         limit="An encoder on one core gains only 1.29 times from batches of long contexts, measured in "
         "process.",
     ),
     Target(
-        "serve.rerank.vs_plain_fastapi", least=1.5,
-        what="/rerank over FastAPI with sentence-transformers",
+        "serve.rerank.vs_plain_fastapi", minimum=1.5,
+        description="/rerank over FastAPI with sentence-transformers",
     ),
     Target(
-        "serve.embed.vs_plain_fastapi", least=1.5,
-        what="/embed over FastAPI with sentence-transformers",
+        "serve.embed.vs_plain_fastapi", minimum=1.5,
+        description="/embed over FastAPI with sentence-transformers",
     ),
     Target(
-        "convert.encode_vs_minilm_sentence_transformers", least=3.0,
-        what="texts a second of single-context ConveRT over all-MiniLM-L6-v2 in sentence-transformers",
+        "convert.encode_vs_minilm_sentence_transformers", minimum=3.0,
+        description="texts a second of single-context ConveRT over all-MiniLM-L6-v2 in sentence-transformers",
     ),
-    Target("convert.saved_megabytes", most=60.0, of="ours", what="saved size of the paper's ConveRT, MB"),
     Target(
-        "convert.reddit_1_of_100.points_over_bm25", least=10, of="ours",
-        what="1-of-100 on Reddit, points above the better of BM25 and TF-IDF",
+        "convert.saved_megabytes", maximum=60.0, field="ours",
+        description="saved size of the paper's ConveRT, MB",
+    ),
+    Target(
+        "convert.reddit_1_of_100.points_over_bm25", minimum=10, field="ours",
+        description="1-of-100 on Reddit, points above the better of BM25 and TF-IDF",
         limit="The pairs at hand have some 32,000 threads, the paper's 700 million pairs. In the second "
         "epoch R@1 on train rises from 25 to 31 % while that on valid stays at 26 %.",
     ),
     Target(
-        "convert.banking77_minilm.accuracy", least=0.9, of="ours",
-        what="BANKING77, full training set, all-MiniLM-L6-v2 as the frozen encoder",
+        "convert.banking77_minilm.accuracy", minimum=0.9, field="ours",
+        description="BANKING77, full training set, all-MiniLM-L6-v2 as the frozen encoder",
     ),
     Target(
-        "cluster.s3.time_over_local", most=1.5, of="ours",
-        what="the whole path over an S3 server with 20 ms of delay, over local files",
+        "cluster.s3.time_over_local", maximum=1.5, field="ours",
+        description="the whole path over an S3 server with 20 ms of delay, over local files",
     ),
     Target(
-        "gpu.pretrain.mfu_bert_base_128", least=0.45, of="ours",
-        what="model FLOP utilisation of BERT-base, sequences of 128, one GPU",
+        "gpu.pretrain.mfu_bert_base_128", minimum=0.45, field="ours",
+        description="model FLOP utilisation of BERT-base, sequences of 128, one GPU",
     ),
     Target(
-        "gpu.pretrain.mfu_bert_base_512", least=0.45, of="ours",
-        what="the same with sequences of 512",
+        "gpu.pretrain.mfu_bert_base_512", minimum=0.45, field="ours",
+        description="the same with sequences of 512",
     ),
 )  # fmt: skip
 BY_ROW = {target.row: target for target in TARGETS}

@@ -1,4 +1,4 @@
-"""The key of authors' hashes: who has it and a list of names can tell whose hash is whose."""
+"""The key of authors' hashes: with this key and a list of names, one can tell whose hash is whose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLE = "POLYRANK_AUTHOR_SALT"
 
 
 def author_key(output: str) -> str:
-    """What POLYRANK_AUTHOR_SALT says; otherwise, for an output on this machine, a random key of its user.
+    """The value of POLYRANK_AUTHOR_SALT; without it, for a local output, a random key of the user.
 
     That key is made once, in `polyrank/author_key` below the user's configuration ($XDG_CONFIG_HOME or
     ~/.config), readable by its owner alone. It never lies beside a corpus, and nothing public tells it.

@@ -22,7 +22,7 @@ from pipeline.drafts import Draft
 _FOLDER = "_buckets"
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 _READERS = 16  # an object store answers in some 20 ms, whatever the size
-MERGE_BYTES = 256 << 20  # that a merge holds in memory
+MERGE_BYTES = 256 << 20  # held in memory by a merge
 
 
 def write(
@@ -90,7 +90,7 @@ def merge(draft: Draft, names: Sequence[str], target: str, bucket_count: int) ->
 
     Each of them is read in long pieces: of many neighbouring buckets at once.
     """
-    width = 8 * (bucket_count + 1)
+    head_bytes = 8 * (bucket_count + 1)
 
     def read_piece(name: str, start: int, end: int) -> bytes:
         with storage.open_input(draft.path(_FOLDER, name)) as stream:
@@ -98,29 +98,33 @@ def merge(draft: Draft, names: Sequence[str], target: str, bucket_count: int) ->
         return piece
 
     def pieces() -> Iterator[bytes]:
-        yield (width + np.concatenate([[0], np.cumsum(sizes.sum(axis=0))])).astype("<i8").tobytes()
+        yield (
+            (head_bytes + np.concatenate([[0], np.cumsum(sizes.sum(axis=0))]))
+            .astype("<i8")
+            .tobytes()
+        )
         first = 0
         while first < bucket_count:
-            taken = np.cumsum(sizes[:, first:].sum(axis=0))
-            last = first + max(1, int(np.searchsorted(taken, MERGE_BYTES, side="right")))
+            cumulative_bytes = np.cumsum(sizes[:, first:].sum(axis=0))
+            last = first + max(1, int(np.searchsorted(cumulative_bytes, MERGE_BYTES, side="right")))
             starts, ends = offsets[:, first], offsets[:, last]
-            of_files = list(pool.map(read_piece, names, starts.tolist(), ends.tolist()))
+            pieces_of_files = list(pool.map(read_piece, names, starts.tolist(), ends.tolist()))
             for bucket in range(first, last):
-                for file, piece in enumerate(of_files):
-                    at, size = offsets[file, bucket] - starts[file], sizes[file, bucket]
+                for file, piece in enumerate(pieces_of_files):
+                    offset, size = offsets[file, bucket] - starts[file], sizes[file, bucket]
                     if size:
-                        yield piece[at : at + size]
+                        yield piece[offset : offset + size]
             first = last
 
     with ThreadPoolExecutor(_READERS) as pool:
-        heads = pool.map(lambda name: read_piece(name, 0, width), names)
+        heads = pool.map(lambda name: read_piece(name, 0, head_bytes), names)
         offsets = np.stack([np.frombuffer(head, "<i8") for head in heads])
         sizes = np.diff(offsets, axis=1)
         storage.write_pieces(draft.path(_FOLDER, target), pieces())
 
 
 def remove(draft: Draft, names: Iterable[str]) -> None:
-    """Removes files that have been merged, as far as they are there."""
+    """Removes merged files, if they exist."""
     with ThreadPoolExecutor(_READERS) as pool:
         for _ in pool.map(lambda name: storage.delete(draft.path(_FOLDER, name)), names):
             pass

@@ -27,7 +27,7 @@ ParsedRow = dict[str, Any]
 
 
 class Account:
-    """What a parser reports beside its rows."""
+    """A parser's report: counts and samples of the records that became no row."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -37,12 +37,12 @@ class Account:
         self.dropped = raw.Rejects()
         """Units that are well formed and make no example, by reason."""
         self.counts: Counter[str] = Counter()
-        """What else is worth counting, such as dialogues."""
+        """Other counts, such as dialogues."""
         self.notes: list[str] = []
-        """What a person should know of the file."""
+        """Remarks on the file for a person."""
 
     def close(self, draft: Draft, task: str, privacy: Privacy) -> TaskRecord:
-        """Keeps samples of what makes no example; returns the account as a record without files."""
+        """Saves samples of the rejected records; returns the account as a record without files."""
         rejects = raw.Rejects.joined(self.malformed, self.dropped)
         rejects.save(draft, task, privacy)
         return TaskRecord(
@@ -97,15 +97,15 @@ def prepare(
 
 def require_distinct(names: Iterable[str]) -> None:
     """Raises BadInput where two files have one name, which the ids of their examples begin with."""
-    for name, times in Counter(names).items():
-        if times > 1:
-            raise BadInput(f"--input: {times} files are named {name}; allowed: names that differ, "
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise BadInput(f"--input: {count} files are named {name}; allowed: names that differ, "
                            "since they begin the ids of examples")  # fmt: skip
 
 
-def outside(size: int, least: int, most: int) -> str:
+def length_fault(size: int, min_size: int, max_size: int) -> str:
     """ "too short", "too long", or "" where a text's size is neither."""
-    return "too short" if size < least else "too long" if size > most else ""
+    return "too short" if size < min_size else "too long" if size > max_size else ""
 
 
 def _convert(
@@ -119,42 +119,42 @@ def _convert(
     rows_per_shard: int,
 ) -> FileRecord:
     account = Account()
-    waiting: dict[str, list[ParsedRow]] = {split: [] for split in SPLITS}
+    pending_rows: dict[str, list[ParsedRow]] = {split: [] for split in SPLITS}
     files: list[FileEntry] = []
     counts: Counter[str] = Counter()
 
     def write(split: str) -> None:
-        rows, waiting[split] = waiting[split], []
+        rows, pending_rows[split] = pending_rows[split], []
         if not rows:
             return
         name = f"{split}/{task}-{sum(file['path'].startswith(split) for file in files):03d}.parquet"
         if split == "train":  # neighbours in a file are neighbours in a dialogue or an article
             random.Random(name).shuffle(rows)
-        table, redacted = private(pa.Table.from_pylist(rows, schema=schema), privacy)
+        table, redacted = redact_rows(pa.Table.from_pylist(rows, schema=schema), privacy)
         counts.update(redacted)
         files.append(draft.write_table(name, table))
         counts["examples"] += len(rows)
         counts[f"examples.{split}"] += len(rows)
 
     for row in parse(uri, reading, account):
-        waiting[row["split"]].append(row)
-        if len(waiting[row["split"]]) == rows_per_shard:
+        pending_rows[row["split"]].append(row)
+        if len(pending_rows[row["split"]]) == rows_per_shard:
             write(row["split"])
     for split in SPLITS:
         write(split)
-    closed = account.close(draft, task, privacy)
+    account_record = account.close(draft, task, privacy)
     return FileRecord(
         input=uri,
         files=files,
-        counts={**counts, **closed.counts},
-        dropped=closed.dropped,
-        malformed=closed.malformed,
-        notes=closed.notes,
+        counts={**counts, **account_record.counts},
+        dropped=account_record.dropped,
+        malformed=account_record.malformed,
+        notes=account_record.notes,
     )
 
 
-def private(rows: pa.Table, privacy: Privacy) -> tuple[pa.Table, dict[str, int]]:
-    """(the rows without what identifies a person, `redacted_count`)"""
+def redact_rows(rows: pa.Table, privacy: Privacy) -> tuple[pa.Table, dict[str, int]]:
+    """(the rows with redacted texts and hashed authors, `redacted_count`)"""
     total = 0
     for place, column in enumerate(rows.schema):
         values = rows.column(place).combine_chunks()
@@ -174,11 +174,11 @@ def private(rows: pa.Table, privacy: Privacy) -> tuple[pa.Table, dict[str, int]]
 
 
 def redacted_count(texts: int) -> dict[str, int]:
-    """What the manifest counts where texts were redacted."""
+    """The manifest's count of redacted texts; empty without any."""
     return {"texts.redacted": texts} if texts else {}
 
 
 def _offsets(lists: pa.ListArray) -> pa.Array:
-    """Where each list begins in `lists.flatten()`, and the end; a null one is empty."""
+    """Offsets of the lists in `lists.flatten()`; a null list is empty."""
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
     return pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())

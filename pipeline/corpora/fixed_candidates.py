@@ -36,20 +36,20 @@ Articles = Callable[[Draft, Account], Iterator[tuple[str, str]]]
 """(id, text) of every article that may be chosen."""
 
 
-def choose(
+def choose_others(
     draft: Draft,
     articles: Articles,
-    wanted: int,
+    count: int,
     privacy: Privacy,
     held_out: Sequence[str] = (),
 ) -> list[TaskRecord]:
     """Writes the others; the record's counts hold `others` and, where they are too few, `others.missing`.
 
-    One task reads all articles and holds `wanted` of them: some 3 minutes for 5 million. `held_out`:
+    One task reads all articles and holds `count` of them: some 3 minutes for 5 million. `held_out`:
     files of the draft whose articles are never taken; needed only where an article can be in two splits.
     """
     work = functools.partial(
-        _choose, articles=articles, wanted=wanted, privacy=privacy, held_out=held_out
+        _choose_others, articles=articles, count=count, privacy=privacy, held_out=held_out
     )
     return shards.run_tasks(draft, {"others": 0}, work, "articles to others", TaskRecord)
 
@@ -60,49 +60,51 @@ def shards_of(records: Sequence[TaskRecord], *splits: str) -> list[str]:
     return sorted(path for path in paths if path.split("/")[0] in splits)
 
 
-def of_shards(files: Sequence[str]) -> Articles:
+def articles_of_shards(files: Sequence[str]) -> Articles:
     """The articles of files of the draft, each as its first query leaves it."""
-    return functools.partial(_of_shards, files=files)
+    return functools.partial(_articles_of_shards, files=files)
 
 
-def _of_shards(draft: Draft, account: Account, files: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _articles_of_shards(
+    draft: Draft, account: Account, files: Sequence[str]
+) -> Iterator[tuple[str, str]]:
     return _rows(draft, files, "group_id", "response")
 
 
-def _choose(
+def _choose_others(
     draft: Draft,
     task: str,
     _: int,
     articles: Articles,
-    wanted: int,
+    count: int,
     privacy: Privacy,
     held_out: Sequence[str],
 ) -> TaskRecord:
     account = Account()
     excluded = {name for (name,) in _rows(draft, held_out, "group_id")}
-    chosen: dict[str, str] = {}
-    largest: list[tuple[int, str]] = []  # a heap of (-hash, id) of what is chosen
+    text_by_id: dict[str, str] = {}
+    hash_heap: list[tuple[int, str]] = []  # a heap of (-hash, id) of the chosen articles
     for name, text in articles(draft, account):
-        if name in chosen or name in excluded:
+        if name in text_by_id or name in excluded:
             continue
-        item = (-_hash(name), name)
-        if len(chosen) < wanted:
-            heapq.heappush(largest, item)
-        elif item > largest[0]:
-            del chosen[heapq.heapreplace(largest, item)[1]]
+        entry = (-_hash(name), name)
+        if len(text_by_id) < count:
+            heapq.heappush(hash_heap, entry)
+        elif entry > hash_heap[0]:
+            del text_by_id[heapq.heapreplace(hash_heap, entry)[1]]
         else:
             continue
-        chosen[name] = text
-    names = [name for _, name in sorted(largest, reverse=True)]
-    texts = pa.array([chosen[name] for name in names], pa.string())
+        text_by_id[name] = text
+    names = [name for _, name in sorted(hash_heap, reverse=True)]
+    texts = pa.array([text_by_id[name] for name in names], pa.string())
     texts, redacted = privacy.redacted_and_counted(texts)
     files = []
     if names:
         table = pa.table([pa.array(names, pa.string()), texts], schema=SCHEMA)
         files.append(draft.write_table("others/part-00000.parquet", table))
     counts = {"others": len(names), **redacted_count(redacted)}
-    if len(names) < wanted:
-        counts["others.missing"] = wanted - len(names)
+    if len(names) < count:
+        counts["others.missing"] = count - len(names)
     return replace(account.close(draft, task, privacy), files=files, counts=counts)
 
 

@@ -1,4 +1,4 @@
-"""What keeps a person out of a corpus: tags for what identifies somebody, hashes for names."""
+"""Privacy of the people in a corpus: tags replace personal data, hashes replace names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """What leaves the corpus of the people in it."""
+    """How personal data is removed from a corpus."""
 
     redact: bool
     authors: Literal["hash", "plain"]
@@ -23,8 +23,10 @@ class Privacy:
 
     def redacted_and_counted(self, texts: pa.Array) -> tuple[pa.Array, int]:
         """(the texts, how many of them have changed)"""
-        found = self.redacted(texts)
-        return found, 0 if found is texts else int(pc.sum(pc.not_equal(texts, found)).as_py() or 0)
+        redacted = self.redacted(texts)
+        return redacted, 0 if redacted is texts else int(
+            pc.sum(pc.not_equal(texts, redacted)).as_py() or 0
+        )
 
     def hashed(self, names: pa.Array) -> pa.Array:
         return hash_names(names, self.salt) if self.authors == "hash" else names
@@ -37,7 +39,7 @@ class Privacy:
         hashed = pc.binary_join_element_wise("u_", hash_names(names, self.salt), "")
         return pc.if_else(pc.match_substring_regex(subreddits, _PROFILE), hashed, subreddits)
 
-    def raw_lines(self, lines: pa.Array) -> pa.Array:
+    def redacted_lines(self, lines: pa.Array) -> pa.Array:
         """Lines of JSON as they were read, which may be broken: redacted, and without names of authors."""
         if self.authors == "hash":
             for pattern, tag in _NAMES_IN_JSON:

@@ -1,4 +1,4 @@
-"""How many examples and dialogues the public files hold, and what was found in them.
+"""The published numbers of examples and dialogues of public files, compared with a corpus's own.
 
 A part of a file, another edition of it or a damaged download shows here, where the format alone is
 right. Files are known by their names; a corpus of many files is compared where all of them are given.
@@ -25,10 +25,10 @@ class _Size:
     name: str
     """A regular expression for the names of files, decompressed."""
     counts: dict[str, int]
-    """As in the manifest: `examples.train`, `dialogues`, …"""
+    """Counts by their names in the manifest: `examples.train`, `dialogues`, …"""
     source: str
     files: int = 1
-    """How many make the corpus; 1: each that is named so is a whole one."""
+    """Files in the corpus; 1: each matching file is a corpus of its own."""
 
 
 _POLY = "Humeau et al. 2020, table 1"
@@ -65,42 +65,42 @@ def compare(corpus: str, uris: list[str], records: Sequence[TaskRecord]) -> list
 
     `records` are those of the tasks; a `FileRecord` is of its file alone.
     """
-    compared = []
+    comparisons = []
     for size in (size for size in _SIZES if size.corpus == corpus):
-        named = [uri for uri in uris if re.fullmatch(size.name, raw.plain_name(uri))]
+        matching_uris = [uri for uri in uris if re.fullmatch(size.name, raw.plain_name(uri))]
         if size.files == 1:
-            of_file = {r.input: [r] for r in records if isinstance(r, FileRecord)}
+            records_of_file = {r.input: [r] for r in records if isinstance(r, FileRecord)}
             parts: list[tuple[str, Sequence[TaskRecord]]] = [
-                (raw.plain_name(uri), of_file[uri]) for uri in named
+                (raw.plain_name(uri), records_of_file[uri]) for uri in matching_uris
             ]
         else:
-            parts = [(f"{size.files:,} files", records)] if len(named) == size.files else []
+            parts = [(f"{size.files:,} files", records)] if len(matching_uris) == size.files else []
         for name, part in parts:
-            found = sum_counts(record.counts for record in part)
-            compared += [
-                {"files": name, "count": count, "found": found.get(count, 0), "published": number,
+            counts = sum_counts(record.counts for record in part)
+            comparisons += [
+                {"files": name, "count": count, "found": counts.get(count, 0), "published": number,
                  "source": size.source}
                 for count, number in size.counts.items()
             ]  # fmt: skip
-    return compared
+    return comparisons
 
 
-def differences(compared: Iterable[Mapping[str, Any]]) -> list[str]:
+def differences(comparisons: Iterable[Mapping[str, Any]]) -> list[str]:
     """A line for each count that is not the published one."""
     return [
         "{files}: {found:,} {count}; published: {published:,} ({source})".format(**row)
-        for row in compared
+        for row in comparisons
         if row["found"] != row["published"]
     ]
 
 
-def check(compared: Sequence[Mapping[str, Any]], expect: Expect) -> None:
+def check(comparisons: Sequence[Mapping[str, Any]], expect: Expect) -> None:
     """Raises BadInput where the published counts are expected and not found."""
     if expect == "report":
         return
-    if not compared:
+    if not comparisons:
         raise BadInput(
             "--expect published: no size is published for files of these names and number"
         )
-    if different := differences(compared):
-        raise BadInput(f"--expect published: {'; '.join(different)}")
+    if mismatches := differences(comparisons):
+        raise BadInput(f"--expect published: {'; '.join(mismatches)}")

@@ -26,7 +26,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.drafts import Draft
 from pipeline.records import TaskRecord, sum_counts
 
-_READ_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 18
 _SAMPLED_BYTES = 4 << 20
 MAX_SAMPLES = 20  # rejected lines kept per reason and task, for a person to look at
 _MAX_SAMPLE_CHARACTERS = 2000
@@ -46,13 +46,13 @@ _DECOMPRESSORS: tuple[tuple[bytes, Callable[[], Any]], ...] = (
     (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
     (b"\xfd7zXZ\x00", lzma.LZMADecompressor),
 )
-_PACKED = re.compile(r"\.(zst|zstd|bz2|gz|xz)$", re.IGNORECASE)
+_COMPRESSED_SUFFIX = re.compile(r"\.(zst|zstd|bz2|gz|xz)$", re.IGNORECASE)
 _DECOMPRESSION_ERRORS = (zstandard.ZstdError, zlib.error, lzma.LZMAError, OSError, EOFError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How much damage in the input is put up with."""
+    """How much damage in the input is tolerated."""
 
     max_malformed_share: float = 0.01
     """Share of records that may be malformed; above it the job stops and says why."""
@@ -68,21 +68,21 @@ class Reading:
         require(self.files_at_once >= 0, "reading.files_at_once", self.files_at_once, ">= 0")
 
 
-class CutOff(Exception):
-    """The compressed stream ends, or breaks, before its end mark."""
+class Truncated(Exception):
+    """The compressed stream ends or breaks before its end mark."""
 
 
-def decompressed(uri: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+def read_decompressed(uri: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
     """Pieces of a file's contents, decompressed.
 
     `start`, `end`: only these stored bytes; a compressed stream has to begin at `start`.
-    Raises CutOff after the last good piece of a broken stream.
+    Raises Truncated after the last good piece of a broken stream.
     """
-    with closing(storage.read_ahead(uri, start, end)) as stored:
-        pieces = _in_pieces(stored)
+    with closing(storage.read_ahead(uri, start, end)) as stored_pieces:
+        pieces = _small_pieces(stored_pieces)
         piece = next(pieces, b"")
-        new = next((new for magic, new in _DECOMPRESSORS if piece.startswith(magic)), None)
-        if new is None:
+        make = next((make for magic, make in _DECOMPRESSORS if piece.startswith(magic)), None)
+        if make is None:
             while piece:
                 yield piece
                 piece = next(pieces, b"")
@@ -90,68 +90,68 @@ def decompressed(uri: str, start: int = 0, end: int | None = None) -> Iterator[b
         decompressor = None
         while piece:
             while piece:  # a file may hold several frames, one after the other
-                decompressor = decompressor or new()
+                decompressor = decompressor or make()
                 try:
                     data = decompressor.decompress(piece)
                 except _DECOMPRESSION_ERRORS as error:
-                    raise CutOff(f"{uri}: the compressed stream is broken ({error})") from None
+                    raise Truncated(f"{uri}: the compressed stream is broken ({error})") from None
                 if data:
                     yield data
                 piece = decompressor.unused_data if decompressor.eof else b""
                 decompressor = None if decompressor.eof else decompressor
             piece = next(pieces, b"")
         if decompressor is not None:
-            raise CutOff(f"{uri}: the compressed stream is cut off")
+            raise Truncated(f"{uri}: the compressed stream is cut off")
 
 
 def expansion(uri: str) -> tuple[float, float]:
     """(bytes for each stored byte, bytes of a line) at the beginning of a file, by one short read."""
-    stored = min(storage.size_of(uri), _SAMPLED_BYTES)
+    stored_bytes = min(storage.size_of(uri), _SAMPLED_BYTES)
     size = lines = 0
-    with suppress(CutOff):
-        for piece in decompressed(uri, 0, stored):
+    with suppress(Truncated):
+        for piece in read_decompressed(uri, 0, stored_bytes):
             size += len(piece)
             lines += piece.count(b"\n")
-    return size / max(stored, 1), size / max(lines, 1)
+    return size / max(stored_bytes, 1), size / max(lines, 1)
 
 
-def _in_pieces(stored: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, as much at a time as may be decompressed at once."""
-    for data in stored:
-        for start in range(0, len(data), _READ_BYTES):
-            yield data[start : start + _READ_BYTES]
+def _small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces that are small enough to decompress at once."""
+    for data in pieces:
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield data[start : start + _PIECE_BYTES]
 
 
 def line_blocks(uri: str, block_bytes: int) -> Iterator[bytes]:
     """The contents in blocks of whole lines, of about `block_bytes` each.
 
-    A line over 10 MiB is replaced by `OVERLONG` and its beginning. Raises CutOff after the last
+    A line over 10 MiB is replaced by `OVERLONG` and its beginning. Raises Truncated after the last
     whole line.
     """
     pieces: list[bytes] = []  # whole lines, then the beginning of one
-    size, open_line, skipping = 0, 0, False
+    size, open_line_bytes, skips_line = 0, 0, False
     try:
-        for piece in slices(decompressed(uri)):
-            if skipping:  # the rest of a line that is too long
+        for piece in slices(read_decompressed(uri)):
+            if skips_line:  # the rest of a line that is too long
                 start = piece.find(b"\n") + 1
                 if not start:
                     continue
-                piece, skipping = piece[start:], False
+                piece, skips_line = piece[start:], False
             pieces.append(piece)
             size += len(piece)
             last = piece.rfind(b"\n") + 1
-            open_line = len(piece) - last if last else open_line + len(piece)
-            if open_line > MAX_LINE_BYTES:
+            open_line_bytes = len(piece) - last if last else open_line_bytes + len(piece)
+            if open_line_bytes > MAX_LINE_BYTES:
                 data = b"".join(pieces)
-                end = len(data) - open_line
+                end = len(data) - open_line_bytes
                 yield data[:end] + OVERLONG + data[end : end + _MAX_SAMPLE_CHARACTERS] + b"\n"
-                pieces, size, open_line, skipping = [], 0, 0, True
-            elif size >= block_bytes and size > open_line:
+                pieces, size, open_line_bytes, skips_line = [], 0, 0, True
+            elif size >= block_bytes and size > open_line_bytes:
                 data = b"".join(pieces)
-                end = len(data) - open_line
+                end = len(data) - open_line_bytes
                 yield data[:end]
-                pieces, size = [data[end:]], open_line
-    except CutOff:
+                pieces, size = [data[end:]], open_line_bytes
+    except Truncated:
         data = b"".join(pieces)
         if end := data.rfind(b"\n") + 1:
             yield data[:end]
@@ -186,11 +186,11 @@ def read_lines(
                     number,
                     (line.removeprefix("\ufeff") if number == 1 else line).removesuffix("\r"),
                 )
-    except CutOff as error:
+    except Truncated as error:
         if reading.truncated == "stop":
-            raise cut_off_input(error, number) from None
+            raise truncated_input(error, number) from None
         if notes is not None:
-            notes.append(cut_off_note(error, number))
+            notes.append(truncation_note(error, number))
     if undecodable and notes is not None:
         notes.append(f"{uri}: U+FFFD for bytes that are not UTF-8 in {undecodable:,} lines")
 
@@ -222,14 +222,14 @@ def is_text(value: object) -> TypeGuard[str]:
 
 def plain_name(uri: str) -> str:
     """The file's name as it is when decompressed: `lines-aaa` for `lines-aaa.gz`."""
-    return _PACKED.sub("", storage.name_of(uri))
+    return _COMPRESSED_SUFFIX.sub("", storage.name_of(uri))
 
 
-def cut_off_note(error: CutOff, number: int, unit: str = "lines") -> str:
+def truncation_note(error: Truncated, number: int, unit: str = "lines") -> str:
     return f"{error}; its {number:,} whole {unit} are used"
 
 
-def cut_off_input(error: CutOff, number: int, unit: str = "lines") -> BadInput:
+def truncated_input(error: Truncated, number: int, unit: str = "lines") -> BadInput:
     return BadInput(
         f"{error} after {number:,} whole {unit}; --reading.truncated keep uses what is there"
     )
@@ -237,7 +237,7 @@ def cut_off_input(error: CutOff, number: int, unit: str = "lines") -> BadInput:
 
 @dataclass
 class Rejects:
-    """Counts what is no record by reason, and keeps some of each to look at."""
+    """Counts rejected lines by reason, and keeps samples of each reason."""
 
     counts: Counter[str] = field(default_factory=Counter)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -245,8 +245,8 @@ class Rejects:
     def add(self, reason: str, file: str, line: int, text: str) -> None:
         self.counts[reason] += 1
         if self.counts[reason] <= MAX_SAMPLES:
-            shown = text[:_MAX_SAMPLE_CHARACTERS].encode(errors="replace").decode()
-            self.samples.append({"reason": reason, "file": file, "line": line, "text": shown})
+            excerpt = text[:_MAX_SAMPLE_CHARACTERS].encode(errors="replace").decode()
+            self.samples.append({"reason": reason, "file": file, "line": line, "text": excerpt})
 
     @classmethod
     def joined(cls, *parts: Rejects) -> Rejects:
@@ -256,11 +256,11 @@ class Rejects:
         return cls(total, [sample for part in parts for sample in part.samples])
 
     def save(self, draft: Draft, task: str, privacy: Privacy | None = None) -> None:
-        """Writes the samples, without what identifies a person where asked for."""
+        """Writes the samples, redacted as `privacy` says."""
         if not self.samples:
             return
         texts = pa.array([sample["text"] for sample in self.samples], pa.string())
-        texts = privacy.raw_lines(texts) if privacy else texts
+        texts = privacy.redacted_lines(texts) if privacy else texts
         lines = (
             json.dumps({**sample, "text": text}, ensure_ascii=False) + "\n"
             for sample, text in zip(self.samples, texts.to_pylist(), strict=True)
@@ -269,19 +269,19 @@ class Rejects:
 
 
 def check_share(draft: Draft, records: Iterable[TaskRecord], reading: Reading) -> None:
-    """Raises BadInput where the tasks read nothing, which leaves no draft, or too much that is malformed."""
+    """Raises BadInput for too many malformed records, and for none at all; then the draft is deleted."""
     records = list(records)
     total = sum(record.counts.get("records", 0) for record in records)
     malformed = sum_counts(record.malformed for record in records)
-    bad = sum(malformed.values())
+    malformed_count = sum(malformed.values())
     if total == 0:
-        storage.delete(draft.staging)  # nothing in it is of use to anybody
+        storage.delete(draft.staging)  # it has nothing of use
         notes = [note for record in records for note in record.notes]
         raise BadInput("; ".join(["--input: the files hold no records", *notes[:3]]))
-    if bad > total * reading.max_malformed_share:
-        reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(malformed.items()))
+    if malformed_count > total * reading.max_malformed_share:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(malformed.items()))
         raise BadInput(
-            f"{bad:,} of {total:,} records ({bad / total:.1%}) are malformed ({reasons}), more than "
-            f"reading.max_malformed_share {reading.max_malformed_share:g}; "
+            f"{malformed_count:,} of {total:,} records ({malformed_count / total:.1%}) are malformed "
+            f"({reasons}), more than reading.max_malformed_share {reading.max_malformed_share:g}; "
             f"see {draft.path('rejected')}"
         )

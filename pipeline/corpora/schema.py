@@ -1,4 +1,4 @@
-"""The data contract: what a row of a corpus is, whichever public format it came from."""
+"""The data contract: the columns of a corpus, for every public format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.config import require
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-_NAMED = re.compile(
+_SPLIT_NAME = re.compile(
     r"(?:(train)|(valid|val|dev)|(test))(?:ing|ation|set|data)?(?![a-z])", re.IGNORECASE
 )
 
@@ -58,12 +58,12 @@ def example_files(corpus: Artifact, *splits: Split) -> list[dict[str, Any]]:
 
 def named_split(name: str) -> Split | None:
     """The split that a name begins with, as `train-0.txt`, `validation`, `dev.csv` and `TEST` do."""
-    found = _NAMED.match(name)
-    return SPLITS[found.lastindex - 1] if found and found.lastindex else None
+    match = _SPLIT_NAME.match(name)
+    return SPLITS[match.lastindex - 1] if match and match.lastindex else None
 
 
 def split_by_name_or_group(name: str, group_id: str) -> Split:
-    """From the file's name; a file that names none is cut 90 : 5 : 5 by group."""
+    """The split in the file's name; without one, groups are cut 90 : 5 : 5."""
     return named_split(name) or hash_split(group_id, (900, 50, 50))
 
 

@@ -37,21 +37,21 @@ export class Column {
     this.#say();
   }
 
-  /** Asks what is served; what went wrong, if something did. */
+  /** Loads the service's info; returns the problem, or null. */
   async loadInfo() {
-    let failed = null;
+    let infoProblem = null;
     try {
       this.info = await this.service.info();
       this.problem.hidden = true;
     } catch (problem) {
-      failed = problem;
+      infoProblem = problem;
       this.info = null;
       this.#fail(problem);
     }
     this.kind.textContent = KINDS[this.info?.model.architecture] ?? "";
     this.#sayAbout();
     this.#onInfo();
-    return failed;
+    return infoProblem;
   }
 
   /** Ranks; null clears. An older answer never replaces a newer one. */
@@ -67,11 +67,11 @@ export class Column {
     this.element.setAttribute("aria-busy", "true");
     try {
       const explain = this.#selected !== null && this.#hasVectors;
-      const found = await this.service.rank(explain ? { ...question, explain } : question);
-      if (!found) return;
+      const ranking = await this.service.rank(explain ? { ...question, explain } : question);
+      if (!ranking) return;
       this.problem.hidden = true;
-      this.#answer = { ...found.answer, round: found.milliseconds };
-      const { model } = found.answer;
+      this.#answer = { ...ranking.answer, round: ranking.milliseconds };
+      const { model } = ranking.answer;
       if (this.info && ![this.info.model.fingerprint, this.info.candidate].includes(model)) this.loadInfo();
     } catch (problem) {
       this.#answer = null;
@@ -108,15 +108,15 @@ export class Column {
       const share = high > low ? (result.score - low) / (high - low) : 1;
       item.update(result, place, NARROWEST_BAR + (1 - NARROWEST_BAR) * share);
       items.set(keys[place], item);
-      const there = this.list.children[place];
-      if (there !== item.element) this.list.insertBefore(item.element, there ?? null);
+      const current = this.list.children[place];
+      if (current !== item.element) this.list.insertBefore(item.element, current ?? null);
     });
     if (this.list.contains(focused)) focused.focus(); // an element that is moved loses the focus
     this.#items = items;
     this.#showWhy();
   }
 
-  /** The line that says how the answer came about. */
+  /** Shows the certificate and the time of the answer. */
   #say() {
     const answer = this.#answer;
     if (!answer) {
@@ -166,9 +166,9 @@ export class Column {
 
   #select(key) {
     this.#selected = key;
-    const explained = key === null || !this.#hasVectors || this.#answer?.explanation;
+    const isExplained = key === null || !this.#hasVectors || this.#answer?.explanation;
     this.#showWhy();
-    if (!explained && this.#question) this.ask(this.#question);
+    if (!isExplained && this.#question) this.ask(this.#question);
   }
 
   #showWhy() {
@@ -182,16 +182,16 @@ export class Column {
 
   #why(key) {
     const { results, explanation } = this.#answer;
-    const result = results.find((one) => keyOf(one) === key);
+    const result = results.find((candidate) => keyOf(candidate) === key);
     const facts = Object.entries(result.columns ?? {}).map(([name, value]) => `${name}: ${value}`);
     if (this.#answer.pool) facts.unshift(`id: ${result.id}`);
-    let shown = [element("p", { class: "hint" }, "…")];
+    let content = [element("p", { class: "hint" }, "…")];
     if (!this.#hasVectors) {
-      shown = [element("p", { class: "hint" },
+      content = [element("p", { class: "hint" },
         "A cross-encoder reads context and result together; it has no vectors to show.")];
-    } else if (explanation && result.weights) shown = heatMap(explanation, result.weights);
+    } else if (explanation && result.weights) content = heatMap(explanation, result.weights);
     return [
-      ...shown,
+      ...content,
       element("footer", {},
         element("span", { class: "facts" }, facts.join(" · ")),
         ...(this.#canReply() ? [element("button", {
@@ -202,15 +202,15 @@ export class Column {
 
   #onKey(event) {
     const buttons = [...this.#items.values()].map((item) => item.button);
-    const at = buttons.indexOf(document.activeElement);
+    const place = buttons.indexOf(document.activeElement);
     if (event.key === "Escape" && this.#selected !== null) {
       const { button } = this.#items.get(this.#selected);
       this.#select(null);
       button.focus();
-    } else if (at >= 0) {
-      const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: buttons.length - 1 }[event.key];
-      if (to === undefined) return;
-      buttons[Math.max(0, Math.min(to, buttons.length - 1))].focus();
+    } else if (place >= 0) {
+      const next = { ArrowDown: place + 1, ArrowUp: place - 1, Home: 0, End: buttons.length - 1 }[event.key];
+      if (next === undefined) return;
+      buttons[Math.max(0, Math.min(next, buttons.length - 1))].focus();
     } else return;
     event.preventDefault();
   }

@@ -44,18 +44,18 @@ export class Composer {
     const question = { context, top_k: Number(byId("top-k").value) };
     if (chosen("candidates") === "pool") question.pool = byId("pool").value;
     else question.candidates = byId("own").value.split("\n").map((line) => line.trim()).filter(Boolean);
-    const asked = question.pool || question.candidates?.length;
-    return context.length && asked ? question : null;
+    const hasCandidates = question.pool || question.candidates?.length;
+    return context.length && hasCandidates ? question : null;
   }
 
   /** The pools of all services, {name: candidates}. */
   setPools(pools) {
     const select = byId("pool");
-    const before = select.value;
+    const selected = select.value;
     const options = Object.entries(pools).map(([name, count]) =>
       element("option", { value: name }, `${name} · ${count.toLocaleString("en")} texts`));
     select.replaceChildren(...options);
-    if (before in pools) select.value = before;
+    if (selected in pools) select.value = selected;
     const radio = document.querySelector("input[name=candidates][value=pool]");
     radio.disabled = !options.length;
     if (!options.length && radio.checked) {
@@ -109,8 +109,8 @@ export class Composer {
     this.#turns.splice(place, 1);
     this.#edited = null;
     this.#render();
-    const near = byId("turns").children[Math.min(place, this.#turns.length - 1)];
-    (near?.querySelector("button:last-child") ?? byId("draft")).focus();
+    const neighbour = byId("turns").children[Math.min(place, this.#turns.length - 1)];
+    (neighbour?.querySelector("button:last-child") ?? byId("draft")).focus();
     this.#onChange(true);
   }
 

@@ -15,12 +15,12 @@ export function heatMap({ tokens, vectors }, weights) {
       element("th", { scope: "row" }, `${m + 1}`),
       element("td", { class: "share" }, percent(weights[m])),
       element("td", { class: "seen" }, strip(tokens, vectors[m]), words(tokens, vectors[m]))));
-  const one = vectors.length === 1;
+  const isSingle = vectors.length === 1;
   return [
-    element("h4", {}, one ? "What the context's vector is made of" : "What counts for this result"),
+    element("h4", {}, isSingle ? "What the context's vector is made of" : "What counts for this result"),
     text(tokens, combined),
     element("p", { class: "words" }, "Most: ", words(tokens, combined)),
-    ...(one ? [] : [
+    ...(isSingle ? [] : [
       element("table", {},
         element("caption", {}, `The strongest ${rows.length} of ${vectors.length} vectors`),
         element("thead", {}, element("tr", {},
@@ -58,24 +58,24 @@ function strip(tokens, weights) {
 
 /** The strongest words as a line. */
 function words(tokens, weights) {
-  const found = wordsOf(tokens, weights).sort((a, b) => b.weight - a.weight);
-  const shown = found.slice(0, STRONGEST_WORDS).filter((word) => word.weight >= 0.005);
-  return element("span", {}, shown.map((word) => `${word.text} ${percent(word.weight)}`).join(", "));
+  const sorted = wordsOf(tokens, weights).sort((a, b) => b.weight - a.weight);
+  const strongest = sorted.slice(0, STRONGEST_WORDS).filter((word) => word.weight >= 0.005);
+  return element("span", {}, strongest.map((word) => `${word.text} ${percent(word.weight)}`).join(", "));
 }
 
-/** Pieces of one word together: a word begins after a space, and beside what is no letter or digit. */
+/** Merges the pieces of a word: a word begins after a space, and beside a sign that is no letter or digit. */
 function wordsOf(tokens, weights) {
-  const found = [];
+  const merged = [];
   let last = "";
   tokens.forEach((token, t) => {
     const isLetters = /^\p{L}|^\p{N}|^\p{M}/u.test(token) && /[\p{L}\p{N}]$/u.test(last);
     if (isLetters && !isSpecial(t, tokens)) {
-      found.at(-1).text += token;
-      found.at(-1).weight += weights[t];
-    } else found.push({ text: token.trim(), weight: weights[t] });
+      merged.at(-1).text += token;
+      merged.at(-1).weight += weights[t];
+    } else merged.push({ text: token.trim(), weight: weights[t] });
     last = isSpecial(t, tokens) ? "" : token;
   });
-  return found;
+  return merged;
 }
 
 /** The weight that has the full colour: the largest of the words (of all tokens [CLS] and [SEP] often have

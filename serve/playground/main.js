@@ -27,9 +27,9 @@ function add(base, token) {
     canReply: () => composer.isDialogue,
     onReply: (text) => composer.addReply(text),
     onInfo: () => {
-      const known = columns.filter((one) => one.info);
-      if (!known.length) return; // which pools there are is not known yet
-      const pools = known.flatMap((one) => one.info.pools);
+      const loaded = columns.filter((other) => other.info);
+      if (!loaded.length) return; // no service has named its pools yet
+      const pools = loaded.flatMap((other) => other.info.pools);
       composer.setPools(Object.fromEntries(pools.map((pool) => [pool.name, pool.candidates])));
     },
   });
@@ -47,8 +47,8 @@ async function load(column) {
 function store() {
   const services = columns.map(({ service: { base, token } }) => ({ base, token }));
   sessionStorage.setItem(STORED, JSON.stringify(services));
-  const others = columns.filter((column) => !column.service.isHome);
-  byId("others").replaceChildren(...others.map((column) =>
+  const otherColumns = columns.filter((column) => !column.service.isHome);
+  byId("others").replaceChildren(...otherColumns.map((column) =>
     element("li", {}, element("span", {}, column.service.name), element("button", {
       type: "button", class: "quiet", "aria-label": `Remove ${column.service.name}`,
       onclick: () => remove(column),
@@ -86,9 +86,9 @@ byId("add-service").addEventListener("submit", (event) => {
   event.target.reset();
 });
 
-const kept = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
-const home = kept.find((one) => one.base === HOME);
+const services = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
+const home = services.find((service) => service.base === HOME);
 byId("token").value = home?.token ?? "";
 add(HOME, home?.token);
-for (const { base, token } of kept) if (base !== HOME) add(base, token);
+for (const { base, token } of services) if (base !== HOME) add(base, token);
 store();

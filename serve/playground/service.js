@@ -1,6 +1,6 @@
 // One polyrank service, as the page asks it.
 
-/** What a service, or the way to it, refuses: a code for programs and a line for people. */
+/** A refusal of a service or of the network: a code for programs and a line for people. */
 export class Problem extends Error {
   constructor(code, message) {
     super(message);
@@ -48,7 +48,7 @@ export class Service {
     }
   }
 
-  /** Whatever was asked before is not answered any more. */
+  /** Cancels the question before. */
   forget() {
     this.#controller.abort();
     this.#controller = new AbortController();
@@ -79,7 +79,7 @@ export class Service {
 
 export const HOME = new URL(".", location.href).href;
 
-/** The base URL that somebody typed; null where it is none. */
+/** The base URL in a text; null if the text is no URL. */
 export function baseOf(text) {
   try {
     const url = new URL(text.trim());

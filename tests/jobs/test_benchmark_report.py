@@ -44,9 +44,12 @@ def test_every_target_of_the_issue_has_its_bound_here(shared):
     wanted = json.loads((shared / "targets.json").read_text())
     assert wanted.keys() == BY_ROW.keys()
     for row, bounds in wanted.items():
-        assert (BY_ROW[row].least, BY_ROW[row].most) == (bounds.get("min"), bounds.get("max")), row
+        assert (BY_ROW[row].minimum, BY_ROW[row].maximum) == (
+            bounds.get("min"),
+            bounds.get("max"),
+        ), row
         if "value in 'ours'" in bounds.get("what", ""):
-            assert BY_ROW[row].of == "ours", row
+            assert BY_ROW[row].field == "ours", row
 
 
 def test_each_target_is_on_the_page_with_its_status():

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jobs.benchmarks.serving import load, parts
-from jobs.benchmarks.serving.load import Heard, Step
+from jobs.benchmarks.serving.load import LoadResult, Step
 
 from ..serve.live import serving
 
@@ -57,14 +57,14 @@ def url(echo):
 
 
 def test_all_that_was_due_is_sent_and_counted(echo, url):
-    heard = load.poisson(f"{url}/", BODIES, [Step(0.5, 100.0), Step(0.5, 20.0)])
-    assert len(echo.bodies) == len(heard.status) == len(heard.seconds)
-    assert set(heard.status.tolist()) == {200}
-    assert (np.diff(heard.due_s) >= 0).all() and heard.due_s[-1] <= 1.0
+    result = load.poisson(f"{url}/", BODIES, [Step(0.5, 100.0), Step(0.5, 20.0)])
+    assert len(echo.bodies) == len(result.status) == len(result.seconds)
+    assert set(result.status.tolist()) == {200}
+    assert (np.diff(result.due_s) >= 0).all() and result.due_s[-1] <= 1.0
     assert set(echo.bodies) == set(BODIES)
     # Poisson: within five standard deviations of 50 and 10
-    first = len(heard.between(0, 0.5).status)
-    assert abs(first - 50) < 5 * 50**0.5 and abs(len(heard.status) - first - 10) < 5 * 10**0.5
+    first = len(result.between(0, 0.5).status)
+    assert abs(first - 50) < 5 * 50**0.5 and abs(len(result.status) - first - 10) < 5 * 10**0.5
 
 
 def test_the_same_seed_is_the_same_load(url):
@@ -80,29 +80,29 @@ def test_the_clock_does_not_wait_for_answers(echo, url):
     echo.open.clear()
     release = threading.Timer(0.6, echo.open.set)
     release.start()
-    heard = load.poisson(f"{url}/", BODIES, [Step(0.3, 60.0)])
-    assert echo.most_at_once == len(heard.status) > 5
-    assert (heard.due_s + heard.seconds > 0.55).all()
+    result = load.poisson(f"{url}/", BODIES, [Step(0.3, 60.0)])
+    assert echo.most_at_once == len(result.status) > 5
+    assert (result.due_s + result.seconds > 0.55).all()
 
 
 def test_clients_wait_for_their_answers(echo, url):
-    heard = load.clients(f"{url}/", BODIES, 3, 0.3)
+    result = load.clients(f"{url}/", BODIES, 3, 0.3)
     assert 1 <= echo.most_at_once <= 3
-    assert len(heard.status) == len(echo.bodies)
+    assert len(result.status) == len(echo.bodies)
 
 
 def test_what_is_not_answered_with_200_is_no_throughput(url):
-    heard = load.clients(f"{url}/", [b'{"status": 429}', b"{}"], 1, 0.3)
-    assert set(heard.statuses()) == {"200", "429"}
-    assert len(heard.answered().status) == heard.statuses()["200"]
-    assert heard.per_s(0.0, heard.end_s) == pytest.approx(heard.statuses()["200"] / heard.end_s)
+    result = load.clients(f"{url}/", [b'{"status": 429}', b"{}"], 1, 0.3)
+    assert set(result.statuses()) == {"200", "429"}
+    assert len(result.successes().status) == result.statuses()["200"]
+    assert result.per_s(0.0, result.end_s) == pytest.approx(result.statuses()["200"] / result.end_s)
 
 
 def test_a_service_that_is_not_there_is_heard_as_such():
     with serving(Echo().app) as gone:
         pass
-    heard = load.poisson(f"{gone}/", BODIES, [Step(0.2, 50.0)])
-    assert set(heard.statuses()) == {"no answer"}
+    result = load.poisson(f"{gone}/", BODIES, [Step(0.2, 50.0)])
+    assert set(result.statuses()) == {"no answer"}
 
 
 def test_without_body_it_is_a_get(url):
@@ -111,8 +111,8 @@ def test_without_body_it_is_a_get(url):
 
 def test_percentiles_are_of_the_seconds():
     seconds = np.arange(1.0, 102.0) / 1e3
-    heard = Heard(np.zeros(101), seconds, np.full(101, 200), 1.0)
-    assert [heard.ms(q) for q in (0, 50, 99)] == pytest.approx([1.0, 51.0, 100.0])
+    result = LoadResult(np.zeros(101), seconds, np.full(101, 200), 1.0)
+    assert [result.ms(q) for q in (0, 50, 99)] == pytest.approx([1.0, 51.0, 100.0])
 
 
 @pytest.mark.long

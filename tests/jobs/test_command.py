@@ -37,7 +37,7 @@ def polyrank(monkeypatch, capsys):
 def test_every_job_is_a_verb_and_has_a_line_of_help():
     assert set(command.VERBS) == JOBS
     for verb in command.VERBS:
-        assert 10 < len(command.about(verb)) <= 100, verb
+        assert 10 < len(command.first_sentence(verb)) <= 100, verb
 
 
 def test_the_verbs_are_in_the_order_of_the_path():

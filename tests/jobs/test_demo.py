@@ -47,7 +47,7 @@ def layout(tmp_path: Path):
 
 def found(folder: Path) -> dict[str, list[str]]:
     """The files by format, relative to the folder."""
-    data = vars(demo_data.find(folder))
+    data = vars(demo_data.find_files(folder))
     return {name: [str(Path(p).relative_to(folder)) for p in paths] for name, paths in data.items()}
 
 
@@ -96,7 +96,7 @@ def test_the_real_data_is_found(real_data):
 def test_a_format_that_is_missing_is_named(layout, prefix, said):
     folder = layout(*(name for name in REAL if not name.startswith(prefix)))
     with pytest.raises(BadInput) as caught:
-        demo_data.find(folder)
+        demo_data.find_files(folder)
     assert str(folder) in str(caught.value) and said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -142,7 +142,7 @@ def test_trainings_side_by_side_share_one_bar_and_say_what_came_out(capsys):
             return {"already_done": False, "counts": {"steps": steps}}
 
     trainings = {f"r{n}": demo_stages.Stage(f"A ranker, r{n}", Job, n) for n in (3, 5, 4)}
-    demo_stages.side_by_side(trainings, at_once=2)
+    demo_stages.run_side_by_side(trainings, at_once=2)
     shown = capsys.readouterr()
     assert "12/12" in shown.err
     assert "r3=3/3" in shown.err and "r5=5/5" in shown.err
@@ -165,7 +165,7 @@ def test_a_training_waits_for_the_one_it_starts_from():
 
     jobs = {"articles": Job("articles"), "bi": Job("bi"), "poly": Job("poly", "bi")}
     stages = {name: demo_stages.Stage(name, job, None) for name, job in jobs.items()}
-    demo_stages.side_by_side(stages, at_once=3, after={"poly": "bi"})
+    demo_stages.run_side_by_side(stages, at_once=3, after={"poly": "bi"})
     assert set(ended) == set(jobs)
 
 
@@ -178,7 +178,7 @@ def test_a_training_that_fails_fails_the_demo_and_those_that_wait_for_it(at_once
 
     with pytest.raises(BadInput, match=r"^no$"):
         stages = {name: demo_stages.Stage("A ranker", Job, None) for name in ("bi", "poly")}
-        demo_stages.side_by_side(stages, at_once, after={"poly": "bi"})
+        demo_stages.run_side_by_side(stages, at_once, after={"poly": "bi"})
 
 
 def test_the_picture_has_the_curves_and_the_answers(tmp_path):

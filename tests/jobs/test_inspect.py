@@ -42,7 +42,7 @@ def test_the_job_prints_writes_the_page_and_sums_up(
     assert str(written) in done.stdout.splitlines()[-2]
     assert written.read_text().startswith("<!DOCTYPE html>")
     for response, number in Counter(responses).most_common(1):
-        assert f"{number:>13,}  {text.plain(response, 100)}" in done.stdout
+        assert f"{number:>13,}  {text.printable(response, 100)}" in done.stdout
 
 
 def test_a_sample_may_be_asked_for_and_a_place_for_the_page(run_job_here, reddit_corpus, tmp_path):

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from serve import api, guard
-from serve.errors import FULL_FOR, overloaded
+from serve.errors import FULL_FOR, overload_refusal
 from serve.guard import Guard
 from serve.limits import Limits
 from serve.scheduling import WorkQueue
@@ -361,7 +361,7 @@ def test_a_proxy_refuses_for_a_moment_what_a_full_replica_would(monkeypatch):
 
     async def full(request: Any) -> JSONResponse:
         asked.append(request.url.path)
-        return overloaded(waiting_s=2.5, most_waiting_s=2.0).response()
+        return overload_refusal(waiting_s=2.5, most_waiting_s=2.0).response()
 
     routes = [Route(path, full, methods=["POST"]) for path in ("/rank", "/embed")]
     client = TestClient(Guard(Starlette(routes=routes), is_proxy=True))
@@ -380,7 +380,7 @@ def test_a_proxy_refuses_for_a_moment_what_a_full_replica_would(monkeypatch):
 
 def test_a_proxy_forgets_paths_that_were_full(monkeypatch):
     async def full(request: Any) -> JSONResponse:
-        return overloaded(waiting_s=2.5, most_waiting_s=2.0).response()
+        return overload_refusal(waiting_s=2.5, most_waiting_s=2.0).response()
 
     proxy = Guard(Starlette(routes=[Route("/{path}", full, methods=["POST"])]), is_proxy=True)
     client = TestClient(proxy)

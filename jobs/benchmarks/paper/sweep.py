@@ -18,37 +18,37 @@ from pipeline.config import BadInput, Stopped, flatten, require, to_dict
 def measure(
     number: Number, corpora: Sequence[str], only: Sequence[str], seeds: int, setting: Setting
 ) -> list[BenchmarkRow]:
-    """Does what is missing, writes `table-<number>` as .md, .json and .png, and returns its rows.
+    """Runs the missing trials, writes `table-<number>` as .md, .json and .png, and returns its rows.
 
-    Raises BadInput for trials and options that there are not, and Stopped where no trial ends well.
+    Raises BadInput for unknown trials and options, and Stopped if no trial succeeds.
     """
     table = of_encoders(setting.encoders) if number == "encoders" else TABLES[number]
-    opened = _by_task(corpora)
+    corpus_of_task = _by_task(corpora)
     jobs = [
         trials.plan(trial, corpus, task, seed, setting)
-        for task, corpus in opened.items()
-        for trial in _chosen(table, only)
+        for task, corpus in corpus_of_task.items()
+        for trial in _selected_trials(table, only)
         if trials.paper_task(task) not in trial.tasks_without
         for seed in range(seeds)
     ]
     require(bool(jobs), "only", tuple(only), "a trial that there is for these corpora")
     _check_rows(table, jobs)
-    found = trials.run(jobs)
-    made = report.lines(table, jobs, found)
-    if not any(line.done for line in made):
-        raise Stopped(f"no trial ended well; {jobs[0].label}: {found[jobs[0].label]}")
-    compared = report.comparisons(table, made)
-    rows = report.rows(number, made, compared)
-    text = report.markdown(number, table, made, compared, _note(jobs, setting))
+    outcomes = trials.run(jobs)
+    table_lines = report.lines(table, jobs, outcomes)
+    if not any(line.outcomes for line in table_lines):
+        raise Stopped(f"no trial ended well; {jobs[0].label}: {outcomes[jobs[0].label]}")
+    comparisons = report.comparisons(table, table_lines)
+    rows = report.rows(number, table_lines, comparisons)
+    text = report.markdown(number, table, table_lines, comparisons, _note(jobs, setting))
     print(text)
     files = {
         f"table-{number}.md": text.encode(),
         f"table-{number}.json": json.dumps([asdict(row) for row in rows], indent=1).encode(),
-        f"table-{number}.png": report.plot(table, made),
+        f"table-{number}.png": report.plot(table, table_lines),
     }
     for name, data in files.items():
         storage.write_bytes(storage.join(setting.work, name), data)
-    inputs = {task: corpus.reference() for task, corpus in opened.items()}
+    inputs = {task: corpus.reference() for task, corpus in corpus_of_task.items()}
     settings = {**asdict(setting), "table": number, "only": tuple(only), "seeds": seeds}
     with tracking.start_sweep(f"paper table {number}", inputs, settings) as tracked:
         tracked.log({row.row: row.ours for row in rows if row.ours is not None}, wait=True)
@@ -57,17 +57,19 @@ def measure(
 
 
 def _by_task(uris: Sequence[str]) -> dict[str, Artifact]:
-    found: dict[str, Artifact] = {}
+    corpus_of_task: dict[str, Artifact] = {}
     for uri in uris:
         corpus = open_artifact(uri, "corpus")
         task = trials.task_of(corpus)
-        if task in found:
-            raise BadInput(f"--corpus {uri}: {task}, as {found[task].uri}; allowed: one of each")
-        found[task] = corpus
-    return found
+        if task in corpus_of_task:
+            raise BadInput(
+                f"--corpus {uri}: {task}, as {corpus_of_task[task].uri}; allowed: one of each"
+            )
+        corpus_of_task[task] = corpus
+    return corpus_of_task
 
 
-def _chosen(table: Table, only: Sequence[str]) -> list[Trial]:
+def _selected_trials(table: Table, only: Sequence[str]) -> list[Trial]:
     names = [trial.name for trial in table.trials]
     for name in only:
         require(name in names, "only", name, ", ".join(names))
@@ -80,8 +82,8 @@ def _check_rows(table: Table, jobs: Sequence[Job]) -> None:
     rows = [name for name in names if len({trial.changes.get(name) for trial in table.trials}) > 1]
     for job in jobs:
         values = flatten(to_dict(job.train))
-        own = {name: value for name, value in job.trial.changes.items() if name in rows}
-        for name, value in {"ranker.architecture": job.trial.architecture, **own}.items():
+        row_changes = {name: value for name, value in job.trial.changes.items() if name in rows}
+        for name, value in {"ranker.architecture": job.trial.architecture, **row_changes}.items():
             require(values[name] == value, name, values[name],
                     f"{value!r} in row {job.trial.name}, whose difference it is")  # fmt: skip
         require(values["loop.seed"] == job.seed, "loop.seed", values["loop.seed"],
@@ -89,7 +91,7 @@ def _check_rows(table: Table, jobs: Sequence[Job]) -> None:
 
 
 def _note(jobs: Sequence[Job], setting: Setting) -> str:
-    """What the figures hang on."""
+    """The conditions of the figures."""
     seeds = len({job.seed for job in jobs})
     changes = f"; {' '.join(setting.overrides)}" if setting.overrides else ""
     encoders = ", ".join("/".join(uri.rstrip("/").split("/")[-2:]) for uri in setting.encoders)

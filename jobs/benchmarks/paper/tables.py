@@ -1,4 +1,4 @@
-"""What the tables of the Poly-encoder paper compare, and what they say.
+"""The tables of the Poly-encoder paper: their models and numbers.
 
 2  negatives, bi-encoder                   R@1/20, ConvAI2 valid
 3  which layers are trained, bi and cross  R@1/20, ConvAI2 valid
@@ -28,12 +28,12 @@ class Published(NamedTuple):
 
     value: float
     deviation: float | None = None
-    """Over its seeds."""
+    """Standard deviation over the paper's seeds."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One row: a recipe, and what is changed in it."""
+    """One row: a recipe, and the changes to it."""
 
     name: str
     architecture: Literal["bi", "poly", "cross"]
@@ -43,7 +43,7 @@ class Trial:
     published: Mapping[str, Published] = field(default_factory=dict)
     """By task: R@1, or in table 6 minutes."""
     tasks_without: tuple[str, ...] = ()
-    """Tasks that it is not tried on."""
+    """Tasks without this trial."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ def _negatives(count: int, published: float) -> Trial:
     return Trial(str(count), "bi", changes, _percent(convai2=published))
 
 
-def _layers(architecture: Literal["bi", "cross"], which: str, published: float) -> Trial:
-    changes = {"finetune.train_layers": which}
-    return Trial(f"{architecture}-{which}", architecture, changes, _percent(convai2=published))
+def _layers(architecture: Literal["bi", "cross"], layers: str, published: float) -> Trial:
+    changes = {"finetune.train_layers": layers}
+    return Trial(f"{architecture}-{layers}", architecture, changes, _percent(convai2=published))
 
 
-def _distilled(name: str, loss: str) -> Trial:
+def _distillation(name: str, loss: str) -> Trial:
     changes = {"finetune.negatives_from": "both", "finetune.distill.loss": loss}
     return Trial(name, "poly", {**_poly(64), **changes})
 
@@ -115,7 +115,7 @@ def of_encoders(uris: Sequence[str]) -> Table:
     """
     names = {uri.rstrip("/").rpartition("/")[2]: uri for uri in uris}
     require(len(names) == len(uris), "encoder", tuple(uris), "folders of different names")
-    first, *others = names
+    first, *other_names = names
     kinds: tuple[Literal["bi"], Literal["cross"]] = ("bi", "cross")
     return Table(
         "pre-trained encoders",
@@ -124,7 +124,7 @@ def of_encoders(uris: Sequence[str]) -> Table:
             for kind in kinds
             for name, uri in names.items()
         ),
-        tuple((f"{kind}-{other}", f"{kind}-{first}") for kind in kinds for other in others),
+        tuple((f"{kind}-{other}", f"{kind}-{first}") for kind in kinds for other in other_names),
     )
 
 
@@ -191,8 +191,8 @@ TABLES: dict[Number, Table] = {
     "distill": Table(
         "distillation from a cross-encoder into poly-64",
         # Without a teacher: from the batch's responses, and from the corpus' candidates too.
-        (Trial("poly-64", "poly", _poly(64)), _distilled("poly-64-both", "none"),
-         _distilled("poly-64-kl", "kl"), _distilled("poly-64-margin_mse", "margin_mse")),
+        (Trial("poly-64", "poly", _poly(64)), _distillation("poly-64-both", "none"),
+         _distillation("poly-64-kl", "kl"), _distillation("poly-64-margin_mse", "margin_mse")),
         pairs=(("poly-64-kl", "poly-64"), ("poly-64-kl", "poly-64-both"),
                ("poly-64-margin_mse", "poly-64"), ("poly-64-margin_mse", "poly-64-both")),
     ),

@@ -43,7 +43,7 @@ from pipeline.task_messages import listening
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
 _RANKS = "ranks.parquet"
-# What a corpus' examples say they are, and whose recipes and protocol that means.
+# By the source of a corpus' examples: (the task whose recipes count, the protocol).
 _TASKS: dict[str, tuple[str, protocols.Name]] = {
     "convai2": ("convai2", "convai2"),
     "dstc7": ("dstc7", "dstc7"),
@@ -56,15 +56,15 @@ _OTHER: tuple[str, protocols.Name] = ("convai2", "polyai")
 
 @dataclass(frozen=True)
 class Setting:
-    """What all trials of a sweep share."""
+    """Settings that all trials of a sweep share."""
 
     encoders: tuple[str, ...]
     """One, but for the table that compares them."""
     size: Literal["small", "full"]
-    """Of the recipes."""
+    """Size of the recipes."""
     split: Literal["valid", "test"]
     max_examples: int
-    """Of the split, at most."""
+    """Most examples of the split."""
     overrides: tuple[str, ...]
     """More options of jobs.finetune, for all trials."""
     work: str
@@ -73,7 +73,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """A trial with all that decides what comes out."""
+    """A trial with everything that decides its result."""
 
     trial: Trial
     task: str
@@ -81,7 +81,7 @@ class Job:
     train: finetune.Config
     ask: evaluate.Config
     evaluation: str
-    """URI of what comes of it."""
+    """URI of the evaluation."""
 
     @property
     def label(self) -> str:
@@ -90,22 +90,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial's artifacts hold."""
+    """The contents of a trial's artifacts."""
 
     ranks_N: Ints
     """The right answers' ranks; every trial of a task is asked the same questions."""
     metrics: dict[str, float]
     """The first is the main one."""
     samples_per_s: float
-    """Of training alone."""
+    """Rate of training alone."""
     minutes: float
     """All steps at this rate."""
     peak_memory_mib: float
-    """Of one worker: a GPU's tensors, or the whole process."""
+    """Peak of one worker: a GPU's tensors, or the whole process."""
 
 
 def task_of(corpus: Artifact) -> str:
-    """Where the corpus' examples come from, as the first of them says."""
+    """The source of the corpus' first example."""
     for uri in corpus.files(suffix=".parquet"):
         with storage.open_input(uri) as stream:
             table = pq.ParquetFile(stream)
@@ -118,19 +118,19 @@ def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> tupl
     """`--config` with two files of jobs/configs/finetune: the architecture's, and the task's for it."""
     ending = "-small.yaml" if size == "small" else ".yaml"
     name = _TASKS.get(task, _OTHER)[0]
-    own = _CONFIGS / "tasks" / f"{name}-{architecture}{ending}"
-    common = _CONFIGS / "tasks" / f"{name}{ending}"
-    of_task = own if own.exists() else common
-    return "--config", str(_CONFIGS / f"{architecture}{ending}"), str(of_task)
+    architecture_file = _CONFIGS / "tasks" / f"{name}-{architecture}{ending}"
+    task_file = _CONFIGS / "tasks" / f"{name}{ending}"
+    file = architecture_file if architecture_file.exists() else task_file
+    return "--config", str(_CONFIGS / f"{architecture}{ending}"), str(file)
 
 
 def paper_task(task: str) -> str:
-    """What the paper calls a task: StarSpace's articles are its Wikipedia search."""
+    """The paper's name of a task: StarSpace's articles are its Wikipedia search."""
     return _TASKS[task][0] if task in _TASKS else task
 
 
 def protocol(task: str) -> protocols.Name:
-    """How a task is evaluated."""
+    """The task's evaluation protocol."""
     return _TASKS.get(task, _OTHER)[1]
 
 
@@ -138,27 +138,36 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting)
     """Raises BadInput for overrides that jobs.finetune does not know."""
     files = recipe(task, trial.architecture, setting.size)
     changes = {"encoder": setting.encoders[0], **trial.changes}
-    given = [*files, "--corpus", corpus.uri, f"--encoder={changes.pop('encoder')}",
+    arguments = [*files, "--corpus", corpus.uri, f"--encoder={changes.pop('encoder')}",
              "--output", "not yet known"]  # fmt: skip
-    read = functools.partial(parse, finetune.Config, prog="jobs.finetune")
+    parse_config = functools.partial(parse, finetune.Config, prog="jobs.finetune")
     if batch := changes.get("finetune.batch_examples"):
-        usual = read(given)
-        changes["loop.learning_rate"] = usual.loop.learning_rate * math.sqrt(
-            batch / usual.finetune.batch_examples
+        defaults = parse_config(arguments)
+        changes["loop.learning_rate"] = defaults.loop.learning_rate * math.sqrt(
+            batch / defaults.finetune.batch_examples
         )
     options = [f"--{name}={value}" for name, value in changes.items()]
-    train = read([*given, *options, f"--loop.seed={seed}", *setting.overrides])
+    train = parse_config([*arguments, *options, f"--loop.seed={seed}", *setting.overrides])
     _, encoder = _open_encoder(train.encoder)
     request = request_of("ranker", train, {"corpus": corpus, "encoder": encoder})
     folder = storage.join(setting.work, "trials", f"{task}-{trial.architecture}-{request}")
     train = replace(train, output=storage.join(folder, "ranker"))
-    ask = evaluate.Config(
+    evaluation = evaluate.Config(
         model=(train.output,), corpus=corpus.uri, split=setting.split,
         protocol=protocol(task),
         max_examples=setting.max_examples, latency_queries=0,
     )  # fmt: skip
-    asked = request_of("evaluation", ask, {"model": {"fingerprint": request}, "corpus": corpus})
-    return Job(trial, task, seed, train, ask, storage.join(folder, f"evaluation-{asked}"))
+    evaluation_request = request_of(
+        "evaluation", evaluation, {"model": {"fingerprint": request}, "corpus": corpus}
+    )
+    return Job(
+        trial,
+        task,
+        seed,
+        train,
+        evaluation,
+        storage.join(folder, f"evaluation-{evaluation_request}"),
+    )
 
 
 @functools.cache
@@ -167,70 +176,75 @@ def _open_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
 
 
 def outcome(job: Job) -> Outcome | None:
-    """What is there of an earlier run; None: nothing yet."""
+    """The outcome of an earlier run; None: there is none."""
     if not storage.exists(storage.join(job.evaluation, MANIFEST)):
         return None
-    found = open_artifact(job.evaluation, "evaluation")
-    trained = open_artifact(job.train.output, "ranker").manifest["metrics"]
-    with storage.open_input(storage.join(found.uri, _RANKS)) as stream:
+    evaluation = open_artifact(job.evaluation, "evaluation")
+    training_metrics = open_artifact(job.train.output, "ranker").manifest["metrics"]
+    with storage.open_input(storage.join(evaluation.uri, _RANKS)) as stream:
         ranks_N = pq.read_table(stream, columns=["rank"])["rank"].to_numpy()
-    steps_per_s = trained.get("mean_steps_per_s", math.nan)  # resumed when all steps were done
+    # A training that was resumed after its last step has no rate.
+    steps_per_s = training_metrics.get("mean_steps_per_s", math.nan)
     return Outcome(
         ranks_N,
-        found.manifest["metrics"],
+        evaluation.manifest["metrics"],
         steps_per_s * job.train.finetune.batch_examples,
-        trained["step"] / steps_per_s / 60,
-        trained.get("peak_memory_mib", math.nan),
+        training_metrics["step"] / steps_per_s / 60,
+        training_metrics.get("peak_memory_mib", math.nan),
     )
 
 
 def run(jobs: Sequence[Job]) -> dict[str, Outcome | str]:
-    """The outcome of each job by its label; for one that failed, why."""
-    found: dict[str, Outcome | str] = {job.label: done for job in jobs if (done := outcome(job))}
-    missing = [job for job in jobs if job.label not in found]
+    """The outcome of each job by its label; for a failed job the reason."""
+    outcome_of_label: dict[str, Outcome | str] = {
+        job.label: earlier for job in jobs if (earlier := outcome(job))
+    }
+    missing = [job for job in jobs if job.label not in outcome_of_label]
     for ask in {job.ask.corpus: job.ask for job in missing}.values():
         evaluate.measurement(ask, open_artifact(ask.corpus, "corpus"))  # refused before hours go by
     if missing:
-        bar = tqdm(desc="trials", total=len(jobs), initial=len(found), unit="trial")
+        bar = tqdm(desc="trials", total=len(jobs), initial=len(outcome_of_label), unit="trial")
         steps: dict[str, str] = {}
 
         def show_running() -> None:
-            running = [(name, done) for name, done in list(steps.items()) if name not in found]
+            running = [
+                (name, step) for name, step in list(steps.items()) if name not in outcome_of_label
+            ]
             bar.set_postfix(dict(running))
 
-        def hear(label: str, step: int, of: int) -> None:
-            steps[label] = f"{step}/{of}"
+        def hear(label: str, step: int, step_count: int) -> None:
+            steps[label] = f"{step}/{step_count}"
             show_running()
 
         with cluster.session(), bar, listening(hear) as news:
             for job, problem in run_tasks(missing, news):
-                found[job.label] = problem or outcome(job) or "nothing came out"
+                outcome_of_label[job.label] = problem or outcome(job) or "nothing came out"
                 if problem:
                     bar.write(f"{job.label} failed: {problem}", file=sys.stderr)
                 bar.update()
                 show_running()
-    return {job.label: found[job.label] for job in jobs}
+    return {job.label: outcome_of_label[job.label] for job in jobs}
 
 
 def run_tasks(jobs: Sequence[Job], news: Queue) -> Iterator[tuple[Job, str]]:
-    """Each job as it ends, and its problem, if it has one."""
+    """(job, its problem or "") of each job as it ends."""
     task = ray.remote(num_cpus=0, max_retries=0)(train_and_evaluate)
-    waiting, running = list(reversed(jobs)), dict[Any, Job]()
-    while waiting or running:
-        while waiting and len(running) < _at_once([*running.values(), waiting[-1]]):
-            job = _placed(waiting.pop())
-            running[task.remote(job, tracking.server(), news)] = job
-        (done,), _ = ray.wait(list(running), num_returns=1)
-        job = running.pop(done)
+    pending, jobs_of_tasks = list(reversed(jobs)), dict[Any, Job]()
+    while pending or jobs_of_tasks:
+        while pending and len(jobs_of_tasks) < _capacity([*jobs_of_tasks.values(), pending[-1]]):
+            job = _with_resources(pending.pop())
+            jobs_of_tasks[task.remote(job, tracking.server(), news)] = job
+        (finished,), _ = ray.wait(list(jobs_of_tasks), num_returns=1)
+        job = jobs_of_tasks.pop(finished)
         try:
-            ray.get(done)
+            ray.get(finished)
             yield job, ""
         except Exception as error:  # whatever it is, the other trials go on
             yield job, _reason(error)
 
 
 def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
-    """A trial, or what is missing of it. Its training's workers and its scorer are tasks of their own.
+    """Runs the missing parts of a trial. Its training's workers and its scorer are tasks of their own.
 
     `news` hears of (label, steps done, all steps).
     """
@@ -242,8 +256,10 @@ def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
     if isinstance(out, Artifact):
         return
     measure = evaluate.measurement(job.ask, corpus)
-    make = functools.partial(_scorer, model, job.ask.resources.cpus_per_actor, job.ask.precision)
-    result = measure.of(job.label, make, actors=job.ask.resources)
+    make_scorer = functools.partial(
+        _load_scorer, model, job.ask.resources.cpus_per_actor, job.ask.precision
+    )
+    result = measure.of(job.label, make_scorer, actors=job.ask.resources)
     with tracking.start_evaluation(model, corpus, to_dict(job.ask)) as tracked:
         tracked.log(result.numbers(), wait=True)
         table = pa.table({"example_id": measure.asked.ids, "rank": result.ranking.ranks_N})
@@ -252,7 +268,7 @@ def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
         out.publish(files, counts, run_id=tracked.run_id, metrics=result.metrics)
 
 
-def _scorer(model: Artifact, threads: int, precision: Precision) -> RankerScorer:
+def _load_scorer(model: Artifact, threads: int, precision: Precision) -> RankerScorer:
     torch.set_num_threads(max(1, threads))  # Ray sets them for new processes only
     return load_scorer(model, precision=precision)
 
@@ -266,7 +282,7 @@ def _cpus(job: Job) -> int:
     return resources.cpus_per_worker or cpus_each(processes)
 
 
-def _placed(job: Job) -> Job:
+def _with_resources(job: Job) -> Job:
     """The job with its cores."""
     cpus, gpu = _cpus(job), job.train.resources.gpu
     resources = replace(job.train.resources, cpus_per_worker=cpus)
@@ -278,21 +294,26 @@ def _placed(job: Job) -> Job:
     )
 
 
-def _at_once(jobs: Sequence[Job]) -> int:
-    """How many such jobs the cluster has room for."""
-    have = ray.cluster_resources()
-    rooms = [have.get("CPU", 0) // (_cpus(job) * job.train.resources.workers) for job in jobs]
+def _capacity(jobs: Sequence[Job]) -> int:
+    """The number of such jobs that fit on the cluster."""
+    cluster_resources = ray.cluster_resources()
+    rooms = [
+        cluster_resources.get("CPU", 0) // (_cpus(job) * job.train.resources.workers)
+        for job in jobs
+    ]
     rooms += [
-        have.get("GPU", 0) // job.train.resources.workers for job in jobs if job.train.resources.gpu
+        cluster_resources.get("GPU", 0) // job.train.resources.workers
+        for job in jobs
+        if job.train.resources.gpu
     ]
     return max(1, int(min(rooms)))
 
 
 def _reason(error: Exception) -> str:
-    """One line: what was refused, or the last line of what went wrong."""
-    if inner := cause_of(error, BadInput, Stopped):
-        return str(inner)
+    """The refusal in one line, or the last line of the error."""
+    if refusal := cause_of(error, BadInput, Stopped):
+        return str(refusal)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Ray says first that memory ran out, and then for a page what could be done about it.
-    told = 0 if isinstance(error, OutOfMemoryError) else -1
-    return (lines or [type(error).__name__])[told][:300]
+    index = 0 if isinstance(error, OutOfMemoryError) else -1
+    return (lines or [type(error).__name__])[index][:300]

@@ -1,1 +1,1 @@
-"""`jobs.benchmark serve`: the load, the services it meets, what is measured, and its pictures."""
+"""`jobs.benchmark serve`: the load, the services, the measurements, and their pictures."""

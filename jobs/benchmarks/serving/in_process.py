@@ -1,4 +1,4 @@
-"""What a service is measured beside: the same rankings without HTTP and without Serve."""
+"""The peer of a service: the same rankings without HTTP and without Serve."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ class InProcess:
         self._engine = Engine(args.model, args.pools, args.precision)
         self._pool, self._top_k = pool, top_k
 
-    def once(self, context: Sequence[str]) -> float:
+    def time_once(self, context: Sequence[str]) -> float:
         """Seconds of one ranking."""
         began = time.perf_counter()
         self._rank([context])
         return time.perf_counter() - began
 
-    def one_by_one(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
+    def times_alone(self, contexts: Sequence[Sequence[str]], seconds: float) -> list[float]:
         """Seconds of each ranking."""
-        return [took for took, _ in self._for(seconds, contexts, 1)]
+        return [seconds_taken for seconds_taken, _ in self._time_batches(seconds, contexts, 1)]
 
-    def in_batches(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
+    def batch_rate(self, contexts: Sequence[Sequence[str]], seconds: float) -> float:
         """Rankings a second, as many at once as one pass over the pool answers."""
-        taken = list(self._for(seconds, contexts, 16))
-        return sum(count for _, count in taken) / sum(took for took, _ in taken)
+        batches = list(self._time_batches(seconds, contexts, 16))
+        return sum(count for _, count in batches) / sum(
+            seconds_taken for seconds_taken, _ in batches
+        )
 
-    def _for(
-        self, seconds: float, contexts: Sequence[Sequence[str]], together: int
+    def _time_batches(
+        self, seconds: float, contexts: Sequence[Sequence[str]], batch_size: int
     ) -> Iterator[tuple[float, int]]:
-        end, at = time.perf_counter() + seconds, 0
+        end, start = time.perf_counter() + seconds, 0
         while time.perf_counter() < end:
-            asked = [contexts[(at + more) % len(contexts)] for more in range(together)]
+            batch = [contexts[(start + offset) % len(contexts)] for offset in range(batch_size)]
             began = time.perf_counter()
-            self._rank(asked)
-            yield time.perf_counter() - began, together
-            at += together
+            self._rank(batch)
+            yield time.perf_counter() - began, batch_size
+            start += batch_size
 
     def _rank(self, contexts: Sequence[Sequence[str]]) -> None:
         engine, pool = self._engine, self._engine.pools[self._pool]
-        encoded = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
+        context_vectors = engine.contexts.run(list(engine.ranker.context_rows(contexts)))
         queries = [
-            PoolQuery(vectors_MD, mask_M, self._top_k, None) for vectors_MD, mask_M in encoded
+            PoolQuery(vectors_MD, mask_M, self._top_k, None)
+            for vectors_MD, mask_M in context_vectors
         ]
         for answer in engine.searches[self._pool].run(queries):
             for place in answer.places_K.tolist():

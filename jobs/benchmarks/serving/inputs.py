@@ -1,4 +1,4 @@
-"""What is served and asked: contexts, the pool that answers them, and the models of others' services."""
+"""Inputs of the serving benchmarks: contexts, a pool, and the models of others' services."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ def contexts_and_texts(
         [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
         for corpus in corpora
     ]
-    first = [row["context"] for row in itertools.islice(rows(files[0][::-1]), contexts)]
-    found: dict[str, None] = {}
+    first_contexts = [row["context"] for row in itertools.islice(rows(files[0][::-1]), contexts)]
+    distinct_texts: dict[str, None] = {}
     for row in rows([file for part in files for file in part]):
-        found |= dict.fromkeys(text for text in (row["response"], *row["context"]) if text.strip())
-        if len(found) >= texts:
+        distinct_texts |= dict.fromkeys(
+            text for text in (row["response"], *row["context"]) if text.strip()
+        )
+        if len(distinct_texts) >= texts:
             break
-    turns, rng = list(found), random.Random(0)
-    while len(found) < texts:  # two turns make one more
-        found[f"{rng.choice(turns)} {rng.choice(turns)}"] = None
-    return first, list(found)[:texts]
+    turns, rng = list(distinct_texts), random.Random(0)
+    while len(distinct_texts) < texts:  # two turns make one more
+        distinct_texts[f"{rng.choice(turns)} {rng.choice(turns)}"] = None
+    return first_contexts, list(distinct_texts)[:texts]
 
 
-def embedded_pool(model: Artifact, texts: Sequence[str], name: str, work: Path) -> str:
+def embed_texts(model: Artifact, texts: Sequence[str], name: str, work: Path) -> str:
     """The URI of a pool of these texts."""
     file, pools = work / "candidates.jsonl", work / "pools" / model.fingerprint
-    lines = (json.dumps({"id": f"c{at:07d}", "text": text}) for at, text in enumerate(texts))
+    lines = (
+        json.dumps({"id": f"c{number:07d}", "text": text}) for number, text in enumerate(texts)
+    )
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     run_job(
         "embed_pool", "--model", model.uri, "--candidates", file, "--pools", pools, "--name", name
@@ -52,14 +56,14 @@ def embedded_pool(model: Artifact, texts: Sequence[str], name: str, work: Path) 
 def peer_models(task: str, encoder: str, work: Path) -> tuple[str, str]:
     """(a model of sentence-transformers, the same as a ranker of ours): equal vectors, equal scores"""
     source, _ = open_encoder(encoder)
-    theirs = source.local()
+    peer_model = source.local()
     if task == "rerank":
         from sentence_transformers import CrossEncoder
 
         torch.manual_seed(0)  # the scores of a head that has learnt nothing take as long
-        theirs = work / "cross-encoder"
-        if not theirs.exists():
-            CrossEncoder(str(source.local()), num_labels=1).save(str(theirs))
-    ours = work / f"ranker-{task}"
-    run_job("convert_model", "--model", theirs, "--output", ours)
-    return str(theirs), open_artifact(str(ours), "ranker").uri
+        peer_model = work / "cross-encoder"
+        if not peer_model.exists():
+            CrossEncoder(str(source.local()), num_labels=1).save(str(peer_model))
+    ranker = work / f"ranker-{task}"
+    run_job("convert_model", "--model", peer_model, "--output", ranker)
+    return str(peer_model), open_artifact(str(ranker), "ranker").uri

@@ -28,27 +28,27 @@ _WAIT_S = 70.0  # longer than any deadline of the service
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What clients heard: an entry a request, in the order of being due."""
+class LoadResult:
+    """The answers to a load: an entry for each request, in the order of their due times."""
 
     due_s: Floats
-    """From the beginning of the load."""
+    """Due times, from the beginning of the load."""
     seconds: Floats
-    """From being due to the end of the answer."""
+    """Durations, from the due time to the end of the answer."""
     status: Ints
     end_s: float
     """When the last answer was there."""
 
-    def answered(self) -> Heard:
-        """Only those with status 200."""
-        return self.where(self.status == 200)
+    def successes(self) -> LoadResult:
+        """The requests with status 200."""
+        return self.select(self.status == 200)
 
-    def where(self, chosen: np.typing.NDArray[np.bool_]) -> Heard:
-        return Heard(self.due_s[chosen], self.seconds[chosen], self.status[chosen], self.end_s)
+    def select(self, mask: np.typing.NDArray[np.bool_]) -> LoadResult:
+        return LoadResult(self.due_s[mask], self.seconds[mask], self.status[mask], self.end_s)
 
-    def between(self, start_s: float, end_s: float) -> Heard:
-        """Those that were due then."""
-        return self.where((self.due_s >= start_s) & (self.due_s < end_s))
+    def between(self, start_s: float, end_s: float) -> LoadResult:
+        """The requests that were due in this time."""
+        return self.select((self.due_s >= start_s) & (self.due_s < end_s))
 
     def ms(self, percentile: float) -> float:
         """Milliseconds; NaN: there are none."""
@@ -61,8 +61,8 @@ class Heard:
 
     def statuses(self) -> dict[str, int]:
         names, counts = np.unique(self.status, return_counts=True)
-        found = zip(names.tolist(), counts.tolist(), strict=True)
-        return {str(name or "no answer"): count for name, count in found}
+        pairs = zip(names.tolist(), counts.tolist(), strict=True)
+        return {str(name or "no answer"): count for name, count in pairs}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Step:
     per_s: float
 
 
-def poisson(url: str, bodies: Sequence[bytes], steps: Sequence[Step], seed: int = 0) -> Heard:
+def poisson(url: str, bodies: Sequence[bytes], steps: Sequence[Step], seed: int = 0) -> LoadResult:
     """Requests at random moments, at the mean rate of each step. No body: GET."""
     rng, due = np.random.default_rng(seed), list[float]()
     began = 0.0
@@ -81,12 +81,12 @@ def poisson(url: str, bodies: Sequence[bytes], steps: Sequence[Step], seed: int 
         count = rng.poisson(step.per_s * step.seconds)
         due += sorted(began + rng.uniform(0, step.seconds, count))
         began += step.seconds
-    return _run(url, bodies, lambda ask: _on_time(ask, due))
+    return _run(url, bodies, lambda ask: _send_on_time(ask, due))
 
 
-def clients(url: str, bodies: Sequence[bytes], count: int, seconds: float) -> Heard:
-    """So many clients; each asks again as soon as it has its answer."""
-    return _run(url, bodies, lambda ask: _one_after_another(ask, count, seconds))
+def clients(url: str, bodies: Sequence[bytes], count: int, seconds: float) -> LoadResult:
+    """`count` clients; each asks again as soon as it has its answer."""
+    return _run(url, bodies, lambda ask: _send_in_turn(ask, count, seconds))
 
 
 class Client:
@@ -109,15 +109,15 @@ class Client:
         return seconds
 
 
-async def _on_time(ask: Ask, due: Iterable[float]) -> None:
+async def _send_on_time(ask: Ask, due: Iterable[float]) -> None:
     began = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
-        for at in due:
-            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            tasks.create_task(ask(began + at))  # type: ignore[arg-type]
+        for due_s in due:
+            await asyncio.sleep(max(0.0, began + due_s - time.perf_counter()))
+            tasks.create_task(ask(began + due_s))  # type: ignore[arg-type]
 
 
-async def _one_after_another(ask: Ask, count: int, seconds: float) -> None:
+async def _send_in_turn(ask: Ask, count: int, seconds: float) -> None:
     end = time.perf_counter() + seconds
 
     async def client() -> None:
@@ -127,29 +127,33 @@ async def _one_after_another(ask: Ask, count: int, seconds: float) -> None:
     await asyncio.gather(*(client() for _ in range(count)))
 
 
-def _run(url: str, bodies: Sequence[bytes], load: Callable[[Ask], Awaitable[None]]) -> Heard:
+def _run(url: str, bodies: Sequence[bytes], load: Callable[[Ask], Awaitable[None]]) -> LoadResult:
     due, seconds, status = list[float](), list[float](), list[int]()
 
     async def run() -> float:
-        async with _asking(url, bodies) as send:
+        async with _open_session(url, bodies) as send:
             began = time.perf_counter()
 
-            async def ask(at: float) -> None:
-                found = await send()
-                due.append(at - began)
-                seconds.append(time.perf_counter() - at)
-                status.append(found)
+            async def ask(due_at: float) -> None:
+                answer_status = await send()
+                due.append(due_at - began)
+                seconds.append(time.perf_counter() - due_at)
+                status.append(answer_status)
 
             await load(ask)
             return time.perf_counter() - began
 
     end_s = asyncio.run(run())
     order = np.argsort(due, kind="stable")
-    return Heard(np.array(due)[order], np.array(seconds)[order], np.array(status)[order], end_s)
+    return LoadResult(
+        np.array(due)[order], np.array(seconds)[order], np.array(status)[order], end_s
+    )
 
 
 @asynccontextmanager
-async def _asking(url: str, bodies: Sequence[bytes]) -> AsyncIterator[Callable[[], Awaitable[int]]]:
+async def _open_session(
+    url: str, bodies: Sequence[bytes]
+) -> AsyncIterator[Callable[[], Awaitable[int]]]:
     """Sends the next body, and returns the answer's status."""
     ring = itertools.cycle(bodies)
     headers = {"content-type": "application/json"} if bodies else {}

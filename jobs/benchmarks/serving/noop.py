@@ -1,4 +1,4 @@
-"""What a service is measured beside: FastAPI on Ray Serve that does no work."""
+"""The peer of a service: FastAPI on Ray Serve that does no work."""
 
 # No `from __future__ import annotations`: FastAPI would look for the question in the query string, and
 # answer 422.

@@ -1,4 +1,4 @@
-"""How fast a service answers, what HTTP costs, and what overload does to it.
+"""The latency of a service, the cost of HTTP, and the effect of overload.
 
 A real service: Ray Serve on this machine, its proxy, one replica of one core unless a part says otherwise.
 Each ratio is of two sides that were measured in turn, in one run. The clients run here too, and take a share
@@ -24,8 +24,8 @@ import numpy as np
 from jobs.benchmarks.measure import BenchmarkRow, read_rows
 from jobs.benchmarks.serving import pictures, services
 from jobs.benchmarks.serving.in_process import InProcess
-from jobs.benchmarks.serving.inputs import contexts_and_texts, embedded_pool, peer_models
-from jobs.benchmarks.serving.load import Client, Heard, Step, clients, poisson
+from jobs.benchmarks.serving.inputs import contexts_and_texts, embed_texts, peer_models
+from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients, poisson
 from jobs.benchmarks.serving.noop import Noop
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, require
@@ -42,13 +42,13 @@ _SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)  # of saturation, where the load is mea
 
 @dataclass(frozen=True)
 class Size:
-    """How much is asked, and how long."""
+    """The amount and the duration of a load."""
 
     candidates: int
     questions: int
     """Different ones."""
     seconds: float
-    """Of each side in each round."""
+    """Duration of each side in each round."""
     rounds: int
     steady_s: float
     """At 70 % of saturation."""
@@ -77,34 +77,34 @@ def measure(
     left out. `only`: parts; none: all. Pictures are written to `work`."""
     sizes, work = _SIZES[size], work / "serve"
     work.mkdir(parents=True, exist_ok=True)
-    wanted = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
-    require(bool(encoder) or not {"rerank", "embed"} & set(wanted), "encoder", encoder,
+    selected = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
+    require(bool(encoder) or not {"rerank", "embed"} & set(selected), "encoder", encoder,
             "one of sentence-transformers, for rerank and embed")  # fmt: skip
     contexts, texts = contexts_and_texts(corpora, sizes.questions, sizes.candidates)
-    args = Args(model=model.uri, pools=[embedded_pool(model, texts, _POOL, work)], name="rank")
+    args = Args(model=model.uri, pools=[embed_texts(model, texts, _POOL, work)], name="rank")
     bodies = [
         json.dumps({"context": context, "pool": _POOL, "top_k": _TOP_K}).encode()
         for context in contexts
     ]
-    found = list[BenchmarkRow]()
+    report_rows = list[BenchmarkRow]()
     with services.session() as port:
         service = _Service(port, args, bodies, contexts, sizes, work)
         for part in PARTS:
-            if part not in wanted:
+            if part not in selected:
                 continue
             print(f"{part} …", flush=True)
             try:
                 if part in ("rerank", "embed"):
-                    found += service.beside_plain_fastapi(part, encoder, texts)
+                    report_rows += service.beside_plain_fastapi(part, encoder, texts)
                 else:
-                    found += getattr(service, part)()
+                    report_rows += getattr(service, part)()
             except BadInput as problem:  # the other parts count nevertheless
-                found.append(
+                report_rows.append(
                     BenchmarkRow(f"serve.{part}", None, "", detail={"failed": str(problem)})
                 )
-    if "overhead" in wanted and not os.environ.get(_IN_PROXIES):
-        found.append(_with_haproxy(size, model, corpora, work))
-    return found
+    if "overhead" in selected and not os.environ.get(_IN_PROXIES):
+        report_rows.append(_with_haproxy(size, model, corpora, work))
+    return report_rows
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class _Service:
 
     def _saturate(self, url: str) -> float:
         """Answers a second to clients who always ask."""
-        heard = clients(f"{url}/rank", self.bodies, _CLIENTS, self.size.seconds)
-        _require_answers(heard, (200, 429))
-        return heard.per_s(self.size.seconds / 4, self.size.seconds)
+        result = clients(f"{url}/rank", self.bodies, _CLIENTS, self.size.seconds)
+        _require_answers(result, (200, 429))
+        return result.per_s(self.size.seconds / 4, self.size.seconds)
 
     def overhead(self) -> list[BenchmarkRow]:
         """One request at a time: the service, the same work in a process, and a deployment that does none.
@@ -136,30 +136,41 @@ class _Service:
         Each question goes to all three before the next one: between two requests to a service its model
         leaves the processor's cache, which it does not in a process that ranks without a pause.
         """
-        served, worked, empty = list[float](), list[float](), list[float]()
+        service_seconds, process_seconds, noop_seconds = list[float](), list[float](), list[float]()
         with (
             services.ranking(self.port, self.args) as url,
-            services.deployed(self.port, "noop", Noop.bind()) as noop,  # type: ignore[attr-defined]
+            services.deployment(self.port, "noop", Noop.bind()) as noop,  # type: ignore[attr-defined]
             services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
         ):
-            ranking, nothing = Client(f"{url}/rank"), Client(f"{noop}/")
+            rank_client, noop_client = Client(f"{url}/rank"), Client(f"{noop}/")
             for body, context in self._questions(3 * self.size.rounds * self.size.seconds):
-                served.append(ranking.ask(body))
-                worked.append(services.result(process.once.remote(context)))
-                empty.append(nothing.ask(body))
-            again = process.one_by_one.remote(self.contexts, self.size.seconds)
-            unpaused_ms = 1e3 * float(np.median(services.result(again)))
-        p50, ours, none = (1e3 * float(np.median(times)) for times in (served, worked, empty))
+                service_seconds.append(rank_client.ask(body))
+                process_seconds.append(services.result(process.time_once.remote(context)))
+                noop_seconds.append(noop_client.ask(body))
+            unpaused_run = process.times_alone.remote(self.contexts, self.size.seconds)
+            unpaused_ms = 1e3 * float(np.median(services.result(unpaused_run)))
+        service_ms, process_ms, noop_ms = (
+            1e3 * float(np.median(times))
+            for times in (service_seconds, process_seconds, noop_seconds)
+        )
         detail = {
-            "p50 of the service, ms": round(p50, 2), "p99": round(_p99(served), 2),
-            "p50 in process, ms": round(ours, 2),
+            "p50 of the service, ms": round(service_ms, 2), "p99": round(_p99(service_seconds), 2),
+            "p50 in process, ms": round(process_ms, 2),
             "p50 in process without a pause, ms": round(unpaused_ms, 2),
-            "p50 of an empty deployment, ms": round(none, 2),
-            "overhead over the empty deployment's": round((p50 - ours) / none, 2),
-            "requests": len(served), "candidates": self.size.candidates,
+            "p50 of an empty deployment, ms": round(noop_ms, 2),
+            "overhead over the empty deployment's": round((service_ms - process_ms) / noop_ms, 2),
+            "requests": len(service_seconds), "candidates": self.size.candidates,
         }  # fmt: skip
         name = "overhead_haproxy_ms" if os.environ.get(_IN_PROXIES) else "overhead_ms"
-        return [BenchmarkRow(f"serve.rank_100k.{name}", p50 - ours, "ms", peer=none, detail=detail)]
+        return [
+            BenchmarkRow(
+                f"serve.rank_100k.{name}",
+                service_ms - process_ms,
+                "ms",
+                peer=noop_ms,
+                detail=detail,
+            )
+        ]
 
     def _questions(self, seconds: float) -> Iterator[tuple[bytes, list[str]]]:
         """(request body, context) of one question after the other, for so long."""
@@ -171,12 +182,14 @@ class _Service:
 
     def throughput(self) -> list[BenchmarkRow]:
         """Clients who always ask: the service, a process without HTTP, and a service without batches."""
-        apart = self.args.model_copy(update={"name": "apart", "limits": Limits(batch_rows=1)})
+        unbatched_args = self.args.model_copy(
+            update={"name": "apart", "limits": Limits(batch_rows=1)}
+        )
         rates: dict[str, list[float]] = {side: [] for side in ("batched", "apart", "process")}
         alone_s = list[float]()
         with (
             services.ranking(self.port, self.args) as url,
-            services.ranking(self.port, apart) as url_apart,
+            services.ranking(self.port, unbatched_args) as url_apart,
             services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
         ):
             for _ in range(self.size.rounds):
@@ -184,52 +197,57 @@ class _Service:
                 rates["batched"].append(self._saturate(url))
                 rates["apart"].append(self._saturate(url_apart))
                 rates["process"].append(
-                    services.result(process.in_batches.remote(self.contexts, seconds))
+                    services.result(process.batch_rate.remote(self.contexts, seconds))
                 )
-                alone_s += services.result(process.one_by_one.remote(self.contexts, seconds / 2))
-        batched, alone, bare = (float(np.median(values)) for values in rates.values())
-        rounds = {side: [round(rate, 1) for rate in found] for side, found in rates.items()}
+                alone_s += services.result(process.times_alone.remote(self.contexts, seconds / 2))
+        batched_rate, unbatched_rate, process_rate = (
+            float(np.median(values)) for values in rates.values()
+        )
+        rounds = {
+            side: [round(rate, 1) for rate in side_rates] for side, side_rates in rates.items()
+        }
+        process_gain = round(process_rate * float(np.mean(alone_s)), 2)
         return [
-            BenchmarkRow("serve.saturation_vs_in_process", batched, "rankings/s", peer=bare,
-                ratio=batched / bare, detail=rounds),
-            BenchmarkRow("serve.batching_gain_32_clients", batched, "rankings/s", peer=alone,
-                ratio=batched / alone,
-                detail={"in process, 16 together over one by one": round(bare * float(np.mean(alone_s)), 2)}),
+            BenchmarkRow("serve.saturation_vs_in_process", batched_rate, "rankings/s", peer=process_rate,
+                ratio=batched_rate / process_rate, detail=rounds),
+            BenchmarkRow("serve.batching_gain_32_clients", batched_rate, "rankings/s", peer=unbatched_rate,
+                ratio=batched_rate / unbatched_rate,
+                detail={"in process, 16 together over one by one": process_gain}),
         ]  # fmt: skip
 
     def load(self) -> list[BenchmarkRow]:
         """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
-        full = self.saturation
+        saturation = self.saturation
         curve = list[dict[str, float]]()
         with services.ranking(self.port, self.args) as url:
             for share in _SHARES:
-                heard = self._poisson(url, [Step(self.size.seconds, share * full)])
-                curve.append(_point(heard, share * full))
-            steady = self._poisson(url, [Step(self.size.steady_s, 0.7 * full)])
-            before = services.memory_mib()
-            over, health = services.beside(
-                lambda: self._poisson(url, [Step(self.size.overload_s, 3 * full)]),
+                result = self._poisson(url, [Step(self.size.seconds, share * saturation)])
+                curve.append(_point(result, share * saturation))
+            steady = self._poisson(url, [Step(self.size.steady_s, 0.7 * saturation)])
+            memory_before = services.memory_mib()
+            overload, health = services.run_together(
+                lambda: self._poisson(url, [Step(self.size.overload_s, 3 * saturation)]),
                 lambda: poisson(f"{url}/health", [], [Step(self.size.overload_s, 5.0)]),
             )
-            after = services.memory_mib()
+            memory_after = services.memory_mib()
         pictures.load(curve, self.work / "load.png")
-        refused = over.where(over.status == 429)
-        answered = over.answered()
-        goodput = over.per_s(self.size.overload_s / 5, self.size.overload_s)
+        refused = overload.select(overload.status == 429)
+        successes = overload.successes()
+        goodput = overload.per_s(self.size.overload_s / 5, self.size.overload_s)
         return [
             BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
                          detail={
                 "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
-                "statuses": steady.statuses(), "requests/s": round(0.7 * full, 1),
+                "statuses": steady.statuses(), "requests/s": round(0.7 * saturation, 1),
                 "seconds": self.size.steady_s}),
-            BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=full,
-                ratio=goodput / full, detail={
-                    "statuses": over.statuses(),
+            BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=saturation,
+                ratio=goodput / saturation, detail={
+                    "statuses": overload.statuses(),
                     "refused within, ms (p50, p99)": [round(refused.ms(q), 1) for q in (50, 99)],
-                    "answered within, ms (p50, p99)": [round(answered.ms(q), 1) for q in (50, 99)],
+                    "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
                     "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
                     "health's statuses": health.statuses(),
-                    "MiB before": before, "MiB after": after}),
+                    "MiB before": memory_before, "MiB after": memory_after}),
             BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
                 "requests/s: p50, p99, ms": [
                     [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
@@ -241,41 +259,47 @@ class _Service:
     def burst(self) -> list[BenchmarkRow]:
         """A fifth of capacity; 200 more clients who always ask, for 8 s; and what is heard afterwards."""
         size, rate = self.size, 0.2 * self.saturation
-        whole = 2 * size.quiet_s + size.burst_s
+        total_s = 2 * size.quiet_s + size.burst_s
 
-        def later() -> Heard:
+        def send_crowd() -> LoadResult:
             time.sleep(size.quiet_s)
             return clients(f"{url}/rank", self.bodies, size.burst_clients, size.burst_s)
 
         with services.ranking(self.port, self.args) as url:
-            heard, crowd = services.beside(lambda: self._poisson(url, [Step(whole, rate)]), later)
-        normal = heard.between(1.0, size.quiet_s).answered().ms(50)
-        over_s = size.quiet_s + size.burst_s
-        seconds = range(int(over_s), int(whole))
-        p50 = [heard.between(at, at + 1.0).ms(50) for at in seconds]
-        late = [at + 1.0 - over_s for at, ms in zip(seconds, p50, strict=True) if ms > 2 * normal]
-        pictures.burst(heard, crowd, size.quiet_s, over_s, self.work / "burst.png")
-        after = heard.between(over_s, whole)
-        return [BenchmarkRow("serve.burst.seconds_to_normal", max([0.0, *late]), "s", detail={
+            result, crowd = services.run_together(
+                lambda: self._poisson(url, [Step(total_s, rate)]), send_crowd
+            )
+        normal = result.between(1.0, size.quiet_s).successes().ms(50)
+        burst_end_s = size.quiet_s + size.burst_s
+        seconds = range(int(burst_end_s), int(total_s))
+        p50 = [result.between(second, second + 1.0).ms(50) for second in seconds]
+        late_seconds = [
+            second + 1.0 - burst_end_s
+            for second, ms in zip(seconds, p50, strict=True)
+            if ms > 2 * normal
+        ]
+        pictures.burst(result, crowd, size.quiet_s, burst_end_s, self.work / "burst.png")
+        after_burst = result.between(burst_end_s, total_s)
+        return [BenchmarkRow("serve.burst.seconds_to_normal", max([0.0, *late_seconds]), "s", detail={
             "p50 before, ms": round(normal, 1), "requests/s": round(rate, 1),
-            "statuses before": heard.between(0, size.quiet_s).statuses(),
-            "statuses during": heard.between(size.quiet_s, over_s).statuses(),
-            "statuses after": after.statuses(), "the crowd's": crowd.statuses(),
+            "statuses before": result.between(0, size.quiet_s).statuses(),
+            "statuses during": result.between(size.quiet_s, burst_end_s).statuses(),
+            "statuses after": after_burst.statuses(), "the crowd's": crowd.statuses(),
             "p50 of each second after, ms": [round(ms, 1) for ms in p50]})]  # fmt: skip
 
     def scaling(self) -> list[BenchmarkRow]:
         """Replicas follow a stepped load, there and back."""
-        size, full = self.size, self.saturation
-        most = max(2, (os.cpu_count() or 2) - 1)
+        size, saturation = self.size, self.saturation
+        max_replicas = max(2, (os.cpu_count() or 2) - 1)
         steps = [
-            Step(size.quiet_s, 0.3 * full),
-            Step(2 * size.quiet_s, min(most, 1.1) * full),
-            Step(2 * size.quiet_s, 0.1 * full),
+            Step(size.quiet_s, 0.3 * saturation),
+            Step(2 * size.quiet_s, min(max_replicas, 1.1) * saturation),
+            Step(2 * size.quiet_s, 0.1 * saturation),
         ]
         options = {
             "num_replicas": "auto",
             "autoscaling_config": {
-                "min_replicas": 1, "max_replicas": most, "target_ongoing_requests": 4,
+                "min_replicas": 1, "max_replicas": max_replicas, "target_ongoing_requests": 4,
                 "upscale_delay_s": 3, "downscale_delay_s": 10,
                 "metrics_interval_s": 1, "look_back_period_s": 5,
             },
@@ -284,13 +308,13 @@ class _Service:
             services.ranking(self.port, self.args, **options) as url,
             services.Watch(lambda: services.replicas(self.args.name), 0.5) as watch,
         ):
-            heard = self._poisson(url, steps)
-        pictures.scaling(heard, watch.seen, steps, self.work / "scaling.png")
-        counts = [int(count) for _, count in watch.seen]
+            result = self._poisson(url, steps)
+        pictures.scaling(result, watch.samples, steps, self.work / "scaling.png")
+        counts = [int(count) for _, count in watch.samples]
         changes = [counts[0]] + [b for a, b in itertools.pairwise(counts) if a != b]
-        lost = int(np.count_nonzero(~np.isin(heard.status, (200, 429))))
-        return [BenchmarkRow("serve.scaling.requests_lost", lost, "requests", detail={
-            "replicas": changes, "statuses": heard.statuses(),
+        lost_count = int(np.count_nonzero(~np.isin(result.status, (200, 429))))
+        return [BenchmarkRow("serve.scaling.requests_lost", lost_count, "requests", detail={
+            "replicas": changes, "statuses": result.statuses(),
             "requests/s": [round(step.per_s, 1) for step in steps]})]  # fmt: skip
 
     def beside_plain_fastapi(
@@ -298,53 +322,58 @@ class _Service:
     ) -> list[BenchmarkRow]:
         """32 clients; both sides may use both cores."""
         cores = os.cpu_count() or 1
-        theirs, ours = peer_models(task, encoder, self.work)
+        peer_model, ranker = peer_models(task, encoder, self.work)
         rng = random.Random(0)
-        asked = [rng.sample(list(texts), 17 if task == "rerank" else 8) for _ in range(500)]
+        text_lists = [rng.sample(list(texts), 17 if task == "rerank" else 8) for _ in range(500)]
         if task == "rerank":
-            bodies = [json.dumps({"query": one[0], "texts": one[1:]}).encode() for one in asked]
+            bodies = [
+                json.dumps({"query": texts_of_request[0], "texts": texts_of_request[1:]}).encode()
+                for texts_of_request in text_lists
+            ]
         else:
-            bodies = [json.dumps({"inputs": one}).encode() for one in asked]
+            bodies = [
+                json.dumps({"inputs": texts_of_request}).encode() for texts_of_request in text_lists
+            ]
         rates: dict[str, list[float]] = {"ours": [], "theirs": []}
         # The other side refuses nothing: 32 requests of 16 pairs are some 2 s of work.
-        args = Args(model=ours, name=task, limits=Limits(waiting_s=60.0))
+        args = Args(model=ranker, name=task, limits=Limits(waiting_s=60.0))
         module = "jobs.benchmarks.serving.peers"
         with (
-            services.ranking(self.port, args, ray_actor_options={"num_cpus": cores}) as mine,
-            services.plain_fastapi(module, task, theirs, cpus=cores) as other,
+            services.ranking(self.port, args, ray_actor_options={"num_cpus": cores}) as our_url,
+            services.plain_fastapi(module, task, peer_model, cpus=cores) as peer_url,
         ):
             for _ in range(self.size.rounds):
-                for side, url in (("ours", mine), ("theirs", other)):
-                    heard = clients(f"{url}/{task}", bodies, _CLIENTS, self.size.seconds)
-                    _require_answers(heard)
-                    rates[side].append(heard.per_s(self.size.seconds / 4, self.size.seconds))
-        mine_s, theirs_s = (float(np.median(rates[side])) for side in ("ours", "theirs"))
-        return [BenchmarkRow(f"serve.{task}.vs_plain_fastapi", mine_s, "requests/s", peer=theirs_s,
-                    ratio=mine_s / theirs_s, detail={
-                        "texts a request": len(asked[0]) - (task == "rerank"),
+                for side, url in (("ours", our_url), ("theirs", peer_url)):
+                    result = clients(f"{url}/{task}", bodies, _CLIENTS, self.size.seconds)
+                    _require_answers(result)
+                    rates[side].append(result.per_s(self.size.seconds / 4, self.size.seconds))
+        our_rate, peer_rate = (float(np.median(rates[side])) for side in ("ours", "theirs"))
+        return [BenchmarkRow(f"serve.{task}.vs_plain_fastapi", our_rate, "requests/s", peer=peer_rate,
+                    ratio=our_rate / peer_rate, detail={
+                        "texts a request": len(text_lists[0]) - (task == "rerank"),
                         "clients": _CLIENTS, "threads of each side": cores})]  # fmt: skip
 
-    def _poisson(self, url: str, steps: Sequence[Step]) -> Heard:
-        heard = poisson(f"{url}/rank", self.bodies, steps)
-        _require_answers(heard, (200, 429))
-        return heard
+    def _poisson(self, url: str, steps: Sequence[Step]) -> LoadResult:
+        result = poisson(f"{url}/rank", self.bodies, steps)
+        _require_answers(result, (200, 429))
+        return result
 
 
-def _require_answers(heard: Heard, allowed: Sequence[int] = (200,)) -> None:
+def _require_answers(result: LoadResult, allowed_statuses: Sequence[int] = (200,)) -> None:
     """Raises BadInput: figures of a service that fails mean nothing."""
-    if not len(heard.status) or not np.isin(heard.status, allowed).all():
-        raise BadInput(f"the service answered {heard.statuses()}; allowed: {allowed}")
+    if not len(result.status) or not np.isin(result.status, allowed_statuses).all():
+        raise BadInput(f"the service answered {result.statuses()}; allowed: {allowed_statuses}")
 
 
 def _p99(seconds: Sequence[float]) -> float:
     return 1e3 * float(np.percentile(seconds, 99))
 
 
-def _point(heard: Heard, per_s: float) -> dict[str, float]:
-    answered = heard.answered()
+def _point(result: LoadResult, per_s: float) -> dict[str, float]:
+    successes = result.successes()
     # Little's law: requests that are there at once = their rate × the time that each stays.
-    at_once = per_s * float(answered.seconds.mean())
-    return {"per_s": per_s, "p50": answered.ms(50), "p99": answered.ms(99), "at_once": at_once}
+    at_once = per_s * float(successes.seconds.mean())
+    return {"per_s": per_s, "p50": successes.ms(50), "p99": successes.ms(99), "at_once": at_once}
 
 
 def _with_haproxy(

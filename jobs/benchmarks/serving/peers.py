@@ -1,4 +1,4 @@
-"""What many teams run: sentence-transformers behind FastAPI, a thread of the pool for each request.
+"""A common service: sentence-transformers behind FastAPI, a thread of the pool for each request.
 
 python -m jobs.benchmarks.serving.peers rerank|embed MODEL PORT
 """
@@ -36,8 +36,8 @@ def create_app(task: str, model: str) -> FastAPI:
         cross = CrossEncoder(model)
 
         @app.post("/rerank")
-        def rerank(asked: Rerank) -> list[dict[str, Any]]:
-            scores = cross.predict([(asked.query, text) for text in asked.texts]).tolist()
+        def rerank(request: Rerank) -> list[dict[str, Any]]:
+            scores = cross.predict([(request.query, text) for text in request.texts]).tolist()
             order = sorted(range(len(scores)), key=lambda place: -scores[place])
             return [{"index": place, "score": scores[place]} for place in order]
 
@@ -45,8 +45,8 @@ def create_app(task: str, model: str) -> FastAPI:
         encoder = SentenceTransformer(model)
 
         @app.post("/embed")
-        def embed(asked: Embed) -> list[list[float]]:
-            vectors: list[list[float]] = encoder.encode(asked.inputs).tolist()
+        def embed(request: Embed) -> list[list[float]]:
+            vectors: list[list[float]] = encoder.encode(request.inputs).tolist()
             return vectors
 
     return app

@@ -1,4 +1,4 @@
-"""Loads as pictures: what clients heard, and how many replicas there were."""
+"""Pictures of loads: the answers, and the number of replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jobs.benchmarks.serving.load import Heard, Step
+from jobs.benchmarks.serving.load import LoadResult, Step
 
 
 def load(curve: Sequence[Mapping[str, float]], file: Path) -> None:
@@ -25,49 +25,51 @@ def load(curve: Sequence[Mapping[str, float]], file: Path) -> None:
     _save(figure, file)
 
 
-def burst(heard: Heard, crowd: Heard, start_s: float, end_s: float, file: Path) -> None:
+def burst(result: LoadResult, crowd: LoadResult, start_s: float, end_s: float, file: Path) -> None:
     """A steady load while a crowd comes and goes."""
     figure = _figure(2)
     times = figure.add_subplot(2, 1, 1)
-    _dots(times, heard)
+    _dots(times, result)
     times.axvspan(start_s, end_s, alpha=0.15, color="tab:red")
     times.set(yscale="log", ylabel="ms", title="A steady load; shaded: a crowd beside it")
     rates = figure.add_subplot(2, 1, 2)
-    _rates(rates, {"steady": (heard, 0.0), "crowd": (crowd, start_s)})
+    _rates(rates, {"steady": (result, 0.0), "crowd": (crowd, start_s)})
     _save(figure, file)
 
 
 def scaling(
-    heard: Heard, replicas: Sequence[tuple[float, float]], steps: Sequence[Step], file: Path
+    result: LoadResult, replicas: Sequence[tuple[float, float]], steps: Sequence[Step], file: Path
 ) -> None:
     """A stepped load, and the replicas that followed it."""
     figure = _figure(2)
     times = figure.add_subplot(2, 1, 1)
-    _dots(times, heard)
+    _dots(times, result)
     times.set(yscale="log", ylabel="ms", title="A stepped load, and replicas")
     rates = figure.add_subplot(2, 1, 2)
-    _rates(rates, {"answered": (heard, 0.0)})
+    _rates(rates, {"answered": (result, 0.0)})
     ends = np.cumsum([0.0, *(step.seconds for step in steps)])
     rates.stairs([step.per_s for step in steps], ends, color="grey", label="asked")
-    beside = rates.twinx()
-    beside.step(*zip(*replicas, strict=True), where="post", color="tab:green")
-    beside.set(ylabel="replicas (green)", ylim=(0, 1 + max(count for _, count in replicas)))
+    replica_axes = rates.twinx()
+    replica_axes.step(*zip(*replicas, strict=True), where="post", color="tab:green")
+    replica_axes.set(ylabel="replicas (green)", ylim=(0, 1 + max(count for _, count in replicas)))
     _save(figure, file)
 
 
-def _dots(axes: Axes, heard: Heard) -> None:
+def _dots(axes: Axes, result: LoadResult) -> None:
     for status, color in ((200, "tab:blue"), (429, "tab:orange")):
-        some = heard.where(heard.status == status)
-        axes.plot(some.due_s, 1e3 * some.seconds, ".", markersize=2, color=color, label=status)
+        selected = result.select(result.status == status)
+        axes.plot(
+            selected.due_s, 1e3 * selected.seconds, ".", markersize=2, color=color, label=status
+        )
     axes.legend(fontsize=7)
 
 
-def _rates(axes: Axes, loads: Mapping[str, tuple[Heard, float]]) -> None:
-    for name, (heard, since_s) in loads.items():
-        seconds = range(int(heard.end_s) + 1)
+def _rates(axes: Axes, loads: Mapping[str, tuple[LoadResult, float]]) -> None:
+    for name, (result, start_s) in loads.items():
+        seconds = range(int(result.end_s) + 1)
         axes.plot(
-            [at + since_s for at in seconds],
-            [heard.per_s(at, at + 1.0) for at in seconds],
+            [second + start_s for second in seconds],
+            [result.per_s(second, second + 1.0) for second in seconds],
             label=name,
         )
     axes.set(xlabel="seconds", ylabel="answers/s", ylim=(0, None))

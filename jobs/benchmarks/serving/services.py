@@ -1,4 +1,4 @@
-"""What is measured: services on Ray Serve, the same work in a process of its own, and others' services."""
+"""Measured services: on Ray Serve, the same work in a process of its own, and others' services."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from jobs import cluster
-from jobs.benchmarks.serving.load import Heard
+from jobs.benchmarks.serving.load import LoadResult
 from pipeline.config import BadInput
 from serve import app
 
 _CPUS = 8  # logical: some parts have several replicas, which are asked in turn
 _START_S = 120.0
-_quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
+_LOGGING = LoggingConfig(log_level="ERROR", enable_access_log=False)
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def session() -> Iterator[int]:
     with cluster.session(_CPUS):
         port = free_port()
         options = {"host": "127.0.0.1", "port": port, "request_timeout_s": 65}
-        serve.start(http_options=options, logging_config=_quiet)
+        serve.start(http_options=options, logging_config=_LOGGING)
         try:
             yield port
         finally:
@@ -49,13 +49,13 @@ def session() -> Iterator[int]:
 def ranking(port: int, args: app.Args, **options: Any) -> Iterator[str]:
     """The URL of a service, as long as it is needed. One replica of one core, unless options say more."""
     options = {"ray_actor_options": {"num_cpus": 1}, "num_replicas": 1} | options
-    with deployed(port, args.name, app.application(args, **options)) as url:
+    with deployment(port, args.name, app.application(args, **options)) as url:
         yield url
 
 
 @contextmanager
-def deployed(port: int, name: str, application: serve.Application) -> Iterator[str]:
-    serve.run(application, name=name, route_prefix=f"/{name}", logging_config=_quiet)
+def deployment(port: int, name: str, application: serve.Application) -> Iterator[str]:
+    serve.run(application, name=name, route_prefix=f"/{name}", logging_config=_LOGGING)
     try:
         yield f"http://127.0.0.1:{port}/{name}"
     finally:
@@ -74,7 +74,7 @@ def in_process(actor: type[Any], *arguments: Any, cpus: int = 1) -> Iterator[Any
 
 
 def result(reference: Any) -> Any:
-    """What an actor's method returned."""
+    """The result of an actor's method."""
     return ray.get(reference)
 
 
@@ -112,21 +112,21 @@ def free_port() -> int:
 
 
 def memory_mib() -> dict[str, float]:
-    """What the processes of Serve hold, pages that several share counted once (PSS)."""
-    found = dict.fromkeys(("replicas", "proxies"), 0.0)
+    """Memory of Serve's processes; pages that several share are counted once (PSS)."""
+    mib_of_kind = dict.fromkeys(("replicas", "proxies"), 0.0)
     for process in psutil.process_iter():
         try:
             title = " ".join(process.cmdline()[:1])
             for kind, mark in (("replicas", "ServeReplica"), ("proxies", "ProxyActor")):
                 if mark in title:
-                    found[kind] += process.memory_full_info().pss / 2**20
+                    mib_of_kind[kind] += process.memory_full_info().pss / 2**20
         except psutil.Error:
             continue
-    return {kind: round(value, 1) for kind, value in found.items()}
+    return {kind: round(value, 1) for kind, value in mib_of_kind.items()}
 
 
 def replicas(name: str) -> int:
-    """Those of an application that run."""
+    """The number of running replicas of an application."""
     deployments = serve.status().applications[name].deployments.values()
     return sum(states.replica_states.get("RUNNING", 0) for states in deployments)
 
@@ -135,7 +135,7 @@ class Watch:
     """Looks every so often, on a thread, as long as the block lasts."""
 
     def __init__(self, look: Callable[[], float], every_s: float) -> None:
-        self.seen: list[tuple[float, float]] = []
+        self.samples: list[tuple[float, float]] = []
         """(seconds since the beginning, what was seen)"""
         self._look, self._every_s = look, every_s
         self._over = threading.Event()
@@ -144,7 +144,7 @@ class Watch:
     def _watch(self) -> None:
         while not self._over.wait(self._every_s):
             value = self._look()
-            self.seen.append((time.perf_counter() - self._began, value))
+            self.samples.append((time.perf_counter() - self._began, value))
 
     def __enter__(self) -> Watch:
         self._began = time.perf_counter()
@@ -156,11 +156,13 @@ class Watch:
         self._thread.join()
 
 
-def beside(load: Callable[[], Heard], other: Callable[[], Heard]) -> tuple[Heard, Heard]:
+def run_together(
+    load: Callable[[], LoadResult], other_load: Callable[[], LoadResult]
+) -> tuple[LoadResult, LoadResult]:
     """Two loads at once, each on a thread of its own."""
-    found: list[Heard] = []
-    thread = threading.Thread(target=lambda: found.append(other()))
+    other_results: list[LoadResult] = []
+    thread = threading.Thread(target=lambda: other_results.append(other_load()))
     thread.start()
-    one = load()
+    result = load()
     thread.join()
-    return one, found[0]
+    return result, other_results[0]

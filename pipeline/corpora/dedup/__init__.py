@@ -1,4 +1,4 @@
-"""A corpus without what it holds twice, and without what it is evaluated on.
+"""Removes duplicates from a corpus, and training examples that share text with evaluation sets.
 
     decontaminate   examples of train that share a run of words with an evaluation set
     exact           of examples with the same words all but one
@@ -27,7 +27,7 @@ from pipeline.artifact import Artifact
 from pipeline.corpora import raw
 from pipeline.corpora.dedup import decontaminate, exact, near
 from pipeline.corpora.dedup.decontaminate import EvaluationSet
-from pipeline.corpora.dedup.examples import COMPARED, DedupPlan, kept, read_drops, shards_of
+from pipeline.corpora.dedup.examples import COMPARED, DedupPlan, keep_mask, read_drops, shards_of
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
 from pipeline.cost import Estimate
@@ -43,14 +43,16 @@ def clean(
     corpus: Artifact,
     sets: list[EvaluationSet],
     options: Options,
-    sharing: decontaminate.Options,
+    decontamination: decontaminate.Options,
 ) -> Sequence[TaskRecord]:
     """Fills the draft; returns the records of its tasks."""
-    train = sum(e["bytes"] for e in example_files(corpus) if e["path"].startswith("train/"))
+    train = sum(
+        entry["bytes"] for entry in example_files(corpus) if entry["path"].startswith("train/")
+    )
     layout = decontaminate.layout_of(sets, train)
-    contaminated = decontaminate.build_index(draft, sets, layout, sharing)
-    plan = _plan(corpus, options, layout.bucket_count if contaminated else 0)
-    records = decontaminate.drop(draft, plan, sets, layout, sharing) if contaminated else []
+    has_ngrams = decontaminate.build_index(draft, sets, layout, decontamination)
+    plan = _plan(corpus, options, layout.bucket_count if has_ngrams else 0)
+    records = decontaminate.drop(draft, plan, sets, layout, decontamination) if has_ngrams else []
     records += exact.drop(draft, plan) if plan.exact_buckets else []
     records += near.drop(draft, plan) if plan.near_buckets else []
     write = functools.partial(_write, plan=plan)
@@ -66,7 +68,7 @@ def _plan(corpus: Artifact, options: Options, contaminated_buckets: int) -> Dedu
 
 
 def _key_bytes(examples: int, options: Options) -> tuple[int, int]:
-    """Of the keys by which exact and near duplicates are found; 0: they are not looked for."""
+    """Bytes of the keys that find (exact, near) duplicates; 0: that search is off."""
     exact_bytes = examples * exact.KEY_BYTES if options.exact else 0
     near_bytes = examples * options.bands * near.KEY_BYTES if options.near else 0
     return exact_bytes, near_bytes
@@ -75,12 +77,12 @@ def _key_bytes(examples: int, options: Options) -> tuple[int, int]:
 def estimate(
     sizes: Sequence[int], rows: int, options: Options, evaluation_sizes: Sequence[int]
 ) -> Estimate:
-    """What it takes to clean a corpus of shards of these sizes.
+    """The cost of cleaning a corpus of shards of these sizes.
 
     `evaluation_sizes`: of the files of the evaluation sets, the corpus's own ones too.
     """
     key_bytes = _key_bytes(rows, options)
-    layout = decontaminate.Layout.of(sum(evaluation_sizes), sum(sizes))
+    layout = decontaminate.Layout.for_sizes(sum(evaluation_sizes), sum(sizes))
     steps = {
         "evaluation texts": bool(evaluation_sizes),
         "exact duplicates": key_bytes[0] > 0,
@@ -101,13 +103,13 @@ def estimate(
         tasks=tasks,
         requests=requests + 2 * tasks,
         shuffle_bytes=sum(key_bytes) + layout.filed_bytes,
-        cpu_hours=sum(cost.core_hours(rows, name) for name, on in steps.items() if on),
+        cpu_hours=sum(cost.core_hours(rows, name) for name, enabled in steps.items() if enabled),
         basis=cost.MEASURED["near duplicates"].source,
     )
 
 
 def _copy_others(draft: Draft, corpus: Artifact) -> list[FileEntry]:
-    """What the corpus holds besides examples: the fixed other articles of an article search."""
+    """Copies the fixed other articles of an article search, which are no examples."""
     return [
         draft.write_file(entry["path"], storage.read_bytes(storage.join(corpus.uri, entry["path"])),
                          entry["rows"])
@@ -120,30 +122,30 @@ def _write(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     drops = read_drops(draft, plan, number, "contaminated", "exact", "near").sort_by("row")
     with storage.open_input(shard.uri) as stream:
         rows = pq.read_table(stream)
-    stays = rows.filter(pa.array(kept(drops, rows.num_rows)))
+    kept_rows = rows.filter(pa.array(keep_mask(drops, rows.num_rows)))
     dropped = _samples(rows, drops, shard.name)
     dropped.save(draft, task)
     return TaskRecord(
-        files=[draft.write_table(shard.name, stays)] if stays.num_rows else [],
+        files=[draft.write_table(shard.name, kept_rows)] if kept_rows.num_rows else [],
         counts={
             "records": rows.num_rows,
             f"records.{shard.split}": rows.num_rows,
-            "examples": stays.num_rows,
-            f"examples.{shard.split}": stays.num_rows,
+            "examples": kept_rows.num_rows,
+            f"examples.{shard.split}": kept_rows.num_rows,
         },
         dropped=dict(dropped.counts),
     )
 
 
 def _samples(rows: pa.Table, drops: pa.Table, file: str) -> raw.Rejects:
-    """What goes by reason, and some of it beside the id of what it is the same as."""
+    """Counts of the dropped rows by reason, and samples with the id of the matching example."""
     reasons = drops["reason"].to_numpy(zero_copy_only=False)
-    found = raw.Rejects(Counter(reasons.tolist()))
-    for reason in found.counts:
-        some = drops.take(pa.array(np.flatnonzero(reasons == reason)[: raw.MAX_SAMPLES]))
-        examples = rows.select(COMPARED).take(some["row"]).to_pylist()
-        for example, match in zip(examples, some["match"].to_pylist(), strict=True):
+    rejects = raw.Rejects(Counter(reasons.tolist()))
+    for reason in rejects.counts:
+        sampled_drops = drops.take(pa.array(np.flatnonzero(reasons == reason)[: raw.MAX_SAMPLES]))
+        examples = rows.select(COMPARED).take(sampled_drops["row"]).to_pylist()
+        for example, match in zip(examples, sampled_drops["match"].to_pylist(), strict=True):
             text = "\n".join([*example["context"], example["response"]])
-            found.samples.append({"reason": reason, "file": file, "example_id": example["example_id"],
+            rejects.samples.append({"reason": reason, "file": file, "example_id": example["example_id"],
                                   "same_as": match, "text": text[:_SAMPLE_CHARACTERS]})  # fmt: skip
-    return found
+    return rejects

@@ -1,4 +1,4 @@
-"""Examples of train that share words with what a model is evaluated on.
+"""Drops examples of train that share words with an evaluation set.
 
 An example is contaminated if any run of 13 words stands in an evaluation set too (the rule of GPT-3:
 Brown et al. 2020, appendix C). A shorter text counts as a whole: it is contaminated if a text of the set
@@ -7,7 +7,7 @@ is the same, word for word.
     collect   file of a set   the hashes of its n-grams                              → filed by hash
     index     bucket          each n-gram once, and a filter: which hashes there are
     look up   shard of train  the n-grams that the filter lets through               → filed by hash
-    match     bucket          those that are in the index                            → filed by shard
+    match     bucket          suspects that are in the index                         → filed by shard
 
 A task holds a file or a bucket, some 1 GB, whatever the size of the sets. The filter, 6 to 12 bits for each
 n-gram, is all that the driver and each node hold: 2 GiB for 2.6 billion n-grams, those of the 73 million
@@ -60,7 +60,7 @@ _GRAMS = pa.schema(
 _SUSPECTS = pa.schema(
     [("gram", pa.uint64()), ("node", pa.int64()), ("place", pa.int32()), ("is_run", pa.bool_())]
 )
-"""N-grams of train that the filter lets through: of which example, the how manieth there, and whether it is
+"""N-grams of train that the filter lets through: the example, the n-gram's place in it, and whether it is
 a run of words of a longer text, or all of a short one."""
 _FILTER = pa.schema([("bits", pa.large_binary())])
 
@@ -68,7 +68,7 @@ _FILTER = pa.schema([("bits", pa.large_binary())])
 _NGRAMS_PER_BYTE = 0.4
 _NGRAM_BYTES, _SUSPECT_BYTES = 40, 24
 _BUCKET_BYTES = 256 << 20
-_LEAST_FILTER_BITS = 22  # 512 KiB; of an n-gram that is not in a small set it lets none through
+_LEAST_FILTER_BITS = 22  # 512 KiB; with a small set it has no false positives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class NgramsRecord(TaskRecord):
     """A file of an evaluation set, or all of them."""
 
     ngrams: int
-    """How many it has, each once."""
+    """Number of distinct n-grams."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class EvaluationSet:
     """Texts that train must not share."""
 
     name: str
-    """As drop reasons say it."""
+    """Its name in drop reasons."""
     files: tuple[str, ...]
     uri: str = ""
     """"": the corpus's own split."""
@@ -117,11 +117,11 @@ class EvaluationSet:
 def own_sets(corpus: Artifact) -> list[EvaluationSet]:
     """The valid and the test split of a corpus, as far as it has them."""
     files = {split: tuple(corpus.files(f"{split}/", ".parquet")) for split in _HELD_OUT}
-    return [EvaluationSet(split, found) for split, found in files.items() if found]
+    return [EvaluationSet(split, paths) for split, paths in files.items() if paths]
 
 
 def open_set(uri: str) -> tuple[EvaluationSet, Artifact | dict[str, Any]]:
-    """The set at a URI, and what a manifest says of it: a corpus's valid and test, or all texts of files.
+    """The set at a URI and its lineage entry: a corpus's valid and test splits, or all texts of files.
 
     Raises BadInput for a URI that is not there, and for a corpus with train alone.
     """
@@ -140,16 +140,16 @@ def open_set(uri: str) -> tuple[EvaluationSet, Artifact | dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How n-grams are filed: by the first bits of their hashes, which are spread evenly."""
+    """The layout of filed n-grams: by the first bits of their hashes, which are spread evenly."""
 
     filter_bits: int
     """The filter has 2 to this many places, of a bit each."""
     bucket_bits: int
     filed_bytes: int
-    """Of the n-grams, about."""
+    """Estimated bytes of the filed n-grams."""
 
     @classmethod
-    def of(cls, evaluation_bytes: int, train_bytes: int) -> Layout:
+    def for_sizes(cls, evaluation_bytes: int, train_bytes: int) -> Layout:
         """For stored files of so many bytes."""
         ngrams = evaluation_bytes * _NGRAMS_PER_BYTE
         filter_bits = max(_LEAST_FILTER_BITS, math.ceil(math.log2(6 * ngrams + 1)))
@@ -171,41 +171,45 @@ class Layout:
         """Files rows by the bucket of their n-gram."""
         buckets.write(draft, name, rows, self.buckets(rows["gram"].to_numpy()), self.bucket_count)
 
-    def where(self) -> AbstractContextManager[object]:
-        """Where tasks per bucket run: for a single one a cluster takes longer to start it."""
+    def executor(self) -> AbstractContextManager[object]:
+        """Runs a single bucket's task in this process: a cluster takes longer to start one."""
         return nullcontext() if self.bucket_bits else executors.in_this_process()
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which n-grams the evaluation sets may have: all that they have, and one of 6 to 12 others."""
+    """A set of n-gram hashes with false positives: all of the evaluation sets, and one of 6 to 12 others."""
 
     bits: np.ndarray[Any, np.dtype[np.uint8]]
     layout: Layout
 
     def lets_through(self, hashes: Hashes) -> Bools:
         places = self.layout.filter_places(hashes)
-        found: Bools = (self.bits[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
-        return found
+        is_set: Bools = (self.bits[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
+        return is_set
 
 
 def layout_of(sets: Sequence[EvaluationSet], train_bytes: int) -> Layout:
     """`train_bytes`: of the stored files of train."""
-    return Layout.of(sum(storage.size_of(uri) for one in sets for uri in one.files), train_bytes)
+    return Layout.for_sizes(
+        sum(storage.size_of(uri) for evaluation in sets for uri in evaluation.files), train_bytes
+    )
 
 
 def drop(
     draft: Draft, plan: DedupPlan, sets: Sequence[EvaluationSet], layout: Layout, options: Options
 ) -> list[TaskRecord]:
-    """Files the drops of the tasks "match-…", the index of whose sets is built; returns their records."""
-    filed = plan.tasks("suspects", "train")
+    """Files the drops of the tasks "match-…"; returns their records. Needs the index of the sets."""
+    suspect_tasks = plan.tasks("suspects", "train")
     shared = executors.share(_read_filter(draft, layout))
     look_up = functools.partial(_look_up, plan=plan, options=options, shared=shared)
-    looked_up = shards.run_tasks(draft, filed, look_up, "contaminated: n-grams", TaskRecord)
-    match = functools.partial(_match, plan=plan, names=_names(sets), n=options.ngram_words)
-    with layout.where():
+    look_up_records = shards.run_tasks(
+        draft, suspect_tasks, look_up, "contaminated: n-grams", TaskRecord
+    )
+    match = functools.partial(_match, plan=plan, names=_set_names(sets), n=options.ngram_words)
+    with layout.executor():
         tasks = bucket_tasks("match", layout.bucket_count)
-        return looked_up + shards.run_tasks(draft, tasks, match, "contaminated", TaskRecord)
+        return look_up_records + shards.run_tasks(draft, tasks, match, "contaminated", TaskRecord)
 
 
 def build_index(
@@ -215,52 +219,62 @@ def build_index(
 
     Raises BadInput for a file without texts, and a set (other than the corpus's own) without n-grams.
     """
-    files = [(uri, number) for number, one in enumerate(sets) for uri in one.files]
+    files = [(uri, number) for number, evaluation in enumerate(sets) for uri in evaluation.files]
     tasks = {f"evaluation-ngrams-{number:05d}": number for number in range(len(files))}
     collect = functools.partial(_collect, files=files, layout=layout, options=options)
     records = shards.run_tasks(draft, tasks, collect, "evaluation sets: n-grams", NgramsRecord)
-    for number, one in enumerate(sets):
-        of_set = [r.ngrams for r, (_, its) in zip(records, files, strict=True) if its == number]
-        if one.uri and not sum(of_set):
+    for number, evaluation in enumerate(sets):
+        ngram_counts = [
+            r.ngrams
+            for r, (_, set_number) in zip(records, files, strict=True)
+            if set_number == number
+        ]
+        if evaluation.uri and not sum(ngram_counts):
             raise BadInput(
-                f"--evaluation {one.uri}: no text of decontaminate.min_words {options.min_words} or more"
+                f"--evaluation {evaluation.uri}: no text of decontaminate.min_words "
+                f"{options.min_words} or more"
             )
     index = functools.partial(_index, parts=list(tasks), layout=layout, options=options)
-    with layout.where():
+    with layout.executor():
         tasks = bucket_tasks("evaluation-index", layout.bucket_count)
-        found = shards.run_tasks(draft, tasks, index, "evaluation sets: index", NgramsRecord)
-    return any(record.ngrams for record in found)
+        index_records = shards.run_tasks(
+            draft, tasks, index, "evaluation sets: index", NgramsRecord
+        )
+    return any(record.ngrams for record in index_records)
 
 
-def _names(sets: Sequence[EvaluationSet]) -> list[str]:
-    """Of the sets, as drop reasons say them."""
-    names = [one.name for one in sets]
-    return [one.name if names.count(one.name) == 1 else one.uri or one.name for one in sets]
+def _set_names(sets: Sequence[EvaluationSet]) -> list[str]:
+    """The sets' names in drop reasons."""
+    names = [evaluation.name for evaluation in sets]
+    return [
+        name if names.count(name) == 1 else evaluation.uri or name
+        for name, evaluation in zip(names, sets, strict=True)
+    ]
 
 
 def _read_filter(draft: Draft, layout: Layout) -> Filter:
     def read(task: str) -> bytes:
-        found: bytes = buckets.read(draft, [f"{task}-filter"], 0, _FILTER)["bits"][0].as_py()
-        return found
+        part_bits: bytes = buckets.read(draft, [f"{task}-filter"], 0, _FILTER)["bits"][0].as_py()
+        return part_bits
 
     bits = np.empty((1 << layout.filter_bits) // 8, np.uint8)
     parts = bits.reshape(layout.bucket_count, -1)
     with ThreadPoolExecutor(16) as pool:
         tasks = bucket_tasks("evaluation-index", layout.bucket_count)
-        for part, found in zip(parts, pool.map(read, tasks), strict=True):
-            part[:] = np.frombuffer(found, np.uint8)
+        for part, part_bits in zip(parts, pool.map(read, tasks), strict=True):
+            part[:] = np.frombuffer(part_bits, np.uint8)
     return Filter(bits, layout)
 
 
 def _look_up(
     draft: Draft, task: str, number: int, plan: DedupPlan, options: Options, shared: Shared[Filter]
 ) -> TaskRecord:
-    known = shared.get()
+    ngram_filter = shared.get()
     tables = [_SUSPECTS.empty_table()]
     for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
-        words = looked_at(rows, options)
-        grams = hashing.ngrams(words, options.ngram_words, shortest=options.min_words)
-        hits = np.flatnonzero(known.lets_through(grams.hashes))
+        words = compared_words(rows, options)
+        grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
+        hits = np.flatnonzero(ngram_filter.lets_through(grams.hashes))
         text = np.searchsorted(grams.offsets, hits, side="right") - 1
         columns = [
             grams.hashes[hits],
@@ -269,20 +283,22 @@ def _look_up(
             words.counts[text] >= options.ngram_words,
         ]
         tables.append(pa.table(columns, schema=_SUSPECTS))
-    known.layout.file(draft, task, pa.concat_tables(tables).combine_chunks())
+    ngram_filter.layout.file(draft, task, pa.concat_tables(tables).combine_chunks())
     return TaskRecord()
 
 
 def _match(
     draft: Draft, task: str, bucket: int, plan: DedupPlan, names: list[str], n: int
 ) -> TaskRecord:
-    """Of each example the n-gram that is in the first set; of several there, the first in the example."""
+    """Finds for each example its n-gram in the first set; of several, the first in the example."""
     index = buckets.read(draft, [f"evaluation-index-{bucket:05d}"], 0, _GRAMS)
     rows = buckets.read(draft, plan.tasks("suspects", "train"), bucket, _SUSPECTS)
-    grams, wanted = index["gram"].to_numpy(), rows["gram"].to_numpy()
-    at = np.minimum(np.searchsorted(grams, wanted), len(grams) - 1) if len(grams) else wanted[:0]
-    found = np.flatnonzero(grams[at] == wanted[: len(at)])
-    rows, index = rows.take(pa.array(found)), index.take(pa.array(at[found]))
+    grams, suspects = index["gram"].to_numpy(), rows["gram"].to_numpy()
+    places = (
+        np.minimum(np.searchsorted(grams, suspects), len(grams) - 1) if len(grams) else suspects[:0]
+    )
+    hits = np.flatnonzero(grams[places] == suspects[: len(places)])
+    rows, index = rows.take(pa.array(hits)), index.take(pa.array(places[hits]))
     nodes, numbers = rows["node"].to_numpy(), index["set"].to_numpy()
     order = np.lexsort((rows["place"].to_numpy(), numbers, nodes))
     first = order[np.unique(nodes[order], return_index=True)[1]]
@@ -299,9 +315,9 @@ def _match(
     return TaskRecord()
 
 
-def looked_at(rows: pa.Table, options: Options) -> Tokens:
+def compared_words(rows: pa.Table, options: Options) -> Tokens:
     """The words of each example."""
-    return functools.reduce(hashing.beside, sides(rows, options.text, hashing.words))
+    return functools.reduce(hashing.concatenate, sides(rows, options.text, hashing.words))
 
 
 def _collect(
@@ -312,18 +328,23 @@ def _collect(
     layout: Layout,
     options: Options,
 ) -> NgramsRecord:
-    uri, which = files[number]
+    uri, set_number = files[number]
     names, tables = list[pa.Array](), list[pa.Table]()
     start = 0
     schema = _GRAMS.set(3, pa.field("text", pa.int64()))
-    for ids, groups, words in _read(uri, options):
-        grams = hashing.ngrams(words, options.ngram_words, shortest=options.min_words)
+    for ids, groups, words in _read_texts(uri, options):
+        grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
         text = np.repeat(np.arange(len(ids)), grams.counts)
-        columns = [grams.hashes, np.full(len(text), which, np.int32), groups[text], start + text]
+        columns = [
+            grams.hashes,
+            np.full(len(text), set_number, np.int32),
+            groups[text],
+            start + text,
+        ]
         tables.append(pa.table(columns, schema=schema))
         names.append(ids)
         start += len(ids)
-    rows = _each_once(pa.concat_tables([schema.empty_table(), *tables]).combine_chunks())
+    rows = _first_of_group(pa.concat_tables([schema.empty_table(), *tables]).combine_chunks())
     ids = pa.chunked_array(names, pa.string()).take(rows["text"])
     layout.file(draft, task, pa.table([*rows.columns[:3], ids], schema=_GRAMS))
     return NgramsRecord(ngrams=rows.num_rows)
@@ -332,7 +353,7 @@ def _collect(
 def _index(
     draft: Draft, task: str, bucket: int, parts: list[str], layout: Layout, options: Options
 ) -> NgramsRecord:
-    rows = _each_once(buckets.read(draft, parts, bucket, _GRAMS))
+    rows = _first_of_group(buckets.read(draft, parts, bucket, _GRAMS))
     grams = rows["gram"].to_numpy()
     _, starts, groups = np.unique(grams, return_index=True, return_counts=True)
     first = np.lexsort((rows["set"].to_numpy(), grams))[starts]
@@ -340,38 +361,48 @@ def _index(
         first = first[groups <= options.boilerplate_groups]
     rows = rows.take(pa.array(first))
     buckets.write(draft, task, rows)
-    of_bucket = np.zeros(1 << (layout.filter_bits - layout.bucket_bits), bool)
-    of_bucket[layout.filter_places(grams[first]) & (len(of_bucket) - 1)] = True
-    bits = np.packbits(of_bucket, bitorder="little").tobytes()
+    has_ngram = np.zeros(1 << (layout.filter_bits - layout.bucket_bits), bool)
+    has_ngram[layout.filter_places(grams[first]) & (len(has_ngram) - 1)] = True
+    bits = np.packbits(has_ngram, bitorder="little").tobytes()
     buckets.write(draft, f"{task}-filter", pa.table([[bits]], schema=_FILTER))
     return NgramsRecord(ngrams=rows.num_rows)
 
 
-def _each_once(rows: pa.Table) -> pa.Table:
+def _first_of_group(rows: pa.Table) -> pa.Table:
     """The first row of each n-gram in each group, by n-gram."""
     places = hashing.first_of_each(rows["gram"].to_numpy(), rows["group"].to_numpy())
     return rows.take(pa.array(places)).combine_chunks()
 
 
-def _read(uri: str, options: Options) -> Iterator[tuple[pa.Array, Hashes, Tokens]]:
+def _read_texts(uri: str, options: Options) -> Iterator[tuple[pa.Array, Hashes, Tokens]]:
     """(ids, hashes of groups, words) of the texts of a file, some at a time."""
     if not uri.endswith(".parquet"):
         lines = raw.read_lines(uri, raw.Reading())
-        while some := list(itertools.islice(lines, _LINES)):
-            ids = _ids(uri, (number for number, _ in some))
-            yield ids, hashing.strings(ids), hashing.words(pa.array([text for _, text in some]))
+        while batch := list(itertools.islice(lines, _LINES)):
+            ids = _ids(uri, (number for number, _ in batch))
+            yield (
+                ids,
+                hashing.text_hashes(ids),
+                hashing.words(pa.array([text for _, text in batch])),
+            )
         return
-    texts, others = _columns(uri, options)
-    for numbers, rows in read_pieces(uri, texts + others):
-        ids = rows["example_id"].chunk(0) if "example_id" in others else _ids(uri, numbers + 1)
-        groups = hashing.strings(rows["group_id"].chunk(0) if "group_id" in others else ids)
+    texts, name_columns = _text_and_name_columns(uri, options)
+    for numbers, rows in read_pieces(uri, texts + name_columns):
+        ids = (
+            rows["example_id"].chunk(0) if "example_id" in name_columns else _ids(uri, numbers + 1)
+        )
+        groups = hashing.text_hashes(
+            rows["group_id"].chunk(0) if "group_id" in name_columns else ids
+        )
         words = (
-            hashing.words(rows["text"].chunk(0)) if texts == ["text"] else looked_at(rows, options)
+            hashing.words(rows["text"].chunk(0))
+            if texts == ["text"]
+            else compared_words(rows, options)
         )
         yield ids, groups, words
 
 
-def _columns(uri: str, options: Options) -> tuple[list[str], list[str]]:
+def _text_and_name_columns(uri: str, options: Options) -> tuple[list[str], list[str]]:
     """(the columns with texts, those with names) of a Parquet file."""
     with storage.open_input(uri) as stream:
         try:
@@ -379,18 +410,20 @@ def _columns(uri: str, options: Options) -> tuple[list[str], list[str]]:
         except pa.ArrowInvalid as error:
             raise BadInput(f"{uri}: no Parquet file ({error})") from None
 
-    def holds(name: str) -> bool:
+    def has_column(name: str) -> bool:
         if name not in schema.names:
             return False
-        wanted = pa.list_(pa.string()) if name == "context" else pa.string()
-        return bool(schema.field(name).type == wanted)
+        column_type = pa.list_(pa.string()) if name == "context" else pa.string()
+        return bool(schema.field(name).type == column_type)
 
     examples = ["response"] if options.text == "response" else ["context", "response"]
-    texts = next((t for t in (examples, ["text"]) if all(map(holds, t))), None)
+    texts = next(
+        (columns for columns in (examples, ["text"]) if all(map(has_column, columns))), None
+    )
     if texts is None:
         raise BadInput(f"{uri}: no texts; needed: the columns context (a list) and response, or text; "
                        f"there are: {', '.join(schema.names)}")  # fmt: skip
-    return texts, [name for name in ("example_id", "group_id") if holds(name)]
+    return texts, [name for name in ("example_id", "group_id") if has_column(name)]
 
 
 def _ids(uri: str, numbers: Iterable[int]) -> pa.Array:

@@ -20,7 +20,7 @@ from pipeline.corpora.dedup.examples import (
     DedupPlan,
     bucket_tasks,
     file_duplicates,
-    kept,
+    keep_mask,
     node_of,
     read_drops,
     read_pieces,
@@ -36,32 +36,32 @@ def drop(draft: Draft, plan: DedupPlan) -> list[TaskRecord]:
     """Files the drops of tasks "exact-…"; returns the records of all tasks."""
     hash_ = functools.partial(_hash, plan=plan)
     label = "exact duplicates: hashes"
-    hashed = shards.run_tasks(draft, plan.tasks("hash"), hash_, label, TaskRecord)
-    first = functools.partial(_first, plan=plan)
+    hash_records = shards.run_tasks(draft, plan.tasks("hash"), hash_, label, TaskRecord)
+    work = functools.partial(_file_duplicates, plan=plan)
     tasks = bucket_tasks("exact", plan.exact_buckets)
-    return hashed + shards.run_tasks(draft, tasks, first, "exact duplicates", TaskRecord)
+    return hash_records + shards.run_tasks(draft, tasks, work, "exact duplicates", TaskRecord)
 
 
 def _hash(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     shard = plan.shards[number]
     tables = [CLUSTERS.empty_table()]
-    stays = kept(read_drops(draft, plan, number, "contaminated"), shard.rows)
-    for numbers, rows in read_pieces(shard.uri, COMPARED, stays):
+    row_mask = keep_mask(read_drops(draft, plan, number, "contaminated"), shard.rows)
+    for numbers, rows in read_pieces(shard.uri, COMPARED, row_mask):
         words = sides(rows, plan.options.text, hashing.words)
         columns = [
-            hashing.together([side.whole() for side in words]),
+            hashing.combined_hashes([side.sequence_hashes() for side in words]),
             node_of(number, numbers),
             np.full(len(numbers), shard.rank, np.int8),
             rows["example_id"],
         ]
         tables.append(pa.table(columns, schema=CLUSTERS))
     entries = pa.concat_tables(tables).combine_chunks()
-    bucket = hashing.remainder(entries["cluster"].to_numpy(), plan.exact_buckets)
+    bucket = hashing.bucket_of_hash(entries["cluster"].to_numpy(), plan.exact_buckets)
     buckets.write(draft, task, entries, bucket, plan.exact_buckets)
     return TaskRecord()
 
 
-def _first(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:
+def _file_duplicates(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:
     rows = buckets.read(draft, plan.tasks("hash"), bucket, CLUSTERS)
     _, places, sizes = np.unique(
         rows["cluster"].to_numpy(), return_inverse=True, return_counts=True

@@ -1,4 +1,4 @@
-"""The shards of a corpus, what of their examples is compared, and which of them are dropped."""
+"""The shards of a corpus, the compared texts of their examples, and the dropped examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PIECE_BYTES = 1 << 18  # hashed at once: the arrays, 8 bytes a letter, stay in 
 _ROWS_READ = 2048
 _ROW_BITS = 32  # a node is an example of the corpus: its shard's number, then its row
 
-# Which of two that are the same stays: an example of test, then one of valid, then one of train.
+# Which of two duplicates stays: an example of test, then one of valid, then one of train.
 _RANKS = {"test": 0, "valid": 1, "train": 2}
 
 CLUSTERS = pa.schema(
@@ -34,7 +34,7 @@ CLUSTERS = pa.schema(
 )
 """Examples that are the same have one cluster."""
 DROPS = pa.schema([("row", pa.int64()), ("reason", pa.string()), ("match", pa.string())])
-"""Rows of a shard that go, and the id of what each is the same as."""
+"""Dropped rows of a shard, and the id of the example that each one repeats."""
 CONTAMINATED = pa.schema([*DROPS, ("set", pa.int32()), ("place", pa.int32())])
 """The number of the evaluation set, and of the example's run of words that the set has."""
 
@@ -59,12 +59,12 @@ class CorpusFile:
 
 @dataclass(frozen=True)
 class DedupPlan:
-    """What every task of the job knows."""
+    """Input of every task of the job."""
 
     shards: tuple[CorpusFile, ...]
     options: Options
     contaminated_buckets: int
-    """Of n-grams of evaluation sets; 0: there are none to check train against."""
+    """Number of buckets of evaluation n-grams; 0: there are none to check train against."""
     exact_buckets: int
     """0: exact duplicates stay."""
     near_buckets: int
@@ -99,35 +99,35 @@ def shard_and_row(nodes: Ints) -> tuple[Ints, Ints]:
     return nodes >> _ROW_BITS, nodes & ((1 << _ROW_BITS) - 1)
 
 
-# What is read
+# Reading
 
 
 def read_pieces(
-    uri: str, columns: list[str], wanted: Bools | None = None
+    uri: str, columns: list[str], row_mask: Bools | None = None
 ) -> Iterator[tuple[Ints, pa.Table]]:
     """(row numbers, rows) of a Parquet file, some 512 KiB at a time, each column in one chunk.
 
-    `wanted` says for every row of the file whether it is read at all.
+    `row_mask` says for every row of the file whether it is read.
     """
     first = 0
     with storage.open_input(uri) as stream:
         for batch in pq.ParquetFile(stream).iter_batches(_ROWS_READ, columns=columns):
             numbers = np.arange(first, first + batch.num_rows)
             first += batch.num_rows
-            if wanted is not None:
-                chosen = wanted[numbers]
-                numbers, batch = numbers[chosen], batch.filter(pa.array(chosen))
+            if row_mask is not None:
+                batch_mask = row_mask[numbers]
+                numbers, batch = numbers[batch_mask], batch.filter(pa.array(batch_mask))
             step = max(1, batch.num_rows * _PIECE_BYTES // max(1, batch.nbytes))
             for start in range(0, batch.num_rows, step):
                 yield numbers[start : start + step], pa.table(batch.slice(start, step))
 
 
-def sides(rows: pa.Table, text: str, split: Callable[[pa.Array], Tokens]) -> list[Tokens]:
-    """The tokens of what is compared: [the context's, the response's], or [the response's].
+def sides(rows: pa.Table, text: str, tokenise: Callable[[pa.Array], Tokens]) -> list[Tokens]:
+    """The tokens of the compared texts: [the context's, the response's], or [the response's].
 
-    The turns of a context are one text; `split` makes texts to tokens.
+    The turns of a context are one text; `tokenise` makes texts to tokens.
     """
-    response = split(rows["response"].chunk(0))
+    response = tokenise(rows["response"].chunk(0))
     if text == "response":
         return [response]
     context = rows["context"].chunk(0)
@@ -137,28 +137,28 @@ def sides(rows: pa.Table, text: str, split: Callable[[pa.Array], Tokens]) -> lis
         newest = np.unique(offsets[1:][np.diff(offsets) > 0]) - 1
         turns = turns.take(pa.array(newest))
         offsets = np.searchsorted(newest, offsets)
-    return [split(turns).joined(offsets), response]
+    return [tokenise(turns).joined(offsets), response]
 
 
-# What is dropped: each stage files it by shard for those after it
+# Drops: each stage files them by shard for the later stages
 
 
 def file_duplicates(draft: Draft, task: str, plan: DedupPlan, rows: pa.Table, reason: str) -> None:
-    """What goes of clusters of examples (`CLUSTERS`): all but the first, by split and id."""
+    """Files as drops all examples of each cluster (`CLUSTERS`) but the first, by split and id."""
     order = [(name, "ascending") for name in ("cluster", "rank", "id", "node")]
     rows = rows.sort_by(order).combine_chunks()
     cluster = rows["cluster"].to_numpy()
-    first = np.searchsorted(cluster, cluster)
-    may_go = np.isin(rows["rank"].to_numpy(), [_RANKS[split] for split in plan.options.drop_from])
-    goes = np.flatnonzero((first != np.arange(len(first))) & may_go)
-    shard, row = shard_and_row(rows["node"].to_numpy()[goes])
-    match = rows["id"].take(pa.array(first[goes]))
-    drops = pa.table([row, pa.repeat(pa.scalar(reason), len(goes)), match], schema=DROPS)
+    first_of_cluster = np.searchsorted(cluster, cluster)
+    may_drop = np.isin(rows["rank"].to_numpy(), [_RANKS[split] for split in plan.options.drop_from])
+    dropped = np.flatnonzero((first_of_cluster != np.arange(len(first_of_cluster))) & may_drop)
+    shard, row = shard_and_row(rows["node"].to_numpy()[dropped])
+    match = rows["id"].take(pa.array(first_of_cluster[dropped]))
+    drops = pa.table([row, pa.repeat(pa.scalar(reason), len(dropped)), match], schema=DROPS)
     buckets.write(draft, f"{task}-drops", drops, shard, len(plan.shards))
 
 
 def read_drops(draft: Draft, plan: DedupPlan, shard: int, *stages: str) -> pa.Table:
-    """What goes of a shard by the stages: "contaminated", "exact", "near"."""
+    """The drops of a shard by these stages: "contaminated", "exact", "near"."""
     tasks = [*bucket_tasks("exact", plan.exact_buckets)] if "exact" in stages else []
     tasks += ["near-join"] if "near" in stages and plan.near_buckets else []
     names = [f"{task}-drops" for task in tasks]
@@ -173,8 +173,8 @@ def read_drops(draft: Draft, plan: DedupPlan, shard: int, *stages: str) -> pa.Ta
     return pa.concat_tables(tables)
 
 
-def kept(drops: pa.Table, rows: int) -> Bools:
+def keep_mask(drops: pa.Table, rows: int) -> Bools:
     """Whether each row of a shard stays."""
-    stays = np.ones(rows, bool)
-    stays[drops["row"].to_numpy()] = False
-    return stays
+    mask = np.ones(rows, bool)
+    mask[drops["row"].to_numpy()] = False
+    return mask

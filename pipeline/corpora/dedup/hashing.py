@@ -66,32 +66,32 @@ class Tokens:
         """Lists of texts as texts: list i is made of the texts from offset i to i+1."""
         return Tokens(self.hashes, self.offsets[offsets])
 
-    def whole(self) -> Hashes:
+    def sequence_hashes(self) -> Hashes:
         """[N] One hash of each text: equal for the same tokens in the same order, 0 for none."""
         return segments(self.hashes, self.offsets[:-1], self.offsets[1:])
 
 
 def segments(values: Hashes, starts: Ints, ends: Ints) -> Hashes:
     """The hash of values[start:end] for each start and end, wherever it lies; 0 for an empty one."""
-    up, down = _powers(len(values).bit_length())
+    powers, inverse_powers = _powers(len(values).bit_length())
     sums = np.zeros(len(values) + 1, np.uint64)
-    np.cumsum(values * up[: len(values)], out=sums[1:])
-    return mix((sums[ends] - sums[starts]) * down[starts])
+    np.cumsum(values * powers[: len(values)], out=sums[1:])
+    return mix((sums[ends] - sums[starts]) * inverse_powers[starts])
 
 
-def together(hashes: Sequence[Hashes]) -> Hashes:
-    """[N] One hash of the several ones that each text has."""
+def combined_hashes(hashes: Sequence[Hashes]) -> Hashes:
+    """[N] One hash of each text's several hashes."""
     rows = np.stack(hashes, axis=1)
     starts = np.arange(0, rows.size, len(hashes))
     return segments(rows.ravel(), starts, starts + len(hashes))
 
 
-def remainder(hashes: Hashes, buckets: int) -> Ints:
-    """[N] The bucket of each."""
+def bucket_of_hash(hashes: Hashes, buckets: int) -> Ints:
+    """[N] The bucket of each hash."""
     return (hashes % np.uint64(buckets)).astype(np.int64)
 
 
-def strings(texts: pa.Array) -> Hashes:
+def text_hashes(texts: pa.Array) -> Hashes:
     """[N] One hash of each text's bytes, as they are."""
     data, offsets = _bytes(texts)
     return segments(_BYTE[data], offsets[:-1], offsets[1:])
@@ -99,14 +99,14 @@ def strings(texts: pa.Array) -> Hashes:
 
 def words(texts: pa.Array) -> Tokens:
     """The words of texts: normalised as NFKC does, lower-cased, apart at runs of separators."""
-    data, offsets = _bytes(_plain(texts))
+    data, offsets = _bytes(_normalise(texts))
     starts, ends = _word_borders(data, offsets)
     return Tokens(segments(_LOWER[data], starts, ends), np.searchsorted(starts, offsets))
 
 
 def characters(texts: pa.Array) -> Tokens:
     """The code points (of NFKD) of the words of texts, each word with one space before it."""
-    data, offsets = _bytes(_plain(texts))
+    data, offsets = _bytes(_normalise(texts))
     word_starts, _ = _word_borders(data, offsets)
     starts = np.flatnonzero(_IN_WORD[data] & (data & 0xC0 != 0x80))
     lead = data[starts]
@@ -116,25 +116,27 @@ def characters(texts: pa.Array) -> Tokens:
     return Tokens(hashes, np.searchsorted(starts, offsets) + np.searchsorted(word_starts, offsets))
 
 
-def ngrams(tokens: Tokens, n: int, shortest: int = 1) -> Tokens:
-    """All runs of n tokens. A text of fewer is one run, if it has `shortest` tokens at least."""
+def ngrams(tokens: Tokens, n: int, min_tokens: int = 1) -> Tokens:
+    """All runs of n tokens. A shorter text is one run, if it has `min_tokens` tokens at least."""
     size = tokens.counts
-    counts = np.where(size >= n, size - n + 1, (size >= shortest) & (size > 0))
+    counts = np.where(size >= n, size - n + 1, (size >= min_tokens) & (size > 0))
     offsets = np.concatenate([[0], np.cumsum(counts)])
     starts = np.arange(offsets[-1]) + np.repeat(tokens.offsets[:-1] - offsets[:-1], counts)
     ends = np.minimum(starts + n, np.repeat(tokens.offsets[1:], counts))
     return Tokens(segments(tokens.hashes, starts, ends), offsets)
 
 
-def beside(left: Tokens, right: Tokens) -> Tokens:
+def concatenate(left: Tokens, right: Tokens) -> Tokens:
     """Each text's tokens of `left`, then those of `right`."""
     hashes = np.empty(len(left.hashes) + len(right.hashes), np.uint64)
-    for tokens, before in ((left, right.offsets[:-1]), (right, left.offsets[1:])):
-        hashes[np.arange(len(tokens.hashes)) + np.repeat(before, tokens.counts)] = tokens.hashes
+    for tokens, other_offsets in ((left, right.offsets[:-1]), (right, left.offsets[1:])):
+        hashes[np.arange(len(tokens.hashes)) + np.repeat(other_offsets, tokens.counts)] = (
+            tokens.hashes
+        )
     return Tokens(hashes, left.offsets + right.offsets)
 
 
-def distinct(tokens: Tokens) -> Tokens:
+def distinct_tokens(tokens: Tokens) -> Tokens:
     """Each text's tokens as a set: sorted, each once."""
     text = np.repeat(np.arange(len(tokens.counts)), tokens.counts)
     places = first_of_each(text, tokens.hashes)
@@ -145,11 +147,11 @@ def distinct(tokens: Tokens) -> Tokens:
 def first_of_each(*keys: Hashes | Ints) -> Ints:
     """The place of the first row with each combination of keys, in the order of the keys."""
     order = np.lexsort(keys[::-1])
-    new = np.zeros(len(order), bool)
-    new[:1] = True
+    is_new = np.zeros(len(order), bool)
+    is_new[:1] = True
     for key in keys:
-        new[1:] |= key[order[1:]] != key[order[:-1]]
-    return order[new]
+        is_new[1:] |= key[order[1:]] != key[order[:-1]]
+    return order[is_new]
 
 
 @functools.lru_cache(maxsize=4)
@@ -157,14 +159,14 @@ def _powers(bits: int) -> tuple[Hashes, Hashes]:
     """(B^i, B^-i) modulo 2^64 for i from 0 to 2^bits."""
 
     def powers(base: int) -> Hashes:
-        found = np.full((1 << bits) + 1, base, np.uint64)
-        found[0] = 1
-        return np.cumprod(found, out=found)
+        factors = np.full((1 << bits) + 1, base, np.uint64)
+        factors[0] = 1
+        return np.cumprod(factors, out=factors)
 
     return powers(_BASE), powers(pow(_BASE, -1, 1 << 64))
 
 
-def _plain(texts: pa.Array) -> pa.Array:
+def _normalise(texts: pa.Array) -> pa.Array:
     """Texts beyond ASCII in NFKD and lower case, separators as spaces, invisible marks gone.
 
     Texts have the same NFKD exactly if they have the same NFKC, which Arrow 25 does not compose.
@@ -172,11 +174,11 @@ def _plain(texts: pa.Array) -> pa.Array:
     mask = pc.invert(pc.string_is_ascii(texts))
     if not pc.any(mask).as_py():
         return texts
-    found = pc.utf8_normalize(texts.filter(mask), form="NFKD")
-    found = pc.utf8_normalize(pc.utf8_lower(found), form="NFKD")
-    found = pc.replace_substring_regex(found, r"\p{Cf}+", "")
-    found = pc.replace_substring_regex(found, r"[\p{Z}\p{P}\p{Cc}]+", " ")
-    return pc.replace_with_mask(texts, mask, found)
+    normalised = pc.utf8_normalize(texts.filter(mask), form="NFKD")
+    normalised = pc.utf8_normalize(pc.utf8_lower(normalised), form="NFKD")
+    normalised = pc.replace_substring_regex(normalised, r"\p{Cf}+", "")
+    normalised = pc.replace_substring_regex(normalised, r"[\p{Z}\p{P}\p{Cc}]+", " ")
+    return pc.replace_with_mask(texts, mask, normalised)
 
 
 def _bytes(texts: pa.Array) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], Ints]:

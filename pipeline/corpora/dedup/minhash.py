@@ -29,7 +29,7 @@ from pipeline.corpora.dedup.hashing import Hashes, Tokens, mix, random_hashes, s
 PRIME = (1 << 61) - 1
 _CHUNK = (
     1 << 15
-)  # shingles at a time: the arrays of `permuted`, 256 KiB each, stay in a core's cache
+)  # shingles at a time: the arrays of `permute`, 256 KiB each, stay in a core's cache
 _NEIGHBOURS = (
     32  # a group of more rows with the same band is compared in a window, not all with all
 )
@@ -45,17 +45,17 @@ def signatures(shingles: Tokens, hashes: int) -> Hashes:
 
     Every text must have a shingle.
     """
-    found = np.empty((len(shingles.counts), hashes), np.uint64)
+    minima = np.empty((len(shingles.counts), hashes), np.uint64)
     a, b = orderings(hashes)
     step = np.searchsorted(shingles.offsets, np.arange(0, shingles.offsets[-1] + _CHUNK, _CHUNK))
-    borders = np.unique(np.minimum(step, len(found)))
+    borders = np.unique(np.minimum(step, len(minima)))
     for start, end in itertools.pairwise(borders):
         offsets = shingles.offsets[start : end + 1]
         values = shingles.hashes[offsets[0] : offsets[-1]] >> np.uint64(3)  # to 61 bits
         for number in range(hashes):
-            order = permuted(values, a[number], b[number])
-            found[start:end, number] = np.minimum.reduceat(order, offsets[:-1] - offsets[0])
-    return found
+            permutation = permute(values, a[number], b[number])
+            minima[start:end, number] = np.minimum.reduceat(permutation, offsets[:-1] - offsets[0])
+    return minima
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def orderings(count: int) -> tuple[Hashes, Hashes]:
     return a, random_hashes(count, stream=3) % _P
 
 
-def permuted(x: Hashes, a: np.uint64, b: np.uint64) -> Hashes:
+def permute(x: Hashes, a: np.uint64, b: np.uint64) -> Hashes:
     """(a·x + b) mod p for x, a and b up to p, without a number over 64 bits.
 
     With x = x₁·2³¹ + x₀ and a likewise, a·x = a₁x₁·2⁶² + (a₁x₀ + a₀x₁)·2³¹ + a₀x₀, and 2⁶¹ is 1 here. In
@@ -75,21 +75,21 @@ def permuted(x: Hashes, a: np.uint64, b: np.uint64) -> Hashes:
     x1, x0 = x >> np.uint64(31), x & _LOW_31
     total = x1 * (a1 << np.uint64(1))  # a₁x₁·2⁶², below 2⁶¹
     middle = x0 * a1
-    part = x1 * a0
-    middle += part  # below 2⁶²
-    np.multiply(x0, a0, out=part)  # below 2⁶²
-    total += part
+    product = x1 * a0
+    middle += product  # below 2⁶²
+    np.multiply(x0, a0, out=product)  # below 2⁶²
+    total += product
     total += b
-    np.right_shift(middle, np.uint64(30), out=part)  # of middle·2³¹ what is above 2⁶¹
-    total += part
+    np.right_shift(middle, np.uint64(30), out=product)  # of middle·2³¹ what is above 2⁶¹
+    total += product
     middle &= _LOW_30  # and what is below
     middle <<= np.uint64(31)
     total += middle  # in all below 2⁶⁴
-    np.right_shift(total, np.uint64(61), out=part)
+    np.right_shift(total, np.uint64(61), out=product)
     total &= _P
-    total += part  # below p + 8
-    np.subtract(total, _P, out=part)  # wraps around for what is below p
-    np.minimum(total, part, out=total)
+    total += product  # below p + 8
+    np.subtract(total, _P, out=product)  # wraps around for what is below p
+    np.minimum(total, product, out=total)
     return total
 
 
@@ -108,34 +108,37 @@ def candidate_pairs(keys: Hashes, ties: Hashes) -> tuple[Ints, Ints]:
     up to 33 are compared whole, and what is alike in larger ones is connected through neighbours.
     """
     order = np.lexsort((ties, keys))
-    ordered = keys[order]
+    sorted_keys = keys[order]
     first, second = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for distance in range(1, _NEIGHBOURS + 1):
-        same = np.flatnonzero(ordered[distance:] == ordered[:-distance])
-        if not len(same):
+        matches = np.flatnonzero(sorted_keys[distance:] == sorted_keys[:-distance])
+        if not len(matches):
             break
-        first.append(order[same])
-        second.append(order[same + distance])
+        first.append(order[matches])
+        second.append(order[matches + distance])
     return np.concatenate(first), np.concatenate(second)
 
 
 def similarities(sets: Tokens, first: Ints, second: Ints) -> Floats:
-    """The Jaccard similarity of set first[i] and set second[i] (`hashing.distinct`); 1 of two empty ones."""
-    found = [np.zeros(0)]
+    """The Jaccard similarity of sets first[i] and second[i] (`distinct_tokens`); 1 if both are empty."""
+    chunks = [np.zeros(0)]
     size = sets.counts
     _, ranks = np.unique(sets.hashes, return_inverse=True)
     members = (np.repeat(np.arange(len(size)), size) << 32) + ranks  # sorted, as the sets are
     for start in range(0, len(first), _PAIRS_COMPARED):
         left, right = (side[start : start + _PAIRS_COMPARED] for side in (first, second))
         ends = np.cumsum(size[left])
-        each = np.repeat(sets.offsets[:-1][left] - ends + size[left], size[left])
-        wanted = np.repeat(right << 32, size[left]) + ranks[each + np.arange(len(each))]
-        place = np.minimum(np.searchsorted(members, wanted), len(members) - 1)
-        hits = np.concatenate([[0], np.cumsum(members[place] == wanted)])
+        member_places = np.repeat(sets.offsets[:-1][left] - ends + size[left], size[left])
+        sought = (
+            np.repeat(right << 32, size[left])
+            + ranks[member_places + np.arange(len(member_places))]
+        )
+        place = np.minimum(np.searchsorted(members, sought), len(members) - 1)
+        hits = np.concatenate([[0], np.cumsum(members[place] == sought)])
         common = hits[ends] - hits[ends - size[left]]
         union = size[left] + size[right] - common
-        found.append(np.where(union > 0, common / np.maximum(union, 1), 1.0))
-    return np.concatenate(found)
+        chunks.append(np.where(union > 0, common / np.maximum(union, 1), 1.0))
+    return np.concatenate(chunks)
 
 
 def components(first: Ints, second: Ints) -> tuple[Ints, Ints]:

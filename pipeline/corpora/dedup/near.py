@@ -3,7 +3,7 @@
     sign   shard    a key for every band of every example         → filed by key
     pair   bucket   examples with the same key make pairs         → filed by pair, and by shard
     fetch  shard    the shingles and ids of examples in pairs     → filed by pair
-    check  bucket   pairs that are as similar as they must be     → clusters within the bucket
+    check  bucket   pairs that reach the threshold                → clusters within the bucket
     join   all      clusters that share an example are one; its first example stays
 
 A task holds a piece of one shard, or one bucket. Only `join` holds, at some 100 bytes each, all examples
@@ -27,7 +27,7 @@ from pipeline.corpora.dedup.examples import (
     DedupPlan,
     bucket_tasks,
     file_duplicates,
-    kept,
+    keep_mask,
     node_of,
     read_drops,
     read_pieces,
@@ -42,7 +42,7 @@ KEY_BYTES = 24  # of one band of one example
 
 _KEYS = pa.schema([("key", pa.uint64()), ("tie", pa.uint64()), ("node", pa.int64())])
 _PAIRS = pa.schema([("first", pa.int64()), ("second", pa.int64())])
-_WANTED = pa.schema([("row", pa.int64()), ("bucket", pa.int64())])
+_REQUESTS = pa.schema([("row", pa.int64()), ("bucket", pa.int64())])
 _SIDES = ("response", "context")  # the context is not always compared
 _SETS = pa.schema(
     [
@@ -74,37 +74,37 @@ def drop(draft: Draft, plan: DedupPlan) -> list[TaskRecord]:
 def shingles(rows: pa.Table, plan: DedupPlan) -> list[Tokens]:
     """The shingles of each side of the rows; a side with fewer tokens than a shingle is one."""
     options = plan.options
-    split = hashing.words if options.unit == "word" else hashing.characters
-    return [hashing.ngrams(side, options.shingle) for side in sides(rows, options.text, split)]
+    tokenise = hashing.words if options.unit == "word" else hashing.characters
+    return [hashing.ngrams(side, options.shingle) for side in sides(rows, options.text, tokenise)]
 
 
-def tagged(parts: list[Tokens]) -> Tokens:
+def tag_sides(parts: list[Tokens]) -> Tokens:
     """All shingles of an example as one set, in which those of two sides are never the same.
 
     Where each side's similarity is t or more, so is that of these sets: LSH finds such pairs as it finds
     any others of similarity t.
     """
     tags = hashing.random_hashes(len(parts), stream=5)
-    marked = (Tokens(p.hashes ^ tag, p.offsets) for p, tag in zip(parts, tags, strict=True))
-    return functools.reduce(hashing.beside, marked)
+    tagged_parts = (Tokens(p.hashes ^ tag, p.offsets) for p, tag in zip(parts, tags, strict=True))
+    return functools.reduce(hashing.concatenate, tagged_parts)
 
 
 def _sign(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     bands, hashes = plan.options.bands, plan.options.bands * plan.options.rows_per_band
     shard = plan.shards[number]
     tables = [_KEYS.empty_table()]
-    stays = kept(read_drops(draft, plan, number, "contaminated", "exact"), shard.rows)
-    for numbers, rows in read_pieces(shard.uri, COMPARED, stays):
-        found = tagged(shingles(rows, plan))
-        some = found.counts > 0  # an example without a word is like no other
-        found = Tokens(found.hashes, np.unique(found.offsets))
-        keys = minhash.band_keys(minhash.signatures(found, hashes), bands)
-        ties = hashing.strings(rows["example_id"].chunk(0))[some]
-        nodes = node_of(number, numbers[some])
+    row_mask = keep_mask(read_drops(draft, plan, number, "contaminated", "exact"), shard.rows)
+    for numbers, rows in read_pieces(shard.uri, COMPARED, row_mask):
+        signed_sets = tag_sides(shingles(rows, plan))
+        has_shingles = signed_sets.counts > 0  # an example without a word is like no other
+        signed_sets = Tokens(signed_sets.hashes, np.unique(signed_sets.offsets))
+        keys = minhash.band_keys(minhash.signatures(signed_sets, hashes), bands)
+        ties = hashing.text_hashes(rows["example_id"].chunk(0))[has_shingles]
+        nodes = node_of(number, numbers[has_shingles])
         columns = [keys.ravel(), np.repeat(ties, bands), np.repeat(nodes, bands)]
         tables.append(pa.table(columns, schema=_KEYS))
     entries = pa.concat_tables(tables).combine_chunks()
-    bucket = hashing.remainder(entries["key"].to_numpy(), plan.near_buckets)
+    bucket = hashing.bucket_of_hash(entries["key"].to_numpy(), plan.near_buckets)
     buckets.write(draft, task, entries, bucket, plan.near_buckets)
     return TaskRecord()
 
@@ -112,26 +112,26 @@ def _sign(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
 def _pair(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:
     entries = buckets.read(draft, plan.tasks("near-sign"), bucket, _KEYS)
     nodes = entries["node"].to_numpy()
-    found = minhash.candidate_pairs(entries["key"].to_numpy(), entries["tie"].to_numpy())
-    first, second = _each_once(nodes[found[0]], nodes[found[1]])
+    candidates = minhash.candidate_pairs(entries["key"].to_numpy(), entries["tie"].to_numpy())
+    first, second = _unique_pairs(nodes[candidates[0]], nodes[candidates[1]])
     # A pair is checked in one place, whichever bands find it.
-    place = hashing.remainder(hashing.mix(first.astype(np.uint64)), plan.near_buckets)
+    place = hashing.bucket_of_hash(hashing.mix(first.astype(np.uint64)), plan.near_buckets)
     pairs = pa.table([first, second], schema=_PAIRS)
     buckets.write(draft, f"{task}-pairs", pairs, place, plan.near_buckets)
-    wanted, place = _each_once(np.concatenate([first, second]), np.tile(place, 2))
-    shard, row = shard_and_row(wanted)
-    rows = pa.table([row, place], schema=_WANTED)
+    node, place = _unique_pairs(np.concatenate([first, second]), np.tile(place, 2))
+    shard, row = shard_and_row(node)
+    rows = pa.table([row, place], schema=_REQUESTS)
     buckets.write(draft, f"{task}-wanted", rows, shard, len(plan.shards))
     return TaskRecord()
 
 
 def _fetch(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
     names = [f"{pair}-wanted" for pair in bucket_tasks("near-pair", plan.near_buckets)]
-    found = buckets.read(draft, names, number, _WANTED)
-    wanted, place = _each_once(found["row"].to_numpy(), found["bucket"].to_numpy())
+    requests = buckets.read(draft, names, number, _REQUESTS)
+    row, place = _unique_pairs(requests["row"].to_numpy(), requests["bucket"].to_numpy())
     shard = plan.shards[number]
     mask = np.zeros(shard.rows, bool)
-    mask[wanted] = True
+    mask[row] = True
     compared = plan.options.check
     tables = [_SETS.empty_table()]
     for numbers, rows in read_pieces(shard.uri, COMPARED if compared else COMPARED[:1], mask):
@@ -143,31 +143,31 @@ def _fetch(draft: Draft, task: str, number: int, plan: DedupPlan) -> TaskRecord:
         }
         if compared:
             for side, part in zip(_SIDES, reversed(shingles(rows, plan)), strict=False):
-                columns[side] = _lists(hashing.distinct(part))
+                columns[side] = _lists(hashing.distinct_tokens(part))
         tables.append(pa.table(columns).cast(_SETS))
-    at = np.searchsorted(np.flatnonzero(mask), wanted)
-    rows = pa.concat_tables(tables).take(pa.array(at))
+    order = np.searchsorted(np.flatnonzero(mask), row)
+    rows = pa.concat_tables(tables).take(pa.array(order))
     buckets.write(draft, task, rows, place, plan.near_buckets)
     return TaskRecord()
 
 
 def _check(draft: Draft, task: str, bucket: int, plan: DedupPlan) -> TaskRecord:
     names = [f"{pair}-pairs" for pair in bucket_tasks("near-pair", plan.near_buckets)]
-    found = buckets.read(draft, names, bucket, _PAIRS)
-    pairs = _each_once(found["first"].to_numpy(), found["second"].to_numpy())
+    candidates = buckets.read(draft, names, bucket, _PAIRS)
+    pairs = _unique_pairs(candidates["first"].to_numpy(), candidates["second"].to_numpy())
     sets = buckets.read(draft, plan.tasks("near-fetch"), bucket, _SETS)
     nodes = sets["node"].to_numpy()  # in order, as the files are and the rows of each
     first, second = (np.searchsorted(nodes, side) for side in pairs)
-    alike = np.ones(len(first), bool)
+    is_similar = np.ones(len(first), bool)
     for side in _SIDES:
         similarity = minhash.similarities(_tokens(sets[side].chunk(0)), first, second)
-        alike &= similarity >= plan.options.threshold
-    members, labels = minhash.components(first[alike], second[alike])
+        is_similar &= similarity >= plan.options.threshold
+    members, labels = minhash.components(first[is_similar], second[is_similar])
     clusters = nodes[members[np.unique(labels, return_index=True)[1]]]
     rows = sets.select(["node", "rank", "id"]).take(pa.array(members))
     rows = rows.add_column(0, "cluster", pa.array(clusters[labels], pa.uint64()))
     buckets.write(draft, task, rows)
-    counts = {"near_pairs.found": len(alike), "near_pairs.alike": int(alike.sum())}
+    counts = {"near_pairs.found": len(is_similar), "near_pairs.alike": int(is_similar.sum())}
     return TaskRecord(counts=counts)
 
 
@@ -181,7 +181,7 @@ def _join(draft: Draft, task: str, _task: int, plan: DedupPlan) -> TaskRecord:
     return TaskRecord()
 
 
-def _each_once(first: Ints, second: Ints) -> tuple[Ints, Ints]:
+def _unique_pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
     """Pairs without repetition, sorted."""
     places = hashing.first_of_each(first, second)
     return first[places], second[places]

@@ -1,4 +1,4 @@
-"""What counts as the same text twice."""
+"""Which examples count as duplicates."""
 
 from __future__ import annotations
 

@@ -84,16 +84,16 @@ def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
 ) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
-    number = -(-sum(map(storage.size_of, uris)) // _BUCKET_BYTES) or 1
+    bucket_count = -(-sum(map(storage.size_of, uris)) // _BUCKET_BYTES) or 1
     tasks = {f"file-{i:05d}": uri for i, uri in enumerate(sorted(uris, key=storage.name_of))}
     read = functools.partial(
-        _read_file, number=number, options=options, reading=reading, privacy=privacy
+        _read_file, bucket_count=bucket_count, options=options, reading=reading, privacy=privacy
     )
     records = shards.run_tasks(draft, tasks, read, "amazonqa: files to pairs", PairsRecord)
     raw.check_share(draft, records, reading)
     parts = [part for record in records for part in record.parts]
     build = functools.partial(_build_bucket, parts=parts, options=options, privacy=privacy)
-    bucket_tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(number)}
+    bucket_tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(bucket_count)}
     label = "amazonqa: pairs to examples"
     return [*records, *shards.run_tasks(draft, bucket_tasks, build, label, TaskRecord)]
 
@@ -106,28 +106,28 @@ def _read_file(
     draft: Draft,
     task: str,
     uri: str,
-    number: int,
+    bucket_count: int,
     options: Options,
     reading: raw.Reading,
     privacy: Privacy,
 ) -> PairsRecord:
     account = file_tasks.Account()
-    found = parse(uri, reading, account, options)
-    parts = list[str]()
-    while some := list(itertools.islice(found, _PAIRS_PER_PART)):
-        keys = [_key(pair) for pair in some]
-        bucket = np.array([int(key, 16) % number for key in keys], np.int64)
-        columns = [keys, *map(list, zip(*some, strict=True))]
-        parts.append(f"{task}-{len(parts):03d}")
-        buckets.write(draft, parts[-1], pa.table(columns, schema=_PAIRS), bucket, number)
-    closed = account.close(draft, task, privacy)
+    pairs = parse(uri, reading, account, options)
+    part_names = list[str]()
+    while part := list(itertools.islice(pairs, _PAIRS_PER_PART)):
+        keys = [_key(pair) for pair in part]
+        bucket = np.array([int(key, 16) % bucket_count for key in keys], np.int64)
+        columns = [keys, *map(list, zip(*part, strict=True))]
+        part_names.append(f"{task}-{len(part_names):03d}")
+        buckets.write(draft, part_names[-1], pa.table(columns, schema=_PAIRS), bucket, bucket_count)
+    account_record = account.close(draft, task, privacy)
     return PairsRecord(
         input=uri,
-        parts=parts,
-        counts=closed.counts,
-        dropped=closed.dropped,
-        malformed=closed.malformed,
-        notes=closed.notes,
+        parts=part_names,
+        counts=account_record.counts,
+        dropped=account_record.dropped,
+        malformed=account_record.malformed,
+        notes=account_record.notes,
     )
 
 
@@ -142,33 +142,33 @@ def parse(
 ) -> Iterator[Pair]:
     """The pairs of a file, duplicates among them. A record is a pair, or a line without any."""
 
-    def fault_of(text: str) -> str:
-        return file_tasks.outside(text.count(" ") + 1, options.min_words, options.max_words)
+    def length_fault(text: str) -> str:
+        return file_tasks.length_fault(text.count(" ") + 1, options.min_words, options.max_words)
 
-    for at, line in raw.read_lines(uri, reading, account.notes):
+    for number, line in raw.read_lines(uri, reading, account.notes):
         if not line.strip():
             continue
         try:
             pairs = pairs_of(line)
         except Malformed as reason:
             account.records += 1
-            account.malformed.add(str(reason), uri, at, line)
+            account.malformed.add(str(reason), uri, number, line)
             continue
         account.records += len(pairs) or 1
         account.counts["dictionaries"] += 1
         if not pairs:
-            account.dropped.add("no answer", uri, at, line)
+            account.dropped.add("no answer", uri, number, line)
         for pair in pairs:
-            if fault := fault_of(pair.question):
-                account.dropped.add(f"question {fault}", uri, at, pair.question)
-            elif fault := fault_of(pair.answer):
-                account.dropped.add(f"answer {fault}", uri, at, pair.answer)
+            if fault := length_fault(pair.question):
+                account.dropped.add(f"question {fault}", uri, number, pair.question)
+            elif fault := length_fault(pair.answer):
+                account.dropped.add(f"answer {fault}", uri, number, pair.answer)
             else:
                 yield pair
 
 
 def pairs_of(line: str) -> list[Pair]:
-    """What a line holds. Raises Malformed."""
+    """The pairs of a line. Raises Malformed."""
     if raw.is_overlong(line):
         raise Malformed("line too long")
     try:  # only constants and containers of them: nothing is executed
@@ -227,18 +227,18 @@ def _build_bucket(
     duplicates.save(draft, task, privacy)
     order = np.random.default_rng(bucket).permutation(unique.num_rows)
     examples = _examples(unique.take(pa.array(order)), options)
-    rows, redacted = file_tasks.private(examples, privacy)
-    written, counts = list[FileEntry](), {"examples": rows.num_rows, **redacted}
+    rows, redacted = file_tasks.redact_rows(examples, privacy)
+    files, counts = list[FileEntry](), {"examples": rows.num_rows, **redacted}
     for split in ("train", "test"):
-        some = rows.filter(pc.equal(rows["split"], split))
-        counts[f"examples.{split}"] = some.num_rows
-        if some.num_rows:
-            written.append(draft.write_table(f"{split}/part-{bucket:05d}.parquet", some))
-    return TaskRecord(files=written, counts=counts, dropped=dict(duplicates.counts))
+        split_rows = rows.filter(pc.equal(rows["split"], split))
+        counts[f"examples.{split}"] = split_rows.num_rows
+        if split_rows.num_rows:
+            files.append(draft.write_table(f"{split}/part-{bucket:05d}.parquet", split_rows))
+    return TaskRecord(files=files, counts=counts, dropped=dict(duplicates.counts))
 
 
 def _duplicates(unique: pa.Table, pairs: int) -> raw.Rejects:
-    """How many of all `pairs` go, and some of what they are the same as."""
+    """The number of dropped pairs among all `pairs`, and samples of the repeated ones."""
     rejects = raw.Rejects()
     if pairs > unique.num_rows:
         repeated = unique.filter(pc.greater(unique["product_count"], 1))
@@ -251,12 +251,12 @@ def _duplicates(unique: pa.Table, pairs: int) -> raw.Rejects:
 def _examples(pairs: pa.Table, options: Options) -> pa.Table:
     number = pairs.num_rows
     product = pairs["product_min"].combine_chunks()
-    ones = pa.array(np.arange(number + 1, dtype=np.int32))
+    offsets = pa.array(np.arange(number + 1, dtype=np.int32))
     return pa.table(
         {
             "example_id": pc.binary_join_element_wise(product, pairs["key"], "/"),
             "group_id": product,
-            "context": pa.ListArray.from_arrays(ones, pairs["question"].combine_chunks()),
+            "context": pa.ListArray.from_arrays(offsets, pairs["question"].combine_chunks()),
             "response": pairs["answer"],
             "candidates": pa.nulls(number, pa.list_(pa.string())),
             "label": pa.nulls(number, pa.int32()),

@@ -1,4 +1,4 @@
-"""What an article is, whichever format it was read from, and the examples made of it.
+"""Articles of any format, and the examples made of them.
 
 pairs     each sentence, and the one after it
 search    a random sentence, and the article without it (StarSpace's task, Wu et al. 2018)
@@ -73,19 +73,19 @@ def search_rows(common: ParsedRow, sentences: list[str], options: Search) -> Ite
 
 
 def article_text(sentences: list[str], options: Search) -> str:
-    """An article as what is ranked."""
+    """The article's text for ranking."""
     return " ".join(sentences)[: options.max_article_characters]
 
 
 def split_sentences(paragraph: str) -> list[str]:
     """Cuts at sentence ends: . ! or ? before a space and a capital, except after abbreviations."""
-    found: list[str] = []
+    sentences: list[str] = []
     start = 0
     for end in _SENTENCE_END.finditer(paragraph):
         # Of a list of initials, the whole text before each would take the square of the time.
-        last = paragraph[max(start, end.start() - _LONGEST_ABBREVIATION) : end.start()]
-        if not _ABBREVIATION.search(last):
-            found.append(paragraph[start : end.end()].strip())
+        ending = paragraph[max(start, end.start() - _LONGEST_ABBREVIATION) : end.start()]
+        if not _ABBREVIATION.search(ending):
+            sentences.append(paragraph[start : end.end()].strip())
             start = end.end()
-    found.append(paragraph[start:].strip())
-    return [text for text in found if text]
+    sentences.append(paragraph[start:].strip())
+    return [text for text in sentences if text]

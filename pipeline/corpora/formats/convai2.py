@@ -39,7 +39,7 @@ class Options:
 
 
 class _Turn(NamedTuple):
-    """An answer, and what was known when it was given."""
+    """An answer with its context."""
 
     dialogue: int
     number: int
@@ -91,13 +91,13 @@ def parse(
 def _text_turns(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Turn]:
     dialogue, previous = 0, 0
     persona, turns = list[str](), list[str]()
-    for at, line in raw.read_lines(uri, reading, account.notes):
+    for line_number, line in raw.read_lines(uri, reading, account.notes):
         if not line.strip():
             continue
         account.records += 1
         number, _, text = line.partition(" ")
         if not number.isdecimal():  # unlike isdigit, only what int() reads
-            account.malformed.add("no line number", uri, at, line)
+            account.malformed.add("no line number", uri, line_number, line)
             continue
         if int(number) <= previous or dialogue == 0:
             dialogue, persona, turns = dialogue + 1, [], []
@@ -106,27 +106,27 @@ def _text_turns(uri: str, reading: raw.Reading, account: file_tasks.Account) -> 
         text = text.replace("\\n", "\n")
         if _PERSONA.match(text) and "\t" not in text:
             persona.append(text)
-            account.dropped.add("persona line (part of contexts)", uri, at, line)
+            account.dropped.add("persona line (part of contexts)", uri, line_number, line)
             continue
-        said, *rest = text.split("\t")
-        response = rest[0] if rest else ""
+        statement, *fields = text.split("\t")
+        response = fields[0] if fields else ""
         if not response:
-            account.malformed.add("no answer after a tab", uri, at, line)
+            account.malformed.add("no answer after a tab", uri, line_number, line)
             continue
-        candidates = rest[2].split("|") if len(rest) > 2 and rest[2] else None
-        known = [*turns, said]
-        turns += [said, response]
+        candidates = fields[2].split("|") if len(fields) > 2 and fields[2] else None
+        context = [*turns, statement]
+        turns += [statement, response]
         if candidates and response not in candidates:
-            account.malformed.add("answer not among its candidates", uri, at, line)
+            account.malformed.add("answer not among its candidates", uri, line_number, line)
             continue
-        yield _Turn(dialogue, previous, persona, known, response, candidates)
+        yield _Turn(dialogue, previous, persona, context, response, candidates)
 
 
 def _json_turns(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Turn]:
-    for dialogue, found in json_array.read_objects(uri, reading, account):
-        persona, pairs = found.get("persona"), found.get("dialogue")
+    for dialogue, record in json_array.read_objects(uri, reading, account):
+        persona, pairs = record.get("persona"), record.get("dialogue")
         if not _are_texts(persona) or not isinstance(pairs, list) or not pairs:
-            account.malformed.add("no persona or no dialogue", uri, dialogue, str(found))
+            account.malformed.add("no persona or no dialogue", uri, dialogue, str(record))
             continue
         account.records += len(pairs) - 1  # as of text, each answer is a record
         account.counts["dialogues"] += 1

@@ -55,7 +55,7 @@ class Options:
 
 
 class _Malformed(Exception):
-    """Why a record is not what the format says."""
+    """The record breaks the format; the message is the reason."""
 
 
 def prepare(
@@ -84,31 +84,31 @@ def parse(
     Raises BadInput for a test file without its answers.
     """
     name = raw.plain_name(uri)
-    for number, found in json_array.read_objects(uri, reading, account):
+    for number, record in json_array.read_objects(uri, reading, account):
         try:
-            group = f"{name}/{_example_id(found)}"
-            split = _split(found, name, group)
-            messages = _pairs(found, "messages-so-far", "speaker")
+            group = f"{name}/{_example_id(record)}"
+            split = _split(record, name, group)
+            messages = _pairs(record, "messages-so-far", "speaker")
             if not messages:
                 raise _Malformed("messages-so-far is empty")
-            choice = _choice(uri, found, split, answers)
+            choice = _choice(uri, record, split, answers)
         except _Malformed as fault:
-            shown = json.dumps(found, ensure_ascii=False)
-            account.malformed.add(str(fault), uri, number, shown)
+            record_json = json.dumps(record, ensure_ascii=False)
+            account.malformed.add(str(fault), uri, number, record_json)
             continue
         account.counts["dialogues"] += 1
         turns = [
             text if options.speakers == "none" else f"{speaker.replace('_', ' ')}: {text}"
             for speaker, text in messages
         ]
-        added = [
+        augmented = [
             (f"{name}/{number}/{place}", turns[:place], text, None, None)
             for place, (speaker, text) in enumerate(messages)
             if options.augment and split == "train" and place and speaker == "participant_2"
         ]
-        account.records += len(added)
+        account.records += len(augmented)
         for row, context, response, candidates, label in [
-            *added,
+            *augmented,
             (f"{name}/{number}", turns, *choice),
         ]:
             if not response.strip():
@@ -134,38 +134,38 @@ def read_answers(uris: list[str], reading: raw.Reading) -> Answers:
         if not subtask or int(subtask[1]) in answers:
             raise BadInput(f"{uri}: allowed: one file of answers for each sub-task, with subtask_1 or "
                            "another number in its name")  # fmt: skip
-        found = answers[int(subtask[1])] = {}
-        for at, line in raw.read_lines(uri, reading):
+        candidate_ids = answers[int(subtask[1])] = {}
+        for number, line in raw.read_lines(uri, reading):
             fields = line.split("\t", 2)
             if len(fields) == 3 and fields[0].isdecimal() and fields[1]:
-                found[fields[0]] = fields[1].split(",")
+                candidate_ids[fields[0]] = fields[1].split(",")
             elif line.strip():
-                raise BadInput(f"{uri}, line {at}: {line[:80]!r} is not allowed; allowed: "
+                raise BadInput(f"{uri}, line {number}: {line[:80]!r} is not allowed; allowed: "
                                "example-id<TAB>candidate-id[,candidate-id …]<TAB>utterance")  # fmt: skip
     return answers
 
 
-def _example_id(found: dict[str, Any]) -> int:
-    value = found.get("example-id")
+def _example_id(record: dict[str, Any]) -> int:
+    value = record.get("example-id")
     if type(value) is not int:
         raise _Malformed("example-id is no integer")
     return value
 
 
-def _split(found: dict[str, Any], name: str, group: str) -> Split:
-    """From `data-split`; without that from the file's name, ubuntu_dev_subtask_1.json."""
-    said = found.get("data-split")
-    if said is None:
+def _split(record: dict[str, Any], name: str, group: str) -> Split:
+    """The split in `data-split`, or without that field in the file's name, ubuntu_dev_subtask_1.json."""
+    split_name = record.get("data-split")
+    if split_name is None:
         return split_by_name_or_group(name.removeprefix("ubuntu_"), group)
-    split = named_split(said) if isinstance(said, str) else None
+    split = named_split(split_name) if isinstance(split_name, str) else None
     if not split:
         raise _Malformed("data-split names no split")
     return split
 
 
-def _pairs(found: dict[str, Any], field: str, key: str) -> list[tuple[str, str]]:
+def _pairs(record: dict[str, Any], field: str, key: str) -> list[tuple[str, str]]:
     """(value of `key`, utterance) of each object in the list `field`."""
-    values = found.get(field)
+    values = record.get(field)
     try:
         pairs = [(value[key], value["utterance"]) for value in values or []]
     except (KeyError, TypeError):
@@ -176,24 +176,24 @@ def _pairs(found: dict[str, Any], field: str, key: str) -> list[tuple[str, str]]
 
 
 def _choice(
-    uri: str, found: dict[str, Any], split: Split, answers: Answers
+    uri: str, record: dict[str, Any], split: Split, answers: Answers
 ) -> tuple[str, list[str] | None, int | None]:
     """(response, candidates, the response's place in them)"""
-    subtask = found.get("scenario", 1)
+    subtask = record.get("scenario", 1)
     if subtask not in (1, 3, 4, 5):
         raise _Malformed("scenario is not 1, 3, 4 or 5")
-    right: list[tuple[str, str]] = []
-    if "options-for-correct-answers" in found:
-        right = _pairs(found, "options-for-correct-answers", "candidate-id")
-        ids = [name for name, _ in right] or [NONE]
+    right_answers: list[tuple[str, str]] = []
+    if "options-for-correct-answers" in record:
+        right_answers = _pairs(record, "options-for-correct-answers", "candidate-id")
+        ids = [name for name, _ in right_answers] or [NONE]
     elif subtask in answers or split != "test":
-        ids = answers.get(subtask, {}).get(str(found["example-id"]), [])
+        ids = answers.get(subtask, {}).get(str(record["example-id"]), [])
     else:
         raise BadInput(f"{uri}: no options-for-correct-answers; give the file with its answers, "
                        f"ubuntu_responses_subtask_{subtask}.tsv, as another --input")  # fmt: skip
-    options = _pairs(found, "options-for-next", "candidate-id")
-    if split == "train" and not options and right:
-        return right[0][1], None, None
+    options = _pairs(record, "options-for-next", "candidate-id")
+    if split == "train" and not options and right_answers:
+        return right_answers[0][1], None, None
     if len(options) != CANDIDATES:
         raise _Malformed(f"not {CANDIDATES} candidates")
     if subtask == 4:
@@ -201,6 +201,6 @@ def _choice(
     places = [place for place, (name, _) in enumerate(options) if name in ids]
     if not places:
         raise _Malformed("no right answer among the candidates")
-    label, *others = places
-    texts = [text for place, (_, text) in enumerate(options) if place not in others]
+    label, *other_places = places
+    texts = [text for place, (_, text) in enumerate(options) if place not in other_places]
     return texts[label], texts, label

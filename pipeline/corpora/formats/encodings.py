@@ -15,7 +15,7 @@ from pipeline.corpora import raw
 
 _HEAD_BYTES = 4096
 _SHOWN_CHARACTERS = 20  # before and after the first letter that is not ASCII
-_MARKS = (
+_BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
@@ -24,7 +24,7 @@ _MARKS = (
 
 
 def is_known(encoding: str) -> bool:
-    """Whether Python can decode it to text."""
+    """Whether Python can decode the encoding to text."""
     try:
         return codecs.lookup(encoding)._is_text_encoding
     except LookupError:
@@ -40,15 +40,15 @@ def lines(
     `raw.read_lines` for a stream that is cut off.
     """
     utf8 = codecs.lookup(encoding).name == "utf-8"
-    found = _utf8(uri, option) if utf8 else _decoded(uri, encoding, option)
+    decoded_lines = _utf8_lines(uri, option) if utf8 else _decoded_lines(uri, encoding, option)
     number = 0
     try:
-        for number, line in enumerate(found, start=1):
+        for number, line in enumerate(decoded_lines, start=1):
             yield number, (line.removeprefix("\ufeff") if number == 1 else line).removesuffix("\r")
-    except raw.CutOff as error:
+    except raw.Truncated as error:
         if reading.truncated == "stop":
-            raise raw.cut_off_input(error, number) from None
-        notes.append(raw.cut_off_note(error, number))
+            raise raw.truncated_input(error, number) from None
+        notes.append(raw.truncation_note(error, number))
 
 
 def is_damaged(line: str) -> bool:
@@ -56,10 +56,10 @@ def is_damaged(line: str) -> bool:
     return not line.isascii() and not raw.is_text(line)
 
 
-def _utf8(uri: str, option: str) -> Iterator[str]:
+def _utf8_lines(uri: str, option: str) -> Iterator[str]:
     number, is_utf8 = 0, False
     for block in raw.line_blocks(uri, 1 << 24):
-        if number == 0 and (guess := _wide(block[:_HEAD_BYTES])):
+        if number == 0 and (guess := _wide_encoding(block[:_HEAD_BYTES])):
             raise _refusal(uri, 1, block[:_HEAD_BYTES], guess, option)
         for data in block.removesuffix(b"\n").split(b"\n"):
             number += 1
@@ -68,24 +68,24 @@ def _utf8(uri: str, option: str) -> Iterator[str]:
                 is_utf8 = is_utf8 or not line.isascii()
             except UnicodeDecodeError:
                 if not is_utf8:
-                    raise _refusal(uri, number, data, _western(data), option) from None
+                    raise _refusal(uri, number, data, _western_encoding(data), option) from None
                 line = data.decode(errors="surrogateescape")
             yield line
 
 
-def _decoded(uri: str, encoding: str, option: str) -> Iterator[str]:
+def _decoded_lines(uri: str, encoding: str, option: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder(encoding)()
     text, number = "", 0
     try:
-        for piece in raw.slices(raw.decompressed(uri)):
+        for piece in raw.slices(raw.read_decompressed(uri)):
             text += decoder.decode(piece)
             if len(text) > raw.MAX_LINE_BYTES and "\n" not in text:
                 raise BadInput(
                     f"{uri}: line {number + 1} is over 10 MiB; --{option} {encoding} may be wrong"
                 )
-            *whole, text = text.split("\n")
-            number += len(whole)
-            yield from whole
+            *lines, text = text.split("\n")
+            number += len(lines)
+            yield from lines
         text += decoder.decode(b"", final=True)
     except UnicodeError as error:
         raise BadInput(f"{uri}: line {number + 1} and what follows is not in --{option} {encoding} "
@@ -94,9 +94,9 @@ def _decoded(uri: str, encoding: str, option: str) -> Iterator[str]:
         yield text
 
 
-def _wide(head: bytes) -> str:
-    """The encoding of a file in which letters have two or four bytes; "": it has none of them."""
-    for mark, encoding in _MARKS:
+def _wide_encoding(head: bytes) -> str:
+    """The encoding of a file in UTF-16 or UTF-32; "" for other files."""
+    for mark, encoding in _BYTE_ORDER_MARKS:
         if head.startswith(mark):
             return encoding
     zeros = [head[start::2].count(0) for start in (0, 1)]
@@ -105,7 +105,7 @@ def _wide(head: bytes) -> str:
     return "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
 
 
-def _western(data: bytes) -> str:
+def _western_encoding(data: bytes) -> str:
     """cp1252 (Windows), which is Latin-1 with more letters, or "" for bytes that it lacks."""
     try:
         data.decode("cp1252")
@@ -116,11 +116,13 @@ def _western(data: bytes) -> str:
 
 def _refusal(uri: str, number: int, data: bytes, guess: str, option: str) -> BadInput:
     if not guess:
-        ends = f"; name its encoding by --{option}" if option else "; convert it to UTF-8"
-        return BadInput(f"{uri}, line {number}: not UTF-8{ends}")
+        advice = f"; name its encoding by --{option}" if option else "; convert it to UTF-8"
+        return BadInput(f"{uri}, line {number}: not UTF-8{advice}")
     text = data.decode(guess, errors="ignore").removeprefix("\ufeff").split("\n")[0]
-    first = next((at for at, letter in enumerate(text) if not letter.isascii()), 0)
-    shown = text[max(0, first - _SHOWN_CHARACTERS) : first + _SHOWN_CHARACTERS]
+    first = next((place for place, letter in enumerate(text) if not letter.isascii()), 0)
+    excerpt = text[max(0, first - _SHOWN_CHARACTERS) : first + _SHOWN_CHARACTERS]
     name = "Latin-1 (Windows-1252)" if guess == "cp1252" else guess.upper()
-    ends = f"--{option} {guess} reads it so" if option else f"convert it: iconv -f {guess} -t utf-8"
-    return BadInput(f"{uri}, line {number}: not UTF-8; a guess is {name}: {shown!r}; {ends}")
+    advice = (
+        f"--{option} {guess} reads it so" if option else f"convert it: iconv -f {guess} -t utf-8"
+    )
+    return BadInput(f"{uri}, line {number}: not UTF-8; a guess is {name}: {excerpt!r}; {advice}")

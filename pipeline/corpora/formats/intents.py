@@ -64,11 +64,11 @@ class Options:
         require(0 <= parts < 1000 and self.valid_share == parts / 1000, "banking77.valid_share",
                 self.valid_share, "0 to below 1, in thousandths")  # fmt: skip
 
-    def split(self, given: Split, text_id: str) -> Split:
-        """The split of a text whose file is in the split `given`."""
+    def split_of_text(self, file_split: Split, text_id: str) -> Split:
+        """The split of a text whose file is in the split `file_split`."""
         valid = round(1000 * self.valid_share)
-        if given != "train" or not valid:
-            return given
+        if file_split != "train" or not valid:
+            return file_split
         return hash_split(f"{_VALID_HASH}{text_id}", (1000 - valid, valid, 0))
 
 
@@ -98,12 +98,12 @@ def prepare(
     corpus: Corpus,
 ) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks. Other files in the folders are set aside."""
-    found, others = files_of(uris, corpus)
-    file_tasks.require_distinct(map(_id_of_file, found))
+    files, other_files = files_of(uris, corpus)
+    file_tasks.require_distinct(map(_id_of_file, files))
     parse_file = functools.partial(parse, corpus=corpus, options=options or Options())
     label = f"{corpus}: files to examples"
-    records = file_tasks.prepare(draft, found, parse_file, _SCHEMA, reading, privacy, label)
-    notes = [f"{uri}: set aside, not a file of {corpus}" for uri in others]
+    records = file_tasks.prepare(draft, files, parse_file, _SCHEMA, reading, privacy, label)
+    notes = [f"{uri}: set aside, not a file of {corpus}" for uri in other_files]
     if corpus == "banking77" and not sum_counts(r.counts for r in records).get("examples.valid"):
         notes.append("banking77: no valid split, so training validates nothing; "
                      "--banking77.valid-share 0.1 takes one from train")  # fmt: skip
@@ -115,17 +115,17 @@ def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]
 
     Raises BadInput where there is none to parse, or the file that is read with one is missing.
     """
-    pattern, used_with_it, _ = _LAYOUTS[corpus]
-    found = [uri for uri in uris if fnmatch(raw.plain_name(uri), pattern)]
-    if not found:
+    pattern, companion, _ = _LAYOUTS[corpus]
+    files = [uri for uri in uris if fnmatch(raw.plain_name(uri), pattern)]
+    if not files:
         raise BadInput(f"--input: {uris[0]}: not a file of {corpus}; allowed: {pattern}")
-    with_it = [storage.join(posixpath.dirname(uri), used_with_it) for uri in found if used_with_it]
-    for uri in with_it:
+    companions = [storage.join(posixpath.dirname(uri), companion) for uri in files if companion]
+    for uri in companions:
         if uri not in uris:
             raise BadInput(
-                f"--input: {uri} is missing; allowed: {pattern} and {used_with_it} in a folder"
+                f"--input: {uri} is missing; allowed: {pattern} and {companion} in a folder"
             )
-    return found, [uri for uri in uris if uri not in (*found, *with_it)]
+    return files, [uri for uri in uris if uri not in (*files, *companions)]
 
 
 def parse(
@@ -137,34 +137,34 @@ def parse(
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, one per text."""
     layout = _LAYOUTS[corpus][2]
-    for found in layout(uri, reading, account):
-        text, intent = found.text.strip(), found.intent.strip()
+    for labelled in layout(uri, reading, account):
+        text, intent = labelled.text.strip(), labelled.intent.strip()
         if not intent:
-            account.malformed.add("no intent", uri, found.line, text)
+            account.malformed.add("no intent", uri, labelled.line, text)
         elif not text:
-            account.dropped.add("empty text", uri, found.line, intent)
+            account.dropped.add("empty text", uri, labelled.line, intent)
         else:
             yield {
-                "example_id": found.id,
-                "group_id": found.id,
+                "example_id": labelled.id,
+                "group_id": labelled.id,
                 "context": [text],
-                "response": "out of scope" if found.out_of_scope else in_words(intent),
+                "response": "out of scope" if labelled.out_of_scope else intent_words(intent),
                 "candidates": None,
                 "label": None,
                 "source": corpus,
-                "split": options.split(found.split, found.id),
+                "split": options.split_of_text(labelled.split, labelled.id),
                 "intent": intent,
-                "out_of_scope": found.out_of_scope,
+                "out_of_scope": labelled.out_of_scope,
             }
 
 
-def in_words(intent: str) -> str:
+def intent_words(intent: str) -> str:
     """An intent's name for a reader: "alarm query", "Add To Playlist"."""
     return " ".join(_WORD_BORDER.sub(" ", intent).split())
 
 
 def _id_of_file(uri: str) -> str:
-    """What its examples' ids begin with: `train` for train/seq.in, else the file's name."""
+    """The prefix of the examples' ids: `train` for train/seq.in, else the file's name."""
     name = raw.plain_name(uri)
     return storage.name_of(posixpath.dirname(uri)) if name == "seq.in" else name
 
@@ -173,57 +173,59 @@ def _id_of_file(uri: str) -> str:
 # Layouts
 
 
-def _banking(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
+def _read_banking(
+    uri: str, reading: raw.Reading, account: file_tasks.Account
+) -> Iterator[Labelled]:
     name = _id_of_file(uri)
     columns = {"column text": "text", "column category": "category"}
-    for at, row in tables.read(uri, columns, reading, account):
-        id_ = f"{name}/{at}"
-        yield Labelled(at, id_, row["text"], row["category"], split_by_name_or_group(name, id_))
+    for line, row in tables.read(uri, columns, reading, account):
+        id_ = f"{name}/{line}"
+        yield Labelled(line, id_, row["text"], row["category"], split_by_name_or_group(name, id_))
 
 
-def _clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
+def _read_clinc(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
     try:
-        parts = json.loads(b"".join(raw.decompressed(uri)))
-    except (raw.CutOff, ValueError, RecursionError) as error:
+        parts = json.loads(b"".join(raw.read_decompressed(uri)))
+    except (raw.Truncated, ValueError, RecursionError) as error:
         raise BadInput(f"{uri}: not a whole JSON file ({error})") from None
     if not isinstance(parts, dict) or not all(isinstance(part, list) for part in parts.values()):
         raise BadInput(f"{uri}: not an object of lists; allowed: {', '.join(_PARTS)}")
-    at = 0
+    text_number = 0
     for name, part in parts.items():
         require(name in _PARTS, uri, name, ", ".join(_PARTS))
         split = named_split(name.removeprefix("oos_"))
         assert split is not None
         for number, pair in enumerate(part, start=1):
-            at += 1
+            text_number += 1
             account.records += 1
             if isinstance(pair, list) and len(pair) == 2 and all(map(raw.is_text, pair)):
                 id_ = f"{_id_of_file(uri)}/{name}/{number}"
                 text, intent = pair
-                yield Labelled(at, id_, text, intent, split, name.startswith("oos_"))
+                yield Labelled(text_number, id_, text, intent, split, name.startswith("oos_"))
             else:
-                shown = json.dumps(pair, ensure_ascii=False)
-                account.malformed.add("not a text and an intent", uri, at, shown)
+                pair_json = json.dumps(pair, ensure_ascii=False)
+                account.malformed.add("not a text and an intent", uri, text_number, pair_json)
 
 
-def _seq_in(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
+def _read_seq_in(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[Labelled]:
     folder, name = posixpath.dirname(uri), _id_of_file(uri)
     split = named_split(name)
     if split is None:
         raise BadInput(f"{uri}: the folder names no split; allowed: train, valid, test")
     lines = (raw.read_lines(file, reading, account.notes) for file in (uri, f"{folder}/label"))
-    for at, (text, intent) in enumerate(itertools.zip_longest(*lines), start=1):
+    for line, (text, intent) in enumerate(itertools.zip_longest(*lines), start=1):
         if text is None or intent is None:
             longer = "seq.in" if intent is None else "label"
-            raise BadInput(f"{folder}: {longer} has more than the {at - 1:,} lines of the other; "
+            raise BadInput(f"{folder}: {longer} has more than the {line - 1:,} lines of the other; "
                            "allowed: seq.in and label with as many lines")  # fmt: skip
         account.records += 1
-        yield Labelled(at, f"{name}/{at}", text[1], intent[1], split)
+        yield Labelled(line, f"{name}/{line}", text[1], intent[1], split)
 
 
 _LAYOUTS: dict[Corpus, tuple[str, str, Layout]] = {
     # (names of its files, the file that is read with each of them, how they are read)
-    "banking77": ("*.csv", "", _banking),
-    "clinc150": ("data*.json", "", _clinc),
-    "hwu64": ("seq.in", "label", _seq_in),
-    "snips": ("seq.in", "label", _seq_in),
+    "banking77": ("*.csv", "", _read_banking),
+    "clinc150": ("data*.json", "", _read_clinc),
+    "hwu64": ("seq.in", "label", _read_seq_in),
+    "snips": ("seq.in", "label", _read_seq_in),
 }

@@ -37,53 +37,53 @@ def read_objects(
             if isinstance(value, dict):
                 yield number, value
             else:
-                shown = json.dumps(value, ensure_ascii=False)
-                account.malformed.add("not a JSON object", uri, number, shown)
+                value_json = json.dumps(value, ensure_ascii=False)
+                account.malformed.add("not a JSON object", uri, number, value_json)
     except _NoArray as error:
         account.records += 1
         account.malformed.add("not a JSON array", uri, 1, str(error))
-    except raw.CutOff as error:
+    except raw.Truncated as error:
         if reading.truncated == "stop":
-            raise raw.cut_off_input(error, number, "objects") from None
-        account.notes.append(raw.cut_off_note(error, number, "objects"))
+            raise raw.truncated_input(error, number, "objects") from None
+        account.notes.append(raw.truncation_note(error, number, "objects"))
 
 
 def _values(uri: str) -> Iterator[Any]:
-    """The array's values. Raises CutOff after the last whole one of an array without an end.
+    """The array's values. Raises Truncated after the last whole one of an array without an end.
 
     (ijson, which parses event by event, is as fast, 150 MB/s, but 100,000 brackets inside one another
     make it take all memory there is.)
     """
     decode = codecs.getincrementaldecoder("utf-8-sig")("replace").decode
-    text, begun = "", False
-    for piece in raw.slices(raw.decompressed(uri)):
+    text, in_array = "", False
+    for piece in raw.slices(raw.read_decompressed(uri)):
         text += decode(piece)
-        at = 0
-        if not begun:
+        position = 0
+        if not in_array:
             text = text.lstrip()
             if text[:1] not in ("", "["):
                 raise _NoArray(text)
-            begun = text != ""
-            at = len(text[:1])
-        while (at := _end_of_gap(text, at)) < len(text):
-            if text[at] == "]":
+            in_array = text != ""
+            position = len(text[:1])
+        while (position := _end_of_gap(text, position)) < len(text):
+            if text[position] == "]":
                 return
             try:
-                value, at = _DECODER.raw_decode(text, at)
+                value, position = _DECODER.raw_decode(text, position)
             except ValueError:  # half a value, whose rest comes with the next piece, or none
                 break
             except RecursionError:
-                raise raw.CutOff(f"{uri}: an object of the JSON array nests too deep") from None
+                raise raw.Truncated(f"{uri}: an object of the JSON array nests too deep") from None
             yield value
-        text = text[at:]
+        text = text[position:]
         if len(text) > _MAX_OBJECT_CHARACTERS:
-            raise raw.CutOff(f"{uri}: the JSON array is broken, or an object is over 10 MiB")
-    if begun:
-        raise raw.CutOff(f"{uri}: the JSON array is cut off or broken")
+            raise raw.Truncated(f"{uri}: the JSON array is broken, or an object is over 10 MiB")
+    if in_array:
+        raise raw.Truncated(f"{uri}: the JSON array is cut off or broken")
 
 
 def _end_of_gap(text: str, start: int) -> int:
-    """Where the white space and commas between two values end; a comma may be missing."""
-    found = _GAP.match(text, start)
-    assert found  # it matches nothing, too
-    return found.end()
+    """The end of the white space and commas between two values; a comma may be missing."""
+    gap = _GAP.match(text, start)
+    assert gap  # it matches nothing, too
+    return gap.end()

@@ -83,26 +83,26 @@ def parse(
     part, split = "", ""
     bounds = (options.min_characters, options.max_characters)
 
-    for at, line in raw.read_lines(uri, reading, account.notes):
-        index, place = divmod(at - 1, options.lines_per_part or sys.maxsize)
+    for number, line in raw.read_lines(uri, reading, account.notes):
+        index, place = divmod(number - 1, options.lines_per_part or sys.maxsize)
         if place == 0:
             part = f"{name}-{_letters(index)}" if options.lines_per_part else name
             earlier.clear()
             split = split_of(thread_hashes(pa.array([part])), options.train_share)[0]
         account.records += 1
         if raw.is_overlong(line) or len(line) > _MAX_CHARACTERS:
-            account.malformed.add("line too long", uri, at, line)
+            account.malformed.add("line too long", uri, number, line)
             continue
         text = clean(line)
         if not text:
-            account.dropped.add("no text", uri, at, line)
+            account.dropped.add("no text", uri, number, line)
             continue
         if not earlier:
-            account.dropped.add("first line of a file", uri, at, line)
-        elif fault := file_tasks.outside(len(text), *bounds):
-            account.dropped.add(f"response {fault}", uri, at, line)
-        elif fault := file_tasks.outside(len(earlier[-1]), *bounds):
-            account.dropped.add(f"context {fault}", uri, at, earlier[-1])
+            account.dropped.add("first line of a file", uri, number, line)
+        elif fault := file_tasks.length_fault(len(text), *bounds):
+            account.dropped.add(f"response {fault}", uri, number, line)
+        elif fault := file_tasks.length_fault(len(earlier[-1]), *bounds):
+            account.dropped.add(f"context {fault}", uri, number, earlier[-1])
         else:
             yield {
                 "example_id": f"{part}/{place + 1}",

@@ -39,7 +39,7 @@ from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
 from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 
-_WHOLE = re.compile(r"-?[0-9]{1,9}(\.0*)?")
+_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}(\.0*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,8 @@ class Options(tables.TableFormat):
         require(not self.label_column or self.candidates_column != "", "pairs.label_column",
                 self.label_column, "none without pairs.candidates_column")  # fmt: skip
         parts = self.parts_per_thousand
-        whole = self.shares == tuple(part / 1000 for part in parts)
-        require(whole and min(parts) >= 0 and sum(parts) == 1000, "pairs.shares", self.shares,
+        are_thousandths = self.shares == tuple(part / 1000 for part in parts)
+        require(are_thousandths and min(parts) >= 0 and sum(parts) == 1000, "pairs.shares", self.shares,
                 "three shares, thousandths at the finest, that add up to 1")  # fmt: skip
 
     @property
@@ -89,8 +89,8 @@ class Options(tables.TableFormat):
     @property
     def columns(self) -> dict[str, str]:
         """Option → column, of those that are named."""
-        named = {name: value for name, value in vars(self).items() if name.endswith("_column")}
-        return {f"pairs.{name}": value for name, value in named.items() if value}
+        columns = {name: value for name, value in vars(self).items() if name.endswith("_column")}
+        return {f"pairs.{name}": value for name, value in columns.items() if value}
 
 
 class Malformed(Exception):
@@ -115,15 +115,15 @@ def prepare(
     parse_file = functools.partial(parse, options=options, root=root)
     label = "pairs: files to examples"
     records = file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
-    named = Counter(split for uri in uris if (split := _split_of_file(uri, options)))
+    split_counts = Counter(split for uri in uris if (split := _split_of_file(uri, options)))
     shards = [draft.path(file["path"]) for record in records for file in record.files]
     if options.id_column and shards:
         _check_ids(shards, options)
-    if options.group_column and shards and (options.split_column or named):
+    if options.group_column and shards and (options.split_column or split_counts):
         _check_groups(shards, options)
     notes = [
         f"pairs: {number:,} of {len(uris):,} files are {split} by their names (pairs.split_by)"
-        for split, number in sorted(named.items())
+        for split, number in sorted(split_counts.items())
     ]
     return [*records, TaskRecord(notes=notes)]
 
@@ -132,26 +132,28 @@ def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options, root: str
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, one per row. Ids begin with its path below `root`, a folder's URI."""
-    name, named = uri.removeprefix(root), _split_of_file(uri, options)
+    name, file_split = uri.removeprefix(root), _split_of_file(uri, options)
     is_turn = re.compile(re.escape(options.context_column) + r"/\d+").fullmatch
-    known = set(options.columns.values())
+    named_columns = set(options.columns.values())
 
-    def shown(row: dict[str, Any]) -> str:
-        """Without the columns that nobody named, which may hold anything about anybody."""
-        some = {name: value for name, value in row.items() if name in known or is_turn(name)}
-        return json.dumps(some, ensure_ascii=False, default=str)
+    def row_json(row: dict[str, Any]) -> str:
+        """Only the columns that the options name: other columns may hold personal data."""
+        named_values = {
+            name: value for name, value in row.items() if name in named_columns or is_turn(name)
+        }
+        return json.dumps(named_values, ensure_ascii=False, default=str)
 
     rows = tables.read(uri, options.columns, reading, account, is_turn, options)
-    for at, row in rows:
+    for number, row in rows:
         try:
-            example = _example(row, options, f"{name}/{at}", named)
+            example = _example(row, options, f"{name}/{number}", file_split)
         except Malformed as reason:
-            account.malformed.add(str(reason), uri, at, shown(row))
+            account.malformed.add(str(reason), uri, number, row_json(row))
             continue
-        if empty := next(
+        if empty_side := next(
             (side for side in ("context", "response") if _is_blank(example[side])), ""
         ):
-            account.dropped.add(f"empty {empty}", uri, at, shown(row))
+            account.dropped.add(f"empty {empty_side}", uri, number, row_json(row))
         else:
             yield example
 
@@ -173,17 +175,17 @@ def _is_blank(side: str | list[str]) -> bool:
 
 
 def _example(
-    row: dict[str, Any], options: Options, name: str, named: Split | None
+    row: dict[str, Any], options: Options, name: str, file_split: Split | None
 ) -> dict[str, Any]:
     context = _context(row, options)
     response = _text(row, options.response_column)
     candidates = _candidates(row, options)
-    given = _split(row, options.split_column) if options.split_column else named
+    split = _split(row, options.split_column) if options.split_column else file_split
     if options.group_column:
         group = _key(row, options.group_column)
     else:
         first = hashlib.blake2b("".join(context[:1]).encode(), digest_size=8).hexdigest()
-        group = f"{given}/{first}" if given else first
+        group = f"{split}/{first}" if split else first
     return {
         "example_id": _key(row, options.id_column) if options.id_column else name,
         "group_id": group,
@@ -192,7 +194,7 @@ def _example(
         "candidates": candidates,
         "label": _label(row, options, response, candidates),
         "source": "pairs",
-        "split": given or hash_split(group, options.parts_per_thousand),
+        "split": split or hash_split(group, options.parts_per_thousand),
     }
 
 
@@ -203,8 +205,10 @@ def _context(row: dict[str, Any], options: Options) -> list[str]:
     earlier = list[str]()
     if options.earlier_turns == "numbered":
         columns = (f"{options.context_column}/{number}" for number in itertools.count())
-        present = itertools.takewhile(lambda column: row.get(column) not in (None, ""), columns)
-        earlier = [_text(row, column) for column in present]
+        columns_present = itertools.takewhile(
+            lambda column: row.get(column) not in (None, ""), columns
+        )
+        earlier = [_text(row, column) for column in columns_present]
     return [*reversed(earlier), newest]
 
 
@@ -233,7 +237,7 @@ def _label(
         if response not in candidates:
             raise Malformed(f"{options.response_column} is not among {options.candidates_column}")
         return candidates.index(response)
-    place = _whole(value, column)
+    place = _whole_number(value, column)
     if not 0 <= place < len(candidates):
         raise Malformed(f"{column} is no place in {options.candidates_column}")
     if candidates[place] != response:
@@ -272,9 +276,9 @@ def _texts(values: object, column: str) -> list[str]:
     return values
 
 
-def _whole(value: object, column: str) -> int:
-    """Tables of other programs have 3.0 for 3 in columns with gaps, and CSV has nothing but texts."""
-    if isinstance(value, str) and _WHOLE.fullmatch(value):
+def _whole_number(value: object, column: str) -> int:
+    """Accepts 3.0 for 3 (other programs write it in columns with gaps) and text (CSV has no numbers)."""
+    if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
         value = float(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -284,35 +288,35 @@ def _whole(value: object, column: str) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------
-# What no single row tells, in 8 bytes of memory for each
+# Checks across rows, with 8 bytes of memory for each row
 
 
 def _check_ids(shards: list[str], options: Options) -> None:
-    hashes = [hashing.strings(_column(shard, "example_id")) for shard in shards]
-    if repeated := _repeated(hashes, shards, "example_id"):
-        raise BadInput(f"pairs.id_column {options.id_column}: {repeated!r} is the id of several rows; "
+    hashes = [hashing.text_hashes(_column(shard, "example_id")) for shard in shards]
+    if repeated_id := _repeated_value(hashes, shards, "example_id"):
+        raise BadInput(f"pairs.id_column {options.id_column}: {repeated_id!r} is the id of several rows; "
                        "allowed: ids that differ")  # fmt: skip
 
 
 def _check_groups(shards: list[str], options: Options) -> None:
-    in_split = dict[str, list[Hashes]]()
+    hashes_of_split = dict[str, list[Hashes]]()
     for shard in shards:
-        hashes = hashing.strings(_column(shard, "group_id"))
-        in_split.setdefault(storage.name_of(posixpath.dirname(shard)), []).append(hashes)
-    each_once = [np.unique(np.concatenate(hashes)) for hashes in in_split.values()]
-    if repeated := _repeated(each_once, shards, "group_id"):
-        raise BadInput(f"pairs.group_column {options.group_column}: {repeated!r} is in several splits; "
+        hashes = hashing.text_hashes(_column(shard, "group_id"))
+        hashes_of_split.setdefault(storage.name_of(posixpath.dirname(shard)), []).append(hashes)
+    unique_hashes = [np.unique(np.concatenate(hashes)) for hashes in hashes_of_split.values()]
+    if repeated_group := _repeated_value(unique_hashes, shards, "group_id"):
+        raise BadInput(f"pairs.group_column {options.group_column}: {repeated_group!r} is in several splits; "
                        "allowed: groups that lie within one")  # fmt: skip
 
 
-def _repeated(hashes: list[Hashes], shards: list[str], column: str) -> str | None:
-    """A value of the column whose hash is there twice."""
-    ordered = np.sort(np.concatenate(hashes))
-    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-    if not len(repeated):
+def _repeated_value(hashes: list[Hashes], shards: list[str], column: str) -> str | None:
+    """The first value of the column whose hash occurs twice."""
+    sorted_hashes = np.sort(np.concatenate(hashes))
+    repeated_hashes = sorted_hashes[1:][sorted_hashes[1:] == sorted_hashes[:-1]]
+    if not len(repeated_hashes):
         return None
     texts: Iterator[str] = (text for shard in shards for text in _column(shard, column).to_pylist())
-    return next(t for t in texts if hashing.strings(pa.array([t]))[0] == repeated[0])
+    return next(t for t in texts if hashing.text_hashes(pa.array([t]))[0] == repeated_hashes[0])
 
 
 def _column(shard: str, name: str) -> pa.Array:

@@ -44,18 +44,20 @@ def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
 ) -> Sequence[TaskRecord]:
     """Fills the draft and returns the records of its tasks."""
-    base = sorted(uri for uri in uris if _BASE in storage.name_of(uri).lower())
+    base_files = sorted(uri for uri in uris if _BASE in storage.name_of(uri).lower())
     parse_file = functools.partial(parse, options=options)
     records = file_tasks.prepare(
-        draft, [uri for uri in uris if uri not in base], parse_file, EXAMPLE, reading, privacy,
+        draft, [uri for uri in uris if uri not in base_files], parse_file, EXAMPLE, reading, privacy,
         "starspace: articles to examples", articles.ROWS_PER_SHARD,
     )  # fmt: skip
     if options.others:
-        train = fixed_candidates.of_shards(fixed_candidates.shards_of(records, "train"))
-        published = functools.partial(_base_articles, uris=base, reading=reading, options=options)
+        train = fixed_candidates.articles_of_shards(fixed_candidates.shards_of(records, "train"))
+        published = functools.partial(
+            _base_articles, uris=base_files, reading=reading, options=options
+        )
         held_out = fixed_candidates.shards_of(records, "valid", "test")
-        source = published if base else train
-        others = fixed_candidates.choose(draft, source, options.others, privacy, held_out)
+        source = published if base_files else train
+        others = fixed_candidates.choose_others(draft, source, options.others, privacy, held_out)
         return [*records, *others]
     return records
 
@@ -65,13 +67,13 @@ def parse(
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file."""
     file = _PREFIX.sub("", raw.plain_name(uri))
-    seen: set[str] = set()  # some 100 bytes an article
+    article_ids: set[str] = set()  # some 100 bytes an article
     for number, name, sentences in _read(uri, reading, account):
-        if len(sentences) < 2 or name in seen:
-            reason = "the same article again" if name in seen else "fewer than 2 sentences"
+        if len(sentences) < 2 or name in article_ids:
+            reason = "the same article again" if name in article_ids else "fewer than 2 sentences"
             account.dropped.add(reason, uri, number, " ".join(sentences))
             continue
-        seen.add(name)
+        article_ids.add(name)
         common = {
             "group_id": name,
             "candidates": None,

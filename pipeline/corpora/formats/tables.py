@@ -73,35 +73,35 @@ _PLAIN = TableFormat()
 
 def read(
     uri: str,
-    wanted: Mapping[str, str],
+    option_columns: Mapping[str, str],
     reading: raw.Reading,
     account: file_tasks.Account,
-    also: Callable[[str], object] = lambda name: False,
+    takes_column: Callable[[str], object] = lambda name: False,
     form: TableFormat = _PLAIN,
     groups: RowGroups | None = None,
 ) -> Rows:
-    """The rows of a file, with at least the columns `wanted` (by option) and those that `also` takes.
+    """The rows of a file, with at least the columns `option_columns` and those that `takes_column` takes.
 
-    What is no row is set aside in `account`. `groups`: only these row groups of Parquet.
-    Raises BadInput for a file in another encoding, and, with the names of the file's columns, where a
-    wanted one is not among them.
+    `option_columns`: option → column. `groups`: only these row groups of Parquet. `account` has the broken
+    rows. Raises BadInput for a file in another encoding, and, with the names of the file's columns, for a
+    column that the file lacks.
     """
     with storage.open_input(uri) as stream:
         is_parquet = stream.read(4) == b"PAR1"
     if is_parquet:
-        return _parquet_rows(uri, wanted, also, account, groups)
+        return _parquet_rows(uri, option_columns, takes_column, account, groups)
     lines = encodings.lines(uri, form.encoding, form.option("encoding"), reading, account.notes)
-    first = next(((at, line) for at, line in lines if line.strip()), None)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
         return iter(())
     lines = itertools.chain([first], lines)
-    kind = _kind(raw.plain_name(uri), first[1])
+    kind = _file_kind(raw.plain_name(uri), first[1])
     if kind == "json":
-        return _json_rows(uri, lines, wanted, account)
+        return _json_rows(uri, lines, option_columns, account)
     delimiter = form.delimiter or ("\t" if kind == "tsv" else ",")
     delimiter = "\t" if delimiter == "\\t" else delimiter
     records = csv_records(uri, lines, account, delimiter, form.quotes)
-    return _csv_rows(uri, records, wanted, account, form)
+    return _csv_rows(uri, records, option_columns, account, form)
 
 
 class RowGroups(NamedTuple):
@@ -110,12 +110,12 @@ class RowGroups(NamedTuple):
     first: int
     end: int
     rows_before: int
-    """In the groups before."""
+    """Number of rows in the groups before."""
 
 
 def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
-    """A Parquet file in pieces of at least so many rows, but for the last; empty for other files and for
-    broken ones, of which `read` says more."""
+    """A Parquet file in pieces of at least `least_rows` rows, but for the last. Empty for other files, and
+    for broken ones, which `read` refuses."""
     with storage.open_input(uri) as stream:
         if stream.read(4) != b"PAR1":
             return []
@@ -123,20 +123,20 @@ def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
             metadata = pq.read_metadata(stream)
         except (pa.ArrowException, OSError):
             return []
-    found, first, start, rows = list[RowGroups](), 0, 0, 0
+    pieces, first, start, rows = list[RowGroups](), 0, 0, 0
     for group in range(metadata.num_row_groups):
         rows += metadata.row_group(group).num_rows
         if rows - start >= least_rows:
-            found.append(RowGroups(first, group + 1, start))
+            pieces.append(RowGroups(first, group + 1, start))
             first, start = group + 1, rows
     if rows > start:
-        found.append(RowGroups(first, metadata.num_row_groups, start))
-    return found
+        pieces.append(RowGroups(first, metadata.num_row_groups, start))
+    return pieces
 
 
 def require_columns(
     uris: Sequence[str],
-    wanted: Mapping[str, str],
+    option_columns: Mapping[str, str],
     reading: raw.Reading,
     form: TableFormat = _PLAIN,
 ) -> None:
@@ -146,7 +146,7 @@ def require_columns(
     """
 
     def check(uri: str) -> None:
-        next(read(uri, wanted, reading, file_tasks.Account(), form=form), None)
+        next(read(uri, option_columns, reading, file_tasks.Account(), form=form), None)
 
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(check, uris[:_CHECKED_FILES]):
@@ -161,42 +161,46 @@ def csv_records(
     A quote that is never closed takes all lines behind it. Only its own line is set aside; the others are
     read again.
     """
-    taken = list[tuple[int, str]]()
-    again = deque[tuple[int, str]]()
-    fresh = iter(lines)
+    record_lines = list[tuple[int, str]]()
+    pushed_back = deque[tuple[int, str]]()
+    unread = iter(lines)
 
-    def text() -> Iterator[str]:
-        while (here := again.popleft() if again else next(fresh, None)) is not None:
-            taken.append(here)
-            yield here[1] + "\n"
+    def record_text() -> Iterator[str]:
+        while (
+            numbered_line := pushed_back.popleft() if pushed_back else next(unread, None)
+        ) is not None:
+            record_lines.append(numbered_line)
+            yield numbered_line[1] + "\n"
 
-    def read() -> Iterator[list[str]]:
+    def csv_reader() -> Iterator[list[str]]:
         return csv.reader(
-            text(),
+            record_text(),
             delimiter=delimiter,
             quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
             strict=True,
         )
 
     csv.field_size_limit(raw.MAX_LINE_BYTES)
-    records = read()
+    records = csv_reader()
     while True:
-        taken.clear()
+        record_lines.clear()
         try:
             fields = next(records, None)
-            fault = next((fault for _, line in taken if (fault := _fault(line))), "")
+            fault = next((fault for _, line in record_lines if (fault := _fault(line))), "")
         except csv.Error as error:
             fields, fault = [], f"not CSV: {error}"
-            again.extendleft(reversed(taken[1:]))
-            del taken[1:]
-            records = read()
+            pushed_back.extendleft(reversed(record_lines[1:]))
+            del record_lines[1:]
+            records = csv_reader()
         if fields is None:
             return
         if fault:
             account.records += 1
-            account.malformed.add(fault, uri, taken[0][0], "\n".join(line for _, line in taken))
+            account.malformed.add(
+                fault, uri, record_lines[0][0], "\n".join(line for _, line in record_lines)
+            )
         elif fields:
-            yield taken[0][0], fields
+            yield record_lines[0][0], fields
 
 
 def _fault(line: str) -> str:
@@ -209,7 +213,7 @@ def _fault(line: str) -> str:
     )
 
 
-def _kind(name: str, first_line: str) -> str:
+def _file_kind(name: str, first_line: str) -> str:
     for ending, kind in _ENDINGS.items():
         if name.lower().endswith(ending):
             return kind
@@ -219,86 +223,96 @@ def _kind(name: str, first_line: str) -> str:
 def _csv_rows(
     uri: str,
     records: Iterator[tuple[int, list[str]]],
-    wanted: Mapping[str, str],
+    option_columns: Mapping[str, str],
     account: file_tasks.Account,
     form: TableFormat,
 ) -> Rows:
     _, columns = next(records, (0, []))
-    _require(uri, wanted, columns, _delimiter_hint(columns, form))
-    for at, fields in records:
+    _require_columns(uri, option_columns, columns, _delimiter_hint(columns, form))
+    for number, fields in records:
         account.records += 1
         if len(fields) == len(columns):
-            yield at, dict(zip(columns, fields, strict=True))
+            yield number, dict(zip(columns, fields, strict=True))
         else:
             reason = "more or fewer fields than columns"
-            account.malformed.add(reason, uri, at, json.dumps(fields, ensure_ascii=False))
+            account.malformed.add(reason, uri, number, json.dumps(fields, ensure_ascii=False))
 
 
 def _json_rows(
-    uri: str, lines: Lines, wanted: Mapping[str, str], account: file_tasks.Account
+    uri: str, lines: Lines, option_columns: Mapping[str, str], account: file_tasks.Account
 ) -> Rows:
     rows = _json_objects(uri, lines, account)
     head = list(itertools.islice(rows, _JSON_HEAD))
     if head:
-        _require(uri, wanted, list(dict.fromkeys(name for _, row in head for name in row)))
+        _require_columns(
+            uri, option_columns, list(dict.fromkeys(name for _, row in head for name in row))
+        )
     yield from itertools.chain(head, rows)
 
 
 def _json_objects(uri: str, lines: Lines, account: file_tasks.Account) -> Rows:
-    for at, line in lines:
+    for number, line in lines:
         if not line.strip():
             continue
         account.records += 1
         if fault := _fault(line):
-            account.malformed.add(fault, uri, at, line)
+            account.malformed.add(fault, uri, number, line)
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            account.malformed.add("not JSON", uri, at, line)
+            account.malformed.add("not JSON", uri, number, line)
             continue
         if isinstance(value, dict):
-            yield at, value
+            yield number, value
         else:
-            account.malformed.add("not a JSON object", uri, at, line)
+            account.malformed.add("not a JSON object", uri, number, line)
 
 
 def _parquet_rows(
     uri: str,
-    wanted: Mapping[str, str],
-    also: Callable[[str], object],
+    option_columns: Mapping[str, str],
+    takes_column: Callable[[str], object],
     account: file_tasks.Account,
     groups: RowGroups | None,
 ) -> Rows:
-    at = groups.rows_before if groups else 0
+    number = groups.rows_before if groups else 0
     with storage.open_input(uri) as stream:
         try:
             file = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             columns = file.schema_arrow.names
-            _require(uri, wanted, columns)
-            columns = [name for name in columns if name in wanted.values() or also(name)]
-            some = range(groups.first, groups.end) if groups else None
-            for batch in file.iter_batches(_BATCH_ROWS, some, columns):
+            _require_columns(uri, option_columns, columns)
+            columns = [
+                name for name in columns if name in option_columns.values() or takes_column(name)
+            ]
+            group_numbers = range(groups.first, groups.end) if groups else None
+            for batch in file.iter_batches(_BATCH_ROWS, group_numbers, columns):
                 for row in batch.to_pylist():
-                    at += 1
+                    number += 1
                     account.records += 1
-                    yield at, row
+                    yield number, row
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"{uri}: broken Parquet after {at:,} rows ({error})") from None
+            raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
 
 
 def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
-    """Where a file seems to have one column: what else may stand between its columns; "" elsewhere."""
-    found = [one for one in _OTHER_DELIMITERS if len(columns) == 1 and one in columns[0]]
-    if not found:
+    """For a file with one column, the delimiter that it seems to have; "" for other files."""
+    delimiters = [
+        delimiter
+        for delimiter in _OTHER_DELIMITERS
+        if len(columns) == 1 and delimiter in columns[0]
+    ]
+    if not delimiters:
         return ""
-    shown = "\\t" if found[0] == "\t" else found[0]
-    option = f", which --{form.option('delimiter')} '{shown}' reads" if form.GROUP else ""
-    return f" (the fields seem to be separated by '{shown}'{option})"
+    delimiter_shown = "\\t" if delimiters[0] == "\t" else delimiters[0]
+    option = f", which --{form.option('delimiter')} '{delimiter_shown}' reads" if form.GROUP else ""
+    return f" (the fields seem to be separated by '{delimiter_shown}'{option})"
 
 
-def _require(uri: str, wanted: Mapping[str, str], columns: list[str], hint: str = "") -> None:
-    for option, name in wanted.items():
-        more = _NO_ID if option == "embed.id_column" else ""
+def _require_columns(
+    uri: str, option_columns: Mapping[str, str], columns: list[str], hint: str = ""
+) -> None:
+    for option, name in option_columns.items():
+        id_hint = _NO_ID if option == "embed.id_column" else ""
         require(columns.count(name) == 1, option, name,
-                f"the columns of {uri}: {', '.join(columns)}{hint or more}")  # fmt: skip
+                f"the columns of {uri}: {', '.join(columns)}{hint or id_hint}")  # fmt: skip

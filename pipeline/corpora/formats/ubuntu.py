@@ -72,14 +72,14 @@ def parse(
     """The examples of a file: one per right answer."""
     name = raw.plain_name(uri)
     for line, turns, answers in _questions(uri, reading, account):
-        context = [_shown(turn, options) for turn in turns if _says(turn)]
-        if not context or not _says(answers[0]):
+        context = [_text_of(turn, options) for turn in turns if _has_words(turn)]
+        if not context or not _has_words(answers[0]):
             reason = "empty answer" if context else "no turn before the answer"
             account.dropped.add(reason, uri, line, "\t".join([*turns, answers[0]]))
             continue
-        texts = [_shown(answer, options) for answer in answers]
-        begins = hashlib.blake2b("\t".join(context[:2]).encode(), digest_size=8).hexdigest()
-        group = f"{name}/{begins}"
+        texts = [_text_of(answer, options) for answer in answers]
+        opening_hash = hashlib.blake2b("\t".join(context[:2]).encode(), digest_size=8).hexdigest()
+        group = f"{name}/{opening_hash}"
         yield {
             "example_id": f"{name}/{line}",
             "group_id": group,
@@ -92,11 +92,11 @@ def parse(
         }
 
 
-def _says(text: str) -> bool:
+def _has_words(text: str) -> bool:
     return text.replace(_MARK, "").strip() != ""
 
 
-def _shown(text: str, options: Options) -> str:
+def _text_of(text: str, options: Options) -> str:
     if options.end_of_utterance == "dot":
         return text.replace(_MARK, ".").strip()
     return " ".join(part.strip() for part in text.split(_MARK)).strip()
@@ -104,7 +104,7 @@ def _shown(text: str, options: Options) -> str:
 
 def _questions(uri: str, reading: raw.Reading, account: file_tasks.Account) -> Iterator[_Question]:
     lines = raw.read_lines(uri, reading, account.notes)
-    first = next(((at, line) for at, line in lines if line.strip()), None)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
         return
     lines = itertools.chain([first], lines)
@@ -118,45 +118,45 @@ def _csv_questions(
     uri: str, lines: tables.Lines, account: file_tasks.Account
 ) -> Iterator[_Question]:
     records = tables.csv_records(uri, lines, account)
-    at, columns = next(records, (1, []))
+    number, columns = next(records, (1, []))
     if columns not in (_TRAIN, _RANKED):
         account.records += 1
-        account.malformed.add("no header of the corpus", uri, at, ",".join(columns))
+        account.malformed.add("no header of the corpus", uri, number, ",".join(columns))
         return
-    for at, fields in records:
+    for number, fields in records:
         account.records += 1
-        shown = ",".join(fields)
+        record_text = ",".join(fields)
         if len(fields) != len(columns):
-            account.malformed.add(f"not {len(columns)} fields", uri, at, shown)
+            account.malformed.add(f"not {len(columns)} fields", uri, number, record_text)
         elif columns == _RANKED:
-            yield _Question(at, fields[0].split("__eot__"), fields[1:])
+            yield _Question(number, fields[0].split("__eot__"), fields[1:])
         elif fields[2] in _RIGHT:
-            yield _Question(at, fields[0].split("__eot__"), fields[1:2])
+            yield _Question(number, fields[0].split("__eot__"), fields[1:2])
         elif fields[2] in _WRONG:
-            account.dropped.add("label 0", uri, at, shown)
+            account.dropped.add("label 0", uri, number, record_text)
         else:
-            account.malformed.add("label is neither 1 nor 0", uri, at, shown)
+            account.malformed.add("label is neither 1 nor 0", uri, number, record_text)
 
 
 def _text_questions(
     uri: str, lines: tables.Lines, account: file_tasks.Account
 ) -> Iterator[_Question]:
     question: _Question | None = None
-    for at, line in lines:
+    for number, line in lines:
         if not line.strip():
             continue
         account.records += 1
         label, *turns = line.split("\t")
         if label not in _RIGHT + _WRONG or len(turns) < 2:
-            account.malformed.add("not a label, turns and an answer", uri, at, line)
+            account.malformed.add("not a label, turns and an answer", uri, number, line)
         elif label in _RIGHT:
             if question:
                 yield question
-            question = _Question(at, turns[:-1], turns[-1:])
+            question = _Question(number, turns[:-1], turns[-1:])
         elif question and question.turns == turns[:-1]:
             question.answers.append(turns[-1])
-            account.dropped.add("wrong answer (a candidate)", uri, at, line)
+            account.dropped.add("wrong answer (a candidate)", uri, number, line)
         else:
-            account.malformed.add("wrong answer without the right one", uri, at, line)
+            account.malformed.add("wrong answer without the right one", uri, number, line)
     if question:
         yield question

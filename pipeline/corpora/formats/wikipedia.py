@@ -54,8 +54,8 @@ def prepare(
         draft, parts, parse_part, _SCHEMA, reading, privacy, label, articles.ROWS_PER_SHARD
     )
     if options.task == "search" and options.others:
-        train = fixed_candidates.of_shards(fixed_candidates.shards_of(records, "train"))
-        others = fixed_candidates.choose(draft, train, options.others, privacy)
+        train = fixed_candidates.articles_of_shards(fixed_candidates.shards_of(records, "train"))
+        others = fixed_candidates.choose_others(draft, train, options.others, privacy)
         return [*records, *others]
     return records
 
@@ -65,21 +65,21 @@ def parse(
 ) -> Iterator[file_tasks.ParsedRow]:
     """The examples of a file, or of a part of a dump."""
     read = wikipedia_xml if wikipedia_xml.is_dump(uri) else wikipedia_extracted
-    seen: set[str] = set()  # some 100 bytes an article
+    article_ids: set[str] = set()  # some 100 bytes an article
     for article in read.articles(uri, reading, account):
-        found = [s for text in article.paragraphs for s in articles.split_sentences(text)]
-        sentences = [text for text in found if len(text.split()) >= options.min_words]
+        all_sentences = [s for text in article.paragraphs for s in articles.split_sentences(text)]
+        sentences = [text for text in all_sentences if len(text.split()) >= options.min_words]
         ruled_out = ""
         if article.title.lower().endswith("(disambiguation)"):
             ruled_out = "disambiguation page"
         elif len(sentences) < 2:
             ruled_out = "fewer than 2 sentences"
-        elif article.id in seen:
+        elif article.id in article_ids:
             ruled_out = "the same article again"
         if ruled_out:
             account.dropped.add(ruled_out, uri, article.place, article.title)
             continue
-        seen.add(article.id)
+        article_ids.add(article.id)
         common = {
             "group_id": article.id,
             "title": article.title,

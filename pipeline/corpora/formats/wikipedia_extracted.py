@@ -49,8 +49,8 @@ def articles(uri: str, reading: raw.Reading, account: Account) -> Iterator[Artic
             article.paragraphs.extend(_paragraphs(line, article.title))
         elif line.startswith("{"):
             account.records += 1
-            if found := _from_json(line, number):
-                yield found
+            if document := _json_article(line, number):
+                yield document
             else:
                 account.malformed.add("no JSON with id, title and text", uri, number, line)
         elif line.strip():
@@ -60,7 +60,7 @@ def articles(uri: str, reading: raw.Reading, account: Account) -> Iterator[Artic
         account.malformed.add("document without an end", uri, number, article.title)
 
 
-def _from_json(line: str, number: int) -> Article | None:
+def _json_article(line: str, number: int) -> Article | None:
     try:
         document = json.loads(line)
         name, title, text = str(document["id"]), document["title"], document["text"]
@@ -69,12 +69,12 @@ def _from_json(line: str, number: int) -> Article | None:
     if not (name and title and all(map(raw.is_text, (name, title, text)))):
         return None
     title = html.unescape(title)
-    found = [paragraph for line in text.split("\n") for paragraph in _paragraphs(line, title)]
-    return Article(name, title, number, found)
+    paragraphs = [paragraph for line in text.split("\n") for paragraph in _paragraphs(line, title)]
+    return Article(name, title, number, paragraphs)
 
 
 def _paragraphs(line: str, title: str) -> list[str]:
-    """What a line of a text shows: nothing, as its title does, one paragraph, or more."""
+    """The paragraphs of a line of text: none (the title's line), one, or more."""
     text = html.unescape(line).strip()
     if not text or text == title or text.startswith(_OVERLONG):
         return []

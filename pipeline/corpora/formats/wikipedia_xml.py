@@ -49,7 +49,7 @@ _DISAMBIGUATION = re.compile(
 
 
 def is_dump(part: str) -> bool:
-    """Whether it is a file, or a part of one, that begins as a dump does.
+    """Whether a file, or a part of one, begins like a dump.
 
     Raises BadInput for any other XML.
     """
@@ -75,7 +75,7 @@ def parts(uri: str) -> list[str]:
 
 
 class _Malformed(Exception):
-    """Its text is the reason."""
+    """The message is the reason."""
 
 
 def articles(part: str, reading: raw.Reading, account: Account) -> Iterator[Article]:
@@ -99,10 +99,10 @@ def articles(part: str, reading: raw.Reading, account: Account) -> Iterator[Arti
                 account.dropped.add(ruled_out, part, place, article.title)
             else:
                 yield article
-    except raw.CutOff as error:
+    except raw.Truncated as error:
         if reading.truncated == "stop":
-            raise raw.cut_off_input(error, place, "pages") from None
-        account.notes.append(raw.cut_off_note(error, place, "pages"))
+            raise raw.truncated_input(error, place, "pages") from None
+        account.notes.append(raw.truncation_note(error, place, "pages"))
 
 
 def _article(page: bytes, place: int, hidden: frozenset[str]) -> tuple[Article, str]:
@@ -141,85 +141,91 @@ def _article(page: bytes, place: int, hidden: frozenset[str]) -> tuple[Article, 
 
 
 def _bounds(part: str) -> tuple[str, int, int | None]:
-    found = _PART.fullmatch(part)
-    return (found[1], int(found[2]), int(found[3])) if found else (part, 0, None)
+    match = _PART.fullmatch(part)
+    return (match[1], int(match[2]), int(match[3])) if match else (part, 0, None)
 
 
 def _head(uri: str) -> bytes:
     """The first 64 KiB of the contents, which hold a dump's <siteinfo>; fewer of a broken stream."""
     head = b""
-    with suppress(raw.CutOff):  # who reads on meets it, too
-        for piece in raw.slices(raw.decompressed(uri)):
+    with suppress(raw.Truncated):  # a later read raises it, too
+        for piece in raw.slices(raw.read_decompressed(uri)):
             head += piece
             if len(head) >= _HEAD_BYTES:
                 break
     return head[:_HEAD_BYTES]
 
 
-def _boundary(uri: str, first: int, before: int) -> int:
-    """The first place in the range where reading can begin: in bzip2, where a stream does.
+def _boundary(uri: str, start: int, end: int) -> int:
+    """The first place in the range where reading can begin; in bzip2, where a stream begins.
 
-    `before`, its end, where there is none.
+    Returns `end` if the range has no such place.
     """
     with storage.open_input(uri) as stream:
-        if first == 0 or stream.read(3) != b"BZh":
-            return first
-        stream.seek(first)
+        if start == 0 or stream.read(3) != b"BZh":
+            return start
+        stream.seek(start)
         window = b""
-        while stream.tell() < before + 9 and (piece := stream.read(1 << 20)):
+        while stream.tell() < end + 9 and (piece := stream.read(1 << 20)):
             window = window[-9:] + piece
-            if found := _STREAM.search(window):
-                return min(before, int(stream.tell()) - len(window) + found.start())
-    return before
+            if match := _STREAM.search(window):
+                return min(end, int(stream.tell()) - len(window) + match.start())
+    return end
 
 
 def _pages(uri: str, start: int, end: int | None) -> Iterator[bytes]:
-    """The pages that begin in the range. Raises CutOff where the dump does not go on to its end."""
+    """The pages that begin in the range. Raises Truncated where the dump does not go on to its end."""
     size = storage.size_of(uri)
     end = size if end is None else end
-    begin = _boundary(uri, start, end)
-    if begin == end:  # one stream of bzip2 goes on through all of the range
+    read_start = _boundary(uri, start, end)
+    if read_start == end:  # one stream of bzip2 goes on through all of the range
         return
-    finish = _boundary(uri, end, size)
-    own = raw.slices(raw.decompressed(uri, begin, finish))
-    whole = yield from cut_pages(own, raw.slices(raw.decompressed(uri, finish)))
-    if not whole:
-        raise raw.CutOff(f"{uri}: the dump ends without </mediawiki>")
+    read_end = _boundary(uri, end, size)
+    range_bytes = raw.slices(raw.read_decompressed(uri, read_start, read_end))
+    is_complete = yield from cut_pages(
+        range_bytes, raw.slices(raw.read_decompressed(uri, read_end))
+    )
+    if not is_complete:
+        raise raw.Truncated(f"{uri}: the dump ends without </mediawiki>")
 
 
-def cut_pages(own: Iterable[bytes], after: Iterable[bytes]) -> Generator[bytes, None, bool]:
-    """`<page>…</page>` of every page that begins in `own`; the last one may end in `after`.
+def cut_pages(
+    range_pieces: Iterable[bytes], later_pieces: Iterable[bytes]
+) -> Generator[bytes, None, bool]:
+    """`<page>…</page>` of every page that begins in `range_pieces`; the last may end in `later_pieces`.
 
     A page without an end is cut off where the next one begins, one that is too long at 8 MiB.
     Returns whether another page or the dump's end follows.
     """
     text = b""  # begins with the page that is open, or is too short for any tag
-    own_end: int | None = None  # the place in it from which on pages are not ours
-    whole = False
-    pieces = itertools.chain(((piece, True) for piece in own), ((piece, False) for piece in after))
-    for piece, is_own in pieces:
-        if not is_own and own_end is None:
-            own_end = len(text)
+    range_end: int | None = None  # pages from here on belong to the next range
+    is_complete = False
+    pieces = itertools.chain(
+        ((piece, True) for piece in range_pieces), ((piece, False) for piece in later_pieces)
+    )
+    for piece, in_range in pieces:
+        if not in_range and range_end is None:
+            range_end = len(text)
         text += piece
-        at = 0
-        while (page := text.find(_BEGIN, at)) >= 0:
-            if own_end is not None and page >= own_end:
+        position = 0
+        while (page := text.find(_BEGIN, position)) >= 0:
+            if range_end is not None and page >= range_end:
                 return True
             end = text.find(_END, page)
             following = text.find(_BEGIN, page + 1, end if end >= 0 else len(text))
             if following >= 0:
-                at = following
+                position = following
             elif end >= 0:
-                at = end + len(_END)
+                position = end + len(_END)
             elif len(text) - page >= MAX_PAGE_BYTES:
-                at = len(text) - len(_LAST) + 1
+                position = len(text) - len(_LAST) + 1
             else:
-                at = page
+                position = page
                 break
-            yield text[page:at]
+            yield text[page:position]
         else:
-            whole = whole or _LAST in text[at:]
-            at = max(at, len(text) - len(_LAST) + 1)
-        text = text[at:]
-        own_end = None if own_end is None else own_end - at
-    return whole
+            is_complete = is_complete or _LAST in text[position:]
+            position = max(position, len(text) - len(_LAST) + 1)
+        text = text[position:]
+        range_end = None if range_end is None else range_end - position
+    return is_complete

@@ -2,8 +2,8 @@
 
     '''Autism''' is a [[mental disorder|disorder]].<ref>A book</ref>   →   Autism is a disorder.
 
-Templates, tables, lists, headings, references, formulas, files and categories are left out, and
-what they leave behind (brackets round nothing, marks of markup that does not end) is tidied away.
+Templates, tables, lists, headings, references, formulas, files and categories are left out, and so are
+their remains (empty brackets, marks of markup that does not end).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_CHARACTERS = 1 << 20
 _MAX_DEPTH = 1000
 # The parser begins again behind each mark that is never closed, and reads up to where the page, or
 # what holds the mark, ends: 0.2 µs a character of text, 2 µs of tables. Real pages have up to 0.2 M.
-_MAX_READ_AGAIN = 20_000_000
+_MAX_REREAD_CHARACTERS = 20_000_000
 
 # Namespaces whose links show no text, in any language; a wiki's own names come with its dump.
 HIDDEN = frozenset({"file", "image", "media", "category"})
@@ -79,15 +79,15 @@ def paragraphs(markup: str, hidden: frozenset[str] = HIDDEN) -> list[str]:
 
     Raises MarkupError where the page is too large or its marks are too deep or too many.
     """
-    _check(markup)
+    _check_limits(markup)
     try:
         # Bold and italics are read as text and taken out below: they are often not closed.
         code = mwparserfromhell.parse(markup, skip_style_tags=True)
-        shown: list[str] = []
-        _write(code, shown.append, hidden)
+        pieces: list[str] = []
+        _write(code, pieces.append, hidden)
     except (ParserError, RecursionError) as error:
         raise MarkupError(f"markup that the parser gives up on ({error})") from None
-    text = _TAG.sub("", _STYLE.sub("", "".join(shown)))
+    text = _TAG.sub("", _STYLE.sub("", "".join(pieces)))
     return [line for raw in text.split("\n") if (line := tidy(raw))]
 
 
@@ -96,8 +96,8 @@ def tidy(line: str) -> str:
     line = " ".join(line.split())
     if line.startswith(_ITEM) or _BROKEN.search(line):
         return ""
-    for pattern, instead in _HOLES:
-        line = pattern.sub(instead, line)
+    for pattern, replacement in _HOLES:
+        line = pattern.sub(replacement, line)
     return line
 
 
@@ -106,38 +106,40 @@ def has_markup(line: str) -> bool:
     return "[[" in line or "{{" in line or "<" in line
 
 
-def _check(markup: str) -> None:
-    """Refuses what would take the parser too long, by counting the marks that are never closed."""
+def _check_limits(markup: str) -> None:
+    """Refuses markup that would take the parser too long: it counts the marks that are never closed."""
     if len(markup) > MAX_CHARACTERS:
         raise MarkupError(f"more than {MAX_CHARACTERS:,} characters")
     open_marks: list[tuple[str, int]] = []
-    again = 0
-    for found in _MARK.finditer(markup):
-        mark = found[0].lower()
+    reread_characters = 0
+    for match in _MARK.finditer(markup):
+        mark = match[0].lower()
         if tag := _TAG_NAME.match(mark):
             slash, name = tag.groups()
-            mark, ends = f"<{name}", f"<{name}" if slash else None
-            if not slash and (found[0].endswith("/>") or (name in _ALONE and found[0][-1] == ">")):
+            mark, opening = f"<{name}", f"<{name}" if slash else None
+            if not slash and (match[0].endswith("/>") or (name in _ALONE and match[0][-1] == ">")):
                 continue
         else:
-            ends = _ENDS.get(mark)
-        if ends:
+            opening = _ENDS.get(mark)
+        if opening:
             for place in range(len(open_marks) - 1, -1, -1):
-                if open_marks[place][0] == ends:
-                    again += sum(found.start() - start for _, start in open_marks[place + 1 :])
+                if open_marks[place][0] == opening:
+                    reread_characters += sum(
+                        match.start() - start for _, start in open_marks[place + 1 :]
+                    )
                     del open_marks[place:]
                     break
         else:
-            open_marks.append((mark, found.start()))
+            open_marks.append((mark, match.start()))
             if len(open_marks) > _MAX_DEPTH:
                 raise MarkupError(f"more than {_MAX_DEPTH:,} open marks")
-    again += sum(len(markup) - start for _, start in open_marks)
-    if again > _MAX_READ_AGAIN:
+    reread_characters += sum(len(markup) - start for _, start in open_marks)
+    if reread_characters > _MAX_REREAD_CHARACTERS:
         raise MarkupError("too many marks that are never closed")
 
 
 # ---------------------------------------------------------------------------------------------------
-# What each node shows
+# The text of each node
 
 Write = Callable[[str], None]
 

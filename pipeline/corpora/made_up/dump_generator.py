@@ -34,7 +34,7 @@ from pipeline.corpora.made_up.dump_text import bodies, quantiles, vocabulary
 COMMENTS_PER_FILE = 2_000_000
 _LEAST_PER_FILE = 100
 _MOST_PER_FILE = 20_000_000  # some 5 GB of memory, by the 0.6 GB that 2 million take
-_REQUEST = "_dump.json"  # hidden from who reads the folder: says which dump it is
+_REQUEST = "_dump.json"  # the options of the dump; readers of the folder skip this file
 _FIRST_YEAR = 2012
 _FIRST_ID = 12 * 36**6  # "c000000"
 _FIRST_LINK = 36**5  # "100000"
@@ -94,14 +94,14 @@ def generate(options: Options, folder: str) -> int:
 
     Raises BadInput where the folder holds anything but files of the same dump.
     """
-    wanted = {**to_dict(options), "files": options.months}
+    dump_options = {**to_dict(options), "files": options.months}
     request = storage.join(folder, _REQUEST)
     if not storage.exists(request):
         if storage.is_occupied(folder):
             raise BadInput(f"--output {folder}: there are files here that are of no generated dump")
-        storage.write_bytes(request, json.dumps(wanted).encode())
-    elif (found := json.loads(storage.read_bytes(request))) != wanted:
-        raise BadInput(f"--output {folder}: holds another generated dump ({found}); choose another "
+        storage.write_bytes(request, json.dumps(dump_options).encode())
+    elif (present_options := json.loads(storage.read_bytes(request))) != dump_options:
+        raise BadInput(f"--output {folder}: holds another generated dump ({present_options}); choose another "
                        "--output or remove it")  # fmt: skip
     files = [storage.join(folder, file_name(month)) for month in range(options.months)]
     missing = [month for month, file in enumerate(files) if not storage.exists(file)]
@@ -110,17 +110,17 @@ def generate(options: Options, folder: str) -> int:
         write_file(options, folder, row["item"])
         return row
 
-    started = len(files) - len(missing)
-    with progress.bar("dump files", len(files), started, unit="file") as bar:
-        for _ in _in_parallel(write, missing):
+    existing_count = len(files) - len(missing)
+    with progress.bar("dump files", len(files), existing_count, unit="file") as bar:
+        for _ in _write_months(write, missing):
             bar.update()
     return len(missing)
 
 
-def _in_parallel(
+def _write_months(
     write: Callable[[dict[str, Any]], dict[str, Any]], months: list[int]
 ) -> Iterable[object]:
-    """Something for each month that is written."""
+    """Writes the files of the months; yields an item after each."""
     if executors.current():
         return (write({"item": month}) for month in months)
     if not months:
@@ -159,7 +159,7 @@ class _Comments(NamedTuple):
     """Arrays of equal length, in the order of time."""
 
     number: Ints
-    """What the id says in base 36."""
+    """The id's number; the id is its base 36."""
     parent: Ints
     """The number of the comment that is answered; -1: it answers the submission."""
     link: Ints
@@ -169,19 +169,23 @@ class _Comments(NamedTuple):
 
 
 def _comments_of(options: Options, month: int) -> _Comments:
-    """What the file of a month holds."""
+    """The comments in the file of a month."""
     per_month = -(-options.comments // options.months)
     ids = 2 * _SLOTS * per_month  # of a month
-    begins = _FIRST_ID + ids * month
-    own = _threads_of(options, month)
-    number, parent, link = own if month == options.months - 1 else own[:, own[0] < begins + ids]
+    first_id = _FIRST_ID + ids * month
+    threads = _threads_of(options, month)
+    number, parent, link = (
+        threads if month == options.months - 1 else threads[:, threads[0] < first_id + ids]
+    )
     if month:
-        before = _threads_of(options, month - 1)
-        late = before[:, before[0] >= begins]
-        order = np.argsort(np.concatenate([late[0], number]), kind="stable")
-        number, parent, link = np.concatenate([late, [number, parent, link]], axis=1)[:, order]
+        earlier = _threads_of(options, month - 1)
+        late_comments = earlier[:, earlier[0] >= first_id]
+        order = np.argsort(np.concatenate([late_comments[0], number]), kind="stable")
+        number, parent, link = np.concatenate([late_comments, [number, parent, link]], axis=1)[
+            :, order
+        ]
     start, end = (int(_month_start(m).timestamp()) for m in (month, month + 1))
-    created = start + (number - begins) * (end - start) // ids
+    created = start + (number - first_id) * (end - start) // ids
     return _Comments(number, parent, link, created)
 
 
@@ -194,9 +198,9 @@ def _threads_of(options: Options, month: int) -> Ints:
     slots = _SLOTS * per_month
 
     # Each comment's thread: the largest ones first, then those of this month by their beginning.
-    large = int(rows * options.largest_thread_share)
+    largest_size = int(rows * options.largest_thread_share)
     sizes = np.ceil(rng.lognormal(np.log(_MEDIAN_THREAD), _THREAD_SIGMA, rows)).astype(np.int64)
-    sizes = np.concatenate([[large] * _LARGEST, sizes])
+    sizes = np.concatenate([[largest_size] * _LARGEST, sizes])
     threads = int(np.searchsorted(np.cumsum(sizes), rows)) + 1
     thread = np.repeat(np.arange(threads), sizes[:threads])[:rows]
     starts = np.sort(rng.random(threads)) * slots
@@ -211,8 +215,10 @@ def _threads_of(options: Options, month: int) -> Ints:
     place = np.arange(rows) - first[thread]
     root_share = rng.beta(1, 1.5, threads)
     chain = (rng.random(threads) < _CHAINS) & (np.arange(threads) >= _LARGEST)
-    back = np.where(chain[thread], place - 1, (place * np.cbrt(rng.random(rows))).astype(np.int64))
-    answered = first[thread] + np.minimum(back, place - 1)
+    parent_in_thread = np.where(
+        chain[thread], place - 1, (place * np.cbrt(rng.random(rows))).astype(np.int64)
+    )
+    parent_place = first[thread] + np.minimum(parent_in_thread, place - 1)
     is_root = (place == 0) | ((rng.random(rows) < root_share[thread]) & ~chain[thread])
 
     # No two comments have the same slot, and those of one month before have the slots' other halves.
@@ -220,7 +226,7 @@ def _threads_of(options: Options, month: int) -> Ints:
     steps = np.arange(rows)
     slot[order] = np.maximum.accumulate(slot[order] - steps) + steps
     number = _FIRST_ID + 2 * (slots * month + slot) + month % 2
-    parent = np.where(is_root, -1, number[np.where(is_root, 0, answered)])
+    parent = np.where(is_root, -1, number[np.where(is_root, 0, parent_place)])
     link = _FIRST_LINK + thread + np.where(thread < _LARGEST, 0, per_month * month)
     return np.stack([number, parent, link])[:, order]
 
@@ -238,9 +244,9 @@ def _lines(comments: _Comments, rng: np.random.Generator) -> pa.Buffer:
     subreddit = names.subreddits.take(pa.array(place))
     # A fifth of the authors have a flair; a comment in 35 was edited; one in 200 is a moderator's.
     flair = pa.array(np.where(author % 5, 0, author % len(names.flairs)))
-    later = comments.created + rng.integers(60, 90_000, rows)
-    edited = pc.if_else(pa.array(rng.random(rows) < 0.028), _text(later), "false")
-    official = pa.array((rng.random(rows) < 0.005).astype(np.int64))
+    edit_time = comments.created + rng.integers(60, 90_000, rows)
+    edited = pc.if_else(pa.array(rng.random(rows) < 0.028), _text(edit_time), "false")
+    distinguished = pa.array((rng.random(rows) < 0.005).astype(np.int64))
     score = _text(np.rint(rng.standard_t(1.5, rows) * 2 + 1.5).clip(-500, 5000).astype(np.int64))
     number, link = _base36(comments.number, 7), _base36(comments.link, 6)
     name = pc.binary_join_element_wise("t1_", number, "")
@@ -256,7 +262,7 @@ def _lines(comments: _Comments, rng: np.random.Generator) -> pa.Buffer:
         ',"body":"', texts,
         '","controversiality":', _text(rng.random(rows) < 0.03),
         ',"created_utc":', _text(comments.created),
-        ',"distinguished":', pa.array(["null", '"moderator"']).take(official),
+        ',"distinguished":', pa.array(["null", '"moderator"']).take(distinguished),
         ',"downs":0,"edited":', edited,
         ',"gilded":', _text(rng.random(rows) < 0.002),
         ',"id":"', number,
@@ -282,13 +288,13 @@ def _text(numbers: Any) -> pa.Array:
 def _base36(numbers: Ints, digits: int) -> pa.Array:
     """Each number as so many digits."""
     alphabet = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", np.uint8)
-    written = np.empty((len(numbers), digits), np.uint8)
+    characters = np.empty((len(numbers), digits), np.uint8)
     for place in reversed(range(digits)):
         numbers, digit = np.divmod(numbers, 36)
-        written[:, place] = alphabet[digit]
-    offsets = np.arange(len(written) + 1, dtype=np.int32) * np.int32(digits)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(written)]
-    return pa.Array.from_buffers(pa.string(), len(written), buffers)
+        characters[:, place] = alphabet[digit]
+    offsets = np.arange(len(characters) + 1, dtype=np.int32) * np.int32(digits)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(characters)]
+    return pa.Array.from_buffers(pa.string(), len(characters), buffers)
 
 
 class _Names(NamedTuple):
@@ -303,10 +309,10 @@ def _names() -> _Names:
     """Names that stay the same in all files; authors begin with the two that are nobody's name."""
     words = [word for word in vocabulary() if word.isascii() and word.isalpha()]
     rng = np.random.default_rng(2)
-    picked = rng.integers(200, 4000, (_AUTHORS, 2))
+    word_numbers = rng.integers(200, 4000, (_AUTHORS, 2))
     authors = [
         f"{words[a].capitalize()}{'_' * (a % 2)}{words[b]}{number % 100 or ''}"[:20]
-        for number, (a, b) in enumerate(picked.tolist())
+        for number, (a, b) in enumerate(word_numbers.tolist())
     ]
     return _Names(
         pa.array(["[deleted]", "AutoModerator", *authors]),

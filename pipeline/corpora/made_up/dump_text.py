@@ -70,7 +70,7 @@ _ODD = (
 
 
 class Bodies(NamedTuple):
-    """What stands between the quotes of `"body":"…"`, and who speaks."""
+    """Texts as they stand between the quotes of `"body":"…"`, and the kind of their author."""
 
     texts: pa.Array
     deleted: Bools
@@ -101,15 +101,17 @@ def bodies(rng: np.random.Generator, rows: int) -> Bodies:
     token += np.repeat(rng.integers(0, 2, rows) * table.half, length)
 
     tokens = table.tokens.take(pa.array(token))
-    at = np.frombuffer(tokens.buffers()[1], np.int32)[np.concatenate([[0], end])]
-    texts = pa.Array.from_buffers(pa.string(), rows, [None, pa.py_buffer(at), tokens.buffers()[2]])
+    offsets = np.frombuffer(tokens.buffers()[1], np.int32)[np.concatenate([[0], end])]
+    texts = pa.Array.from_buffers(
+        pa.string(), rows, [None, pa.py_buffer(offsets), tokens.buffers()[2]]
+    )
     return Bodies(texts, notice == DELETED, np.isin(notice, _BOT))
 
 
 def draw(rng: np.random.Generator, quantiles: Ints, count: int) -> Ints:
     """Numbers by the quantiles of their distribution: a look-up each, whatever it is."""
-    drawn: Ints = quantiles[rng.integers(0, len(quantiles), count, dtype=np.uint32)]
-    return drawn
+    numbers: Ints = quantiles[rng.integers(0, len(quantiles), count, dtype=np.uint32)]
+    return numbers
 
 
 @functools.cache
@@ -126,8 +128,8 @@ def quantiles(weights: np.ndarray[tuple[int], np.dtype[np.float64]], count: int)
 @functools.cache
 def _endings(within: bool) -> Ints:
     shares = _WITHIN if within else _AT_END
-    found = quantiles(np.array([*shares.values()]), 1 << 10)
-    return found if within else found + len(_WITHIN)
+    numbers = quantiles(np.array([*shares.values()]), 1 << 10)
+    return numbers if within else numbers + len(_WITHIN)
 
 
 class _Table(NamedTuple):
@@ -174,15 +176,15 @@ def vocabulary() -> list[str]:
     """`WORDS` words, the most frequent first: common ones, then made-up ones, the longer the rarer."""
     rng = np.random.default_rng(0)
     words = list(dict.fromkeys(_COMMON.split()))
-    syllables, odd, seen = _SYLLABLES.split(), itertools.cycle(_ODD), set(words)
+    syllables, odd_words, known_words = _SYLLABLES.split(), itertools.cycle(_ODD), set(words)
     while len(words) < WORDS:
         if len(words) % _ODD_EVERY == 0:
             a, b = (words[place] for place in rng.integers(100, len(words), 2))
-            words.append(next(odd).format(a=a, b=b, n=rng.integers(2, 2000)))
+            words.append(next(odd_words).format(a=a, b=b, n=rng.integers(2, 2000)))
             continue
         count = rng.integers(2, 4 + len(words) // 4000)
         word = "".join(syllables[place] for place in rng.integers(0, len(syllables), count))
-        if word not in seen:
-            seen.add(word)
+        if word not in known_words:
+            known_words.add(word)
             words.append(word)
     return words

@@ -98,12 +98,12 @@ def generate(folder: Path, seed: int = 0, size: Size | None = None) -> None:
 
 def _people(rng: random.Random) -> Iterator[Person]:
     """People without end, no two of them alike."""
-    seen = set()
+    keys = set()
     while True:
         values = {name: rng.choice(topic.values) for name, topic in TOPICS.items()}
         key = tuple(value.statements for value in values.values())
-        if key not in seen:
-            seen.add(key)
+        if key not in keys:
+            keys.add(key)
             yield Person(values, rng)
 
 
@@ -112,9 +112,9 @@ def _people(rng: random.Random) -> Iterator[Person]:
 
 
 class _Turn(NamedTuple):
-    """What the partner says, what I answer, and what the answer is about: my value of a topic."""
+    """The partner's utterance, my answer, and the subject of the answer: my value of a topic."""
 
-    said: str
+    utterance: str
     answer: str
     about: tuple[str, ...]
 
@@ -127,13 +127,13 @@ def _dialogue(me: Person, partner: Person, rng: random.Random) -> tuple[list[str
     if rng.random() < 0.3:
         turns.append(_Turn(rng.choice(GREETINGS), rng.choice(GREETING_REPLIES), ()))
     for topic in rng.sample(topics, k=rng.randrange(1, 4)):
-        said = rng.choice(REACTIONS)
+        utterance = rng.choice(REACTIONS)
         if rng.random() < 0.15:
-            said = partner.reply(rng.choice(list(TOPICS))) + " ."
+            utterance = partner.reply(rng.choice(list(TOPICS))) + " ."
         question = rng.choice(TOPICS[topic].questions)
-        said = " ".join(f"{said} {question}".replace("*", "").split())
+        utterance = " ".join(f"{utterance} {question}".replace("*", "").split())
         about = me.values[topic].statements
-        turns.append(_Turn(said, me.answer(topic, question), about))
+        turns.append(_Turn(utterance, me.answer(topic, question), about))
         if rng.random() < 0.2:  # what it is about stands only further up
             turns.append(_Turn(rng.choice(FOLLOW_UPS), me.reply(topic), about))
     return persona, turns
@@ -142,33 +142,33 @@ def _dialogue(me: Person, partner: Person, rng: random.Random) -> tuple[list[str
 def _write_convai2(folder: Path, people: Iterator[Person], rng: random.Random, size: Size) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     personas: set[frozenset[str]] = set()
-    for name, number, with_candidates in (
+    for name, dialogue_count, with_candidates in (
         ("train_self_original.sample_no_cands.txt", size.train_dialogues, False),
         ("valid_self_original.sample.txt", size.valid_dialogues, True),
     ):
         dialogues: list[tuple[list[str], list[_Turn]]] = []
-        while len(dialogues) < number:
+        while len(dialogues) < dialogue_count:
             dialogue = _dialogue(next(people), next(people), rng)
             if frozenset(dialogue[0]) not in personas:  # in no other file
                 dialogues.append(dialogue)
         personas.update(frozenset(persona) for persona, _ in dialogues)
-        every = [turn for _, turns in dialogues for turn in turns]
+        all_turns = [turn for _, turns in dialogues for turn in turns]
         lines = []
         for persona, turns in dialogues:
-            numbered = list(persona)
+            dialogue_lines = list(persona)
             for turn in turns:
-                fields = [turn.said, turn.answer]
+                fields = [turn.utterance, turn.answer]
                 if with_candidates:
-                    fields += ["", "|".join([*_wrong(turn, every, rng), turn.answer])]
-                numbered.append("\t".join(fields))
-            lines += [f"{line} {text}\n" for line, text in enumerate(numbered, start=1)]
+                    fields += ["", "|".join([*_wrong_answers(turn, all_turns, rng), turn.answer])]
+                dialogue_lines.append("\t".join(fields))
+            lines += [f"{line} {text}\n" for line, text in enumerate(dialogue_lines, start=1)]
         (folder / name).write_text("".join(lines), encoding="utf-8")
 
 
-def _wrong(turn: _Turn, every: list[_Turn], rng: random.Random) -> list[str]:
+def _wrong_answers(turn: _Turn, all_turns: list[_Turn], rng: random.Random) -> list[str]:
     """Other people's answers that are wrong here: about something else, or another value of it."""
-    wrong = sorted({other.answer for other in every if other.about != turn.about})
-    return rng.sample(wrong, CANDIDATES - 1)
+    answers = sorted({other.answer for other in all_turns if other.about != turn.about})
+    return rng.sample(answers, CANDIDATES - 1)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -226,18 +226,18 @@ def _thread(number: int, people: Iterator[Person], rng: random.Random) -> list[d
         root = thread.add(None, name, f"{me.statement(topics[0])} . {me.reply(topics[0])}")
         for _ in range(rng.randrange(1, 4)):  # others who are the same
             like_me = Person(me.values, rng)
-            at = thread.add(
+            comment = thread.add(
                 root, _user(rng), f"{rng.choice(AGREEMENTS)} {like_me.reply(topics[0])}"
             )
             if rng.random() < 0.5:
-                thread.add(at, name, like_me.reply(topics[0]))
+                thread.add(comment, name, like_me.reply(topics[0]))
     for _ in range(rng.randrange(1, 4)):  # others who ask
-        at, asker = root, _user(rng)
+        comment, asker = root, _user(rng)
         for topic in rng.sample(topics, k=len(topics)):
             question = rng.choice(TOPICS[topic].questions)
-            said = f"{rng.choice(REACTIONS)} {question}".replace("*", "").strip()
-            at = thread.add(at, asker, said)
-            at = thread.add(at, name, me.answer(topic, question))
+            question_text = f"{rng.choice(REACTIONS)} {question}".replace("*", "").strip()
+            comment = thread.add(comment, asker, question_text)
+            comment = thread.add(comment, name, me.answer(topic, question))
             if rng.random() < 0.3:
                 break
     if rng.random() < 0.1:
@@ -302,23 +302,23 @@ def _article(title: str, rng: random.Random) -> list[str]:
         f"{title} is a town in {rng.choice(_COUNTIES)}. It was first mentioned in {year}. "
         f"As of the last census it had {people:,} inhabitants."
     ]
-    about = [
+    topics = [
         (TOPICS[name], rng.choice(TOPICS[name].values)) for name in rng.sample(list(TOPICS), k=2)
     ]
-    for topic, value in about:
-        found = []
+    for topic, value in topics:
+        sentences = []
         for fact in rng.sample(topic.facts, k=3):
             text = _fact(fact, value, rng)
             if rng.random() < 0.6:  # a sentence of two facts says which town it must be
-                other, its_value = rng.choice(about)
-                more = _fact(rng.choice(other.facts), its_value, rng)
-                text = f"{text[:-1]}, and {more[0].lower()}{more[1:]}"
+                other_topic, other_value = rng.choice(topics)
+                fact_text = _fact(rng.choice(other_topic.facts), other_value, rng)
+                text = f"{text[:-1]}, and {fact_text[0].lower()}{fact_text[1:]}"
             if rng.random() < 0.4:
                 text = f"{text[:-1]} {rng.choice(_ERAS)}."
             if rng.random() < 0.15:
                 text = f"In {title}, {text[0].lower()}{text[1:]}"
-            found.append(text)
-        lines += [f"{topic.heading}.", " ".join(found)]
+            sentences.append(text)
+        lines += [f"{topic.heading}.", " ".join(sentences)]
     return lines
 
 
@@ -336,10 +336,8 @@ def _write_wikipedia(folder: Path, rng: random.Random, size: Size) -> None:
     documents = []
     for number, title in enumerate(titles[: size.articles], start=1):
         lines = _article(title, rng) if rng.random() > 0.03 else []  # redirects have no text
-        shown = html.escape(title)
-        head = (
-            f'<doc id="{number}" url="https://en.example.org/wiki?curid={number}" title="{shown}">'
-        )
+        escaped_title = html.escape(title)
+        head = f'<doc id="{number}" url="https://en.example.org/wiki?curid={number}" title="{escaped_title}">'
         documents.append("\n".join([head, title, "", *lines, "", "</doc>", ""]))
     for part in range(2):
         text = "".join(documents[part::2])

@@ -1,4 +1,4 @@
-"""The small world that the sample corpora talk about: what people have in common, and how they speak.
+"""The small world of the sample corpora: the topics that people have in common, and their phrases.
 
 A topic has values; a value has ways to state it (a persona line) and things that go with it. A reply
 names the things, never the words of the statement: what links "i work as a nurse" to "the ward was
@@ -32,11 +32,20 @@ class Topic(NamedTuple):
 
 
 def _topic(heading: str, questions: str, replies: str, facts: str, values: dict[str, str]) -> Topic:
-    def split(text: str, mark: str) -> tuple[str, ...]:
+    def split_phrases(text: str, mark: str) -> tuple[str, ...]:
         return tuple(part.strip() for part in text.split(mark))
 
-    found = tuple(Value(split(said, "/"), split(things, ",")) for said, things in values.items())
-    return Topic(split(questions, "/"), split(replies, "/"), heading, split(facts, "/"), found)
+    topic_values = tuple(
+        Value(split_phrases(statements, "/"), split_phrases(things, ","))
+        for statements, things in values.items()
+    )
+    return Topic(
+        split_phrases(questions, "/"),
+        split_phrases(replies, "/"),
+        heading,
+        split_phrases(facts, "/"),
+        topic_values,
+    )
 
 
 TOPICS: dict[str, Topic] = {

@@ -37,28 +37,30 @@ __all__ = ["Options", "estimate", "prepare"]
 # bucket is read from each block, or from the files that many blocks are merged to (`shuffle`).
 _MIB = 1 << 20
 _BLOCK_MIB = (16, 256)
-_MANY = 4096
-_RATIO = 10  # of a dump to its .zst
+_TARGET_BLOCKS = 4096
+_COMPRESSION_RATIO = 10  # of a dump to its .zst
 _SHUFFLED_SHARE = 0.9  # of the dumps' size: what blocks write, 34.6 of 38.4 MB of made-up comments
 _MEMORY_RATIO = 22  # of the memory that a bucket takes to its share of the compressed dump
 
 
-def _sizes(size: int, options: Options) -> tuple[int, int]:
+def _block_bytes_and_buckets(size: int, options: Options) -> tuple[int, int]:
     """(bytes of a block of lines, number of buckets) for dumps of so many compressed bytes."""
-    block_bytes = min(max(size * _RATIO // _MANY, _BLOCK_MIB[0] * _MIB), _BLOCK_MIB[1] * _MIB)
+    block_bytes = min(
+        max(size * _COMPRESSION_RATIO // _TARGET_BLOCKS, _BLOCK_MIB[0] * _MIB), _BLOCK_MIB[1] * _MIB
+    )
     per_bucket = options.bucket_mib * _MIB
     return block_bytes, max(
-        -(-size // (4 * per_bucket)), min(-(-size // per_bucket), _MANY // 4), 1
+        -(-size // (4 * per_bucket)), min(-(-size // per_bucket), _TARGET_BLOCKS // 4), 1
     )
 
 
 def estimate(
     sizes: Sequence[int], comment_bytes: float, ratio: float, options: Options
 ) -> Estimate:
-    """What dumps of these compressed sizes take. `comment_bytes`: of JSON; `ratio`: of JSON to its dump."""
+    """The cost of dumps of these compressed sizes. `comment_bytes`: of JSON; `ratio`: of JSON to its dump."""
     size = sum(sizes)
-    block_bytes, buckets = _sizes(size, options)
-    blocks = sum(max(1, round(one * ratio / block_bytes)) for one in sizes)
+    block_bytes, buckets = _block_bytes_and_buckets(size, options)
+    blocks = sum(max(1, round(file_size * ratio / block_bytes)) for file_size in sizes)
     comments = round(size * ratio / comment_bytes)
     shuffle = Shuffle(blocks, buckets)
     shuffled = round(size * _SHUFFLED_SHARE)
@@ -83,14 +85,16 @@ def prepare(
     languages.check(options.languages)
     files = sorted(files, key=storage.name_of)
     size = sum(map(storage.size_of, files))
-    block_bytes, buckets = _sizes(size, options)
+    block_bytes, buckets = _block_bytes_and_buckets(size, options)
 
-    blocks = read_dumps(draft, files, buckets, block_bytes, options, reading, privacy)
-    raw.check_share(draft, blocks.values(), reading)
-    parts = [name for name in blocks if name.startswith("block")]
+    block_records = read_dumps(draft, files, buckets, block_bytes, options, reading, privacy)
+    raw.check_share(draft, block_records.values(), reading)
+    parts = [name for name in block_records if name.startswith("block")]
     parts = merge_blocks(draft, parts, buckets)
     build = functools.partial(build_bucket, parts=parts, options=options)
     tasks = {f"bucket-{bucket:05d}": bucket for bucket in range(buckets)}
     memory = size // buckets * _MEMORY_RATIO
-    built = shards.run_tasks(draft, tasks, build, "reddit: threads to examples", TaskRecord, memory)
-    return [*blocks.values(), *built]
+    bucket_records = shards.run_tasks(
+        draft, tasks, build, "reddit: threads to examples", TaskRecord, memory
+    )
+    return [*block_records.values(), *bucket_records]

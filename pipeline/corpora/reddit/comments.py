@@ -1,4 +1,4 @@
-"""Raw fields to what threads are made of: each rule on a single comment is applied here."""
+"""Raw fields to the columns of threads; applies each rule on a single comment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pipeline.arrays import Bools
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.options import Options
 
-# Why a comment makes no example. Where several hold, or one holds of the context and another of the
-# response, the first in this order is counted.
+# Reasons why a comment makes no example. Of several reasons, for the context or for the response, the
+# first in this order is counted.
 RULED_OUT = (
     "",
     "deleted",
@@ -41,7 +41,7 @@ COLUMNS = pa.schema(
 
 _DELETED = pa.array(["[deleted]", "[removed]"])
 _TOKEN = r"\w+|[^\w\s]"
-# Well-known ones whose names do not say so; names that do are found by their ending.
+# Well-known bots whose names do not end like a bot's.
 _BOTS = pa.array(["automoderator", "autotldr", "gifreversingbot", "image_linker_bot", "imgurtranscriber",
                   "reddit-pipeline", "remindmebot", "sneakpeekbot", "totesmessenger",
                   "transcribot", "tweetposter", "videolinkbot", "wikitextbot"])  # fmt: skip
@@ -54,24 +54,24 @@ def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[p
 
     The rules look at the text as it was written; redaction comes after them.
     """
-    every = comments.num_rows
-    comments = _asked_for(comments, options)
+    row_count = comments.num_rows
+    comments = _select_subreddits(comments, options)
     body = comments["body"].combine_chunks()
     author = comments["author"].combine_chunks()
     # Submissions keep their prefix, t3_: their ids and those of comments are numbered apart.
     prefix = r"^t[0-9]_" if options.submissions == "off" else r"^t1_"
-    redacted, changed = privacy.redacted_and_counted(body)
+    redacted, redacted_count = privacy.redacted_and_counted(body)
     columns = {
         "thread": pc.replace_substring_regex(comments["link_id"], r"^t[0-9]_", ""),
         "id": comments["id"],
         "parent": pc.replace_substring_regex(comments["parent_id"], prefix, ""),
-        "body": _cut(redacted, pc.utf8_length(body), options.max_characters),
-        "ruled_out": pa.array(_ruled_out(comments, options), pa.int8()),
+        "body": _trim_long(redacted, pc.utf8_length(body), options.max_characters),
+        "ruled_out": pa.array(_reason_codes(comments, options), pa.int8()),
         "author": privacy.hashed(author),
         "subreddit": privacy.profiles_hashed(comments["subreddit"].combine_chunks()),
     }
     table = pa.table(columns, schema=COLUMNS).combine_chunks()
-    return table, every - comments.num_rows, changed
+    return table, row_count - comments.num_rows, redacted_count
 
 
 def trim(text: str, max_characters: int) -> str:
@@ -84,53 +84,57 @@ def trim(text: str, max_characters: int) -> str:
     return text[: end - 1]
 
 
-def _asked_for(comments: pa.Table, options: Options) -> pa.Table:
-    for names, wanted in ((options.subreddits, True), (options.exclude_subreddits, False)):
+def _select_subreddits(comments: pa.Table, options: Options) -> pa.Table:
+    for names, keeps_listed in ((options.subreddits, True), (options.exclude_subreddits, False)):
         if names:
-            listed = pa.array([name.lower() for name in names])
-            found = pc.is_in(pc.utf8_lower(comments["subreddit"]), listed)
-            comments = comments.filter(found if wanted else pc.invert(found)).combine_chunks()
+            listed_names = pa.array([name.lower() for name in names])
+            is_listed = pc.is_in(pc.utf8_lower(comments["subreddit"]), listed_names)
+            comments = comments.filter(
+                is_listed if keeps_listed else pc.invert(is_listed)
+            ).combine_chunks()
     return comments
 
 
-def _ruled_out(comments: pa.Table, options: Options) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
+def _reason_codes(
+    comments: pa.Table, options: Options
+) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
     body, author = comments["body"].combine_chunks(), comments["author"].combine_chunks()
     length = pc.utf8_length(body)
-    found = {
+    masks = {
         "too short": pc.less(length, options.min_characters),
         "too long": pc.greater(length, options.max_characters),
         "deleted": pc.is_in(body, _DELETED),
     }
     if options.min_tokens or options.max_tokens:
         tokens = pc.count_substring_regex(body, _TOKEN)
-        found["too short"] = pc.or_(found["too short"], pc.less(tokens, options.min_tokens))
+        masks["too short"] = pc.or_(masks["too short"], pc.less(tokens, options.min_tokens))
         if options.max_tokens:
-            found["too long"] = pc.or_(found["too long"], pc.greater(tokens, options.max_tokens))
+            masks["too long"] = pc.or_(masks["too long"], pc.greater(tokens, options.max_tokens))
     if options.min_score is not None:
-        low = pc.less(comments["score"].combine_chunks(), options.min_score)
-        found["scored too low"] = pc.fill_null(low, True)
+        is_low = pc.less(comments["score"].combine_chunks(), options.min_score)
+        masks["scored too low"] = pc.fill_null(is_low, True)
     if options.bots == "drop":
-        known = pc.is_in(pc.utf8_lower(author), _BOTS)
-        found["by a bot"] = pc.or_(known, pc.match_substring_regex(author, _BOT_NAME))
+        is_known_bot = pc.is_in(pc.utf8_lower(author), _BOTS)
+        masks["by a bot"] = pc.or_(is_known_bot, pc.match_substring_regex(author, _BOT_NAME))
     if options.deleted_authors == "drop":
-        found["by someone who left"] = pc.is_in(author, _DELETED)
+        masks["by someone who left"] = pc.is_in(author, _DELETED)
     if options.exclude_authors:
-        found["by an excluded author"] = pc.is_in(author, pa.array(options.exclude_authors))
+        masks["by an excluded author"] = pc.is_in(author, pa.array(options.exclude_authors))
     codes = np.zeros(comments.num_rows, np.int8)
     for code, name in reversed(list(enumerate(RULED_OUT))):
-        if name in found:
-            codes[_mask(found[name])] = code
+        if name in masks:
+            codes[_mask(masks[name])] = code
     return codes
 
 
-def _cut(body: pa.Array, length: pa.Array, max_characters: int) -> pa.Array:
+def _trim_long(body: pa.Array, length: pa.Array, max_characters: int) -> pa.Array:
     """`length`: of the texts as they were written."""
-    long = pc.greater(length, max_characters)
-    rows = np.flatnonzero(_mask(long))
+    is_long = pc.greater(length, max_characters)
+    rows = np.flatnonzero(_mask(is_long))
     if not len(rows):
         return body
-    cut = [trim(text, max_characters) for text in body.take(pa.array(rows)).to_pylist()]
-    return pc.replace_with_mask(body, long, pa.array(cut, pa.string()))
+    trimmed = [trim(text, max_characters) for text in body.take(pa.array(rows)).to_pylist()]
+    return pc.replace_with_mask(body, is_long, pa.array(trimmed, pa.string()))
 
 
 def _mask(values: pa.Array) -> Bools:

@@ -1,4 +1,4 @@
-"""Lines of a Reddit dump to a table, and what each line lacks that is no comment or submission."""
+"""Lines of a Reddit dump to a table; other lines are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_TEXT = pa.array(["", "[deleted]", "[removed]"])
 
 
 def kind_of(data: bytes) -> Kind | None:
-    """What the first object among the lines is; None where there is none: no dump."""
+    """The kind of the first object among the lines; None if there is no object: the file is no dump."""
     for line in data.split(b"\n", 200)[:200]:
         try:
             record = json.loads(line)
@@ -44,12 +44,12 @@ def parse_submissions(data: bytes, uri: str, first_line: int, rejects: raw.Rejec
     text = pc.fill_null(rows["selftext"], "")
     text = pc.if_else(pc.is_in(text, _NO_TEXT), "", pc.binary_join_element_wise("\n", text, ""))
     name = pc.binary_join_element_wise("t3_", rows["id"], "")
-    nothing = pa.array([""] * rows.num_rows, pa.string())
+    no_parent = pa.array([""] * rows.num_rows, pa.string())
     return pa.table(
         {
             "id": name,
             "link_id": name,
-            "parent_id": nothing,
+            "parent_id": no_parent,
             "body": pc.binary_join_element_wise(rows["title"], text, ""),
             "author": rows["author"],
             "subreddit": rows["subreddit"],
@@ -66,7 +66,7 @@ def _parse(
     needed: tuple[str, ...],
     optional: dict[str, pa.DataType],
 ) -> pa.Table:
-    """JSON lines to a table of strings `needed` and of what is `optional`; other lines to `rejects`.
+    """JSON lines to a table of the strings `needed` and the fields `optional`; other lines to `rejects`.
 
     Arrow's parser reads a whole block at 300 MB/s and refuses it whole for one bad line; only then
     is each line looked at on its own. What it lets pass is caught here: no field, null for a record,
@@ -124,11 +124,11 @@ def _parse_line(
         if not raw.is_text(record[name]):
             return f"field {name} is no text", {}
     row: dict[str, str | int | None] = {name: record[name] for name in needed}
-    for name, kind in optional.items():  # what is of another type counts as absent
+    for name, kind in optional.items():  # a value of another type counts as absent
         value = record.get(name)
         if kind == pa.string():
             row[name] = value if raw.is_text(value) else None
         else:
-            fits = type(value) is int and -(2**63) <= value < 2**63
-            row[name] = value if fits else None
+            is_int64 = type(value) is int and -(2**63) <= value < 2**63
+            row[name] = value if is_int64 else None
     return "", row

@@ -1,4 +1,4 @@
-"""Which comments of a dump make an example, and what an example looks like."""
+"""Options: which comments of a dump make an example, and the form of an example."""
 
 from __future__ import annotations
 

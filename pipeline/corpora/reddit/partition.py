@@ -43,7 +43,7 @@ class DumpRecord(TaskRecord):
     blocks: int
     lines: int
     cut_off: str
-    """Why its compressed stream ends early; "": it does not."""
+    """The reason why its compressed stream ends early; "": it does not."""
 
 
 def read_dumps(
@@ -56,41 +56,43 @@ def read_dumps(
     privacy: Privacy,
 ) -> Records:
     """Returns the records of all files and of all their blocks."""
-    done = draft.marks()
-    todo = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in done]
+    marks = draft.marks()
+    pending_files = [(i, uri) for i, uri in enumerate(files) if f"file-{i:05d}" not in marks]
     stack = ExitStack()
     bar = stack.enter_context(progress.bar(_LABEL, None, unit="comment"))
-    known = {task for task in done if task.startswith("block")}
-    before = done.records(known, TaskRecord).values()
-    bar.update(sum(record.counts["records"] for record in before))
-    if todo:
-        parsed = Counter(_file_of(task) for task in known)
-        ends: dict[str, DumpRecord] = {}
-        rows = _blocks(draft, todo, known, bucket_count, block_bytes, options, reading, privacy)
+    parsed_tasks = {task for task in marks if task.startswith("block")}
+    earlier_records = marks.records(parsed_tasks, TaskRecord).values()
+    bar.update(sum(record.counts["records"] for record in earlier_records))
+    if pending_files:
+        block_counts = Counter(_file_of(task) for task in parsed_tasks)
+        file_records: dict[str, DumpRecord] = {}
+        rows = _parse_blocks(
+            draft, pending_files, parsed_tasks, bucket_count, block_bytes, options, reading, privacy
+        )
         for row in rows:
             file = _file_of(row["task"])
             if row["file_record"]:
-                ends[file] = from_json(DumpRecord, row["file_record"])
+                file_records[file] = from_json(DumpRecord, row["file_record"])
             else:
-                parsed[file] += 1
+                block_counts[file] += 1
                 cost = from_json(TaskRecord, row["record"]).cost
                 task_costs.count_done(_LABEL, cost)
                 bar.update(cost.rows)
             # A file is done when all its blocks are; only then is its own mark true.
-            if file in ends and parsed[file] == ends[file].blocks:
-                draft.mark(file, ends[file])
-        done = draft.marks()
+            if file in file_records and block_counts[file] == file_records[file].blocks:
+                draft.mark(file, file_records[file])
+        marks = draft.marks()
     stack.close()
     dumps = [f"file-{index:05d}" for index in range(len(files))]
-    of_dumps = done.records(dumps, DumpRecord)
-    for dump in of_dumps.values():
+    dump_records = marks.records(dumps, DumpRecord)
+    for dump in dump_records.values():
         if dump.cut_off and reading.truncated == "stop":
-            raise raw.cut_off_input(raw.CutOff(dump.cut_off), dump.lines)
-    names = sorted(task for task in done if task.startswith("block"))
-    blocks = done.records(names, TaskRecord)
+            raise raw.truncated_input(raw.Truncated(dump.cut_off), dump.lines)
+    names = sorted(task for task in marks if task.startswith("block"))
+    blocks = marks.records(names, TaskRecord)
     costs = {task: record.cost for task, record in blocks.items()}
     task_costs.report(task_costs.Stage(_LABEL, costs))
-    return {**blocks, **of_dumps}
+    return {**blocks, **dump_records}
 
 
 def _file_of(task: str) -> str:
@@ -98,10 +100,10 @@ def _file_of(task: str) -> str:
     return "file-" + task.split("-")[1]
 
 
-def _blocks(
+def _parse_blocks(
     draft: Draft,
     files: list[tuple[int, str]],
-    known: set[str],
+    parsed_tasks: set[str],
     bucket_count: int,
     block_bytes: int,
     options: Options,
@@ -112,7 +114,7 @@ def _blocks(
     if executors.current():
         for index, uri in files:
             file = pa.table({"index": [index], "uri": [uri]})
-            for block in _read_file(known, block_bytes, options, file):
+            for block in _read_file(parsed_tasks, block_bytes, options, file):
                 parsed = _parse_and_retry(draft, bucket_count, options, privacy, block)
                 yield from parsed.to_pylist()
         return
@@ -124,9 +126,9 @@ def _blocks(
     context = ray.data.DataContext.get_current().copy()
     if not resources.may_grow():  # else the bound would be that of the first node
         # What is decompressed waits in Ray's object store, and decompression is the faster half.
-        waiting = cores * max(_WAITING_BYTES, 2 * block_bytes)
+        waiting_bytes = cores * max(_WAITING_BYTES, 2 * block_bytes)
         limits = context.execution_options.resource_limits
-        context.execution_options.resource_limits = limits.copy(object_store_memory=waiting)
+        context.execution_options.resource_limits = limits.copy(object_store_memory=waiting_bytes)
     with ray.data.DataContext.current(context):
         dataset = (
             ray.data.from_items(
@@ -135,7 +137,7 @@ def _blocks(
             )
             # One file feeds some five parsers, and keeps its window of up to 2 GiB in memory.
             .map_batches(
-                functools.partial(_read_file, known, block_bytes, options),
+                functools.partial(_read_file, parsed_tasks, block_bytes, options),
                 batch_size=1,
                 batch_format="pyarrow",
                 compute=ray.data.TaskPoolStrategy(size=reading.files_at_once or max(1, cores // 4)),
@@ -166,7 +168,7 @@ _READ = pa.schema(
 
 
 def _read_file(
-    done: set[str], block_bytes: int, options: Options, batch: pa.Table
+    parsed_tasks: set[str], block_bytes: int, options: Options, batch: pa.Table
 ) -> Iterator[pa.Table]:
     """Streams one dump file: a row per block that is not parsed yet, then one with its record."""
     index, uri = batch["index"][0].as_py(), batch["uri"][0].as_py()
@@ -181,16 +183,16 @@ def _read_file(
                 notes.append(f"{uri}: submissions, not used (reddit.submissions is off)")
                 break
             task = f"block-{index:05d}-{blocks:06d}"
-            if task not in done:
+            if task not in parsed_tasks:
                 yield pa.table([[task], [uri], [kind], [line], [block], [None]], schema=_READ)
             blocks += 1
             line += block.count(b"\n")
         else:
             if blocks == 0:
                 notes.append(f"{uri}: set aside, it is empty")
-    except raw.CutOff as error:
+    except raw.Truncated as error:
         cut_off = str(error)
-        notes.append(raw.cut_off_note(error, line - 1))
+        notes.append(raw.truncation_note(error, line - 1))
     counts = {"files": 1, "files.set_aside": int(blocks == 0)}
     record = DumpRecord(counts=counts, blocks=blocks, lines=line - 1, cut_off=cut_off, notes=notes)
     yield pa.table(
@@ -207,11 +209,11 @@ def _parse_and_retry(
     if row["lines"] is not None:
 
         def parse_and_mark() -> TaskRecord:
-            made = task_costs.measured(
+            block_record = task_costs.measured(
                 lambda: _parse_block(draft, bucket_count, options, privacy, row)
             )
-            draft.mark(row["task"], made)
-            return made
+            draft.mark(row["task"], block_record)
+            return block_record
 
         record = to_json(with_retries(parse_and_mark))
     return pa.table(
@@ -231,13 +233,13 @@ def _parse_block(
     parse = parse_submissions if row["kind"] == "submissions" else parse_comments
     comments = parse(row["lines"], row["uri"], row["first_line"], malformed)
     lines = comments.num_rows + malformed.counts.total()
-    comments, elsewhere, redacted = normalise(comments, options, privacy)
+    comments, other_subreddits, redacted = normalise(comments, options, privacy)
     hashes = thread_hashes(comments["thread"].combine_chunks())
     buckets.write(draft, row["task"], comments, (hashes >> 12) % bucket_count, bucket_count)
     malformed.save(draft, row["task"], privacy)
     dropped = {
         **malformed.counts,
-        **({"subreddit not asked for": elsewhere} if elsewhere else {}),
+        **({"subreddit not asked for": other_subreddits} if other_subreddits else {}),
     }
     return TaskRecord(
         counts={"records": lines, **redacted_count(redacted)},
@@ -255,5 +257,5 @@ def thread_hashes(threads: pa.Array) -> Ints:
         for thread in encoded.dictionary.to_pylist()
     ]
     indices = encoded.indices.to_numpy(zero_copy_only=False)
-    found: Ints = np.array(hashes, np.int64)[indices]
-    return found
+    hash_of_row: Ints = np.array(hashes, np.int64)[indices]
+    return hash_of_row

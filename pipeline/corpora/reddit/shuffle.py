@@ -23,7 +23,7 @@ _MERGED_FROM = 1_000_000  # reads of a bucket from a block: minutes
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How the rows of blocks get to their buckets."""
+    """The way of the rows from blocks to their buckets."""
 
     blocks: int
     buckets: int
@@ -39,7 +39,7 @@ class Shuffle:
 
     @property
     def files(self) -> int:
-        """That each bucket is read from."""
+        """Number of files that each bucket is read from."""
         return -(-self.blocks // self.group_blocks)
 
     def requests(self, block_bytes: int) -> int:
@@ -59,7 +59,7 @@ def merge_blocks(draft: Draft, blocks: Sequence[str], bucket_count: int) -> list
     if not shuffle.is_merged:
         return list(blocks)
     size = shuffle.group_blocks
-    groups = [list(blocks[at : at + size]) for at in range(0, len(blocks), size)]
+    groups = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
     tasks = {f"merged-{number:05d}": group for number, group in enumerate(groups)}
     work = functools.partial(_merge, bucket_count=bucket_count)
     memory = 3 * buckets.MERGE_BYTES

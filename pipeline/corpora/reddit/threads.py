@@ -61,26 +61,28 @@ def build_examples(
 
     Every comment is the response of one example or counted once: examples and drops add up.
     """
-    thread, body = _one_array(comments["thread"]), _one_array(comments["body"])
-    key = _one_array(pc.binary_join_element_wise(comments["thread"], comments["id"], "/"))
+    thread, body = _single_chunk(comments["thread"]), _single_chunk(comments["body"])
+    key = _single_chunk(pc.binary_join_element_wise(comments["thread"], comments["id"], "/"))
     parent_key = pc.binary_join_element_wise(comments["thread"], comments["parent"], "/")
     # Where an id comes twice, its first place counts.
-    encoded = key.dictionary_encode()
-    number = encoded.indices.to_numpy()
-    first_place = np.zeros(len(encoded.dictionary), np.int64)
+    encoded_keys = key.dictionary_encode()
+    number = encoded_keys.indices.to_numpy()
+    first_place = np.zeros(len(encoded_keys.dictionary), np.int64)
     first_place[number[::-1]] = np.arange(len(number))[::-1]
-    found = pc.fill_null(pc.index_in(parent_key, value_set=encoded.dictionary), -1).to_numpy()
-    parent = np.where(found >= 0, first_place[found], -1)
+    parent_number = pc.fill_null(
+        pc.index_in(parent_key, value_set=encoded_keys.dictionary), -1
+    ).to_numpy()
+    parent = np.where(parent_number >= 0, first_place[parent_number], -1)
 
     code = _reasons(comments, parent, options)
     code[first_place[number] != np.arange(len(number))] = _CODE["duplicate id"]
     response = np.flatnonzero(code == 0)
     if options.languages and len(response):
-        spoken = languages.is_in(body.take(pa.array(response)), options.languages)
-        code[response[~spoken]] = _CODE["response in another language"]
-        response = response[spoken]
+        is_in_language = languages.is_in(body.take(pa.array(response)), options.languages)
+        code[response[~is_in_language]] = _CODE["response in another language"]
+        response = response[is_in_language]
 
-    rejects = _rejected(comments, code, task)
+    rejects = _rejects(comments, code, task)
     threads = thread.take(pa.array(response))
     hashes = thread_hashes(threads) if len(response) else np.zeros(0, np.int64)
     table = pa.table(
@@ -110,14 +112,17 @@ def split_of(hashes: Ints, train_share: float) -> list[str]:
 
 def _reasons(comments: pa.Table, parent: Ints, options: Options) -> Ints:
     """Each comment's place in `_REASONS`; 0: it is a response."""
-    own = comments["ruled_out"].to_numpy().astype(np.int64)
-    above = np.where(parent >= 0, own[parent], 0)
-    above[above == SCORED_TOO_LOW] = 0
-    none = len(RULED_OUT)
-    own, above = np.where(own, own, none), np.where(above, above, none)
-    side = np.where(own <= above, 0, 1)
-    state = np.minimum(own, above)
-    code = np.where(state < none, _CODE["response deleted"] + 2 * (state - 1) + side, 0)
+    own_state = comments["ruled_out"].to_numpy().astype(np.int64)
+    parent_state = np.where(parent >= 0, own_state[parent], 0)
+    parent_state[parent_state == SCORED_TOO_LOW] = 0
+    no_state = len(RULED_OUT)
+    own_state, parent_state = (
+        np.where(own_state, own_state, no_state),
+        np.where(parent_state, parent_state, no_state),
+    )
+    side = np.where(own_state <= parent_state, 0, 1)
+    state = np.minimum(own_state, parent_state)
+    code = np.where(state < no_state, _CODE["response deleted"] + 2 * (state - 1) + side, 0)
     code[parent < 0] = _CODE["answers no comment that is there"]
     code[~_descends_from_root(parent)] = _CODE["thread runs in a circle"]
     if options.submissions != "off":
@@ -128,24 +133,24 @@ def _reasons(comments: pa.Table, parent: Ints, options: Options) -> Ints:
 def _contexts(comments: pa.Table, parent: Ints, response: Ints, options: Options) -> pa.ListArray:
     """The turns above each response, oldest first."""
     ancestors = np.full((len(response), options.max_context_turns), -1, np.int64)
-    at = response
+    ancestor = response
     deleted = comments["ruled_out"].to_numpy() == RULED_OUT.index("deleted")
     for depth in range(options.max_context_turns):
-        at = np.where(at >= 0, parent[at], -1)
+        ancestor = np.where(ancestor >= 0, parent[ancestor], -1)
         if options.layout == "dialogue":
-            at = np.where((at >= 0) & deleted[at], -1, at)
-        ancestors[:, -1 - depth] = at  # the nearest one last
+            ancestor = np.where((ancestor >= 0) & deleted[ancestor], -1, ancestor)
+        ancestors[:, -1 - depth] = ancestor  # the nearest one last
     present = ancestors >= 0
     offsets = np.concatenate([[0], np.cumsum(present.sum(axis=1))]).astype(np.int32)
-    turns = _one_array(comments["body"]).take(pa.array(ancestors[present]))
+    turns = _single_chunk(comments["body"]).take(pa.array(ancestors[present]))
     contexts = pa.ListArray.from_arrays(pa.array(offsets), turns)
     if options.layout == "dialogue":
-        ones = pa.array(np.arange(len(response) + 1, dtype=np.int32))
-        contexts = pa.ListArray.from_arrays(ones, pc.binary_join(contexts, "\n"))
+        single_offsets = pa.array(np.arange(len(response) + 1, dtype=np.int32))
+        contexts = pa.ListArray.from_arrays(single_offsets, pc.binary_join(contexts, "\n"))
     return contexts
 
 
-def _rejected(comments: pa.Table, code: Ints, task: str) -> raw.Rejects:
+def _rejects(comments: pa.Table, code: Ints, task: str) -> raw.Rejects:
     """Counts by reason, and the first rows of each to look at."""
     rejects = raw.Rejects()
     for reason, number in zip(
@@ -153,8 +158,8 @@ def _rejected(comments: pa.Table, code: Ints, task: str) -> raw.Rejects:
     ):
         if number:
             rows = np.flatnonzero(code == _CODE[reason])[: raw.MAX_SAMPLES]
-            shown = comments.take(pa.array(rows)).to_pylist()
-            for row in shown:
+            samples = comments.take(pa.array(rows)).to_pylist()
+            for row in samples:
                 rejects.add(reason, f"{row['thread']}/{row['id']}", 0, row["body"])
             rejects.counts[reason] = int(number)
     return rejects
@@ -165,17 +170,17 @@ def _descends_from_root(parent: Ints) -> Bools:
 
     Pointer doubling: a chain 10,000 deep takes 14 rounds.
     """
-    own = np.arange(len(parent))
-    jump = np.where(parent < 0, own, parent)
+    rows = np.arange(len(parent))
+    jump = np.where(parent < 0, rows, parent)
     for _ in range(max(1, len(parent)).bit_length()):
-        further = jump[jump]
-        if np.array_equal(further, jump):
+        next_jump = jump[jump]
+        if np.array_equal(next_jump, jump):
             break
-        jump = further
+        jump = next_jump
     return np.asarray(parent[jump] < 0)
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
+def _single_chunk(column: pa.ChunkedArray) -> pa.Array:
     if column.num_chunks == 1:
         return column.chunk(0)  # without the copy
     return pa.concat_arrays(column.chunks) if column.chunks else pa.array([], column.type)

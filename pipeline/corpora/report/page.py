@@ -37,51 +37,51 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 """
 
 
-def page(found: CorpusSurvey) -> str:
-    total = sum(found.rows.values())
-    name = escape(found.uri)
-    note = f'<p class="note">{escape(basis(found))}</p>'
+def page(survey: CorpusSurvey) -> str:
+    total = sum(survey.rows.values())
+    name = escape(survey.uri)
+    note = f'<p class="note">{escape(basis(survey))}</p>'
     parts = [
         _HEAD,
         f"<title>{name}</title></head><body><h1>{name}</h1>",
-        f'<p class="note">{escape(found.fingerprint)}, made {escape(found.created_at)}</p>',
+        f'<p class="note">{escape(survey.fingerprint)}, made {escape(survey.created_at)}</p>',
         _table(
             ("split", "examples", "share"),
-            [(split, f"{n:,}", f"{n / total:.2%}") for split, n in found.rows.items()],
+            [(split, f"{n:,}", f"{n / total:.2%}") for split, n in survey.rows.items()],
         ),
         "<h2>Lengths</h2>",
         note,
-        _plots(found),
+        _plots(survey),
         _table(
             ("", *STATISTICS),
-            [(measure, *statistics(values)) for measure, values in found.lengths.items()],
+            [(measure, *statistics(values)) for measure, values in survey.lengths.items()],
         ),
         "<h2>Repeated texts</h2>",
         note,
         *(
-            f"<p>{repeats.share:.2%} of the {escape(what)} were there before.</p>"
-            for what, repeats in found.repeats.items()
+            f"<p>{repeats.share:.2%} of the {escape(texts_name)} were there before.</p>"
+            for texts_name, repeats in survey.repeats.items()
         ),
-        _ranking("response", found.top_responses),
+        _ranking("response", survey.top_responses),
     ]
-    for column, ranked in found.top_values.items():
+    for column, ranked in survey.top_values.items():
         parts += [f"<h2>{escape(column)}</h2>", note, _ranking(column, ranked)]
-    for split, examples in found.examples.items():
+    for split, examples in survey.examples.items():
         parts += [f"<h2>Examples of {escape(split)}</h2>", *map(_example, examples)]
-    return "\n".join([*parts, *_left_out(found), "</body></html>\n"])
+    return "\n".join([*parts, *_dropped_section(survey), "</body></html>\n"])
 
 
-def _left_out(found: CorpusSurvey) -> Iterable[str]:
-    if not found.dropped:
+def _dropped_section(survey: CorpusSurvey) -> Iterable[str]:
+    if not survey.dropped:
         return
-    yield f"<h2>Left out of {found.records:,} records</h2>"
-    by_number = sorted(found.dropped.items(), key=lambda item: -item[1])
+    yield f"<h2>Left out of {survey.records:,} records</h2>"
+    by_number = sorted(survey.dropped.items(), key=lambda item: -item[1])
     yield _table(
         ("reason", "records", "share"),
-        [(reason, f"{n:,}", f"{n / max(1, found.records):.2%}") for reason, n in by_number],
+        [(reason, f"{n:,}", f"{n / max(1, survey.records):.2%}") for reason, n in by_number],
     )
     for reason, _ in by_number:
-        if samples := found.rejected.get(reason):
+        if samples := survey.rejected.get(reason):
             yield f"<h3>{escape(reason)}</h3>"
             yield _table(
                 ("file", "text"), [(_place(s), str(s["text"])) for s in samples], numbers=False
@@ -95,10 +95,10 @@ def _place(sample: dict[str, Any]) -> str:
 
 def _example(row: dict[str, Any]) -> str:
     turns = "".join(f"<p>{_text(turn)}</p>" for turn in row["context"])
-    more = f", one of {len(row['candidates'])} candidates" if row["candidates"] else ""
+    candidate_note = f", one of {len(row['candidates'])} candidates" if row["candidates"] else ""
     return (
         f'<div class="example">{turns}<p class="response">{_text(row["response"])}</p>'
-        f'<p class="note">{escape(str(row["example_id"]))}{more}</p></div>'
+        f'<p class="note">{escape(str(row["example_id"]))}{candidate_note}</p></div>'
     )
 
 
@@ -120,23 +120,23 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: bool = T
 
 def _text(text: str) -> str:
     """`bdi`: a text from right to left turns nothing around it. NUL has no place in HTML."""
-    cut = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
-    return f'<bdi class="text">{escape(cut).replace(chr(0), chr(0xFFFD))}</bdi>'
+    shortened = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
+    return f'<bdi class="text">{escape(shortened).replace(chr(0), chr(0xFFFD))}</bdi>'
 
 
-def _plots(found: CorpusSurvey) -> str:
+def _plots(survey: CorpusSurvey) -> str:
     """A histogram of each length, as SVG."""
     columns = 2
-    rows = -(-len(found.lengths) // columns)
+    rows = -(-len(survey.lengths) // columns)
     figure = Figure(figsize=(9, 2.3 * rows), layout="constrained")
-    for place, (name, values) in enumerate(found.lengths.items(), start=1):
+    for place, (name, values) in enumerate(survey.lengths.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
         counts, edges = histogram(values)
         axes.stairs(counts / max(1, len(values)), edges, fill=True, color="#2a7")
-        above = f" (last bar: up to {values.max():,})" if values.max() >= edges[-1] else ""
-        axes.set_title(name + above, fontsize=10)
+        tail_note = f" (last bar: up to {values.max():,})" if values.max() >= edges[-1] else ""
+        axes.set_title(name + tail_note, fontsize=10)
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
-    drawn = io.StringIO()
+    svg = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "polyrank"}):
-        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(_METADATA))
-    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(_METADATA))
+    return svg.getvalue()[svg.getvalue().index("<svg") :]

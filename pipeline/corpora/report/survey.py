@@ -23,7 +23,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.corpora.schema import EXAMPLE, SPLITS, example_files
 
-_BLOCK_ROWS = 2048  # what is read at once: a row group of a corpus
+_BLOCK_ROWS = 2048  # read at once: a row group of a corpus
 _GROUP_ROWS = 10  # group ids are short: so many times the sample's rows are looked at
 _TOP = 15
 _REJECTS = 3  # shown for each reason
@@ -34,7 +34,7 @@ Ranked = list[tuple[str, int]]
 
 
 class Repeats(NamedTuple):
-    """How many rows say what an earlier row of the sample says."""
+    """Number of rows whose text an earlier row of the sample has."""
 
     rows: int
     repeated: int
@@ -46,26 +46,26 @@ class Repeats(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusSurvey:
-    """What `survey_corpus` finds. All texts in it are other people's: never markup, never control codes."""
+    """The result of `survey_corpus`. Its texts are untrusted: show none as markup or with control codes."""
 
     uri: str
     fingerprint: str
     created_at: str
     rows: dict[str, int]
-    """Of each split, of the whole corpus."""
+    """Number of rows of each split, of the whole corpus."""
     records: int
     """Lines or documents of the raw input."""
     dropped: dict[str, int]
     """Records that made no example, by reason."""
     rejected: dict[str, list[dict[str, Any]]]
-    """Some of them (`reason`, `file`, `line`, `text`), by reason."""
+    """Samples of these records (`reason`, `file`, `line`, `text`), by reason."""
     sampled: int
-    """Rows that the numbers below are of."""
+    """Number of rows in the sample; the fields below describe the sample."""
     lengths: dict[str, Ints]
-    """Of each sampled row; "examples per group" of each group of some whole files."""
+    """Lengths of each sampled row; "examples per group" of each group of some whole files."""
     repeats: dict[str, Repeats]
     top_responses: Ranked
-    """The most frequent ones and their number of rows."""
+    """The most frequent responses, with their numbers of rows."""
     top_values: dict[str, Ranked]
     """The most frequent values of the corpus' own columns, such as `subreddit`."""
     examples: dict[str, list[dict[str, Any]]]
@@ -82,16 +82,19 @@ def survey_corpus(corpus: Artifact, sample_rows: int, examples: int, seed: int) 
         raise BadInput(f"{corpus.uri}: the corpus has no rows")
     blocks = sample_blocks([*files.values()], sample_rows)
     names = [*files]
-    extra = _text_columns(names[0])
-    wanted = ["context", "response", *extra]
-    found = list(_map(names, blocks, wanted, _measure, "corpus: rows"))
-    response = np.concatenate([block.response for block in found])
-    pair = np.concatenate([block.pair for block in found])
+    own_columns = _text_columns(names[0])
+    columns = ["context", "response", *own_columns]
+    measures = list(_map(names, blocks, columns, _measure, "corpus: rows"))
+    response = np.concatenate([block.response for block in measures])
+    pair = np.concatenate([block.pair for block in measures])
     lengths = {
-        name: np.concatenate([block.lengths[name] for block in found]) for name in found[0].lengths
+        name: np.concatenate([block.lengths[name] for block in measures])
+        for name in measures[0].lengths
     }
-    whole = spread(names, _GROUP_ROWS * sample_rows * len(names) // sum(files.values()))
-    lengths["examples per group"] = _group_sizes(whole if sample_rows else names)
+    group_files = evenly_spaced(
+        names, _GROUP_ROWS * sample_rows * len(names) // sum(files.values())
+    )
+    lengths["examples per group"] = _group_sizes(group_files if sample_rows else names)
     splits = [split for split in SPLITS if corpus.rows(f"{split}/")]
     return CorpusSurvey(
         uri=corpus.uri,
@@ -100,12 +103,14 @@ def survey_corpus(corpus: Artifact, sample_rows: int, examples: int, seed: int) 
         rows={split: corpus.rows(f"{split}/") for split in splits},
         records=corpus.counts.get("records", 0),
         dropped=dict(corpus.manifest["dropped"]),
-        rejected=_rejected(corpus),
+        rejected=_rejected_samples(corpus),
         sampled=len(response),
         lengths=lengths,
         repeats={"responses": _repeats(response), "(context, response) pairs": _repeats(pair)},
         top_responses=_top_responses(names, blocks, response),
-        top_values={name: _top_values([block.values[name] for block in found]) for name in extra},
+        top_values={
+            name: _top_values([block.values[name] for block in measures]) for name in own_columns
+        },
         examples={
             split: _examples(files, corpus.files(f"{split}/", ".parquet"), examples, seed)
             for split in splits
@@ -122,7 +127,7 @@ class Block(NamedTuple):
 
 
 def sample_blocks(file_rows: Sequence[int], sample_rows: int) -> list[Block]:
-    """`sample_rows` rows of files that have so many each, in order; 0: all rows.
+    """Blocks that hold `sample_rows` rows of files with `file_rows` rows, in order; 0: all rows.
 
     Blocks of 2,048 rows lie evenly over all files, so that one read gives many rows; where they
     hold too many rows, each gives the same share of its own.
@@ -130,22 +135,22 @@ def sample_blocks(file_rows: Sequence[int], sample_rows: int) -> list[Block]:
     per_file = [-(-rows // _BLOCK_ROWS) for rows in file_rows]
     first = np.concatenate([[0], np.cumsum(per_file)])
     total, rows = int(first[-1]), sum(file_rows)
-    wanted = min(sample_rows or rows, rows)
+    row_count = min(sample_rows or rows, rows)
     places = np.arange(total)
-    if wanted < rows:
-        count = min(total, -(-wanted * total // rows))
-        places = np.round(np.linspace(0, total - 1, count)).astype(np.int64)
-    of = np.searchsorted(first, places, side="right") - 1
-    starts = (places - first[of]) * _BLOCK_ROWS
-    sizes = np.minimum(np.array(file_rows)[of] - starts, _BLOCK_ROWS)
-    ends = np.cumsum(sizes) * min(1.0, wanted / sizes.sum())
-    kept = np.diff(np.floor(ends + 1e-6).astype(np.int64), prepend=0)
-    blocks = zip(of.tolist(), starts.tolist(), kept.tolist(), strict=True)
+    if row_count < rows:
+        block_count = min(total, -(-row_count * total // rows))
+        places = np.round(np.linspace(0, total - 1, block_count)).astype(np.int64)
+    file = np.searchsorted(first, places, side="right") - 1
+    starts = (places - first[file]) * _BLOCK_ROWS
+    sizes = np.minimum(np.array(file_rows)[file] - starts, _BLOCK_ROWS)
+    ends = np.cumsum(sizes) * min(1.0, row_count / sizes.sum())
+    block_rows = np.diff(np.floor(ends + 1e-6).astype(np.int64), prepend=0)
+    blocks = zip(file.tolist(), starts.tolist(), block_rows.tolist(), strict=True)
     return [Block(*block) for block in blocks if block[2]]
 
 
-def spread(names: Sequence[str], count: int) -> list[str]:
-    """So many of the names, at least one, evenly."""
+def evenly_spaced(names: Sequence[str], count: int) -> list[str]:
+    """`count` names, at least one, evenly spaced."""
     places = np.linspace(0, len(names) - 1, min(max(count, 1), len(names)))
     return [names[place] for place in np.round(places).astype(int)]
 
@@ -163,14 +168,14 @@ def histogram(values: Ints, bins: int = 40) -> tuple[Ints, Ints]:
     return counts.astype(np.int64), edges
 
 
-class _Measured(NamedTuple):
+class _BlockMeasures(NamedTuple):
     lengths: dict[str, Ints]
     response: Hashes
     pair: Hashes
     values: dict[str, pa.Array]
 
 
-def _measure(rows: pa.Table) -> _Measured:
+def _measure(rows: pa.Table) -> _BlockMeasures:
     # The context as a model sees it.
     context = pc.binary_join(rows["context"].combine_chunks(), "\n")
     response = rows["response"].combine_chunks()
@@ -183,7 +188,7 @@ def _measure(rows: pa.Table) -> _Measured:
     }
     response_hash = _hash(response)
     pair_hash = _hash(context) * np.uint64(0x9E3779B97F4A7C15) ^ response_hash
-    return _Measured(
+    return _BlockMeasures(
         {name: values.to_numpy().astype(np.int64) for name, values in lengths.items()},
         response_hash,
         pair_hash,
@@ -261,12 +266,12 @@ def _text_columns(uri: str) -> list[str]:
 
 def _group_sizes(files: list[str]) -> Ints:
     """The number of rows of each group of the files. Most formats keep a group in one file."""
-    found = []
+    sizes = []
     for uri in tqdm(files, desc="corpus: groups", unit="file"):
         with _open(uri) as file:
             groups = file.read(columns=["group_id"])["group_id"]
-        found.append(groups.value_counts().field("counts").to_numpy())
-    return np.concatenate(found)
+        sizes.append(groups.value_counts().field("counts").to_numpy())
+    return np.concatenate(sizes)
 
 
 def _repeats(hashes: Hashes) -> Repeats:
@@ -290,9 +295,9 @@ def _top_responses(names: list[str], blocks: list[Block], hashes: Hashes) -> Ran
 
 def _top_values(parts: list[pa.StructArray]) -> Ranked:
     table = pa.concat_tables([pa.Table.from_struct_array(part) for part in parts])
-    summed = table.group_by("values").aggregate([("counts", "sum")])
-    summed = summed.sort_by([("counts_sum", "descending"), ("values", "ascending")])[:_TOP]
-    values, counts = (summed[name].to_pylist() for name in ("values", "counts_sum"))
+    totals = table.group_by("values").aggregate([("counts", "sum")])
+    totals = totals.sort_by([("counts_sum", "descending"), ("values", "ascending")])[:_TOP]
+    values, counts = (totals[name].to_pylist() for name in ("values", "counts_sum"))
     return [
         ("" if value is None else value, count) for value, count in zip(values, counts, strict=True)
     ]
@@ -305,22 +310,22 @@ def _examples(
     files = [uri for uri in files if uri in file_rows]
     ends = np.cumsum([file_rows[uri] for uri in files])
     rng = np.random.default_rng(seed)
-    found = []
+    examples = []
     for row in np.sort(rng.choice(ends[-1], size=min(count, ends[-1]), replace=False)):
         place = int(np.searchsorted(ends, row, side="right"))
         start = int(row - ends[place]) + file_rows[files[place]]
         with _open(files[place]) as file:
-            found += _read(file, Block(place, start, 1), None).to_pylist()
-    return found
+            examples += _read(file, Block(place, start, 1), None).to_pylist()
+    return examples
 
 
-def _rejected(corpus: Artifact) -> dict[str, list[dict[str, Any]]]:
+def _rejected_samples(corpus: Artifact) -> dict[str, list[dict[str, Any]]]:
     """A few samples of each reason."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    samples_by_reason: dict[str, list[dict[str, Any]]] = defaultdict(list)
     files = storage.list_files(storage.join(corpus.uri, "rejected"))
-    for uri in spread(files, _REJECT_FILES) if files else []:
+    for uri in evenly_spaced(files, _REJECT_FILES) if files else []:
         for line in storage.read_bytes(uri).splitlines():
             sample = json.loads(line)
-            if len(found[sample["reason"]]) < _REJECTS:
-                found[sample["reason"]].append(sample)
-    return dict(found)
+            if len(samples_by_reason[sample["reason"]]) < _REJECTS:
+                samples_by_reason[sample["reason"]].append(sample)
+    return dict(samples_by_reason)

@@ -40,9 +40,9 @@ def write(out: Draft, name: str, rows: list[tuple[str, str]]) -> str:
     return name
 
 
-def choose(out: Draft, files: list[str], wanted: int, privacy: Privacy = PLAIN, **more: Any):
-    (record,) = fixed_candidates.choose(
-        out, fixed_candidates.of_shards(files), wanted, privacy, **more
+def choose_others(out: Draft, files: list[str], wanted: int, privacy: Privacy = PLAIN, **more: Any):
+    (record,) = fixed_candidates.choose_others(
+        out, fixed_candidates.articles_of_shards(files), wanted, privacy, **more
     )
     rows = [
         row for entry in record.files for row in pq.read_table(out.path(entry["path"])).to_pylist()
@@ -60,13 +60,13 @@ ARTICLES = [(str(n), f"text of {n}") for n in range(500)]
 
 def test_the_others_are_the_articles_with_the_smallest_hashes(out):
     files = [write(out, f"train/{n}.parquet", ARTICLES[n::3]) for n in range(3)]
-    rows, record = choose(out, files, 40)
+    rows, record = choose_others(out, files, 40)
     assert [row["id"] for row in rows] == smallest({name for name, _ in ARTICLES}, 40)
     assert all(row["text"] == f"text of {row['id']}" for row in rows)
     assert record.counts == {"others": 40}
     (entry,) = record.files
     assert (entry["path"], entry["rows"]) == ("others/part-00000.parquet", 40)
-    assert choose(out, files[::-1], 40)[0] == rows
+    assert choose_others(out, files[::-1], 40)[0] == rows
 
 
 @given(
@@ -91,8 +91,8 @@ def test_each_article_is_chosen_once_and_none_that_is_held_out(ids, held, wanted
         patch.setattr(
             fixed_candidates.shards, "run_tasks", lambda d, tasks, work, *_: [work(d, "t", 0)]
         )
-        (record,) = fixed_candidates.choose(
-            fake(), fixed_candidates.of_shards(["train"]), wanted, PLAIN, ["held"]
+        (record,) = fixed_candidates.choose_others(
+            fake(), fixed_candidates.articles_of_shards(["train"]), wanted, PLAIN, ["held"]
         )
     found = written[0].to_pylist() if written else []
     expected = smallest(set(ids) - held, wanted)
@@ -107,13 +107,13 @@ def test_each_article_is_chosen_once_and_none_that_is_held_out(ids, held, wanted
 
 def test_where_there_are_too_few_the_counts_say_so(out):
     file = write(out, "train/0.parquet", ARTICLES[:7])
-    rows, record = choose(out, [file], 10_000)
+    rows, record = choose_others(out, [file], 10_000)
     assert len(rows) == 7
     assert record.counts == {"others": 7, "others.missing": 9993}
 
 
 def test_of_no_article_all_are_missing(out):
-    rows, record = choose(out, [], 10)
+    rows, record = choose_others(out, [], 10)
     assert (rows, record.files, record.counts) == (
         [],
         [],
@@ -125,14 +125,14 @@ def test_held_out_articles_are_replaced_by_the_next(out):
     train = write(out, "train/0.parquet", ARTICLES)
     first = smallest({name for name, _ in ARTICLES}, 3)
     held = write(out, "test/0.parquet", [(name, "") for name in first])
-    rows, _ = choose(out, [train], 10, held_out=[held])
+    rows, _ = choose_others(out, [train], 10, held_out=[held])
     assert [row["id"] for row in rows] == smallest({name for name, _ in ARTICLES}, 13)[3:]
 
 
 def test_texts_are_redacted(out):
     file = write(out, "train/0.parquet", [("1", "Write to a@example.org now.")])
     privacy = Privacy(redact=True, authors="hash", salt="")
-    assert choose(out, [file], 1, privacy)[0][0]["text"] == "Write to <email> now."
+    assert choose_others(out, [file], 1, privacy)[0][0]["text"] == "Write to <email> now."
 
 
 def test_the_columns_are_those_that_pools_read_by_default():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.corpora.file_tasks import private
+from pipeline.corpora.file_tasks import redact_rows
 from pipeline.corpora.privacy import Privacy, hash_names, redact
 
 
@@ -123,8 +123,8 @@ PLAIN = Privacy(redact=False, authors="plain", salt="")
 )  # fmt: skip
 def test_lines_as_they_were_read_name_no_author(line, expected):
     lines = pa.array([line, "mail a@b.io"])
-    assert HASH.raw_lines(lines).to_pylist() == [expected, "mail <email>"]
-    assert PLAIN.raw_lines(lines).to_pylist() == lines.to_pylist()
+    assert HASH.redacted_lines(lines).to_pylist() == [expected, "mail <email>"]
+    assert PLAIN.redacted_lines(lines).to_pylist() == lines.to_pylist()
 
 
 def test_a_profile_has_the_hash_of_its_author():
@@ -142,8 +142,8 @@ def test_redacted_texts_are_counted():
             "candidates": pa.nulls(3, pa.list_(pa.string())),
         }
     )
-    found, counts = private(rows, HASH)
+    found, counts = redact_rows(rows, HASH)
     assert found["response"].to_pylist() == ["call <phone>", "z", None]
     assert counts == {"texts.redacted": 2}
-    assert private(rows, PLAIN) == (rows, {})
-    assert private(found, HASH) == (found, {})
+    assert redact_rows(rows, PLAIN) == (rows, {})
+    assert redact_rows(found, HASH) == (found, {})

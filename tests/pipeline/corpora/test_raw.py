@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import BadInput
 from pipeline.corpora import raw
-from pipeline.corpora.raw import CutOff, Reading, Rejects, line_blocks, read_lines
+from pipeline.corpora.raw import Reading, Rejects, Truncated, line_blocks, read_lines
 from pipeline.drafts import Draft, draft
 from pipeline.records import TaskRecord
 
@@ -156,7 +156,7 @@ def test_blocks_are_whole_lines_and_together_the_file(pieces, block_bytes, step)
     data = b"\n".join(pieces)
     with pytest.MonkeyPatch.context() as patch:
         chunks = [data[start : start + step] for start in range(0, len(data), step)]
-        patch.setattr(raw, "decompressed", lambda uri: iter(chunks))
+        patch.setattr(raw, "read_decompressed", lambda uri: iter(chunks))
         blocks = list(line_blocks("uri", block_bytes))
     assert b"".join(blocks) == data
     assert all(block.endswith(b"\n") for block in blocks[:-1])
@@ -165,7 +165,7 @@ def test_blocks_are_whole_lines_and_together_the_file(pieces, block_bytes, step)
 
 def test_blocks_before_a_cut_hold_whole_lines(file):
     blocks = []
-    with pytest.raises(CutOff):
+    with pytest.raises(Truncated):
         for block in line_blocks(file(gzip.compress(DATA)[:-5000]), 1000):
             blocks.append(block)  # those before the cut
     kept = b"".join(blocks)

@@ -332,7 +332,7 @@ def test_a_long_text_is_cut_in_the_page(publish):
 
 @given(st.text(st.characters(codec="utf-8")), st.integers(1, 50))
 def test_what_is_printed_is_one_line_without_control_codes(value, most):
-    shown = text.plain(value, most)
+    shown = text.printable(value, most)
     assert shown.isprintable() or shown == ""
     assert len(shown) <= most
 

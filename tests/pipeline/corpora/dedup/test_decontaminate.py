@@ -46,7 +46,7 @@ def many_buckets(monkeypatch):
     def of(evaluation_bytes, train_bytes):
         return Layout(filter_bits=8, bucket_bits=3, filed_bytes=0)
 
-    monkeypatch.setattr(Layout, "of", of)
+    monkeypatch.setattr(Layout, "for_sizes", of)
 
 
 @pytest.mark.parametrize("groups", [0, 1])
@@ -92,7 +92,7 @@ def test_what_goes_is_what_one_table_of_all_n_grams_says(
             for file in one.files for example in pq.read_table(file, partitioning=None).to_pylist()
         ]  # fmt: skip
         for name, group, words in texts:
-            hash_ = int(hashing.strings(pa.array([group]))[0])
+            hash_ = int(hashing.text_hashes(pa.array([group]))[0])
             for gram in ngrams(words):
                 order += 1
                 groups_of.setdefault(gram, set()).add(group)
@@ -173,7 +173,7 @@ def test_the_driver_holds_a_filter_and_a_task_one_bucket(
     "evaluation, train", [(0, 10**9), (10**5, 10**12), (10**10, 10**11), (10**12, 0)]
 )
 def test_buckets_and_the_filter_grow_with_what_is_filed(evaluation, train):
-    layout = Layout.of(evaluation, train)
+    layout = Layout.for_sizes(evaluation, train)
     assert layout.filed_bytes / layout.bucket_count <= 256 << 20
     assert layout.bucket_count == 1 or layout.filed_bytes / layout.bucket_count > 128 << 20
     ngrams = evaluation * 0.4

@@ -80,7 +80,7 @@ def test_words_are_pythons_words(texts):
     expected = [python_words(text) for text in texts]
     assert found.counts.tolist() == [len(words) for words in expected]
     assert same_partition(found.hashes.tolist(), [word for words in expected for word in words])
-    assert same_partition(found.whole().tolist(), [tuple(words) for words in expected])
+    assert same_partition(found.sequence_hashes().tolist(), [tuple(words) for words in expected])
 
 
 @given(TEXTS)
@@ -97,14 +97,14 @@ def test_a_text_has_its_words_wherever_it_stands(texts, data):
     start = data.draw(st.integers(0, len(texts)))
     end = data.draw(st.integers(start, len(texts)))
     for split in (hashing.words, hashing.characters):
-        whole = lists(split(array(texts)))
-        assert lists(split(array(texts).slice(start, end - start))) == whole[start:end]
-        assert [hashed for text in texts for hashed in lists(split(array([text])))] == whole
+        all_tokens = lists(split(array(texts)))
+        assert lists(split(array(texts).slice(start, end - start))) == all_tokens[start:end]
+        assert [hashed for text in texts for hashed in lists(split(array([text])))] == all_tokens
 
 
 @given(TEXTS)
 def test_strings_are_the_same_only_letter_for_letter(texts):
-    assert same_partition(hashing.strings(array(texts)).tolist(), texts)
+    assert same_partition(hashing.text_hashes(array(texts)).tolist(), texts)
 
 
 def test_an_absent_text_has_no_words():
@@ -158,12 +158,12 @@ def test_ngrams_are_all_runs_and_a_short_text_is_one(values, n, shortest):
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=6))
 def test_beside_puts_each_pair_together(pairs):
     left, right = tokens([a for a, _ in pairs]), tokens([b for _, b in pairs])
-    assert lists(hashing.beside(left, right)) == [a + b for a, b in pairs]
+    assert lists(hashing.concatenate(left, right)) == [a + b for a, b in pairs]
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=6))
 def test_distinct_makes_sorted_sets(values):
-    assert lists(hashing.distinct(tokens(values))) == [sorted(set(row)) for row in values]
+    assert lists(hashing.distinct_tokens(tokens(values))) == [sorted(set(row)) for row in values]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
@@ -176,7 +176,7 @@ def test_the_first_of_each_combination(rows):
 
 def test_hashes_together_depend_on_each_and_on_their_order():
     a, b = hashes([1, 2, 1]), hashes([2, 1, 2])
-    found = hashing.together([a, b]).tolist()
+    found = hashing.combined_hashes([a, b]).tolist()
     assert found[0] == found[2] != found[1]
 
 

@@ -40,7 +40,7 @@ def jaccard(a: set[int], b: set[int]) -> float:
 
 @given(st.lists(NUMBERS, min_size=1, max_size=5), NUMBERS, NUMBERS)
 def test_an_ordering_is_exact_modulo_the_prime(x, a, b):
-    found = minhash.permuted(np.array(x, np.uint64), np.uint64(a), np.uint64(b))
+    found = minhash.permute(np.array(x, np.uint64), np.uint64(a), np.uint64(b))
     assert found.tolist() == [(a * value + b) % PRIME for value in x]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config import BadInput
 from pipeline.corpora.formats import intents
-from pipeline.corpora.formats.intents import in_words
+from pipeline.corpora.formats.intents import intent_words
 
 
 def write(folder: Path, files: dict[str, str]) -> list[Path]:
@@ -144,7 +144,7 @@ def test_hwu64_and_snips_are_two_files_line_by_line(prepare, corpus):
     ],
 )
 def test_a_response_is_the_intents_name_in_words(intent, words):
-    assert in_words(intent) == words
+    assert intent_words(intent) == words
 
 
 # Bad input

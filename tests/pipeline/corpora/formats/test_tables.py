@@ -247,7 +247,7 @@ def test_a_wanted_column_that_stands_there_twice_is_refused(tmp_path):
 
 def test_parquet_gives_the_columns_asked_for_and_no_others(tmp_path):
     data = as_parquet([{"b": 1, "a": ["x"], "a/0": 2.5, "other": b"y"}])
-    rows, _ = read(tmp_path / "x", data, also=lambda name: name.startswith("a/"))
+    rows, _ = read(tmp_path / "x", data, takes_column=lambda name: name.startswith("a/"))
     assert rows == [(1, {"b": 1, "a": ["x"], "a/0": 2.5})]
 
 
