@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -73,6 +74,19 @@ class RowTokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes what `load_ranker` needs."""
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes the tokenizer add the special tokens where polyrank does: [CLS] a [SEP], [CLS] a [SEP] b [SEP].
+
+    polyrank adds their ids and needs no template. Other programs that load the tokenizer do.
+    """
+    cls, sep = tokenizer.cls_token, tokenizer.sep_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[cls, "$A", sep],
+        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
+        special_tokens=[(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)],
+    )
 
 
 class Tokenizer:

@@ -17,6 +17,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.convert.files import save_counts
 from pipeline.models.convert.tokenizer import Subwords, runs, save_vocabulary
+from pipeline.models.tokens import set_template
 from pipeline.training.settings import TokenizerConfig
 
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
@@ -59,7 +60,9 @@ def learn(
     if config.kind == "subwords":
         return _count_holding(_subwords(texts, config), texts)
     tokenizer = _word_pieces(texts, config) if config.kind == "wordpiece" else _bpe(texts, config)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
+    learnt = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
+    set_template(learnt)  # so that an encoder is usable in transformers and sentence-transformers
+    return learnt
 
 
 def _word_pieces(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> Tokenizer:

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 
 from jobs import finetune
 from jobs.benchmarks import finetune_rate
@@ -17,7 +16,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import parse
 from pipeline.drafts import draft, folder_entries
 from pipeline.models.ranker import load_ranker, new_ranker
-from pipeline.models.tokens import Tokenizer
+from pipeline.models.tokens import Tokenizer, set_template
 
 pytest.importorskip("sentence_transformers")
 SHORT = ("--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
@@ -30,11 +29,7 @@ def encoder(tiny_ranker, tmp_path):
     folder = tmp_path / "encoder"
     shutil.copytree(tiny_ranker("bi").local() / "context_encoder", folder)
     tokenizer = Tokenizer.load(folder)
-    special = [("[CLS]", tokenizer.cls), ("[SEP]", tokenizer.sep)]
-    template = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=special
-    )
-    tokenizer.hf.backend_tokenizer.post_processor = template
+    set_template(tokenizer.hf)
     tokenizer.save(folder)
     return folder
 

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 from pipeline.config import BadInput
@@ -33,7 +32,7 @@ from pipeline.models.biencoder import BiEncoder
 from pipeline.models.crossencoder import CrossEncoder
 from pipeline.models.dualencoder import DualEncoder
 from pipeline.models.ranker import Ranker
-from pipeline.models.tokens import RowTokenizer, Tokenizer
+from pipeline.models.tokens import RowTokenizer, Tokenizer, set_template
 from pipeline.models.transformer import Encoder
 
 _POOLING = {"first": "cls", "mean": "mean"}
@@ -138,15 +137,10 @@ def _dense(
 
 
 def _tokenizer(tokenizer: RowTokenizer) -> Tokenizer:
-    """A copy that puts the special tokens where polyrank does: [CLS] a [SEP], [CLS] a [SEP] b [SEP]."""
+    """A copy that adds the special tokens by itself."""
     assert isinstance(tokenizer, Tokenizer)
     plain = Tokenizer(copy.deepcopy(tokenizer.hf))
-    cls, sep = plain.hf.cls_token, plain.hf.sep_token
-    plain.hf.backend_tokenizer.post_processor = TemplateProcessing(
-        single=[cls, "$A", sep],
-        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
-        special_tokens=[(cls, plain.cls), (sep, plain.sep)],
-    )
+    set_template(plain.hf)
     return plain
 
 

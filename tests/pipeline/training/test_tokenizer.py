@@ -128,6 +128,16 @@ def test_saved_tokenizer_is_the_same_to_us_and_to_transformers(corpus, tmp_path,
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_programs_get_the_special_tokens_where_polyrank_puts_them(corpus, tmp_path, kind):
+    save(learnt([corpus], kind), tmp_path)
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    first, second = ours.ids(["where is it ?", "there !"])
+    assert theirs("where is it ?")["input_ids"] == [ours.cls, *first, ours.sep]
+    pair = theirs("where is it ?", "there !")["input_ids"]
+    assert pair == [ours.cls, *first, ours.sep, *second, ours.sep]
+
+
 @pytest.mark.parametrize(("name", "value"), [("vocabulary", 99), ("min_frequency", 0),
                                              ("max_examples", 0)])  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(name, value):
