@@ -4,12 +4,12 @@
 # make test                         the tests of CI
 # make test-long                    those that train several times, kill nodes, or run a whole benchmark
 # make cluster-test                 nodes that die, on a cluster of four in this machine
-# make benchmark                    all benchmarks in their small form, and BENCHMARKS.md: half an hour
+# make benchmark                    all benchmarks in their small form, to .benchmark/results: half an hour
 PYTHON ?= python3.11
 BIN := .venv/bin
 
 DEMO ?= .demo
-RESULTS := jobs/benchmarks/results
+RESULTS ?= .benchmark/results
 BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper profile
 
 .PHONY: demo test test-fast test-long cluster-test benchmark lint openapi kuberay clean
@@ -43,7 +43,7 @@ DATA_OF_embed := --data $(or $(DATA),.data) --kills 2
 DATA_OF_intents := --data $(or $(DATA),.data)
 
 benchmark: $(BENCHMARKS:%=benchmark-%)
-	$(BIN)/python -m jobs.benchmarks.report
+	$(BIN)/python -m jobs.benchmarks.report --results $(RESULTS)
 
 benchmark-%: .venv/installed
 	-$(BIN)/python -m jobs.benchmark $* --size small $(DATA_OF_$*) --json $(RESULTS)/$*-small.json

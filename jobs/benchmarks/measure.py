@@ -66,6 +66,7 @@ def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None
             print(f"    {name}: {value}")
     if file:
         entries = [{**asdict(row), "source": dict(source or {})} for row in rows]
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(entries, indent=1) + "\n")
 
 

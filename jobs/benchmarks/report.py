@@ -1,4 +1,4 @@
-"""BENCHMARKS.md and its picture, made from the JSON files of runs: `python -m jobs.benchmarks.report`.
+"""BENCHMARKS.md and its pictures, made from the JSON files of runs: `python -m jobs.benchmarks.report`.
 
 A file `results/<section>-<any name>.json` holds the rows of a run, as `jobs.benchmark --json` writes them.
 Each row has its `source`: the command, its size, the date, the commit and the machine. Numbers that were
@@ -41,14 +41,12 @@ SECTIONS = {
     "gpu": "GPUs",
     "profile": "Where the time goes",
 }
-PICTURES = {
-    "profile": ((f"jobs/benchmarks/results/{shares.PICTURE}", "Parts of the time of each path"),),
-    "serve": (
-        ("serve/measured/load.png", "p50 and p99 by requests a second"),
-        ("serve/measured/burst.png", "Latency and answers while a crowd comes and goes"),
-        ("serve/measured/scaling.png", "A stepped load, and the replicas that follow it"),
-    ),
+SERVE_PICTURES = {
+    "serve/measured/load.png": "p50 and p99 by requests a second",
+    "serve/measured/burst.png": "Latency and answers while a crowd comes and goes",
+    "serve/measured/scaling.png": "A stepped load, and the replicas that follow it",
 }
+"""Pictures of the committed page, by their path from the root."""
 _FIELDS = {"row", "ours", "unit"}
 _SOURCE = {"kind", "command", "date", "commit", "machine"}
 
@@ -117,8 +115,14 @@ def _rank(row: ResultRow) -> tuple[bool, str]:
 # Markdown
 
 
-def page(rows_of_section: Mapping[str, Sequence[ResultRow]]) -> str:
-    """BENCHMARKS.md."""
+def page(rows_of_section: Mapping[str, Sequence[ResultRow]], results_folder: Path = RESULTS) -> str:
+    """BENCHMARKS.md, for the root if the results are the committed ones, else for their own folder."""
+    committed = results_folder == RESULTS
+    pictures = f"{RESULTS.relative_to(ROOT).as_posix()}/" if committed else ""
+    section_pictures = {
+        "profile": {pictures + shares.PICTURE: "Parts of the time of each path"},
+        "serve": SERVE_PICTURES if committed else {},
+    }
     results = compare(row for rows in rows_of_section.values() for row in rows)
     counts = [
         sum(result.status == status for result in results) for status in ("met", "**missed**")
@@ -129,21 +133,25 @@ def page(rows_of_section: Mapping[str, Sequence[ResultRow]]) -> str:
             met=counts[0],
             missed=counts[1],
             rest=len(results) - sum(counts),
-            picture=f"jobs/benchmarks/results/{PICTURE}",
+            picture=pictures + PICTURE,
         ),
         _targets(results),
         _limits(results),
     ]
-    parts += [_section(name, rows_of_section[name]) for name in SECTIONS]
-    parts.append(_growth(growth.curves(row for rows in rows_of_section.values() for row in rows)))
+    parts += [
+        _section(name, rows_of_section[name], section_pictures.get(name, {})) for name in SECTIONS
+    ]
+    curves = growth.curves(row for rows in rows_of_section.values() for row in rows)
+    parts.append(_growth(curves, pictures + growth.PICTURE))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 _INTRODUCTION = """# Benchmarks
 
-`make benchmark` makes this page. It runs `python -m jobs.benchmark <part> --size small --json FILE` for each
-part. Then `python -m jobs.benchmarks.report` reads all files of `jobs/benchmarks/results`. The numbers of
-`--size full` count against the targets; they take hours. A test compares this page with the files.
+`make benchmark` measures every part on your machine in half an hour, with the small models of the demo. It
+writes a page like this one to `.benchmark/results`. This page is made by `python -m jobs.benchmarks.report`
+from the files of `jobs/benchmarks/results`, and a test compares the two. Its numbers are of larger models:
+those of `--size full` count against the targets, and take hours.
 
 The two sides of a row ran in turn in one run, because only such ratios mean anything on a shared machine. A
 ratio above 1 means that polyrank is faster. The floor is what the machine itself allows. "One run, earlier"
@@ -179,7 +187,7 @@ def _limits(results: Sequence[TargetResult]) -> str:
     return "\n".join(["## What limits the missed ones", "", *lines])
 
 
-def _section(name: str, rows: Sequence[ResultRow]) -> str:
+def _section(name: str, rows: Sequence[ResultRow], pictures: Mapping[str, str]) -> str:
     if not rows:
         return f"## {SECTIONS[name]}\n\nNot measured yet."
     parts = [f"## {SECTIONS[name]}"]
@@ -188,7 +196,7 @@ def _section(name: str, rows: Sequence[ResultRow]) -> str:
         groups.setdefault(json.dumps(row["source"], sort_keys=True), []).append(row)
     for source_rows in groups.values():
         parts += [_origin(source_rows[0]["source"]), _table(source_rows), _notes(source_rows)]
-    parts += [f"![{text}]({file})" for file, text in PICTURES.get(name, ())]
+    parts += [f"![{text}]({file})" for file, text in pictures.items()]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -239,7 +247,7 @@ def _notes(rows: Sequence[ResultRow]) -> str:
     return "\n".join(f"- `{name}`: {note}" for name, note in row_notes)
 
 
-def _growth(curves: Sequence[Curve]) -> str:
+def _growth(curves: Sequence[Curve], picture_file: str) -> str:
     if not curves:
         return ""
     lines = ["| row | from | to | slope |", "| --- | ---: | ---: | ---: |"]
@@ -253,7 +261,7 @@ def _growth(curves: Sequence[Curve]) -> str:
         "## Growth", "",
         "How a measure grows with the size of its input. The slope is that of a line through the logarithms: "
         "1 means proportional, 0 constant.", "",
-        *lines, "", f"![Growth, on logarithmic axes](jobs/benchmarks/results/{growth.PICTURE})",
+        *lines, "", f"![Growth, on logarithmic axes]({picture_file})",
     ])  # fmt: skip
 
 
@@ -327,18 +335,18 @@ def _x(share: float) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m jobs.benchmarks.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
-    parser.add_argument("--output", type=Path, default=ROOT / "BENCHMARKS.md", help="the page")
-    options = parser.parse_args(argv)
-    rows_of_section = read(options.results)
+    folder: Path = parser.parse_args(argv).results
+    folder = RESULTS if folder.resolve() == RESULTS.resolve() else folder
+    rows_of_section = read(folder)
+    output = (ROOT if folder == RESULTS else folder) / "BENCHMARKS.md"
     results = compare(row for rows in rows_of_section.values() for row in rows)
-    options.output.write_text(page(rows_of_section))
-    (options.results / PICTURE).write_text(picture(results))
+    output.write_text(page(rows_of_section, folder))
+    (folder / PICTURE).write_text(picture(results))
     curves = growth.curves(row for rows in rows_of_section.values() for row in rows)
-    (options.results / shares.PICTURE).write_text(
-        shares.picture(shares.with_shares(rows_of_section["profile"]))
-    )
-    (options.results / growth.PICTURE).write_text(growth.picture(curves))
-    print(f"{os.path.relpath(options.output)}: {sum(map(len, rows_of_section.values()))} rows")
+    parts = shares.with_shares(rows_of_section["profile"])
+    (folder / shares.PICTURE).write_text(shares.picture(parts))
+    (folder / growth.PICTURE).write_text(growth.picture(curves))
+    print(f"{os.path.relpath(output)}: {sum(map(len, rows_of_section.values()))} rows")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -38,6 +40,18 @@ def test_the_page_and_its_picture_are_those_of_the_files():
     assert (report.RESULTS / growth.PICTURE).read_text() == growth.picture(curves)
     parts = shares.with_shares(found["profile"])
     assert (report.RESULTS / shares.PICTURE).read_text() == shares.picture(parts)
+
+
+def test_other_results_have_their_page_and_pictures_in_their_own_folder(tmp_path):
+    for file in report.RESULTS.glob("search-*.json"):
+        shutil.copy(file, tmp_path)
+    before = (report.ROOT / "BENCHMARKS.md").read_bytes()
+    report.main(["--results", str(tmp_path)])
+    page = (tmp_path / "BENCHMARKS.md").read_text()
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert report.PICTURE in pictures
+    assert all((tmp_path / picture).is_file() for picture in pictures)
+    assert (report.ROOT / "BENCHMARKS.md").read_bytes() == before
 
 
 def test_every_target_of_the_issue_has_its_bound_here(shared):
