@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -146,9 +146,13 @@ def _resolve(config: Config) -> _Job:
     uri = storage.join(model.uri, SETTINGS)
     settings = parse_settings(storage.read_bytes(uri), uri)
     settings.require_vectors()
-    files = [file for uri in config.candidates for file in _candidate_files(uri)]
-    fingerprint = storage.raw_fingerprint(files, whole=True)
-    source = {"uri": " ".join(config.candidates), "kind": "raw", "fingerprint": fingerprint}
+    files, corpora = _candidate_files(config.candidates)
+    source = {
+        "uri": " ".join(config.candidates),
+        "kind": "raw",
+        "fingerprint": storage.raw_fingerprint(files, whole=True),
+        "inputs": {f"corpus.{n}": corpus.reference() for n, corpus in enumerate(corpora)},
+    }
     inputs: dict[str, Any] = {"model": model, "candidates": source}
     if config.redact:  # without, the pool is that of polyrank before it redacted pools
         inputs["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
@@ -399,12 +403,16 @@ def _summary(config: Config, pool: Artifact, already_there: bool) -> program.Sum
     )  # fmt: skip
 
 
-def _candidate_files(uri: str) -> list[str]:
-    """A corpus' shards, or the files that a URI names."""
-    if not storage.exists(storage.join(uri, MANIFEST)):
-        return storage.expand((uri,), "candidates")
-    corpus = open_artifact(uri, "corpus")
-    return [storage.join(corpus.uri, entry["path"]) for entry in example_files(corpus)]
+def _candidate_files(uris: Sequence[str]) -> tuple[list[str], list[Artifact]]:
+    """(the shards of corpora and the files that URIs name, the corpora)"""
+    files, corpora = list[str](), list[Artifact]()
+    for uri in uris:
+        if storage.exists(storage.join(uri, MANIFEST)):
+            corpora.append(open_artifact(uri, "corpus"))
+            files += [storage.join(corpora[-1].uri, e["path"]) for e in example_files(corpora[-1])]
+        else:
+            files += storage.expand((uri,), "candidates")
+    return files, corpora
 
 
 if __name__ == "__main__":

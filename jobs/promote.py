@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from jobs import program
 from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import BadInput, Stopped, require
+from pipeline.config import BadInput, Stopped, require, to_dict
 from pipeline.evaluation import protocols
 from pipeline.retrieval.pools import promotion, versions
 from pipeline.retrieval.pools.lock import Lock, locked
@@ -134,10 +135,16 @@ def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
     if config.corpus and version_before and version_before != version:
         _, source = tracking.registered_version(config.registered_model, version_before)
         summary["comparison"] = _compare(config, open_artifact(source, "ranker"), candidate)
-    if config.pools:
-        summary["pool"] = _move_pool(config, pool, lock)
-    if not config.dry_run:
-        tracking.move_alias(config.registered_model, config.alias, version)
+    recorded = (
+        nullcontext() if config.dry_run else tracking.start_promotion(candidate, to_dict(config))
+    )
+    with recorded as run:
+        if config.pools:
+            summary["pool"] = _move_pool(config, pool, lock)
+        if not config.dry_run:
+            tracking.move_alias(config.registered_model, config.alias, version)
+        if run:
+            run.attach({"promotion.json": json.dumps(summary, indent=1).encode()})
     return summary
 
 

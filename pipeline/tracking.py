@@ -103,6 +103,14 @@ def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]
 
 
 @contextmanager
+def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
+    """Opens the run of a promotion of `model`, which makes no artifact."""
+    name = f"promote {settings['registered_model']}"
+    with _open("promote", name, {"model": model.reference()}, settings, {}) as run:
+        yield run
+
+
+@contextmanager
 def start_sweep(
     name: str, inputs: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]
 ) -> Iterator[Run]:

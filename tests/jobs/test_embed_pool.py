@@ -14,6 +14,7 @@ import torch
 from jobs import finetune
 from jobs.benchmarks.measure import workers_of
 from pipeline import storage
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.drafts import draft, folder_entries
 from pipeline.models.ranker import load_ranker
@@ -291,3 +292,8 @@ def test_of_a_corpus_the_examples_are_embedded_and_nothing_else(embed, convai2_c
     options = ("--embed.text-column", "response", "--embed.id-column", "example_id")
     summary = embed(Path(convai2_corpus.uri), *options).summary
     assert summary["counts"]["records"] == convai2_corpus.counts["examples"]
+    pool = open_artifact(summary["output"], "pool")
+    source = pool.manifest["inputs"]["candidates"]["inputs"]["corpus.0"]
+    assert source["fingerprint"] == convai2_corpus.fingerprint
+    run = mlflow.MlflowClient().get_run(pool.manifest["run_id"])
+    assert convai2_corpus.fingerprint in run.data.tags["mlflow.note.content"]

@@ -37,6 +37,10 @@ def pools(embed, tiny_ranker, tmp_path):
     return tmp_path / "pools", [embed(tiny_ranker("bi"), 3 + number) for number in range(3)]
 
 
+def artifact_text(run, name):
+    return mlflow.artifacts.load_text(f"{run.info.artifact_uri}/{name}")
+
+
 def aliases_of(name):
     found = mlflow.MlflowClient().get_registered_model(name).aliases
     return {alias: str(version) for alias, version in found.items()}
@@ -183,6 +187,17 @@ def test_model_and_pool_move_together_and_back(
     back = run_job_here(*together, "--rollback").summary
     assert (back["version"], back["pool"]["version"], back["pool"]["pinned"]) == (one, of_old, True)
     assert aliases_of("pair") == {"champion": one, "previous": two, "candidate": two}
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("polyrank").experiment_id
+    runs = client.search_runs(
+        [experiment], "params.registered_model = 'pair'", order_by=["start_time"]
+    )
+    recorded = [json.loads(artifact_text(run, "promotion.json")) for run in runs]
+    moves = [(entry["before"], entry["version"], entry["pool"]["version"]) for entry in recorded]
+    assert moves[-2:] == [
+        (one, two, of_new),
+        (two, one, of_old),
+    ]  # neither the refused one nor the plan
 
 
 def test_a_candidate_that_is_not_better_is_not_promoted(
