@@ -105,13 +105,13 @@ def _run_gpu_tests() -> BenchmarkRow:
     """The tests that are marked `gpu`; they stand in the checkout only."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
-    last_line = process.stdout.strip().splitlines()[-1:] or [process.stderr.strip()[-200:]]
+    last_lines = process.stdout.strip().splitlines()[-1:] or [process.stderr.strip()[-200:]]
     counts = {
         name: int(number)
-        for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last_line[0])
+        for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last_lines[0])
     }
     passed = counts.get("passed", 0) if process.returncode == 0 else None
-    return BenchmarkRow("gpu.tests", passed, "passed", detail={"pytest": last_line[0]})
+    return BenchmarkRow("gpu.tests", passed, "passed", detail={"pytest": last_lines[0]})
 
 
 # -------------------------------------------------------------------------------------------------

@@ -388,7 +388,7 @@ def test_a_proxy_forgets_paths_that_were_full(monkeypatch):
     for number in range(20):
         clock.now += 1
         assert client.post(f"/{number}", json=GOOD).status_code == 429
-    assert list(proxy._full_until) == ["/19"]
+    assert list(proxy._overloaded_until) == ["/19"]
 
 
 def test_a_full_replica_refuses_before_it_reads_the_request(tiny_ranker, asking, monkeypatch):
