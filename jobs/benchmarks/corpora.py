@@ -63,7 +63,7 @@ def _rate(dump: Path, comments: int, run: Run) -> BenchmarkRow:
             "seconds": round(run.seconds, 1),
             "dump, bytes": sum(Path(file).stat().st_size for file in files),
             "examples": run.summary["counts"]["examples"],
-            "core hours per billion comments": round(os.cpu_count() or 1) * 1e9 / rate / 3600,
+            "core hours per billion comments": round((os.cpu_count() or 1) * 1e9 / rate / 3600, 1),
         },
     )  # fmt: skip
 

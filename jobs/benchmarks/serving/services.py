@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -160,9 +161,7 @@ def run_together(
     load: Callable[[], LoadResult], other_load: Callable[[], LoadResult]
 ) -> tuple[LoadResult, LoadResult]:
     """Two loads at once, each on a thread of its own."""
-    other_results: list[LoadResult] = []
-    thread = threading.Thread(target=lambda: other_results.append(other_load()))
-    thread.start()
-    result = load()
-    thread.join()
-    return result, other_results[0]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(other_load)
+        result = load()
+        return result, other.result()
