@@ -551,7 +551,7 @@ def test_the_blocks_of_a_dump_are_tasks_with_a_cost(sample_files, tmp_path, acto
     files = [str(file) for file in sorted((sample_files / "reddit_dump").iterdir())]
     out = draft(str(tmp_path / "out"), "corpus", Options(), {})
     privacy = Privacy(redact=False, authors="plain", salt="")
-    with task_costs.collected() as stages:
+    with task_costs.collect_stages() as stages:
         records = reddit.prepare(out, files, Options(), raw.Reading(), privacy)
     (stage,) = (stage for stage in stages if stage.name == "reddit: dump files to threads")
     assert list(stage.costs) == [task for task in out.marks() if task.startswith("block")]

@@ -14,7 +14,7 @@ from pipeline.models.tokens import Tokenizer
 from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.token_masking import (
     Masker,
-    derived,
+    derive_keys,
     example_keys,
     prediction_probabilities,
     word_starts,
@@ -67,7 +67,7 @@ def keys(count, seed=0, epoch=0):
 
 def test_keys_are_the_outputs_of_splitmix64():
     """The first outputs for the seed 0, as Vigna's reference implementation prints them."""
-    assert [hex(value) for value in derived(np.zeros(1, np.uint64), np.arange(3))] == [
+    assert [hex(value) for value in derive_keys(np.zeros(1, np.uint64), np.arange(3))] == [
         "0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"
     ]  # fmt: skip
 
