@@ -55,7 +55,7 @@ def local_folder(uri: str, version: str, only: Collection[str] | None = None) ->
         return Path(storage.locate(uri)[1])
     part = "" if only is None else f" {sorted(only)}"
     name = hashlib.sha256(f"{uri} {version}{part}".encode()).hexdigest()[:24]
-    folder = _cache() / name
+    folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     _use(folder)
     with _download_lock(folder):
@@ -112,7 +112,8 @@ def _copy(uri: str, path: Path, start: int, length: int) -> None:
         os.pwrite(file.fileno(), data, start)
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """The folder of this node for copies of artifacts and for notes about them."""
     cache_path = os.environ.get("POLYRANK_CACHE")
     return (
         Path(cache_path)

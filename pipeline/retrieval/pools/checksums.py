@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline import node_cache
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, digest, require
 from pipeline.records import FileEntry
@@ -66,7 +66,7 @@ def _note(artifact: Artifact, folder: Path, entries: Sequence[FileEntry]) -> Pat
     for entry in entries:
         stat = (folder / entry["path"]).stat()
         facts.append([entry["sha256"], stat.st_size, stat.st_mtime_ns, stat.st_ino])
-    return Path(tempfile.gettempdir()) / f"polyrank-cache-{os.getuid()}" / "checked" / digest(facts)
+    return node_cache.cache_folder() / "checked" / digest(facts)
 
 
 def _sha256(path: Path) -> str:

@@ -273,6 +273,12 @@ def test_a_corrupted_byte_is_found_the_first_time_and_named(pools, name):
         Pool.open(f"{pools}/p")
 
 
+def test_the_note_that_checksums_passed_lies_in_the_cache_folder(pools, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path / "cache"))
+    Pool.open(f"{pools}/p")
+    assert len(list((tmp_path / "cache" / "checked").iterdir())) == 1
+
+
 def test_checksums_are_looked_at_once_on_a_node_or_always(pools, monkeypatch):
     looked: list[Path] = []
     digest = checksums._sha256
