@@ -16,7 +16,7 @@ from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualBatch, PairBatch
 from pipeline.training.finetune_settings import Distillation, NegativesFrom
 
-StepMetrics = dict[str, Tensor]
+LossMetrics = dict[str, Tensor]
 
 
 class Objective(nn.Module):
@@ -27,7 +27,7 @@ class Objective(nn.Module):
         """Tensors with one row per example, each made of that example alone; float32 or bool."""
 
     @abstractmethod
-    def loss(self, encoded: Sequence[Tensor], batch: Any) -> tuple[Tensor, StepMetrics]:
+    def loss(self, encoded: Sequence[Tensor], batch: Any) -> tuple[Tensor, LossMetrics]:
         """The mean loss over the examples and numbers to show; float32."""
 
     def forward(self, batch: Any, gradients: Sequence[Tensor] | None = None) -> Any:
@@ -82,7 +82,7 @@ class DualModule(Objective):
             negatives_BKD = negatives_ND.view(len(batch), -1, negatives_ND.shape[1])
         return vectors_BVMD.float(), mask_BVM, responses_BD.float(), negatives_BKD.float()
 
-    def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, StepMetrics]:
+    def loss(self, encoded: Sequence[Tensor], batch: DualBatch) -> tuple[Tensor, LossMetrics]:
         """The sum over the views, each the mean over the widths; accuracy is the first view's."""
         vectors_BVMD, mask_BVM, responses_BD, negatives_BKD = encoded
         count, device = len(responses_BD), responses_BD.device
@@ -160,7 +160,7 @@ class PairModule(Objective):
         """Scores [B, C]."""
         return (self.network.score_pairs(batch.pairs).view(len(batch), -1),)
 
-    def loss(self, encoded: Sequence[Tensor], batch: PairBatch) -> tuple[Tensor, StepMetrics]:
+    def loss(self, encoded: Sequence[Tensor], batch: PairBatch) -> tuple[Tensor, LossMetrics]:
         (scores_BC,) = encoded
         excluded_BC = batch.key_BC == batch.key_BC.gather(1, batch.label_B[:, None])
         excluded_BC = excluded_BC.scatter(1, batch.label_B[:, None], False)
