@@ -1,7 +1,8 @@
 """Every command of every page is read by the parser that will read it; every link leads somewhere.
 
-Here all of them are parsed, on all pages. What runs them: tests/jobs/test_readme.py, test_convert.py,
-test_pretraining_page.py and test_intents_page.py there, and tests/serve/test_page.py.
+Here all of them are parsed, on all pages. What runs them: tests/jobs/test_page_commands.py (five pages),
+test_readme.py, test_convert.py, test_pretraining_page.py and test_intents_page.py there, and
+tests/serve/test_page.py.
 """
 
 from __future__ import annotations

@@ -84,11 +84,15 @@ def _dropped_section(survey: CorpusSurvey) -> Iterable[str]:
         if samples := survey.rejected.get(reason):
             yield f"<h3>{escape(reason)}</h3>"
             yield _table(
-                ("file", "text"), [(_place(s), str(s["text"])) for s in samples], numbers=False
+                ("record", "text"), [(_place(s), str(s["text"])) for s in samples], numbers=False
             )
 
 
 def _place(sample: dict[str, Any]) -> str:
+    """The file and line of a rejected record; of a row that jobs.clean_corpus dropped, its example and the
+    one that it repeats."""
+    if "same_as" in sample:
+        return f"{sample['example_id']}, as {sample['same_as']}"
     line = f":{sample['line']}" if sample["line"] else ""
     return str(sample["file"]).rpartition("/")[2] + line
 

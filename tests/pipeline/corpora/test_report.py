@@ -311,6 +311,13 @@ def test_texts_of_a_corpus_are_text_in_the_page_never_markup(publish):
     assert "<b>dump:7" in found.text
 
 
+def test_a_dropped_duplicate_names_the_example_that_it_repeats(publish):
+    rejected = {"reason": "copy", "file": "train/x.parquet", "example_id": "late", "same_as": "early",
+                "text": "hello"}  # fmt: skip
+    corpus = publish([{"response": "hello"}], dropped={"copy": 1}, rejected=[rejected])
+    assert "late, as early" in Page(page.page(look(corpus))).text
+
+
 def test_the_page_is_whole_and_loads_nothing(reddit_corpus):
     found = Page(page.page(look(reddit_corpus, examples=1)))
     assert found.tags["svg"] == 1
