@@ -22,6 +22,14 @@ ContextCodes = Literal["learnt", "first_m", "last_m", "last_m_and_first"]
 Activation = Literal["relu", "fast_gelu"]
 
 
+_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+}
+"""The types of a field's values, and how a refusal calls them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScorerConfig:
     """What all rankers have."""
@@ -35,11 +43,18 @@ class ScorerConfig:
     ABOVE_0: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal:  # ranker.json is not read by jsonargparse
-                allowed = get_args(kind)
-                value = getattr(self, name)
-                require(value in allowed, f"ranker.{name}", value, ", ".join(allowed))
+        for name, kind in get_type_hints(
+            type(self)
+        ).items():  # jsonargparse does not read ranker.json
+            value = getattr(self, name, None)
+            if get_origin(kind) is Literal:
+                require(value in get_args(kind), f"ranker.{name}", value, ", ".join(get_args(kind)))
+            elif kind in _TYPES:
+                types, description = _TYPES[kind]
+                require(type(value) in types, f"ranker.{name}", value, description)
+            elif kind == tuple[int, ...]:
+                is_tuple = isinstance(value, tuple) and all(type(n) is int for n in value)
+                require(is_tuple, f"ranker.{name}", value, "whole numbers")
         for name in self.ABOVE_0:
             require(getattr(self, name) > 0, f"ranker.{name}", getattr(self, name), "above 0")
         for name in ("max_context_tokens", "max_candidate_tokens"):

@@ -55,6 +55,23 @@ def test_settings_say_how_many_vectors_a_context_has(config, vectors):
     assert config.has_vectors == (vectors > 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("m", 3.0, "a whole number"),
+        ("m", True, "a whole number"),
+        ("share_towers", "false", "true or false"),
+        ("output_scaling", "1", "a number"),
+        ("matryoshka", ["8"], "whole numbers"),
+        ("matryoshka", 8, "whole numbers"),
+    ],
+)
+def test_values_of_another_type_are_refused(name, value, allowed):
+    text = json.dumps({"architecture": "poly", **FORMER, name: value})
+    with pytest.raises(BadInput, match=rf"ranker\.{name}: .* is not allowed; allowed: {allowed}"):
+        parse_settings(text.encode(), "ranker.json")
+
+
 def test_what_needs_vectors_and_what_needs_pairs_is_refused_by_name():
     with pytest.raises(BadInput, match=r"architecture: 'cross' .*; allowed: bi, poly"):
         CrossConfig().require_vectors()
