@@ -39,6 +39,8 @@ _PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DIGITS = re.compile(r"[0-9]{1,9}")
+_LINGER_S = 2.0
+_LINGER_BYTES = 16 * 2**20
 _MAX_PATH_CHARACTERS = 200  # in the log
 _ATTEMPTS = 2
 _BODY = "polyrank.body"
@@ -116,10 +118,7 @@ class Guard:
             state["deadline"] = began + self._timeout_s(headers)
             body = await self._read_body(scope, headers, receive)
         except Refusal as refusal:
-            # The rest of the body stays unread, so the connection cannot be used again.
-            response = refusal.response()
-            response.headers["connection"] = "close"
-            await response(scope, receive, answer)
+            await _refuse_unread(refusal, receive, answer)
         except _ClientGone:
             return
         else:
@@ -251,6 +250,30 @@ class Guard:
 
 def _too_large_refusal(max_bytes: int) -> Refusal:
     return Refusal("too_large", f"the body has over {max_bytes:,} bytes, which is the most")
+
+
+async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) -> None:
+    """Refuses at once a request whose body is not read, and closes the connection a moment later.
+
+    Until then it reads what still comes: closing over unread bytes resets the connection, and a client
+    that is still sending would lose the answer.
+    """
+    response = refusal.response()
+    response.headers["connection"] = "close"
+    headers = response.raw_headers
+    await answer(
+        {"type": "http.response.start", "status": response.status_code, "headers": headers}
+    )
+    await answer({"type": "http.response.body", "body": response.body, "more_body": True})
+    unread = _LINGER_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while unread > 0:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    break
+                unread -= len(message.get("body", b""))
+    await answer({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _route(scope: Scope) -> str:

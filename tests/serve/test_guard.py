@@ -71,6 +71,18 @@ def test_a_length_above_the_bound_is_refused_before_the_body_is_sent(service):
     assert (status, answer["error"]["code"]) == (413, "too_large")
 
 
+def test_a_client_that_is_still_sending_when_it_is_refused_is_not_cut_off(service):
+    rest = b"x" * 3_000_000
+    with (
+        serving(api.create_app(service)) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
+    ):
+        connection.sendall(head(len(rest)))
+        status, _ = read_answer(connection)
+        connection.sendall(rest)  # a reset connection would raise here
+        assert (status, connection.recv(1)) == (413, b"")  # and here
+
+
 def test_a_body_that_does_not_come_is_given_up(service):
     limits = Limits(upload_s=0.2)
     with (
