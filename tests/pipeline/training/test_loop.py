@@ -165,6 +165,7 @@ def same(left, right):
     return all(torch.equal(torch.as_tensor(left[n]), torch.as_tensor(right[n])) for n in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TASKS)
 def test_killed_in_mid_epoch_and_resumed_ends_with_the_same_weights(tiny, kind):
     """Bit for bit, dropout on; 13 steps, killed at 5 or 10, where an epoch is 5 or so."""
@@ -291,6 +292,7 @@ def test_a_plateau_without_validations_is_refused(tiny):
         LoopConfig(schedule="plateau", validate_every_epochs=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adamax"])
 @pytest.mark.parametrize("kind", ["poly", "cross"])
 def test_loss_goes_down_on_a_task_that_can_be_learnt(tiny, kind, optimizer):

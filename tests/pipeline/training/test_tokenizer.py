@@ -81,6 +81,7 @@ def test_vocabulary_is_bounded(tiny, kind):
     assert sorted(tokenizer.get_vocab().values()) == list(range(size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_the_same_texts_give_the_same_tokenizer(reddit_corpus, kind):
     """Left alone the trainer of `tokenizers` numbers WordPiece's letters by a hash map's order."""

@@ -49,6 +49,7 @@ def many_buckets(monkeypatch):
     monkeypatch.setattr(Layout, "for_sizes", of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_goes_is_what_one_table_of_all_n_grams_says(

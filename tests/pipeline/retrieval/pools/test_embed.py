@@ -371,6 +371,7 @@ def test_a_cross_encoder_is_refused(make, tiny_ranker, tmp_path):
         make(json_lines(tmp_path / "a.jsonl", RECORDS), model=tiny_ranker("cross").local())
 
 
+@pytest.mark.slow
 def test_vectors_are_computed_in_the_precision_of_the_plan(make, tmp_path, monkeypatch):
     """On whatever hardware the actors run."""
     file = json_lines(tmp_path / "a.jsonl", RECORDS)

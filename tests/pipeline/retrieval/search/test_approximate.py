@@ -112,6 +112,7 @@ def test_places_are_those_of_the_pool_across_indices(publish):
         assert answer.ids == [f"id{48 + at}", f"id{36 + at}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 4), (40, 3), (2, 1)])
 def test_the_smallest_pools_have_an_index(publish, rows, width):
     matrix = np.random.default_rng(1).normal(size=(rows, width))
