@@ -29,6 +29,9 @@ _PAPER = {
     "cuda": {"bi": (19, 22), "poly-16": (18, 38), "poly-64": (23, 46), "poly-360": (57, 88),
              "cross": (2_600, 266_000)},
 }  # fmt: skip
+_CANDIDATES = (1_000, 100_000)
+_VECTORS = (16, 64, 360)
+"""Of the poly-encoders in the table."""
 _QUERIES = {"small": 10, "full": 100}
 
 
@@ -45,7 +48,7 @@ def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> 
         settings = ranker_config({"architecture": architecture, "m": int(m or 1)})
         ranker = new_ranker(settings, encoder, seed=0)
         ranker.to(device).eval()
-        for candidates, peer in zip((1_000, 100_000), published, strict=True):
+        for candidates, peer in zip(_CANDIDATES, published, strict=True):
             if not settings.has_vectors and candidates > 1_000:
                 note = {"inferred": "100 times the row before"}
                 rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", 100 * cross_ms, "ms", peer,
@@ -55,7 +58,23 @@ def measure(size: Literal["small", "full"], encoder: Path, corpus: Artifact) -> 
             cross_ms = latency_ms.median
             rows.append(BenchmarkRow(f"paper.5.{name}.{candidates}", latency_ms.median, "ms", peer,
                             detail={"p95": latency_ms.p95, "device": latency_ms.device}))  # fmt: skip
+    add_curves(rows)
     return rows
+
+
+def add_curves(rows: list[BenchmarkRow]) -> None:
+    """Adds the growth with the candidates to each model's last row, and the growth with the vectors of a
+    context to that of the largest poly-encoder. A cross-encoder's last row is inferred, and has none."""
+    ms = {row.row: row.ours for row in rows}
+    many = _CANDIDATES[-1]
+    for row in rows:
+        name, count = row.row.split(".")[2:]
+        if int(count) == many and name != "cross":
+            points = [[n, ms[f"paper.5.{name}.{n}"]] for n in _CANDIDATES]
+            row.detail["curve"] = {"x": "candidates", "y": "ms", "points": points}
+    points = [[m, ms[f"paper.5.poly-{m}.{many}"]] for m in _VECTORS]
+    largest = next(row for row in rows if row.row == f"paper.5.poly-{_VECTORS[-1]}.{many}")
+    largest.detail["curve"] = {"x": "vectors of a context", "y": "ms", "points": points}
 
 
 def _with_candidates(question_set: Questions, candidates: int) -> Questions:

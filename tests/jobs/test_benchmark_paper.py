@@ -48,6 +48,13 @@ def test_table_5_has_every_model_among_1000_and_100000(
     assert rows["paper.5.poly-64.100000"]["peer"] == 692
     assert rows["paper.5.cross.100000"]["ours"] == 100 * rows["paper.5.cross.1000"]["ours"]
     assert all(row["ours"] > 0 and row["unit"] == "ms" for row in rows.values())
+    curves = {name: row["detail"].get("curve") for name, row in rows.items()}
+    ms = {name: row["ours"] for name, row in rows.items()}
+    points = [[1000, ms["paper.5.bi.1000"]], [100_000, ms["paper.5.bi.100000"]]]
+    assert curves["paper.5.bi.100000"] == {"x": "candidates", "y": "ms", "points": points}
+    points = [[m, ms[f"paper.5.poly-{m}.100000"]] for m in (16, 64, 360)]
+    assert curves["paper.5.poly-360.100000"]["points"] == points
+    assert curves["paper.5.cross.100000"] is None
     # Each is asked twice: to warm up, and to be timed.
     dual = [("PreparedDual", n, n) for n in (1000, 1000, 100_000, 100_000)]
     assert asked == [*dual * 4, *[("PreparedCross", 1000, 1000)] * 2]
