@@ -364,20 +364,10 @@ def run_main(
 
 
 def local_ray_address() -> dict[str, str]:
-    """The environment of a process that joins the Ray of this one.
-
-    Its workers know the address, too, as those of `ray job submit` do: Ray Train's cleaner of placement
-    groups dies where two Rays run on a machine and nothing says which one is meant.
-    """
+    """The environment of a process that joins the Ray of this one."""
     import ray
 
-    address = ray.get_runtime_context().gcs_address
-    job_config = {"runtime_env": {"env_vars": {"RAY_ADDRESS": address}}}
-    return {
-        "RAY_ADDRESS": address,
-        "RAY_AUTH_MODE": "token",
-        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job_config),
-    }
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "token"}
 
 
 @pytest.fixture(scope="session")
