@@ -10,7 +10,7 @@ from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import dedup
-from pipeline.corpora.dedup import decontaminate, options
+from pipeline.corpora.dedup import decontaminate, evaluation_sets, options
 from pipeline.corpora.schema import example_files
 from pipeline.drafts import draft
 from pipeline.records import sum_counts
@@ -41,9 +41,9 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpus = open_artifact(config.corpus, "corpus")
     inputs: dict[str, Any] = {"corpus": corpus}
-    sets = decontaminate.own_sets(corpus) if config.decontaminate.own_splits else []
+    sets = evaluation_sets.own_sets(corpus) if config.decontaminate.own_splits else []
     for number, uri in enumerate(config.evaluation):
-        evaluation_set, inputs[f"evaluation.{number}"] = decontaminate.open_set(uri)
+        evaluation_set, inputs[f"evaluation.{number}"] = evaluation_sets.open_set(uri)
         sets.append(evaluation_set)
     if config.dry_run:
         shards = example_files(corpus)

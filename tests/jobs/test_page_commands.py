@@ -35,7 +35,7 @@ _SMALL: dict[str, tuple[object, ...]] = {
     "generate_dump": ("--comments", 200),
 }
 """Options that make a command small."""
-_SUBMITTED = ("submit", "benchmark")
+_ELSEWHERE = ("submit", "benchmark")
 """Verbs that other tests run: test_submit.py in tests/cluster, test_benchmark_*.py."""
 
 
@@ -48,7 +48,8 @@ def commands_of(page: str) -> dict[str, list[list[str]]]:
             heading = line.strip("# ")
         elif command := re.fullmatch(r" {4}python -m jobs\.(\w+ .*)", line):
             words = shlex.split(command[1].replace("s3://", ""), comments=True)
-            sections.setdefault(heading, []).append(words)
+            if words[0] not in _ELSEWHERE:
+                sections.setdefault(heading, []).append(words)
     return sections
 
 
@@ -155,7 +156,7 @@ def make_pool(folder: Path, name: str, model: Path, articles: Path, *filters: st
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_commands_of_a_section_run(section, home, inputs, request, tracking_uri):
     page, heading = section
-    commands = [words for words in commands_of(page)[heading] if words[0] not in _SUBMITTED]
+    commands = commands_of(page)[heading]
     run = request.getfixturevalue("run_job" if trains(commands) else "run_job_here")
     folder = home(commands)
     poly, articles = inputs["rankers/poly"], inputs["articles.parquet"]

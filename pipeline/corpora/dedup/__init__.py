@@ -26,7 +26,7 @@ from pipeline import cost, shards, storage
 from pipeline.artifact import Artifact
 from pipeline.corpora import raw
 from pipeline.corpora.dedup import decontaminate, exact, near
-from pipeline.corpora.dedup.decontaminate import EvaluationSet
+from pipeline.corpora.dedup.evaluation_sets import EvaluationSet
 from pipeline.corpora.dedup.examples import COMPARED, DedupPlan, keep_mask, read_drops, shards_of
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files

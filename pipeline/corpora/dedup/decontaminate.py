@@ -18,24 +18,28 @@ examples); then the driver makes the index and the matches itself.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline import executors, shards, storage
 from pipeline.arrays import Bools, Ints
-from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, require
-from pipeline.corpora import buckets, raw
+from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing
+from pipeline.corpora.dedup.evaluation_sets import (
+    ComparedText,
+    EvaluationSet,
+    compared_words,
+    read_texts,
+    set_names,
+)
 from pipeline.corpora.dedup.examples import (
     COMPARED,
     CONTAMINATED,
@@ -44,16 +48,12 @@ from pipeline.corpora.dedup.examples import (
     node_of,
     read_pieces,
     shard_and_row,
-    sides,
 )
-from pipeline.corpora.dedup.hashing import Hashes, Tokens
-from pipeline.corpora.schema import Split
+from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.drafts import Draft
 from pipeline.executors import Shared
 from pipeline.records import TaskRecord
 
-_HELD_OUT: tuple[Split, ...] = ("valid", "test")
-_LINES = 10_000
 _GRAMS = pa.schema(
     [("gram", pa.uint64()), ("set", pa.int32()), ("group", pa.uint64()), ("id", pa.string())]
 )
@@ -77,7 +77,7 @@ class Options:
 
     own_splits: bool = True
     """The corpus's own valid and test splits are evaluation sets too."""
-    text: Literal["example", "response"] = "example"
+    text: ComparedText = "example"
     """What is looked at, here and there: all turns and the response, or the response."""
     ngram_words: int = 13
     """Words in a run that must not be in an evaluation set."""
@@ -101,41 +101,6 @@ class NgramsRecord(TaskRecord):
 
     ngrams: int
     """Number of distinct n-grams."""
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """Texts that train must not share."""
-
-    name: str
-    """Its name in drop reasons."""
-    files: tuple[str, ...]
-    uri: str = ""
-    """"": the corpus's own split."""
-
-
-def own_sets(corpus: Artifact) -> list[EvaluationSet]:
-    """The valid and the test split of a corpus, as far as it has them."""
-    files = {split: tuple(corpus.files(f"{split}/", ".parquet")) for split in _HELD_OUT}
-    return [EvaluationSet(split, paths) for split, paths in files.items() if paths]
-
-
-def open_set(uri: str) -> tuple[EvaluationSet, Artifact | dict[str, Any]]:
-    """The set at a URI and its lineage entry: a corpus's valid and test splits, or all texts of files.
-
-    Raises BadInput for a URI that is not there, and for a corpus with train alone.
-    """
-    uri = uri.rstrip("/")
-    if storage.exists(storage.join(uri, MANIFEST)):
-        corpus = open_artifact(uri, "corpus")
-        files = [file for split in own_sets(corpus) for file in split.files]
-        if not files:
-            raise BadInput(f"--evaluation {uri}: a corpus without a valid or test split; "
-                           f"{storage.join(uri, 'train')} would be all its examples")  # fmt: skip
-        return EvaluationSet(storage.name_of(uri), tuple(files), uri), corpus
-    files = storage.expand([uri], "evaluation")
-    reference = {"uri": uri, "kind": "raw", "fingerprint": storage.raw_fingerprint(files)}
-    return EvaluationSet(storage.name_of(uri), tuple(files), uri), reference
 
 
 @dataclass(frozen=True)
@@ -206,7 +171,7 @@ def drop(
     look_up_records = shards.run_tasks(
         draft, suspect_tasks, look_up, "contaminated: n-grams", TaskRecord
     )
-    match = functools.partial(_match, plan=plan, names=_set_names(sets), n=options.ngram_words)
+    match = functools.partial(_match, plan=plan, names=set_names(sets), n=options.ngram_words)
     with layout.executor():
         tasks = bucket_tasks("match", layout.bucket_count)
         return look_up_records + shards.run_tasks(draft, tasks, match, "contaminated", TaskRecord)
@@ -243,15 +208,6 @@ def build_index(
     return any(record.ngrams for record in index_records)
 
 
-def _set_names(sets: Sequence[EvaluationSet]) -> list[str]:
-    """The sets' names in drop reasons."""
-    names = [evaluation.name for evaluation in sets]
-    return [
-        name if names.count(name) == 1 else evaluation.uri or name
-        for name, evaluation in zip(names, sets, strict=True)
-    ]
-
-
 def _read_filter(draft: Draft, layout: Layout) -> Filter:
     def read(task: str) -> bytes:
         part_bits: bytes = buckets.read(draft, [f"{task}-filter"], 0, _FILTER)["bits"][0].as_py()
@@ -272,7 +228,7 @@ def _look_up(
     ngram_filter = shared.get()
     tables = [_SUSPECTS.empty_table()]
     for numbers, rows in read_pieces(plan.shards[number].uri, COMPARED):
-        words = compared_words(rows, options)
+        words = compared_words(rows, options.text)
         grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
         hits = np.flatnonzero(ngram_filter.lets_through(grams.hashes))
         text = np.searchsorted(grams.offsets, hits, side="right") - 1
@@ -315,11 +271,6 @@ def _match(
     return TaskRecord()
 
 
-def compared_words(rows: pa.Table, options: Options) -> Tokens:
-    """The words of each example."""
-    return functools.reduce(hashing.concatenate, sides(rows, options.text, hashing.words))
-
-
 def _collect(
     draft: Draft,
     task: str,
@@ -332,7 +283,7 @@ def _collect(
     names, tables = list[pa.Array](), list[pa.Table]()
     start = 0
     schema = _GRAMS.set(3, pa.field("text", pa.int64()))
-    for ids, groups, words in _read_texts(uri, options):
+    for ids, groups, words in read_texts(uri, options.text):
         grams = hashing.ngrams(words, options.ngram_words, min_tokens=options.min_words)
         text = np.repeat(np.arange(len(ids)), grams.counts)
         columns = [
@@ -372,60 +323,3 @@ def _first_of_group(rows: pa.Table) -> pa.Table:
     """The first row of each n-gram in each group, by n-gram."""
     places = hashing.first_of_each(rows["gram"].to_numpy(), rows["group"].to_numpy())
     return rows.take(pa.array(places)).combine_chunks()
-
-
-def _read_texts(uri: str, options: Options) -> Iterator[tuple[pa.Array, Hashes, Tokens]]:
-    """(ids, hashes of groups, words) of the texts of a file, some at a time."""
-    if not uri.endswith(".parquet"):
-        lines = raw.read_lines(uri, raw.Reading())
-        while batch := list(itertools.islice(lines, _LINES)):
-            ids = _ids(uri, (number for number, _ in batch))
-            yield (
-                ids,
-                hashing.text_hashes(ids),
-                hashing.words(pa.array([text for _, text in batch])),
-            )
-        return
-    texts, name_columns = _text_and_name_columns(uri, options)
-    for numbers, rows in read_pieces(uri, texts + name_columns):
-        ids = (
-            rows["example_id"].chunk(0) if "example_id" in name_columns else _ids(uri, numbers + 1)
-        )
-        groups = hashing.text_hashes(
-            rows["group_id"].chunk(0) if "group_id" in name_columns else ids
-        )
-        words = (
-            hashing.words(rows["text"].chunk(0))
-            if texts == ["text"]
-            else compared_words(rows, options)
-        )
-        yield ids, groups, words
-
-
-def _text_and_name_columns(uri: str, options: Options) -> tuple[list[str], list[str]]:
-    """(the columns with texts, those with names) of a Parquet file."""
-    with storage.open_input(uri) as stream:
-        try:
-            schema = pq.ParquetFile(stream).schema_arrow
-        except pa.ArrowInvalid as error:
-            raise BadInput(f"{uri}: no Parquet file ({error})") from None
-
-    def has_column(name: str) -> bool:
-        if name not in schema.names:
-            return False
-        column_type = pa.list_(pa.string()) if name == "context" else pa.string()
-        return bool(schema.field(name).type == column_type)
-
-    examples = ["response"] if options.text == "response" else ["context", "response"]
-    texts = next(
-        (columns for columns in (examples, ["text"]) if all(map(has_column, columns))), None
-    )
-    if texts is None:
-        raise BadInput(f"{uri}: no texts; needed: the columns context (a list) and response, or text; "
-                       f"there are: {', '.join(schema.names)}")  # fmt: skip
-    return texts, [name for name in ("example_id", "group_id") if has_column(name)]
-
-
-def _ids(uri: str, numbers: Iterable[int]) -> pa.Array:
-    """Names for texts that have none, by line or row, from 1."""
-    return pa.array([f"{storage.name_of(uri)}:{number}" for number in numbers], pa.string())

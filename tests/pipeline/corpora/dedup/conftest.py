@@ -13,6 +13,7 @@ import pytest
 from pipeline.artifact import Artifact
 from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate
+from pipeline.corpora.dedup.evaluation_sets import EvaluationSet
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.drafts import draft
@@ -57,7 +58,7 @@ def clean(tmp_path: Path, actors_in_process: list[str]) -> Callable[..., Any]:
         corpus: Artifact,
         options: Options | None = None,
         sharing: decontaminate.Options | None = None,
-        sets: Sequence[decontaminate.EvaluationSet] = (),
+        sets: Sequence[EvaluationSet] = (),
     ) -> SimpleNamespace:
         out = draft(str(tmp_path / f"clean-{next(names)}"), "corpus", Options(), {})
         records = dedup.clean(

@@ -15,7 +15,8 @@ from pipeline import executors
 from pipeline.config import BadInput
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing
-from pipeline.corpora.dedup.decontaminate import Layout, Options, open_set, own_sets
+from pipeline.corpora.dedup.decontaminate import Layout, Options
+from pipeline.corpora.dedup.evaluation_sets import open_set, own_sets
 from pipeline.corpora.dedup.options import Options as Duplicates
 from pipeline.drafts import draft
 
