@@ -150,8 +150,8 @@ _INTRODUCTION = """# Benchmarks
 
 `make benchmark` measures every part on your machine in half an hour, with the small models of the demo. It
 writes a page like this one to `.benchmark/results`. This page is made by `python -m jobs.benchmarks.report`
-from the files of `jobs/benchmarks/results`, and a test compares the two. Its numbers are of larger models:
-those of `--size full` count against the targets, and take hours.
+from the files of `jobs/benchmarks/results`, and a test compares the two. Most of its numbers are of larger
+models. Those of `--size full` count against the targets, and take hours.
 
 The two sides of a row ran in turn in one run, because only such ratios mean anything on a shared machine. A
 ratio above 1 means that polyrank is faster. The floor is what the machine itself allows. "One run, earlier"
