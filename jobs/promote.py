@@ -111,6 +111,10 @@ def _lock_pool(config: Config) -> Iterator[Lock | None]:
     if not config.pools:
         yield None
         return
+    if not versions.current_name(config.pools, config.name):  # a lock would make the folder
+        raise BadInput(
+            f"pool {config.name}: {config.pools} has no such pool, or no CURRENT version"
+        )
     with locked(config.pools, config.name, _LOCK_EXPIRES_S) as lock:
         yield lock
 
@@ -207,17 +211,13 @@ def _pool_version(config: Config) -> str:
             f"{name} (CURRENT)" if name == current else name for name in version_names
         )
         raise BadInput("version: '' is not allowed; allowed: --rollback, or one of the pool's versions, "
-                       f"newest first: {names or 'there is none'}")  # fmt: skip
+                       f"newest first: {names}")  # fmt: skip
     return config.version or current
 
 
 def _move_pool(config: Config, version: str, lock: Lock | None) -> dict[str, Any]:
     version_before = versions.current_name(config.pools, config.name)
     uri = storage.join(config.pools, config.name, version)
-    if not version:
-        raise BadInput(
-            f"pool {config.name}: {config.pools} has no such pool, or no CURRENT version"
-        )
     Pool.open(uri)
     pin = config.pin or config.rollback
     if not config.dry_run:

@@ -92,6 +92,16 @@ def test_the_version_that_was_current_before_is_not_removed(
     assert run_job_here(*pool, "--rollback").summary["pool"]["version"] == second
 
 
+@pytest.mark.parametrize("option", [(), ("--rollback",), ("--version", "v-1"), ("--pin",)])
+def test_a_pool_that_is_not_there_is_refused_and_not_made(run_job_here, tmp_path, option):
+    refused = run_job_here("promote", "--pools", tmp_path / "none", "--name", "p", *option)
+    assert (refused.code, refused.refusal) == (
+        2,
+        f"python -m jobs.promote: pool p: {tmp_path / 'none'} has no such pool, or no CURRENT version",
+    )
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_version_that_does_not_open_is_refused(run_job_here, pools):
     folder, _ = pools
     before = current_name(str(folder), "replies")
@@ -259,8 +269,3 @@ def test_a_model_without_a_previous_version_cannot_go_back(run_job_here, tiny_ra
     tracking.register("new-one", tiny_ranker("bi"), "champion")
     refused = run_job_here("promote", "--model", "new-one", "--rollback").refusal
     assert "new-one: no version has the alias previous; there are: champion" in refused
-
-
-def test_a_pool_alone_needs_a_version(run_job_here, tmp_path):
-    refused = run_job_here("promote", "--pools", tmp_path, "--name", "n")
-    assert refused.code == 2 and "newest first: there is none" in refused.stderr
