@@ -18,7 +18,8 @@ from pipeline.training.settings import TeachingConfig
 class Config:
     """Scores the candidates of a corpus' train split with a ranker, or with several.
 
-    The output has all rows and columns of the input, and `teacher_scores`.
+    The output has all rows and columns of the input, and `teacher_scores`; or, with --teaching.over batch,
+    a ranker's vectors of context and response.
     """
 
     corpus: str
@@ -47,12 +48,13 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
     from pipeline.training import teaching
-    from pipeline.training.examples import has_candidates
+    from pipeline.training.examples import has_values
     from pipeline.training.tokenized_corpus import require_train
 
     require_train(corpus)
-    require(config.teaching.random_candidates > 0 or has_candidates(corpus), "teaching.random_candidates", 0,
-            f"1 or more, as no example of {corpus.uri}/train has candidates")  # fmt: skip
+    if config.teaching.over == "candidates" and not has_values(corpus, "candidates"):
+        require(config.teaching.random_candidates > 0, "teaching.random_candidates", 0,
+                f"1 or more, as no example of {corpus.uri}/train has candidates")  # fmt: skip
     names = ["teacher", *(f"teacher-{number}" for number in range(2, len(teachers) + 1))]
     teaching.teachers_of(corpus, teachers, config.teaching)  # refuses before the draft
     if config.dry_run:

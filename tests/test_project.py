@@ -91,10 +91,15 @@ def test_every_recipe_is_a_config_of_its_job(recipe):
     ]
     config = parse(config_of(verb), ["--config", str(recipe), *required], "test")
     written = yaml.safe_load(recipe.read_text())
-    for group, values in written.items():
-        found = vars(getattr(config, group))
-        for name, value in values.items():
-            assert found[name] == (tuple(value) if isinstance(value, list) else value)
+    assert_has(config, written)
+
+
+def assert_has(config, written):
+    for name, value in written.items():
+        if isinstance(value, dict):
+            assert_has(getattr(config, name), value)
+        else:
+            assert getattr(config, name) == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_every_recipe_is_used_or_documented():

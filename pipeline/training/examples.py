@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -16,9 +17,19 @@ from pipeline.artifact import Artifact
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training.batches import PLACE, ExampleRow
+from pipeline.training.finetune_settings import Taught
 
 TEACHER = "teacher_scores"
 """Column of a corpus: a score for each of `candidates`, of a model to learn from."""
+TEACHER_CONTEXT, TEACHER_RESPONSE = "teacher_context", "teacher_response"
+"""Columns of a corpus: a teacher's vectors of context and response, E little-endian float16 each, as
+binary: as lists, 16,384 rows of 384 would be twelve million Python objects. The product of any
+context with any response is the teacher's score, as its loss takes it."""
+TEACHER_COLUMNS: dict[Taught, tuple[str, ...]] = {
+    "candidates": (TEACHER,),
+    "batch": (TEACHER_CONTEXT, TEACHER_RESPONSE),
+}
+"""The columns that learning from a teacher reads, by what it has scored."""
 _NO_SCORE = math.nan
 
 
@@ -35,6 +46,9 @@ class DualBatch:
     negative_keys_BK: Tensor
     teacher_BC: Tensor
     """The teacher's scores of the response and the K others; NaN where it gave none."""
+    teacher_contexts_BE: Tensor
+    teacher_responses_BE: Tensor
+    """The teacher's vectors, float32; their products are its scores. E is 0 where it gave none."""
 
     def __len__(self) -> int:
         return len(self.key_B)
@@ -47,6 +61,8 @@ class DualBatch:
             self.negatives.to(device),
             self.negative_keys_BK.to(device),
             self.teacher_BC.to(device),
+            self.teacher_contexts_BE.to(device),
+            self.teacher_responses_BE.to(device),
         )
 
     def part(self, start: int, stop: int) -> DualBatch:
@@ -59,6 +75,8 @@ class DualBatch:
             self.negatives.rows(start * count, stop * count),
             self.negative_keys_BK[start:stop],
             self.teacher_BC[start:stop],
+            self.teacher_contexts_BE[start:stop],
+            self.teacher_responses_BE[start:stop],
         )
 
 
@@ -96,8 +114,8 @@ class PairBatch:
         )
 
 
-def has_candidates(corpus: Artifact, column: str = "candidates") -> bool:
-    """Whether any example of the train split has any.
+def has_values(corpus: Artifact, column: str) -> bool:
+    """Whether any example of the train split has a value in this column.
 
     The Parquet footers say it, and the first that does ends the search: a corpus that was joined
     from several may begin with files that have none.
@@ -107,7 +125,9 @@ def has_candidates(corpus: Artifact, column: str = "candidates") -> bool:
             metadata = pq.read_metadata(stream)
         for group in map(metadata.row_group, range(metadata.num_row_groups)):
             for chunk in map(group.column, range(group.num_columns)):
-                if chunk.path_in_schema.startswith(f"{column}.") and chunk.statistics.num_values:
+                is_column = chunk.path_in_schema.split(".")[0] == column
+                # Very long values have no statistics.
+                if is_column and (chunk.statistics is None or chunk.statistics.num_values):
                     return True
     return False
 
@@ -146,17 +166,31 @@ class _Item(NamedTuple):
     context: list[str]
     candidates: list[_Candidate]
     """The response, then wrong ones."""
+    teacher_context: bytes
+    teacher_response: bytes
 
 
 def _make_items(rows: list[ExampleRow], count: int, generator: torch.Generator) -> list[_Item]:
     responses = [row["response"] for row in rows]
     return [
-        _Item(row["context"], _choose_candidates(row, responses, count, generator)) for row in rows
+        _Item(
+            row["context"],
+            _choose_candidates(row, responses, count, generator),
+            row.get(TEACHER_CONTEXT) or b"",
+            row.get(TEACHER_RESPONSE) or b"",
+        )
+        for row in rows
     ]
 
 
 def _teacher_scores(items: Sequence[_Item]) -> Tensor:
     return torch.tensor([[candidate.teacher for candidate in item.candidates] for item in items])
+
+
+def _teacher_vectors(stored: Sequence[bytes]) -> Tensor:
+    """[B, E] float32."""
+    values = np.frombuffer(b"".join(stored), "<f2").astype(np.float32)
+    return torch.from_numpy(values).view(len(stored), -1)
 
 
 def _candidate_rows(ranker: Ranker, items: Sequence[_Item]) -> list[list[list[int]]]:
@@ -179,21 +213,21 @@ class DualCollator:
     """For bi- and poly-encoders: responses, and `negatives` wrong candidates for each context.
 
     Those are of the row's own candidates, or of what `mined` returns for its place in the split.
+    `teacher`: some of `TEACHER_COLUMNS`.
     """
 
     def __init__(
         self,
         ranker: Ranker,
         negatives: int = 0,
-        teacher: bool = False,
+        teacher: Sequence[str] = (),
         mined: Callable[[int], list[str]] | None = None,
     ) -> None:
         self._ranker = ranker
         self._negatives = negatives
         self._mined = mined
         source = PLACE if mined else "candidates"
-        self.columns = ("context", "response", *([source] if negatives else []),
-                        *([TEACHER] if teacher else []))  # fmt: skip
+        self.columns = ("context", "response", *([source] if negatives else []), *teacher)
 
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
         if self._mined is not None:
@@ -213,16 +247,18 @@ class DualCollator:
             tokenizer.batch(negatives) if negatives else empty,
             keys[:, 1:],
             _teacher_scores(items),
+            _teacher_vectors([item.teacher_context for item in items]),
+            _teacher_vectors([item.teacher_response for item in items]),
         )
 
 
 class PairCollator:
     """For cross-encoders: each context with its right candidate and `negatives` wrong ones."""
 
-    def __init__(self, ranker: Ranker, negatives: int, teacher: bool = False) -> None:
+    def __init__(self, ranker: Ranker, negatives: int, teacher: Sequence[str] = ()) -> None:
         self._ranker = ranker
         self._negatives = negatives
-        self.columns = ("context", "response", "candidates", *([TEACHER] if teacher else []))
+        self.columns = ("context", "response", "candidates", *teacher)
 
     def prepare(self, rows: list[ExampleRow], generator: torch.Generator) -> list[_Item]:
         return _make_items(rows, self._negatives, generator)

@@ -9,6 +9,8 @@ from pipeline.config import require
 from pipeline.models.shape import TrainLayers
 
 NegativesFrom = Literal["batch", "given", "both", "mined"]
+Taught = Literal["candidates", "batch"]
+"""What a teacher scores for each context: its own candidates, or the responses of the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,11 @@ class Distillation:
     """What is learnt from a teacher's scores (of jobs.score_candidates), beside the right answers."""
 
     loss: Literal["none", "kl", "margin_mse"] = "none"
-    """kl: the teacher's distribution over a context's candidates. margin_mse: its margins between
-    the right candidate and each other."""
+    """kl: the teacher's distribution over what `over` says. margin_mse: its margins between the right
+    one and each other."""
+    over: Taught = "candidates"
+    """candidates: those that the corpus gives a context. batch, for bi, poly and convert: the responses
+    of the batch over all workers, by the teacher's vectors (--teaching.over batch)."""
     weight: float = 1.0
     """Factor on that loss; that of the right answers has 1."""
     temperature: float = 1.0

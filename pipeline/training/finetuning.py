@@ -15,7 +15,7 @@ from pipeline.models.sources import Source, Tower
 from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import TEACHER, DualCollator, PairCollator, has_candidates
+from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator, has_values
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.loop import Task
 from pipeline.training.mining import COLUMNS, Miner
@@ -129,7 +129,8 @@ class Finetuning:
     def _objective(self, ranker: Ranker, miner: Miner | None) -> tuple[Objective, Any]:
         """The objective, and the collator of its batches."""
         config = self.finetune
-        has_teacher = config.distill.loss != "none"
+        distill = config.distill
+        teacher = TEACHER_COLUMNS[distill.over] if distill.loss != "none" else ()
         if not ranker.config.has_vectors:
             require(not config.label_smoothing, "finetune.label_smoothing", config.label_smoothing,
                     f"0 with ranker.architecture {ranker.config.architecture!r}")  # fmt: skip
@@ -137,22 +138,23 @@ class Finetuning:
                     f"false with ranker.architecture {ranker.config.architecture!r}, which would score "
                     "every pair")  # fmt: skip
         from_corpus = config.negatives_from in ("given", "both")
-        require(not from_corpus or has_candidates(self.corpus), "finetune.negatives_from",
+        require(not from_corpus or has_values(self.corpus, "candidates"), "finetune.negatives_from",
                 config.negatives_from,
                 f"'batch', as {self.corpus.uri} gives no candidates in train/")  # fmt: skip
         if not ranker.config.has_vectors:
-            return (PairModule(ranker.cross, config.distill),
-                    PairCollator(ranker, config.negatives, teacher=has_teacher))  # fmt: skip
+            return PairModule(ranker.cross, distill), PairCollator(
+                ranker, config.negatives, teacher
+            )
         negatives = 0 if config.negatives_from == "batch" else config.negatives
         module = DualModule(
             ranker.dual,
             config.negatives_from,
-            config.distill,
+            distill,
             config.share_negatives,
             config.label_smoothing,
         )
         return module, DualCollator(
-            ranker, negatives, teacher=has_teacher, mined=miner.negatives_of if miner else None
+            ranker, negatives, teacher, mined=miner.negatives_of if miner else None
         )
 
     def _check_encoders(self, encoders: Sequence[Encoder]) -> None:
@@ -168,15 +170,20 @@ class Finetuning:
 
     def _check_teacher(self) -> None:
         """Raises BadInput for a loss on a teacher's scores that nothing would get."""
-        config = self.finetune
-        if config.distill.loss == "none":
+        config, distill = self.finetune, self.finetune.distill
+        if distill.loss == "none":
             return
-        requirement = ""
-        if config.negatives_from in ("batch", "mined") and self.ranker.has_vectors:
-            requirement = f"'none', with finetune.negatives_from {config.negatives_from!r}"
-        elif not has_candidates(self.corpus, TEACHER):
-            requirement = f"'none', as {self.corpus.uri} has no scores of jobs.score_candidates"
-        require(not requirement, "finetune.distill.loss", config.distill.loss, requirement)
+        if self.ranker.has_vectors:
+            unused_by = {"candidates": ("batch", "mined"), "batch": ("given",)}[distill.over]
+            require(config.negatives_from not in unused_by, "finetune.distill.loss", distill.loss,
+                    f"'none', with finetune.negatives_from {config.negatives_from!r} and "
+                    f"finetune.distill.over {distill.over!r}")  # fmt: skip
+        else:
+            require(distill.over == "candidates", "finetune.distill.over", distill.over,
+                    f"candidates with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
+        require(has_values(self.corpus, TEACHER_COLUMNS[distill.over][0]), "finetune.distill.loss",
+                distill.loss, f"'none', as {self.corpus.uri} has nothing of jobs.score_candidates "
+                f"--teaching.over {distill.over}")  # fmt: skip
 
     def _validation(self, ranker: Ranker, rank: int, world: int) -> Validation | None:
         config = self.finetune

@@ -96,7 +96,7 @@ class DualModule(Objective):
             excluded_BC = torch.zeros(count, 1, dtype=torch.bool, device=device)
         k = negatives_BKD.shape[1]
         negatives, negative_keys = negatives_BKD, batch.negative_keys_BK  # [B, K, D] and [B, K]
-        # The columns that the teacher scored.
+        # The columns that a teacher has scored, the label's first: here the context's own negatives.
         column_BC = torch.arange(k, device=device).expand(count, k) + excluded_BC.shape[1]
         if self._share_negatives:
             # [N, D] and [N], N = ranks · B · K
@@ -104,9 +104,14 @@ class DualModule(Objective):
             negative_keys = gather(batch.negative_keys_BK.flatten())
             first_column_B = (torch.arange(count, device=device) + rank() * count) * k
             column_BC = column_BC + first_column_B[:, None]
-        column_BC = torch.cat([label_B[:, None], column_BC], dim=1)
+        column_BC, teacher_BC = torch.cat([label_B[:, None], column_BC], dim=1), batch.teacher_BC
+        if self._distill.over == "batch":
+            columns = excluded_BC.shape[1]
+            column_BC = (label_B[:, None] + torch.arange(columns, device=device)) % columns
+            teacher_BC = batch.teacher_contexts_BE @ gather(batch.teacher_responses_BE).T
+            teacher_BC = teacher_BC.gather(1, column_BC)
         excluded_BC = torch.cat([excluded_BC, negative_keys == batch.key_B[:, None]], dim=1)
-        teacher_BC = batch.teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
+        teacher_BC = teacher_BC.masked_fill(excluded_BC.gather(1, column_BC), math.nan)
         parts, metrics = [], dict[str, Tensor]()
         for vectors_BMD, mask_BM in zip(vectors_BVMD.unbind(1), mask_BVM.unbind(1), strict=True):
             losses, teacher_losses = [], []

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.config import NOT_IDENTITY, require
+from pipeline.training.finetune_settings import Taught
 
 TRAINING_STATE = "training_state"
 """Folder of a published model that holds what a longer run starts from."""
@@ -144,6 +145,9 @@ class Workers:
 class TeachingConfig:
     """What is scored."""
 
+    over: Taught = "candidates"
+    """candidates: each example's candidates. batch: the teacher's vectors of each context and response are
+    kept, whose products are its scores of any batch; of one bi-encoder or ConveRT model."""
     random_candidates: int = 0
     """A train example without candidates gets its response and so many other responses of its shard;
     0: it stays without, and without scores."""
@@ -160,6 +164,8 @@ class TeachingConfig:
     def __post_init__(self) -> None:
         for name in ("random_candidates", "batch_tokens", "seed"):
             require(getattr(self, name) >= 0, f"teaching.{name}", getattr(self, name), ">= 0")
+        require(self.over == "candidates" or self.random_candidates == 0, "teaching.random_candidates",
+                self.random_candidates, "0 with teaching.over 'batch', which needs none")  # fmt: skip
         require(self.hardest_of == 0 or self.hardest_of > self.random_candidates > 0,
                 "teaching.hardest_of", self.hardest_of,
                 f"0, or more than teaching.random_candidates, {self.random_candidates}, above 0")  # fmt: skip

@@ -1,8 +1,11 @@
-"""Rankers' scores of a corpus' candidates, once, for others to learn from.
+"""What rankers know of a corpus, once, for others to learn from.
 
-    train/….parquet      the corpus' rows, in their order, with `teacher_scores` list<float>: one for
-                         each of `candidates`, the mean of the teachers'; null where a row has none
-    valid/…, test/…      as they are, `teacher_scores` null
+    train/….parquet      the corpus' rows, in their order, and beside them
+        over candidates  `teacher_scores` list<float>: one for each of `candidates`, the mean of the
+                         teachers'; null where a row has none
+        over batch       `teacher_context` and `teacher_response`, a vector each (TEACHER_CONTEXT in
+                         examples.py)
+    valid/…, test/…      as they are, these columns null
 
 Scores are what a softmax over candidates takes, so their mean stands for the geometric mean of the
 teachers' distributions (Hinton et al., 2015, section 1). Each shard is one task.
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,13 +28,14 @@ from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import require
 from pipeline.drafts import Draft
 from pipeline.evaluation.ranking import own_scores
+from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
 from pipeline.records import TaskRecord
 from pipeline.resources import best_device
 from pipeline.shards import Work, run_tasks_on_actors
 from pipeline.training.batches import ExampleRow
-from pipeline.training.examples import TEACHER
+from pipeline.training.examples import TEACHER, TEACHER_COLUMNS, TEACHER_CONTEXT, TEACHER_RESPONSE
 from pipeline.training.settings import TeachingConfig
 
 # Rows that are scored together, their texts sorted by length and each candidate embedded once: 7,316 of
@@ -39,7 +43,11 @@ from pipeline.training.settings import TeachingConfig
 # Contexts of poly-360, d = 768, take 1.1 GB.
 _ROWS_AT_ONCE = 1024
 _MEASURED_ROWS = 64
-_FIELD = pa.field(TEACHER, pa.list_(pa.float32()))
+_TYPES = {
+    TEACHER: pa.list_(pa.float32()),
+    TEACHER_CONTEXT: pa.binary(),
+    TEACHER_RESPONSE: pa.binary(),
+}
 
 
 def score(
@@ -81,13 +89,8 @@ def estimate(
     files = corpus.files("train/", ".parquet")
     with storage.open_input(files[0]) as stream:
         rows = next(pq.ParquetFile(stream).iter_batches(_MEASURED_ROWS)).to_pylist()
-    bare_rows = [row for row in rows if not row["candidates"]]
-    texts = list(dict.fromkeys(row["response"] for row in rows))
     began = time.perf_counter()
-    if config.random_candidates and len(texts) > 1:
-        _add_candidates(bare_rows, texts, rankers, config, np.random.default_rng(config.seed))
-    scored_rows = [row for row in rows if row["candidates"]]
-    _add_scores(scored_rows, rankers, config.batch_tokens)
+    scored_rows = _teach(rows, rankers, config, np.random.default_rng(config.seed))
     expected_rows = corpus.rows("train/") * len(scored_rows) / len(rows)
     hours = (time.perf_counter() - began) / max(len(scored_rows), 1) * expected_rows / 3600
     sizes = [entry["bytes"] for entry in corpus.manifest["files"]]
@@ -106,7 +109,7 @@ def teachers_of(
     corpus: Artifact, teachers: Sequence[Artifact], config: TeachingConfig
 ) -> dict[str, list[int]]:
     """Which teachers score each shard of train. Raises BadInput for a shard that none does, or none
-    that can tell the hardest."""
+    that can tell the hardest, and for teachers whose scores are no products of two vectors."""
     paths, all_numbers = corpus.paths("train/", ".parquet"), list(range(len(teachers)))
     teachers_of_path = dict.fromkeys(paths, all_numbers)
     if config.held_out:
@@ -118,7 +121,13 @@ def teachers_of(
             path: [number for number in all_numbers if path in unseen_paths[number]]
             for path in paths
         }
-    dual = [_read_settings(teacher).has_vectors for teacher in teachers]
+    settings = [_read_settings(teacher) for teacher in teachers]
+    if config.over == "batch":
+        require(len(teachers) == 1, "teacher", len(teachers), "one, with teaching.over 'batch'")
+        count = settings[0].vectors_per_context
+        require(count == 1, "teaching.over", "batch", f"candidates with {teachers[0].uri}, whose contexts "
+                f"have {count} vectors; 1 is needed, as of a bi-encoder")  # fmt: skip
+    dual = [each.has_vectors for each in settings]
     for path, numbers in teachers_of_path.items():
         require(bool(numbers), "teaching.held_out", True,
                 f"false, as no teacher held out {path} (finetune.folds, finetune.held_out)")  # fmt: skip
@@ -142,20 +151,55 @@ def _score_shard(
     rows = table.to_pylist()
     if split == "train":
         draw = np.random.default_rng([config.seed, *shard["path"].encode()])
-        texts = list(dict.fromkeys(row["response"] for row in rows))
-        bare_rows = [row for row in rows if not row["candidates"]]
-        if config.random_candidates == 0 or len(texts) < 2:
-            bare_rows = []
-        for start in range(0, len(bare_rows), _ROWS_AT_ONCE):
-            _add_candidates(bare_rows[start : start + _ROWS_AT_ONCE], texts, rankers, config, draw)
-        scored_rows = [row for row in rows if row["candidates"]]
-        for start in range(0, len(scored_rows), _ROWS_AT_ONCE):
-            _add_scores(scored_rows[start : start + _ROWS_AT_ONCE], rankers, config.batch_tokens)
+        scored_rows = _teach(rows, rankers, config, draw)
         counts["scored"] = len(scored_rows)
-        counts["without_candidates"] = len(rows) - len(scored_rows)
-    schema = table.schema.append(_FIELD) if TEACHER not in table.schema.names else table.schema
-    scored_table = pa.Table.from_pylist([{TEACHER: None, **row} for row in rows], schema=schema)
+        if config.over == "candidates":
+            counts["without_candidates"] = len(rows) - len(scored_rows)
+    schema = table.schema
+    for name in TEACHER_COLUMNS[config.over]:
+        if name in schema.names:
+            schema = schema.remove(schema.get_field_index(name))
+        schema = schema.append(pa.field(name, _TYPES[name]))
+    scored_table = pa.Table.from_pylist(rows, schema=schema)
     return TaskRecord(files=[draft.write_table(shard["path"], scored_table)], counts=dict(counts))
+
+
+def _teach(
+    rows: list[ExampleRow],
+    rankers: Sequence[Ranker],
+    config: TeachingConfig,
+    draw: np.random.Generator,
+) -> list[ExampleRow]:
+    """Adds what the teachers know of these rows of a shard; returns the rows that have it now."""
+    if config.over == "batch":
+        for part in _parts(rows):
+            _add_vectors(part, rankers[0], config.batch_tokens)
+        return rows
+    texts = list(dict.fromkeys(row["response"] for row in rows))
+    if config.random_candidates and len(texts) > 1:
+        for part in _parts([row for row in rows if not row["candidates"]]):
+            _add_candidates(part, texts, rankers, config, draw)
+    scored_rows = [row for row in rows if row["candidates"]]
+    for part in _parts(scored_rows):
+        _add_scores(part, rankers, config.batch_tokens)
+    return scored_rows
+
+
+def _parts(rows: list[ExampleRow]) -> Iterator[list[ExampleRow]]:
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        yield rows[start : start + _ROWS_AT_ONCE]
+
+
+def _add_vectors(rows: list[ExampleRow], ranker: Ranker, batch_tokens: int) -> None:
+    texts = [row["response"] for row in rows]
+    vectors_BMD, _ = inference.context_vectors(
+        ranker, [row["context"] for row in rows], batch_tokens
+    )
+    contexts_BD = ranker.loss_scale * vectors_BMD[:, 0]
+    responses_BD = inference.candidate_vectors(ranker, texts, batch_tokens)
+    for name, vectors in ((TEACHER_CONTEXT, contexts_BD), (TEACHER_RESPONSE, responses_BD)):
+        for row, vector in zip(rows, vectors.numpy().astype("<f2"), strict=True):
+            row[name] = vector.tobytes()
 
 
 def _add_candidates(

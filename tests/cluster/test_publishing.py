@@ -31,7 +31,7 @@ _MOST_STEPS = 60
 # What the jobs import when they run: 3 s, which the processes spend once.
 _MODULES = (
     "jobs.prepare_corpus", "jobs.embed_pool", "jsonargparse", "pipeline.tracking",
-    "mlflow.store.tracking.sqlalchemy_store", "pipeline.resources", "torch",
+    "mlflow.store.tracking.sqlalchemy_store", "pipeline.resources", "pipeline.models.ranker",
 )  # fmt: skip
 _CHANGES = ("os.link", "os.remove", "os.rename")
 

@@ -21,11 +21,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlflow
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
 from ray import serve
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,6 +165,15 @@ def kill_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
         workers = ray_processes("RayTrainWorker")
         assert len(workers) == WORKERS
         workers[0].kill()
+    psutil.wait_procs(ray_processes("RayTrainWorker") + ray_processes("TrainController"))
+    remove_placement_groups()
+
+
+def remove_placement_groups() -> None:
+    """Frees the CPUs that the dead job had reserved. Ray does it as a rule, but Ray Train's own cleaner dies
+    where a machine has two Rays, as under xdist, and a resumed job once waited for these CPUs for ever."""
+    for name in placement_group_table():
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
 
 
 @pytest.fixture(scope="module")

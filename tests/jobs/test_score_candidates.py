@@ -192,6 +192,57 @@ def test_a_student_learns_from_what_was_scored(
     assert found == {"train/a.parquet": [1], "train/b.parquet": [0]}
 
 
+def test_a_student_learns_from_a_teachers_vectors(
+    run_job_here, actors_in_process, convai2_corpus, tiny_ranker, tmp_path
+):
+    """Their products are the teacher's scores of any context and any response, to the 11 bits of float16."""
+    teacher = tiny_ranker("bi")
+    argv = ("--corpus", convai2_corpus.uri, "--teacher", teacher.uri, "--teaching.over", "batch")
+    summary = run_job_here("score_candidates", *argv, "--output", tmp_path / "taught").summary
+    taught = open_artifact(str(tmp_path / "taught"), "corpus")
+    added = ("teacher_context", "teacher_response")
+    for split in ("train", "valid"):
+        rows = [dict(row) for row in rows_of(taught, split)]
+        vectors = [[row.pop(name) for name in added] for row in rows]
+        assert rows == rows_of(convai2_corpus, split)
+        assert all((vector is None) == (split == "valid") for pair in vectors for vector in pair)
+    train = rows_of(taught, "train")
+    assert summary["counts"] == {
+        "examples.train": len(train), "examples.valid": len(rows), "scored": len(train)
+    }  # fmt: skip
+    contexts_BE, responses_BE = (
+        np.stack([np.frombuffer(row[name], "<f2") for row in train[:30]]).astype(float)
+        for name in added
+    )
+    ranker, texts = load_ranker(teacher.local()), [row["response"] for row in train[:30]]
+    expected = [scores_alone(ranker, row["context"], texts) for row in train[:30]]
+    np.testing.assert_allclose(contexts_BE @ responses_BE.T, expected, rtol=5e-3, atol=5e-3)
+    done = run_job_here(
+        "finetune", "--corpus", taught.uri, "--output", tmp_path / "student",
+        "--encoder", teacher.local() / "context_encoder", "--ranker.architecture", "bi",
+        "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
+        "--finetune.batch-examples", 8, "--finetune.max-steps", 2, "--loop.precision", "fp32",
+        "--finetune.distill.loss", "kl", "--finetune.distill.over", "batch",
+        "--resources.cpus-per-worker", 1,
+    )  # fmt: skip
+    assert done.summary["metrics"]["distill_loss"] > 0
+
+
+@pytest.mark.parametrize(("architectures", "options", "reason"), [
+    (["poly"], [], "teaching.over: 'batch' is not allowed; allowed: candidates with"),
+    (["cross"], [], "whose contexts have 0 vectors; 1 is needed, as of a bi-encoder"),
+    (["bi", "cross"], [], "teacher: 2 is not allowed; allowed: one, with teaching.over 'batch'"),
+    (["bi"], ["--teaching.random-candidates", 3], "0 with teaching.over 'batch'"),
+])  # fmt: skip
+def test_vectors_of_what_has_not_one_for_a_context_are_refused(
+    run_job_here, convai2_corpus, tiny_ranker, tmp_path, architectures, options, reason
+):
+    teachers = [tiny_ranker(architecture).uri for architecture in architectures]
+    argv = ("--corpus", convai2_corpus.uri, "--teacher", *teachers, "--output", tmp_path / "out")
+    refusal = run_job_here("score_candidates", *argv, "--teaching.over", "batch", *options).refusal
+    assert reason in refusal and not list(tmp_path.glob("out*"))
+
+
 @pytest.mark.parametrize("dry_run", ["true", "false"])
 def test_a_corpus_without_a_train_split_is_refused(
     run_job_here, convai2_corpus, tiny_ranker, tmp_path, dry_run

@@ -6,19 +6,22 @@ import subprocess
 import sys
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
 from pipeline.models.transformer import set_dropout
 from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import DualCollator, PairCollator
+from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator
 from pipeline.training.finetune_settings import Distillation
 from pipeline.training.objectives import DualModule, PairModule
 
 ROWS = [
     {"context": [f"w{n} w3", "w4 " * (n % 4)], "response": f"w{10 + n % 6} " * (1 + n % 3),
      "candidates": [f"w{20 + n} w{30 + other}" for other in range(4)],
-     "teacher_scores": [n / 3 - other for other in range(4)]}
+     "teacher_scores": [n / 3 - other for other in range(4)],
+     "teacher_context": np.array([n, 1], "<f2").tobytes(),
+     "teacher_response": np.array([-1, n / 2], "<f2").tobytes()}
     for n in range(11)
 ]  # fmt: skip
 KINDS = {
@@ -30,6 +33,7 @@ KINDS = {
         {"architecture": "poly"},
         {"negatives_from": "both", "share_negatives": True},
     ),
+    "bi, taught": ({"architecture": "bi"}, {"distill": Distillation(loss="kl", over="batch")}),
     "matryoshka": ({"matryoshka": (4,), "projection": 8, "share_towers": True}, {}),
     "heads": ({"candidate_attention": "multi_head"}, {}),
     "cross": ({"architecture": "cross"}, {}),
@@ -44,10 +48,11 @@ def made(tiny, kind, dropout=0.0):
     set_dropout(ranker, dropout)
     if kind.startswith("cross"):
         objective = PairModule(ranker.cross, **more)
-        collator = PairCollator(ranker, 3, teacher=True)
+        collator = PairCollator(ranker, 3, TEACHER_COLUMNS["candidates"])
     else:
-        given = 3 if more else 0
-        objective, collator = DualModule(ranker.dual, **more), DualCollator(ranker, given)
+        given = 3 if "negatives_from" in more else 0
+        objective = DualModule(ranker.dual, **more)
+        collator = DualCollator(ranker, given, TEACHER_COLUMNS["batch"])
     generator = torch.Generator().manual_seed(0)
     return objective.train(), collator.collate(collator.prepare(ROWS, generator), generator)
 
@@ -128,7 +133,8 @@ def tokens(rows):
     mask = torch.ones(rows, 48, dtype=torch.bool)
     return Tokens(torch.randint(5, 99, (rows, 48)), mask, (48,) * rows)
 batch = DualBatch(tokens(examples), tokens(examples), torch.arange(examples), tokens(0),
-                  torch.zeros(examples, 0, dtype=torch.long), torch.zeros(examples, 1))
+                  torch.zeros(examples, 0, dtype=torch.long), torch.zeros(examples, 1),
+                  torch.zeros(examples, 0), torch.zeros(examples, 0))
 def kib(name):
     (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
     return int(line.split()[1])

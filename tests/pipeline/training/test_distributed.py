@@ -6,6 +6,7 @@ import json
 from contextlib import nullcontext
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from pipeline.training import mining
 from pipeline.training.batches import Epoch, Rows
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
-from pipeline.training.examples import DualCollator
+from pipeline.training.examples import TEACHER_COLUMNS, DualCollator
 from pipeline.training.finetune_settings import Distillation, Mining
 from pipeline.training.mining import COLUMNS, Miner
 from pipeline.training.objectives import DualModule
@@ -30,10 +31,12 @@ KINDS = {
     # Its last attention is used by the loss alone.
     "poly_heads": {"architecture": "poly", "candidate_attention": "multi_head"},
 }
-# Of these, each context's wrong candidates count for the contexts of both ranks.
+# What a context is compared with beside both ranks' responses: wrong candidates of both ranks' contexts, or
+# a teacher's vectors of both.
 SHARED = {
-    "bi": {"negatives_from": "given"},
-    "poly": {"negatives_from": "both", "distill": Distillation(loss="kl")},
+    "bi": {"negatives_from": "given", "share_negatives": True},
+    "poly": {"negatives_from": "both", "share_negatives": True, "distill": Distillation(loss="kl")},
+    "bi_shared": {"distill": Distillation(loss="kl", over="batch")},
 }
 WORLD = 2
 CHUNKS = (0, 1, 2)  # three rows on each rank
@@ -58,17 +61,21 @@ WRONG = [
     ["w39", "w40"],
 ]
 GIVEN = [
-    {**row, "candidates": [*wrong, row["response"]], "teacher_scores": [n / 3, 1.0, 2.0]}
+    {**row, "candidates": [*wrong, row["response"]], "teacher_scores": [n / 3, 1.0, 2.0],
+     "teacher_context": np.array([n, 1], "<f2").tobytes(),
+     "teacher_response": np.array([-1, n / 2], "<f2").tobytes()}
     for n, (row, wrong) in enumerate(zip(ROWS, WRONG, strict=True))
-]
+]  # fmt: skip
 
 
 def losses_and_gradients(folder, kind, own_rank, world, chunk=0, shared=False):
     """One step's mean loss over all ranks, and the gradients after it."""
     ranker = load_ranker(folder / kind)
     if shared:
-        module = DualModule(ranker.network, **SHARED[kind], share_negatives=True)
-        collator, given = DualCollator(ranker, 2, teacher=True), GIVEN
+        settings = SHARED[kind]
+        over = settings.get("distill", Distillation()).over
+        module, given = DualModule(ranker.network, **settings), GIVEN
+        collator = DualCollator(ranker, 2 if over == "candidates" else 0, TEACHER_COLUMNS[over])
     else:
         module, collator, given = DualModule(ranker.network), DualCollator(ranker), ROWS
     model = DistributedDataParallel(module) if world > 1 else module
@@ -172,7 +179,7 @@ def test_loss_and_gradients_are_those_of_one_process(folder, ranks, kind, chunk)
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("kind", SHARED)
-def test_negatives_are_shared_over_the_ranks(folder, ranks, kind, chunk):
+def test_negatives_and_a_teachers_vectors_are_shared_over_the_ranks(folder, ranks, kind, chunk):
     """One process has all of them in its batch."""
     alone = losses_and_gradients(folder, kind, 0, 1, shared=True)
     assert_same(alone, [found[f"shared {kind}/{chunk}"] for found in ranks])

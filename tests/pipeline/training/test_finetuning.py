@@ -31,15 +31,25 @@ def test_sharing_negatives_that_are_not_there_is_refused(tiny, settings, reason)
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
-    ({"architecture": "cross"}, "has no scores of jobs.score_candidates"),
+    ({"architecture": "cross"}, "has nothing of jobs.score_candidates --teaching.over candidates"),
     ({}, "finetune.negatives_from 'batch'"),
-    ({"negatives_from": "both"}, "has no scores of jobs.score_candidates"),
+    ({"negatives_from": "both"}, "has nothing of jobs.score_candidates --teaching.over candidates"),
     ({"negatives_from": "mined"}, "finetune.negatives_from 'mined'"),
+    ({"over": "batch"}, "has nothing of jobs.score_candidates --teaching.over batch"),
+    ({"over": "batch", "negatives_from": "given"}, "finetune.negatives_from 'given'"),
 ])  # fmt: skip
 def test_learning_from_scores_that_are_not_there_is_refused(tiny, settings, reason):
-    message = refused(tiny, distill=Distillation(loss="kl"), **settings)
+    over = settings.get("over", "candidates")
+    settings = {name: value for name, value in settings.items() if name != "over"}
+    message = refused(tiny, distill=Distillation(loss="kl", over=over), **settings)
     assert message.startswith("finetune.distill.loss: 'kl' is not allowed; allowed: 'none'")
     assert reason in message
+
+
+def test_a_cross_encoder_has_no_batch_to_be_taught_over(tiny):
+    message = refused(tiny, architecture="cross", distill=Distillation(loss="kl", over="batch"))
+    assert message == ("finetune.distill.over: 'batch' is not allowed; allowed: candidates with "
+                       "ranker.architecture 'cross'")  # fmt: skip
 
 
 def test_a_cross_encoder_mines_nothing(tiny):
@@ -58,7 +68,7 @@ def test_a_corpus_without_candidates_is_refused_where_they_are_needed(tiny, nega
 def test_without_a_teacher_no_file_is_opened_for_its_scores(tiny, monkeypatch, architecture):
     """None has any, so a corpus of ten thousand files would be gone through by every worker."""
     asked = []
-    monkeypatch.setattr(finetuning, "has_candidates", lambda *args: asked.append(args))
+    monkeypatch.setattr(finetuning, "has_values", lambda *args: asked.append(args))
     recipe(tiny, architecture=architecture, negatives_from="batch").build(0, 1)
     assert not asked
 

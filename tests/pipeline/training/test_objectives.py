@@ -9,7 +9,7 @@ import torch
 from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.losses import distillation_kl, margin_mse
-from pipeline.training.examples import DualCollator, PairCollator, has_candidates
+from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator, has_values
 from pipeline.training.finetune_settings import Distillation, FinetuneConfig
 from pipeline.training.objectives import DualModule, PairModule
 
@@ -236,7 +236,7 @@ def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
         {**row, "teacher_scores": [teacher.get(text, 1.5) for text in row["candidates"]]}
         for row in OWN
     ]
-    batch = collated(DualCollator(ranker, 5, teacher=True), rows)
+    batch = collated(DualCollator(ranker, 5, TEACHER_COLUMNS["candidates"]), rows)
     config = Distillation(loss=kind, weight=0.3, temperature=2.0)
     with torch.no_grad():
         plain, _ = DualModule(ranker.dual, negatives_from)(batch)
@@ -255,6 +255,39 @@ def test_a_teachers_scores_go_with_their_candidates(tiny, negatives_from, kind):
     assert_taught(kind, student_BC, batch.teacher_BC, shown, loss - plain)
 
 
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+@pytest.mark.parametrize(("architecture", "negatives_from"), [("bi", "batch"), ("poly", "both")])
+def test_a_teachers_vectors_score_all_responses_of_the_batch(
+    tiny, architecture, negatives_from, kind
+):
+    """The third response reads as the first one does: neither is a lesson for the other's context. Given
+    candidates have no score."""
+    ranker = tiny.ranker(architecture=architecture)
+    draw = np.random.default_rng(0)
+    contexts_BE, responses_BE = draw.normal(size=(2, 4, 3)).astype("<f2")
+    rows = [
+        {**row, "candidates": ["w30"], "teacher_context": context.tobytes(),
+         "teacher_response": response.tobytes()}
+        for row, context, response in zip(DUAL_ROWS, contexts_BE, responses_BE, strict=True)
+    ]  # fmt: skip
+    batch = collated(DualCollator(ranker, 1, TEACHER_COLUMNS["batch"]), rows)
+    config = Distillation(loss=kind, over="batch", weight=0.3, temperature=2.0)
+    teacher_BC = contexts_BE.astype(float) @ responses_BE.astype(float).T
+    teacher_BC[0, 2] = teacher_BC[2, 0] = np.nan
+    first = [[n, *(other for other in range(4) if other != n)] for n in range(4)]  # the response
+    with torch.no_grad():
+        plain, _ = DualModule(ranker.dual, negatives_from)(batch)
+        loss, shown = DualModule(ranker.dual, negatives_from, config)(batch)
+        vectors = inference.context_vectors(ranker, [row["context"] for row in DUAL_ROWS])
+        candidates = inference.candidate_vectors(ranker, [row["response"] for row in DUAL_ROWS])
+        student_BC = ranker.dual.scores(*vectors, candidates).numpy()
+    student_BC, teacher_BC = (
+        torch.from_numpy(np.take_along_axis(scores_BC, np.array(first), axis=1)).float()
+        for scores_BC in (student_BC, teacher_BC)
+    )
+    assert_taught(kind, student_BC, teacher_BC, shown, loss - plain)
+
+
 @pytest.mark.parametrize("name", ["weight", "temperature"])
 def test_distillation_out_of_range_is_refused_by_name(name):
     with pytest.raises(BadInput, match=rf"finetune\.distill\.{name}: 0 is not allowed; allowed: "):
@@ -265,8 +298,8 @@ def test_distillation_out_of_range_is_refused_by_name(name):
 def test_candidates_of_any_train_file_count_not_only_the_first_files(tiny, last):
     rows = [{"response": "w4", "candidates": given} for given in (None, [], None, last)]
     corpus = tiny.corpus(rows, rows_per_file=2, rows_per_group=1)
-    assert has_candidates(corpus) == bool(last)
-    assert not has_candidates(corpus, "label")
+    assert has_values(corpus, "candidates") == bool(last)
+    assert not has_values(corpus, "reply")
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +338,7 @@ def test_a_cross_encoder_learns_from_a_teachers_scores_too(tiny, kind):
         {**row, "teacher_scores": [teacher[text] for text in row["candidates"] or []] or None}
         for row in PAIR_ROWS
     ]
-    collator = PairCollator(ranker, 3, teacher=True)
+    collator = PairCollator(ranker, 3, TEACHER_COLUMNS["candidates"])
     assert "teacher_scores" in collator.columns
     batch = collated(collator, rows)
     given = [set(row["candidates"] or []) for row in rows]
@@ -358,10 +391,13 @@ def test_a_candidate_that_reads_as_the_response_teaches_nothing(tiny, architectu
         row = {**SAME_TOKENS, "teacher_scores": [score, *SAME_TOKENS["teacher_scores"][1:]]}
         distill = Distillation(loss=kind)
         if architecture == "cross":
-            module, collator = PairModule(ranker.cross, distill), PairCollator(ranker, 3, True)
+            module, collator = (
+                PairModule(ranker.cross, distill),
+                PairCollator(ranker, 3, TEACHER_COLUMNS["candidates"]),
+            )
         else:
             module = DualModule(ranker.dual, "given", distill)
-            collator = DualCollator(ranker, 3, True)
+            collator = DualCollator(ranker, 3, TEACHER_COLUMNS["candidates"])
         with torch.no_grad():
             losses.append(module(collated(collator, [row]))[1]["distill_loss"].item())
     assert losses[0] > 0
