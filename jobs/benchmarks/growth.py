@@ -1,4 +1,4 @@
-"""How measures grow with the size of their input: slopes, and small pictures of the curves.
+"""How measures grow with the size of their input or with the workers: slopes, and small pictures of curves.
 
 A row brings a curve in `detail["curve"]`: {"x": "comments", "y": "seconds", "points": [[1e6, 48], …]}.
 """

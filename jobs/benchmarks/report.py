@@ -259,8 +259,8 @@ def _growth(curves: Sequence[Curve], picture_file: str) -> str:
         lines.append(f"| `{curve.row}` | {first} | {last} | {curve.slope:.2f} |")
     return "\n".join([
         "## Growth", "",
-        "How a measure grows with the size of its input. The slope is that of a line through the logarithms: "
-        "1 means proportional, 0 constant.", "",
+        "How a measure grows with the size of its input, or with the number of workers. The slope is that of "
+        "a line through the logarithms: 1 means proportional, 0 constant.", "",
         *lines, "", f"![Growth, on logarithmic axes]({picture_file})",
     ])  # fmt: skip
 

@@ -386,7 +386,7 @@ def test_a_reason_is_one_line():
 
 @pytest.mark.parametrize(
     "options",
-    [("embed",), ("corpora",), ("paper", "--table", 5, "--encoder", "e", "--corpus", "c")],
+    [("corpora",), ("paper", "--table", 5, "--encoder", "e", "--corpus", "c")],
 )
 def test_rows_cannot_be_chosen_where_nothing_reads_the_choice(run_job_here, options):
     done = run_job_here("benchmark", *options, "--only", "bi")
