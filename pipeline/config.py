@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import types
 import typing
 import warnings
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
-from pipeline import arguments, option_errors, progress
+from pipeline import arguments, option_errors, option_help, progress
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -97,8 +98,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
 
     `--progress` is no field: it is an option of every job, see `pipeline.progress`.
 
-    Raises BadInput in one line; `--help` prints and exits with 0.
+    Raises BadInput in one line; `--help` and `--help GROUP` print and exit with 0.
     """
+    argv, help_topic = option_help.take_help(argv)
     if (after_dashes := getattr(config_class, "AFTER_DASHES", "")) and "--" in argv:
         position = list(argv).index("--")
         argv = [*argv[:position], f"--{after_dashes}", json.dumps(argv[position + 1 :])]
@@ -119,6 +121,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
             for name, union in unions.items()
         }
         parser = _parser((config_class, prog, progress.mode(), tuple(chosen_kinds.items())))
+        if help_topic is not None:
+            print(option_help.text(parser, help_topic, fields, positional, after_dashes))
+            sys.exit(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jsonargparse's own deprecations are not the user's
             namespace = parser.parse_args(normal)
@@ -152,10 +157,8 @@ def _parser(
         exit_on_error=False,
         allow_abbrev=False,
     )
-    help_of_config = "YAML files with any of the options; a later file wins over an earlier one."
-    parser.add_argument("--config", action="config", help=help_of_config)
-    help_of_progress = "bar: for a person; json: a line of JSON per event on standard error; none."
-    parser.add_argument("--progress", type=progress.Mode, default=mode, help=help_of_progress)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--progress", type=progress.Mode, default=mode)
     unions = _unions(config_class)
     parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
     for name, kind in chosen_kinds:
@@ -289,7 +292,7 @@ def _add_kind(
         f"--{name}.{union.tag}",
         type=typing.Literal[tuple(union.kinds)],
         default=chosen,
-        help=f"{summary} Each has options of its own; this help shows those of {chosen}.",
+        help=f"{summary} Each has options of its own; these are those of {chosen}.",
     )
 
 

@@ -39,7 +39,7 @@ def unknown_option(name: str, options: Collection[str]) -> str:
     group_options = sorted(option for option in options if group and option.startswith(f"{group}."))
     if group_options:
         return f"--{_dashed(name)}: unknown option; there are: --{', --'.join(map(_dashed, group_options))}"
-    return f"--{_dashed(name)}: unknown option; --help lists all"
+    return f"--{_dashed(name)}: unknown option; --help all lists them"
 
 
 def unknown_key(file: str, name: str, options: Collection[str]) -> str:

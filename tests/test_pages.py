@@ -162,10 +162,12 @@ def test_the_pages_name_a_command_of_every_job():
 
 def test_every_option_in_the_text_is_one_of_a_job():
     """`--finetune.epochs` in a sentence counts as much as in a command."""
-    known = set()
+    known = {"help", "command"}
     for verb in VERBS:
         config_class = import_module(f"jobs.{verb}").Config
-        known |= {name.replace("_", "-") for name in options(config_class, verb)}
+        known |= options(config_class, verb)
+    known |= {name.rpartition(".")[0] for name in known}  # a group, inner ones too
+    known |= {name.partition(".")[0] for name in known}
     missing = []
     for page in PAGES:
         text = re.sub(r"(?m)^    (?!.*(?:jobs\.|polyrank ))[^\n]*$", "", page.read_text())
@@ -185,7 +187,7 @@ def options(config_class: type, verb: str) -> set[str]:
     for more in ARCHITECTURES if verb == "finetune" else ([],):
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            parse(config_class, [*more, "--help"], verb)
+            parse(config_class, [*more, "--help", "all"], verb)
         found |= set(re.findall(r"--([a-z][\w.-]*)", shown.getvalue()))
     return found
 

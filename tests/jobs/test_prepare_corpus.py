@@ -289,7 +289,7 @@ def test_a_file_without_records_is_refused(prepare, corpus, data):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--nope", "1"], ["--nope: unknown option", "--help lists all"]),
+        (["--nope", "1"], ["--nope: unknown option", "--help all lists them"]),
         (["--reddit.max_characters", "0"], ["reddit.max_characters: 0", ">= 1"]),
         (["--reddit.train_share", "2"], ["reddit.train_share: 2.0", "above 0, to 1"]),
         (["--reading.max_malformed_share", "2"], ["reading.max_malformed_share: 2.0", "0 to 1"]),

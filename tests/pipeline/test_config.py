@@ -114,7 +114,7 @@ def test_a_flag_alone_means_true(option, value):
         ("--share", "did you mean --inner.share?"),
         ("--inner.max-steps", "did you mean --max-steps?"),
         ("--inner.nope", "there are: --inner.ks, --inner.share"),
-        ("--nope", "--help lists all"),
+        ("--nope", "--help all lists them"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest_one(option, end):
@@ -194,10 +194,40 @@ def test_stray_words_are_refused():
 
 def test_help_shows_the_docstrings_and_exits_with_0(capsys):
     with pytest.raises(SystemExit) as stop:
-        read("--help")
+        read("--help all")
     assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--inner.share" in shown and "A share." in shown
+    assert "A share." in capsys.readouterr().out
+
+
+def help_of(*argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        read(" ".join(argv))
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_says_what_is_needed_first_and_names_the_options_of_a_group(capsys):
+    shown = help_of("--help", capsys=capsys)
+    assert shown.startswith("usage: python -m jobs.test --input TEXT … [--option value …]\n")
+    required, options = shown.partition("\nOptions:\n")[::2]
+    assert "\n  --input TEXT …\n" in required and "--max-steps INTEGER (default: 3)\n" in options
+    assert "  --inner.…" in shown and "share, ks" in shown and "--inner.share" not in shown
+
+
+def test_help_of_a_group_shows_its_options_alone(capsys):
+    shown = help_of("--help", "inner", capsys=capsys)
+    assert "--inner.share NUMBER (default: " in shown and "--max-steps" not in shown
+
+
+def test_help_of_a_group_that_is_not_there_names_those_that_are():
+    assert (
+        refusal("--help outer") == "--help outer: no such group of options; there are: inner, all"
+    )
+
+
+def test_all_help_shows_groups_too(capsys):
+    shown = help_of("--keep", "--help", "all", capsys=capsys)
+    assert "  --keep true|false (default: false)\n" in shown and "  --inner.ks INTEGER …" in shown
 
 
 _configs = st.builds(
@@ -329,7 +359,7 @@ def test_help_shows_the_options_of_the_chosen_dataclass_and_names_the_others(cap
         (["--shape.kind", "circle"], "--shape.filled", "--shape.corners"),
     ]:
         with pytest.raises(SystemExit):
-            draw(*argv, "--help")
+            draw(*argv, "--help", "all")
         shown = capsys.readouterr().out
         assert there in shown and absent not in shown
         assert "circle: A circle." in shown and "polygon: A polygon." in shown
