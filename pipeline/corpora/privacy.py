@@ -78,13 +78,19 @@ _TAGS = (
 
 
 _PROFILE = r"^[uU]_"
-# Values of fields whose name says author ("author_fullname", too), and profiles, also in links; a value may
-# be cut off at the end.
+_AUTHOR = r"""("[A-Za-z_]*author[A-Za-z_]*"\s*:\s*)"""  # "author_fullname", too
+_REST_OF_STRING = r"""(?:[^"\\]|\\.)*(?:"|$)"""  # a value may be cut off at the end
+_FLAT = rf"""[^\[\]{{}}"]|"{_REST_OF_STRING}"""
+_NESTED_ONCE = rf"[\[{{](?:{_FLAT})*(?:[\]}}]|$)"
+_NESTED = rf"[\[{{](?:{_FLAT}|{_NESTED_ONCE})*(?:[\]}}]|$)"
+# Values of authors' fields, and profiles, also in links. RE2 counts no brackets, so what stands deeper than
+# twice in an author's field is dropped with the rest of the line.
 _NAMES_IN_JSON = (
-    (r"""("[A-Za-z_]*author[A-Za-z_]*"\s*:\s*)[\[{][^\]}]*(?:[\]}]|$)""", r'\1"<user>"'),
-    (r"""("[A-Za-z_]*author[A-Za-z_]*"\s*:\s*)"(?:[^"\\]|\\.)*(?:"|$)""", r'\1"<user>"'),
+    (_AUTHOR + _NESTED, r'\1"<user>"'),
+    (rf"{_AUTHOR}[\[{{].*", r'\1"<user>"'),
+    (rf'{_AUTHOR}"{_REST_OF_STRING}', r'\1"<user>"'),
     (
-        r"""("(?:subreddit|name|display_name)"\s*:\s*)"[uU]_(?:[^"\\]|\\.)*(?:"|$)""",
+        rf"""("(?:subreddit|name|display_name)"\s*:\s*)"[uU]_{_REST_OF_STRING}""",
         r'\1"u_<user>"',
     ),
     (r"(/r/[uU]_|/user/)[A-Za-z0-9_-]+", r"\1<user>"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -111,6 +113,10 @@ PLAIN = Privacy(redact=False, authors="plain", salt="")
         ('{"author":["Jo","Al"],"id":"a"}', '{"author":"<user>","id":"a"}'),
         ('{"author":{"name":"Jo"},"id":"a"}', '{"author":"<user>","id":"a"}'),
         ('{"author":["Jo","A', '{"author":"<user>"'),
+        ('{"author":{"of":{"name":"Jo"},"and":["Al"]},"id":"a"}', '{"author":"<user>","id":"a"}'),
+        ('{"author":{"of":{"name":"Jo"},"and":["A', '{"author":"<user>"'),
+        ('{"author":["J]o","A}l"],"id":"a"}', '{"author":"<user>","id":"a"}'),
+        ('{"id":"a","author":[[["Jo"]]],"b":"c"}', '{"id":"a","author":"<user>"'),
         (r'{"body":"u/John\\_Doe"}', '{"body":"<user>"}'),
         ('{"author_fullname":"t2_x"}', '{"author_fullname":"<user>"}'),
         ('{"body":"hi","author":"Jo_', '{"body":"hi","author":"<user>"'),
@@ -125,6 +131,20 @@ def test_lines_as_they_were_read_name_no_author(line, expected):
     lines = pa.array([line, "mail a@b.io"])
     assert HASH.redacted_lines(lines).to_pylist() == [expected, "mail <email>"]
     assert PLAIN.redacted_lines(lines).to_pylist() == lines.to_pylist()
+
+
+_names = st.text('"\\\\[]{}:, x').map(lambda text: f"Zaphod{text}")
+
+
+@given(
+    st.recursive(_names, lambda inner: st.lists(inner) | st.dictionaries(_names, inner)),
+    st.integers(0, 60),
+)
+def test_no_author_of_any_shape_is_left_in_a_line_whole_or_cut_off(author, cut):
+    line = json.dumps({"id": "a", "author": author, "score": 1})
+    for given_line in (line, line[: len(line) - cut]):
+        (left,) = HASH.redacted_lines(pa.array([given_line])).to_pylist()
+        assert "Zaphod" not in left and left.startswith(given_line[:10])
 
 
 def test_a_profile_has_the_hash_of_its_author():
