@@ -105,7 +105,9 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
         position = list(argv).index("--")
         argv = [*argv[:position], f"--{after_dashes}", json.dumps(argv[position + 1 :])]
     elif after_dashes and argv and not argv[0].startswith("-"):
-        raise BadInput(f"{argv[0]}: what is passed on stands after --, as in: {prog} -- {' '.join(argv)}")
+        raise BadInput(
+            f"{argv[0]}: what is passed on stands after --, as in: {prog} -- {' '.join(argv)}"
+        )
     positional = getattr(config_class, "POSITIONAL", "")
     if positional and argv and not argv[0].startswith("-"):
         argv = [f"--{positional}", *argv]

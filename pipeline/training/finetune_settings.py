@@ -51,9 +51,12 @@ class Distillation:
     """Factor on that loss; that of the right answers has 1."""
     temperature: float = 1.0
     """kl: both scores are divided by it."""
+    teacher_scale: float = 1.0
+    """Factor on the teacher's scores. 20 for one of sentence-transformers, whose scores are cosines: its own
+    losses take 20 times as much."""
 
     def __post_init__(self) -> None:
-        for name in ("weight", "temperature"):
+        for name in ("weight", "temperature", "teacher_scale"):
             value = getattr(self, name)
             require(value > 0, f"finetune.distill.{name}", value, "above 0")
 

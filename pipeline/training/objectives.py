@@ -182,4 +182,5 @@ class PairModule(Objective):
 
 def _distillation_loss(config: Distillation, student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
     """Weighted; the right candidate is the first column."""
+    teacher_BC = config.teacher_scale * teacher_BC
     return TEACHING[config.loss](student_BC, teacher_BC, config.temperature) * config.weight

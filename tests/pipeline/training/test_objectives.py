@@ -271,8 +271,8 @@ def test_a_teachers_vectors_score_all_responses_of_the_batch(
         for row, context, response in zip(DUAL_ROWS, contexts_BE, responses_BE, strict=True)
     ]  # fmt: skip
     batch = collated(DualCollator(ranker, 1, TEACHER_COLUMNS["batch"]), rows)
-    config = Distillation(loss=kind, over="batch", weight=0.3, temperature=2.0)
-    teacher_BC = contexts_BE.astype(float) @ responses_BE.astype(float).T
+    config = Distillation(loss=kind, over="batch", weight=0.3, temperature=2.0, teacher_scale=5.0)
+    teacher_BC = 5 * contexts_BE.astype(float) @ responses_BE.astype(float).T
     teacher_BC[0, 2] = teacher_BC[2, 0] = np.nan
     first = [[n, *(other for other in range(4) if other != n)] for n in range(4)]  # the response
     with torch.no_grad():
@@ -288,7 +288,7 @@ def test_a_teachers_vectors_score_all_responses_of_the_batch(
     assert_taught(kind, student_BC, teacher_BC, shown, loss - plain)
 
 
-@pytest.mark.parametrize("name", ["weight", "temperature"])
+@pytest.mark.parametrize("name", ["weight", "temperature", "teacher_scale"])
 def test_distillation_out_of_range_is_refused_by_name(name):
     with pytest.raises(BadInput, match=rf"finetune\.distill\.{name}: 0 is not allowed; allowed: "):
         Distillation(**{name: 0})
