@@ -3,6 +3,9 @@
 Intervals are percentiles of the bootstrap over questions. To draw N of N questions with replacement
 is to draw from the histogram of their ranks: one multinomial draw per resample, exact, and 10,000 of
 them take milliseconds. Questions of one dialogue are not independent, so true intervals are wider.
+
+Where all questions are right, or all are wrong, every draw is the same. The bound is then the exact one of a
+binomial share (Clopper and Pearson, 1934): 30 of 30 right mean 0.884 at least.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pipeline.arrays import Bools, Floats, Ints
 from pipeline.evaluation.metrics import metric_values
 
 RESAMPLES = 10_000
-CONFIDENCE = 0.95
+_TAIL = (1 - 0.95) / 2
 _DRAWN_AT_ONCE = 1 << 22  # 32 MB of counts
 
 Interval = tuple[float, float]
@@ -45,6 +48,10 @@ def intervals(
     distinct_U, counts_U = np.unique(ranks, return_counts=True)
     parts = metric_values(distinct_U, candidates, recall_ks)
     low, high = _percentiles(np.stack(list(parts.values()), axis=1), counts_U, seed)
+    bound = _TAIL ** (1 / len(ranks))
+    for at, values_U in enumerate(parts.values()):
+        low[at] = bound if values_U.min() == 1 else low[at]
+        high[at] = 1 - bound if values_U.max() == 0 else high[at]
     return {name: (float(low[at]), float(high[at])) for at, name in enumerate(parts)}
 
 
@@ -101,6 +108,5 @@ def _percentiles(values_UK: Floats, counts_U: Ints, seed: int) -> tuple[Floats, 
         / questions
         for start in range(0, RESAMPLES, step)
     ]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0)
+    low, high = np.quantile(np.concatenate(means), [_TAIL, 1 - _TAIL], axis=0)
     return low, high

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import bootstrap
+from scipy.stats import binomtest, bootstrap
 
 from pipeline.evaluation.metrics import metric_values, summarise
 from pipeline.evaluation.significance import compare, compare_means, intervals, mean_interval
@@ -49,9 +49,23 @@ def test_the_number_lies_in_its_interval_and_the_seed_decides(ranks, seed):
     assert intervals(np.array(ranks), 20, [1, 5], seed) == found
 
 
-def test_what_is_always_right_or_always_wrong_has_no_spread():
-    assert intervals(np.ones(30, int), 20, [1]) == {"R@1/20": (1.0, 1.0), "MRR": (1.0, 1.0)}
-    assert intervals(np.full(30, 20), 20, [1])["R@1/20"] == (0.0, 0.0)
+@pytest.mark.parametrize("count", [3, 30, 2000])
+def test_what_is_always_right_or_always_wrong_has_the_exact_bound_of_its_share(count):
+    """A draw of equal questions has no spread: it once said that 3 of 3 right are 1.000 to 1.000."""
+    always, never = (
+        binomtest(right, count).proportion_ci(0.95, method="exact") for right in (count, 0)
+    )
+    found = intervals(np.ones(count, int), 20, [1])
+    assert found == {name: pytest.approx((always.low, 1)) for name in ("R@1/20", "MRR")}
+    found = intervals(np.full(count, 20), 20, [1])
+    assert found["R@1/20"] == pytest.approx((0, never.high))
+    assert found["MRR"] == pytest.approx((0.05, 0.05))
+
+
+def test_each_metric_has_its_own_bound():
+    found = intervals(np.array([1, 3] * 10), 20, [1, 5])
+    low, high = found["R@5/20"]
+    assert (low, high) == pytest.approx((0.025 ** (1 / 20), 1)) and found["R@1/20"][0] < 0.5
 
 
 outcomes = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=9)
