@@ -1,6 +1,7 @@
 """The service on Ray Serve.
 
-    serve run serve.app:build model=RANKER pools=POOLS/replies,POOLS/articles
+    serve deploy serve/config.cluster.yaml      names serve.app:build and its arguments, `Args`
+    python -m jobs.serve --model RANKER         builds it on this machine
 
 One deployment holds the model and the memory-mapped pools: a hop between deployments costs 3 to 6 ms,
 more than most rankings. Replicas of one node share the pools' pages. Pools that are too large for a node are

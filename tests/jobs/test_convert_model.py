@@ -81,7 +81,7 @@ def test_a_converted_ranker_is_served(run_job_here, tiny_ranker, tmp_path):
         "convert_model", "--model", model.uri, "--output", there, "--to", "sentence-transformers"
     )
     run_job_here("convert_model", "--model", there, "--output", back)
-    assert "serve run serve.app:build model=" in (back / "README.md").read_text()
+    assert "polyrank serve --model .\n" in (back / "README.md").read_text()
     served, original = Engine(str(back)), Engine(model.uri)
     (found,) = own_scores(served.ranker, CONTEXTS[:1], [TEXTS])
     (expected,) = own_scores(original.ranker, CONTEXTS[:1], [TEXTS])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from serve import app
+from jobs import serve
+from pipeline.config import parse
 from serve.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -42,13 +43,12 @@ def home(tmp_path: Path, tiny_ranker, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_commands_run(home: Path, run_job_here):
-    jobs = commands("python -m jobs.")
-    assert len(jobs) == 3
+    *jobs, (serves, *given) = commands("python -m jobs.")
+    assert len(jobs) == 3 and serves == "serve"
     for verb, *argv in jobs:
         assert run_job_here(verb, *argv, *_FEW).code == 0, argv
     assert (home / "numbers.json").exists()
-    ((_, *given),) = commands("serve run ")
-    args = app.Args.model_validate(dict(one.split("=", 1) for one in given))
+    args = serve._arguments(parse(serve.Config, given, "serve"))
     engine = Engine(args.model, args.pools, "fp32", classifier=args.classifier)
     assert engine.intents is not None
     assert engine.intents.encoder.ranker is engine.ranker
@@ -56,6 +56,8 @@ def test_the_commands_run(home: Path, run_job_here):
 
 
 def test_the_options_of_the_page_exist(run_job_here):
-    shown = run_job_here("classify_intents", "--help", "all").stdout
+    shown = "".join(
+        run_job_here(verb, "--help", "all").stdout for verb in ("classify_intents", "serve")
+    )
     for option in set(re.findall(r"--([a-z][\w.-]*[a-z])", "\n".join(LINES))):
         assert f"--{option.replace('_', '-')}" in shown, option

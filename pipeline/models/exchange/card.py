@@ -52,7 +52,7 @@ _POLYRANK = """\
 The folder is a ranker of polyrank, of the architecture {architecture}.
 
     polyrank evaluate --model . --corpus CORPUS
-{pools}    serve run serve.app:build model=$PWD
+{pools}    polyrank serve --model .
 """
 _POOLS = """\
     polyrank embed_pool --model . --candidates FILE --pools POOLS --name NAME
