@@ -176,7 +176,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
         if current := versions.open_current(config.pools, config.name):
-            changes = _compare(config, job, out, current.artifact)
+            changes = _compare(config, job, Version(out), current)
             _, refusal = _judge_changes(config, changes, out.rows("rows/"))
             if refusal:
                 raise Stopped(refusal)
@@ -198,15 +198,16 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     return pool, False
 
 
-def _compare(config: Config, job: _Job, pool: Artifact, current: Artifact) -> Changes:
+def _compare(config: Config, job: _Job, version: Version, current: Version) -> Changes:
     """The ids of a version that is there already beside those of CURRENT."""
-    rows, rows_before = versions.files_of_rows(pool), versions.files_of_rows(current)
+    rows, rows_before = (versions.files_of_rows(v.artifact) for v in (version, current))
+    same_columns = version.filter_columns == current.filter_columns
     is_small = verdicts.is_small(rows, rows_before)
     with (
         nullcontext() if is_small else cluster.session(for_tasks=True),
         _scratch(config, job) as scratch,
     ):
-        return verdicts.compare(scratch, rows, rows_before)
+        return verdicts.compare(scratch, rows, rows_before, same_columns)
 
 
 @contextmanager
@@ -272,7 +273,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
     if previous is not None and previous.filter_columns != config.embed.filter_columns:
         columns_before = ", ".join(previous.filter_columns) or "none"
         print(
-            f"pool {config.name}: filter columns before: {columns_before}; so every candidate is another one"
+            f"pool {config.name}: filter columns before: {columns_before}; so texts alone are compared"
         )
     changes = ", ".join(f"{count:,} {kind}" for kind, count in asdict(plan.changes).items())
     print(

@@ -197,6 +197,7 @@ def prepare(
         before=files_of_rows(previous.artifact) if previous else (),
         unfinished=[(shard.rows_file, shard.rows) for shard in unfinished],
         copies=copies,
+        same_columns=previous is None or previous.filter_columns == config.filter_columns,
     )
     plan = make(draft, rows, config.rows_per_shard, TextQuery(texts, keys_before))
     if plan.repeated_id and config.repeated_ids == "stop":

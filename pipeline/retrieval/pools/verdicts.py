@@ -1,17 +1,18 @@
 """The verdict on every candidate of a pool, by tasks that each hold one bucket of hashes.
 
 A verdict is an int64: the place of the candidate's text in the version before, `NEW` where the text has none
-there, `SAME_TEXT` or `SAME_ID` where an earlier candidate has taken the text or the id.
+there, `SAME_TEXT` or `SAME_ID` where an earlier candidate has taken the content (the text and its values to
+filter by) or the id.
 
     keys       group    the keys of a million rows or so: of the candidates, of the version before, of
                         unfinished builds                              → filed by text and by id
-    texts      bucket   the first candidate with each text, and where the earlier builds have the text
+    texts      bucket   the first candidate with each content, and where the earlier builds have its text
                                                                        → filed by id
     ids        bucket   the first of them with each id keeps it        → filed by group, losers by text
     verdicts   group    all verdicts, in the order of the candidates
 
-A candidate that loses its id leaves its text to a later one: `texts` and `ids` come again, in rounds, until
-none loses. Where no id has two texts that is one round.
+A candidate that loses its id leaves its content to a later one: `texts` and `ids` come again, in rounds,
+until none loses. Where no id has two contents that is one round.
 
     _plan/file-00000-000.npy              the verdicts on that part of the candidates
     _plan/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for those
@@ -78,7 +79,7 @@ class Verdicts:
 
 def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
     """Writes the verdicts on all candidates, a row at least: as if they came one by one, and each took a
-    text and an id if both are free."""
+    content and an id if both are free."""
     job = PlanJob.of(rows)
     with _executor(job):
         _file_keys(
@@ -102,7 +103,9 @@ def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
         ]
         for verdict in REASONS
     }
-    lowest = sorted(key_and_place for record in id_records for key_and_place in record.first)
+    lowest = dict[int, int]()  # a text with several values counts once, by its first place
+    for key, place in sorted(found for record in id_records for found in record.first):
+        lowest.setdefault(key, place)
     present = {hash_ for record in id_records for hash_ in record.present}
     return Verdicts(
         changes=_sum_changes(id_records, rows.before),
@@ -110,15 +113,18 @@ def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
         salvaged=sum(record.salvaged for record in id_records),
         dropped=sum_counts(record.dropped for record in group_records),
         samples=samples,
-        first=[place for _, place in lowest[: query.texts]],
+        first=list(lowest.values())[: query.texts],
         present=[hash_ for hash_ in query.hashes if hash_ in present],
     )
 
 
-def compare(draft: Draft, rows: Files, before: Files) -> Changes:
-    """The ids of a published version beside those of another one; `draft` is for the files of the tasks."""
+def compare(draft: Draft, rows: Files, before: Files, same_columns: bool = True) -> Changes:
+    """The ids of a published version beside those of another one; `draft` is for the files of the tasks.
+
+    `same_columns`: whether both have the same columns to filter by.
+    """
     groups = {"after": groups_of(rows), "before": groups_of(before)}
-    job = PlanJob("compare", bucket_count(rows, before), groups, copies=False)
+    job = PlanJob("compare", bucket_count(rows, before), groups, False, same_columns)
     with _executor(job):
         _file_keys(draft, job, {"after": ["id"], "before": ["id"]})
         work = functools.partial(compare_task, job=job)
