@@ -67,7 +67,8 @@ class Config:
     """Leave CURRENT as it is, until jobs.promote moves it. A pool's first version becomes CURRENT all the
     same."""
     keep: int = field(default=3, metadata=NOT_IDENTITY)
-    """Versions that stay; CURRENT, and what a service has open, stay too. 0: all."""
+    """Versions that stay; CURRENT, and what a service has open, stay too. A killed build stays until so many
+    newer versions are there. 0: all versions, and killed builds until the next one."""
     keep_days: float = field(default=0.0, metadata=NOT_IDENTITY)
     """Versions younger than this stay too."""
     lock_expires_s: float = field(default=120.0, metadata=NOT_IDENTITY)
@@ -110,7 +111,7 @@ def run(config: Config) -> program.Summary:
 
 
 def _remove_old(config: Config, unfinished: bool = True) -> None:
-    """`unfinished`: also removes the remains of killed builds."""
+    """`unfinished`: also removes killed builds that `--keep` newer versions have outlived."""
     limit = config.gate.max_removed_share
     removal = versions.remove_old(
         config.pools, config.name, config.keep, config.keep_days, limit, unfinished

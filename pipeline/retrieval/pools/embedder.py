@@ -31,7 +31,7 @@ from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.resources import best_device
 from pipeline.retrieval.pools import build, candidates, verdicts
-from pipeline.retrieval.pools.embed import EmbedRecord
+from pipeline.retrieval.pools.embed import CheckRecord, EmbedRecord
 from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers, ShardCheck
 from pipeline.retrieval.pools.plan import Slices
 from pipeline.retrieval.pools.pool import Pool
@@ -53,6 +53,8 @@ class Embedder:
         self,
         model: Path,
         batch_tokens: int,
+        plan: str,
+        asked: str,
         previous: str,
         canaries: list[list[str]],
         top_k: int,
@@ -61,8 +63,9 @@ class Embedder:
         precision: Precision = "auto",
         unfinished: Sequence[UnfinishedShard] = (),
     ) -> None:
-        """`previous`: the version whose vectors are those that the model would make, or "".
+        """`plan`: the name of the plan; `asked`: the name of the gate's questions.
 
+        `previous`: the version whose vectors are those that the model would make, or "".
         `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard
         that are embedded once more. `dtype`: what the pool keeps of a vector; `precision`: what it is
         computed in. `unfinished`: what killed builds have embedded the same way.
@@ -72,6 +75,7 @@ class Embedder:
         self._unfinished = UnfinishedVectors(unfinished) if unfinished else None
         # Ray gives torch as many threads as the actor has cores; the tokenizer would take all there are.
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
+        self._plan, self._asked = plan, asked
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
         self._ranker = inference.prepare(load_ranker(model), best_device(), precision)
@@ -115,12 +119,22 @@ class Embedder:
             dropped=rejects,
             malformed=rejects,
             check=self._check(name, rows, vectors_ND, is_known_N) if len(rows) else None,
+            asked=self._asked,
             rows_embedded=len(todo),
             actor_seconds=round(actor_seconds, 3),
             started=started,
             ended=time.time(),
             notes=self._notes,
         )
+
+    def check_again(self, draft: Draft, task: str, shard: tuple[str, Slices]) -> CheckRecord:
+        """Asks a finished shard the gate's questions, as CURRENT has moved since it was made."""
+        name, slices = shard
+        rows, places_N, _ = self._read_candidates(draft, slices)
+        finished_rows, layer = build.read_shard(draft, name)
+        is_valid_N = pc.is_in(rows["id"], finished_rows["id"].combine_chunks()).to_numpy()
+        is_known_N = places_N[is_valid_N] >= 0
+        return CheckRecord(check=self._check(name, finished_rows, decode(layer), is_known_N))
 
     def _read_candidates(self, draft: Draft, slices: Slices) -> tuple[pa.Table, Ints, Ints]:
         """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
@@ -129,12 +143,12 @@ class Embedder:
         """
         tables, places, salvaged = [], [], []
         for part, start, end in slices:
-            verdict = verdicts.read_verdicts(draft, part)[start:end]
+            verdict = verdicts.read_verdicts(draft, self._plan, part)[start:end]
             keep, unfinished = verdict >= NEW, np.full(len(verdict), NEW, np.int64)
             tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
             places.append(verdict[keep])
             if self._unfinished is not None:
-                unfinished = verdicts.read_salvaged(draft, part)[start:end]
+                unfinished = verdicts.read_salvaged(draft, self._plan, part)[start:end]
             salvaged.append(unfinished[keep])
         rows = pa.concat_tables(tables).combine_chunks()
         return rows, np.concatenate(places), np.concatenate(salvaged)

@@ -21,6 +21,7 @@ from pipeline import node_cache, storage
 from pipeline.arrays import Floats, Ints
 from pipeline.config import digest
 from pipeline.drafts import read_request, task_marks
+from pipeline.retrieval.pools.plan import SHARD_PREFIX
 from pipeline.retrieval.pools.vector_format import Layer, decode
 
 PLAN = "plan"
@@ -66,7 +67,7 @@ def find_shards(
             continue
         for name, record in sorted(records.items()):
             rows = record.get("counts", {}).get("candidates", 0)
-            if name.startswith("part-") and rows:
+            if name.startswith(SHARD_PREFIX) and rows:
                 shards.append(UnfinishedShard(folder, name, rows))
     return shards
 

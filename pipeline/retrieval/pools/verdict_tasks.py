@@ -111,8 +111,8 @@ class PlanJob:
     """The facts that every task needs."""
 
     name: str
-    """Before the names of all tasks: a job that is resumed after the version before has changed, or another
-    build was killed, takes none for done."""
+    """Before the names of all tasks and verdicts: a job that is resumed after the version before or the query
+    has changed, or another build was killed, takes none for done, and leaves those of an earlier plan."""
     bucket_count: int
     groups: dict[str, list[Group]]
     """By kind: "candidates", "before", "unfinished"."""
@@ -120,7 +120,7 @@ class PlanJob:
     same_columns: bool
 
     @classmethod
-    def of(cls, rows: PlanInput) -> PlanJob:
+    def of(cls, rows: PlanInput, query: TextQuery) -> PlanJob:
         kinds = {
             "candidates": rows.candidates,
             "before": rows.before,
@@ -129,7 +129,7 @@ class PlanJob:
         count = bucket_count(*kinds.values())
         files_of_kinds = [list(map(list, files)) for files in kinds.values()]
         flags = [rows.copies, rows.same_columns]
-        identity = digest([files_of_kinds, flags, count])
+        identity = digest([files_of_kinds, flags, count, query.texts, list(query.hashes)])
         groups = {kind: groups_of(files) for kind, files in kinds.items()}
         return cls(f"plan-{identity[:8]}", count, groups, *flags)
 
@@ -269,7 +269,7 @@ def verdicts_task(draft: Draft, task: str, number: int, job: PlanJob, rounds: in
 
     def write(part: tuple[str, int, int]) -> None:
         name, start, end = part
-        file = f"{FOLDER}/{name}"
+        file = f"{FOLDER}/{job.name}/{name}"
         draft.write_file(f"{file}.npy", candidates.npy_file(verdicts[start:end]))
         if job.groups["unfinished"]:
             data = candidates.npy_file(unfinished[start:end])

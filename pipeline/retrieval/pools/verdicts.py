@@ -12,11 +12,12 @@ filter by) or the id.
     verdicts   group    all verdicts, in the order of the candidates
 
 A candidate that loses its id leaves its content to a later one: `texts` and `ids` come again, in rounds,
-until none loses. Where no id has two contents that is one round.
+until none loses. Where no id has two contents that is one round. Which candidates stay does not depend on the
+earlier builds.
 
-    _plan/file-00000-000.npy              the verdicts on that part of the candidates
-    _plan/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for those
-                                          that are to be copied from there
+    _plan/<plan>/file-00000-000.npy              the verdicts on that part of the candidates
+    _plan/<plan>/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for
+                                                 those that are to be copied from there
 
 Every group and bucket has a million rows or so: a task holds some 200 MB, whatever the size of the pool. The
 driver holds the names of the parts and the files, 100 bytes for 16,384 rows: 1.2 MB for 100 million
@@ -64,6 +65,8 @@ from pipeline.retrieval.pools.verdict_tasks import (
 class Verdicts:
     """The summary of the tasks; the verdicts themselves are in files."""
 
+    plan: str
+    """The plan's name, by which `read_verdicts` finds them."""
     changes: Changes
     known: int
     """Candidates whose text the version before has."""
@@ -80,7 +83,7 @@ class Verdicts:
 def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
     """Writes the verdicts on all candidates, a row at least: as if they came one by one, and each took a
     content and an id if both are free."""
-    job = PlanJob.of(rows)
+    job = PlanJob.of(rows, query)
     with _executor(job):
         _file_keys(
             draft, job, {"candidates": ["text"], "before": ["text", "id"], "unfinished": ["text"]}
@@ -108,6 +111,7 @@ def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
         lowest.setdefault(key, place)
     present = {hash_ for record in id_records for hash_ in record.present}
     return Verdicts(
+        plan=job.name,
         changes=_sum_changes(id_records, rows.before),
         known=sum(record.known for record in id_records),
         salvaged=sum(record.salvaged for record in id_records),
@@ -137,17 +141,17 @@ def is_small(*files: Files) -> bool:
     return bucket_count(*files) == 1
 
 
-def read_verdicts(draft: Draft, part: str) -> Ints:
-    data = storage.read_bytes(draft.path(FOLDER, f"{part}.npy"))
+def read_verdicts(draft: Draft, plan: str, part: str) -> Ints:
+    data = storage.read_bytes(draft.path(FOLDER, plan, f"{part}.npy"))
     verdicts: Ints = np.load(io.BytesIO(data), allow_pickle=False)
     return verdicts
 
 
-def read_salvaged(draft: Draft, part: str) -> Ints:
+def read_salvaged(draft: Draft, plan: str, part: str) -> Ints:
     """Places in unfinished builds; all NEW where there are none."""
-    uri = draft.path(FOLDER, f"{part}-unfinished.npy")
+    uri = draft.path(FOLDER, plan, f"{part}-unfinished.npy")
     if not storage.exists(uri):
-        return np.full(len(read_verdicts(draft, part)), NEW, np.int64)
+        return np.full(len(read_verdicts(draft, plan, part)), NEW, np.int64)
     places: Ints = np.load(io.BytesIO(storage.read_bytes(uri)), allow_pickle=False)
     return places
 

@@ -27,7 +27,7 @@ from .conftest import stage_rows, write_version_before
 ORIGINAL = content_hash
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
 KNOWN = {
-    "batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0,
+    "asked": "", "batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0,
 }  # fmt: skip
 
 
@@ -77,9 +77,11 @@ class Shard:
         files = write_version_before(folder, before.rows if before else ())
         made = plan.make(self.out, PlanInput(parts, files), 1000, TextQuery())
         (self.slices,) = made.shards.values()
+        self.plan = made.name
 
     def make(self, model: Path, **settings) -> EmbedRecord:
-        return Embedder(model, **{**KNOWN, **settings})(self.out, "part-00000", self.slices)
+        known = {"plan": self.plan, **KNOWN}
+        return Embedder(model, **{**known, **settings})(self.out, "part-00000", self.slices)
 
 
 @pytest.fixture
@@ -160,7 +162,7 @@ def test_a_shard_is_written_and_the_next_is_read_while_another_is_in_the_model(
 ):
     """Two threads, as an actor has: the first shard's writing waits for the model to begin the second."""
     work = shard(TEXTS)
-    actor = Embedder(model, **KNOWN)
+    actor = Embedder(model, plan=work.plan, **KNOWN)
     vectors, write = inference.row_vectors, embedder.build.write_shard
     in_model, second_in_model, at_once = threading.Lock(), threading.Event(), []
     calls = itertools.count(1)

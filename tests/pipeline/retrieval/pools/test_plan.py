@@ -86,7 +86,7 @@ class Maker:
         kept, places = [], []
         for slices in made.shards.values():
             for part, start, end in slices:
-                verdict = verdicts.read_verdicts(out, part)[start:end]
+                verdict = verdicts.read_verdicts(out, made.name, part)[start:end]
                 table = (
                     candidates.read_rows(out, part).slice(start, end - start).filter(verdict >= NEW)
                 )
@@ -151,7 +151,7 @@ def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
     assert list(made.shards) == [f"part-{n:05d}" for n in range(-(-len(kept) // size))]
     for shard, slices in enumerate(made.shards.values()):
         wanted = kept[shard * size : (shard + 1) * size]
-        found = [verdicts.read_verdicts(make.out, part)[a:b] for part, a, b in slices]
+        found = [verdicts.read_verdicts(make.out, made.name, part)[a:b] for part, a, b in slices]
         assert int((np.concatenate(found) >= NEW).sum()) == len(wanted)
 
 
@@ -177,7 +177,7 @@ def test_values_part_candidates_and_changes_and_never_vectors(make, rows, old, s
     sources = PlanInput(parts, files, same_columns=same_columns)
     with executors.in_this_process():
         made = plan.make(out, sources, 1000, TextQuery(texts=9))
-    verdict = np.concatenate([verdicts.read_verdicts(out, name) for name, _ in parts])
+    verdict = np.concatenate([verdicts.read_verdicts(out, made.name, name) for name, _ in parts])
     kept = [
         row for row, place in zip(contents_of(rows), verdict.tolist(), strict=True) if place >= NEW
     ]
@@ -357,9 +357,10 @@ def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path):
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     on_cluster = plan.make(out, sources, 10, TextQuery(3))
     expected, kept, places = make(ROWS_OF_TWO_ROUNDS, BEFORE, rows_per_shard=10, texts=3)
-    assert from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster)))) == expected
+    on_cluster_read = from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster))))
+    assert on_cluster_read == replace(expected, name=on_cluster.name)  # of files elsewhere
     assert kept == [("1", "a"), ("2", "b"), ("3", "c"), ("5", "d")]
-    found = [verdicts.read_verdicts(out, part) for part, _ in parts]
+    found = [verdicts.read_verdicts(out, on_cluster.name, part) for part, _ in parts]
     assert [place for place in np.concatenate(found).tolist() if place >= NEW] == places
 
 
@@ -375,5 +376,8 @@ def test_a_plan_is_made_anew_where_the_version_before_has_changed(make, monkeypa
         (folder / "newer").mkdir()
         newer = PlanInput(parts, before(folder / "newer", [("2", "b")]))
         made = plan.make(out, newer, 10, TextQuery())
-    assert made.known == 1
-    assert verdicts.read_verdicts(out, parts[0][0]).tolist() == [NEW, 0]
+        assert made.first == ()
+        asked = plan.make(out, newer, 10, TextQuery(1, [content_hash("a")[:16]]))
+    assert made.known == asked.known == 1
+    assert (len(asked.first), len(asked.present)) == (1, 1)
+    assert verdicts.read_verdicts(out, made.name, parts[0][0]).tolist() == [NEW, 0]
