@@ -67,7 +67,8 @@ class Config:
     """Leave CURRENT as it is, until jobs.promote moves it. A pool's first version becomes CURRENT all the
     same."""
     keep: int = field(default=3, metadata=NOT_IDENTITY)
-    """Versions that stay; CURRENT, and what a service has open, stay too. 0: all."""
+    """Versions that stay; CURRENT, and what a service has open, stay too. A killed build stays until so many
+    newer versions are there. 0: all versions, and killed builds until the next one."""
     keep_days: float = field(default=0.0, metadata=NOT_IDENTITY)
     """Versions younger than this stay too."""
     lock_expires_s: float = field(default=120.0, metadata=NOT_IDENTITY)
@@ -110,7 +111,7 @@ def run(config: Config) -> program.Summary:
 
 
 def _remove_old(config: Config, unfinished: bool = True) -> None:
-    """`unfinished`: also removes the remains of killed builds."""
+    """`unfinished`: also removes killed builds that `--keep` newer versions have outlived."""
     limit = config.gate.max_removed_share
     removal = versions.remove_old(
         config.pools, config.name, config.keep, config.keep_days, limit, unfinished
@@ -176,7 +177,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
         if current := versions.open_current(config.pools, config.name):
-            changes = _compare(config, job, out, current.artifact)
+            changes = _compare(config, job, Version(out), current)
             _, refusal = _judge_changes(config, changes, out.rows("rows/"))
             if refusal:
                 raise Stopped(refusal)
@@ -198,15 +199,16 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     return pool, False
 
 
-def _compare(config: Config, job: _Job, pool: Artifact, current: Artifact) -> Changes:
+def _compare(config: Config, job: _Job, version: Version, current: Version) -> Changes:
     """The ids of a version that is there already beside those of CURRENT."""
-    rows, rows_before = versions.files_of_rows(pool), versions.files_of_rows(current)
+    rows, rows_before = (versions.files_of_rows(v.artifact) for v in (version, current))
+    same_columns = version.filter_columns == current.filter_columns
     is_small = verdicts.is_small(rows, rows_before)
     with (
         nullcontext() if is_small else cluster.session(for_tasks=True),
         _scratch(config, job) as scratch,
     ):
-        return verdicts.compare(scratch, rows, rows_before)
+        return verdicts.compare(scratch, rows, rows_before, same_columns)
 
 
 @contextmanager
@@ -272,7 +274,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
     if previous is not None and previous.filter_columns != config.embed.filter_columns:
         columns_before = ", ".join(previous.filter_columns) or "none"
         print(
-            f"pool {config.name}: filter columns before: {columns_before}; so every candidate is another one"
+            f"pool {config.name}: filter columns before: {columns_before}; so texts alone are compared"
         )
     changes = ", ".join(f"{count:,} {kind}" for kind, count in asdict(plan.changes).items())
     print(

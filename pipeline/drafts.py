@@ -171,6 +171,15 @@ def task_marks(staging: str) -> dict[str, bytes]:
         return dict(zip(tasks, records, strict=True))
 
 
+def read_mark(staging: str, task: str) -> dict[str, Any]:
+    """The record of a task of a draft; empty where it is not finished."""
+    uri = _mark_uri(staging, task)
+    if not storage.exists(uri):
+        return {}
+    record: dict[str, Any] = json.loads(storage.read_bytes(uri))
+    return record
+
+
 def _finished_tasks(staging: str) -> list[str]:
     uris = storage.walk_json(storage.join(staging, _TASKS))
     return [storage.name_of(uri).removesuffix(".json") for uri in uris]

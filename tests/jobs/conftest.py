@@ -11,6 +11,7 @@ import pytest
 
 from jobs import embed_pool
 from pipeline import executors
+from pipeline.models.ranker import Ranker
 from tests.jobs.nights import FIRST, Rows
 
 
@@ -33,6 +34,14 @@ def night(run_job_here, tiny_ranker, tmp_path):
 @pytest.fixture
 def pools(tmp_path) -> Path:
     return tmp_path / "pools"
+
+
+@pytest.fixture
+def model_texts(monkeypatch) -> list[str]:
+    """The candidate texts that went through the model so far."""
+    seen, rows = list[str](), Ranker.candidate_rows
+    monkeypatch.setattr(Ranker, "candidate_rows", lambda self, t: seen.extend(t) or rows(self, t))
+    return seen
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from tests.helpers import INTERRUPTED
 
 Rows = dict[str, str]
 FIRST = {str(n): f"text {n}" for n in range(30)}
+# A text alone in its batch has the same vector, to the bit, whichever texts are embedded beside it.
+EXACT = ("--embed.batch-tokens", 1, "--embed.precision", "fp32", "--gate.sample", 0)
 
 
 def current(pools: Path) -> str:
@@ -28,6 +30,13 @@ def contents(uri: str) -> dict[str, tuple[str, list[float]]]:
     vectors = pool.vectors_at(np.arange(len(pool)))
     rows = [pool.row(place) for place in range(len(pool))]
     return {row.id: (row.text, v.tolist()) for row, v in zip(rows, vectors, strict=True)}
+
+
+def columns(uri: str) -> dict[str, dict[str, str | None]]:
+    """The values to filter by, by id."""
+    rows = [row for table in Pool.open(uri).rows for row in table.to_pylist()]
+    names = ("id", "text", "content_hash")
+    return {row["id"]: {k: v for k, v in row.items() if k not in names} for row in rows}
 
 
 def embedded(summary: dict) -> int:

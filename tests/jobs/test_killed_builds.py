@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import shutil
 import subprocess
 import sys
 
@@ -11,10 +13,11 @@ import pytest
 
 from jobs import embed_pool
 from pipeline import storage
-from pipeline.retrieval.pools import candidates, embed, embedder, promotion
+from pipeline.retrieval.pools import candidates, embed, embedder, plan, promotion
 from pipeline.retrieval.pools import versions as versions_module
 from pipeline.retrieval.pools.pool import Pool
 from tests.jobs.nights import (
+    EXACT,
     FIRST,
     changed,
     contents,
@@ -41,7 +44,7 @@ def test_what_a_killed_build_has_embedded_is_not_lost_when_the_input_changes(
             interrupted(night(rows, *options))
     assert len([name for name in versions(pools) if name.endswith(".partial")]) == 2
     third = changed(FIRST) | {"third": "third night"}
-    finished = night(third, *options)
+    finished = night(third, *options, "--keep", 1)
     # Each of the killed ones has made 3 shards of 5 rows. Of the first, "text 3" is gone, and "text 5"
     # stands in no later one; the second has copied from the first what that had.
     kept = {f"text {n}" for n in range(15)} | set(list(changed(FIRST).values())[:15])
@@ -147,12 +150,128 @@ def test_a_build_that_goes_on_after_current_has_moved_is_compared_with_what_is_c
         interrupted(night(changed(FIRST) | {"third": "third night"}, *options))
     promotion.promote(str(pools), "p", first["version"])
     finished = night(changed(FIRST) | {"third": "third night"}, *options)
-    assert "begun anew, as CURRENT" in finished.stdout
+    assert "planned anew, as CURRENT" in finished.stdout
     assert finished.summary["plan"] == {"new": 2, "changed": 1, "same": 27, "gone": 2}
     assert (
         Pool.open(finished.summary["output"]).artifact.manifest["gate"]["removed_share"] == 0.0667
     )
     assert second["version"] != current(pools) == finished.summary["version"]
+
+
+SHARDS_OF_FIVE = ("--embed.rows-per-shard", 5, *EXACT)
+THIRD = changed(FIRST) | {"third": "third night"}
+
+
+@pytest.mark.parametrize("move", ["roll-back", "roll-back and forth", "another build"])
+def test_a_build_that_goes_on_after_current_has_moved_keeps_its_finished_shards(
+    night, pools, monkeypatch, tmp_path, tiny_ranker, model_texts, move
+):
+    """The killed build is of a model that no version has, so that nothing can be copied from CURRENT."""
+    model = tiny_ranker("poly", seed=1).uri
+    first = night(FIRST, *EXACT).summary
+    second = night(changed(FIRST), *EXACT).summary
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(THIRD, *SHARDS_OF_FIVE, model=model))
+    if move == "another build":
+        night(FIRST | {"other": "another input"}, *EXACT)
+    else:
+        promotion.promote(str(pools), "p", first["version"])
+    if move == "roll-back and forth":
+        with monkeypatch.context() as patch:
+            stop_after(1, patch)
+            interrupted(night(THIRD, *SHARDS_OF_FIVE, model=model))
+        promotion.promote(str(pools), "p", second["version"])
+    left = len(THIRD) - (20 if move == "roll-back and forth" else 15)
+    model_texts.clear()
+    finished = night(THIRD, *SHARDS_OF_FIVE, model=model)
+    assert model_texts == list(THIRD.values())[-left:]
+    assert finished.summary["already_done"] is False
+    whole = night(THIRD, *SHARDS_OF_FIVE, "--pools", tmp_path / "undisturbed", model=model).summary
+    assert finished.summary["fingerprint"] == whole["fingerprint"]
+    assert contents(finished.summary["output"]) == contents(whole["output"])
+
+
+def test_a_build_that_goes_on_beside_current_and_back_copies_from_the_right_places(
+    night, pools, monkeypatch, model_texts
+):
+    """The versions have the same texts at other places."""
+    first = night(FIRST, *EXACT).summary
+    second = night(dict(reversed(FIRST.items())) | {"new": "new text"}, *EXACT).summary
+    model_texts.clear()
+    for version in (second, first):
+        promotion.promote(str(pools), "p", version["version"])
+        with monkeypatch.context() as patch:
+            stop_after(1, patch)
+            interrupted(night(THIRD, *SHARDS_OF_FIVE))
+    promotion.promote(str(pools), "p", second["version"])
+    rows = contents(night(THIRD, *SHARDS_OF_FIVE).summary["output"])
+    assert {name: text for name, (text, _) in rows.items()} == THIRD
+    assert model_texts == ["another text 5", "third night"]
+
+
+def test_the_gate_asks_finished_shards_again_after_current_has_moved(
+    night, pools, monkeypatch, tmp_path
+):
+    """As if the build had begun after that: the same canaries, answers and recall."""
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(THIRD, *SHARDS_OF_FIVE))  # beside no version, whose canaries it could ask
+    night({**FIRST, "0": "another text 0"}, *EXACT)
+    shutil.copytree(pools, tmp_path / "later")
+    for killed in (tmp_path / "later").glob("p/*.partial"):
+        shutil.rmtree(killed)
+    ours, theirs = (
+        Pool.open(night(THIRD, *SHARDS_OF_FIVE, "--pools", folder).summary["output"]).artifact
+        for folder in (pools, tmp_path / "later")
+    )
+    assert ours.manifest["gate"] == theirs.manifest["gate"]
+    assert ours.manifest["gate"]["recall"] == 1.0
+    assert ours.manifest["canaries"] == theirs.manifest["canaries"]
+    assert ours.manifest["files"] == theirs.manifest["files"]
+
+
+@pytest.mark.parametrize("change", ["precision", "numerics"])
+def test_finished_shards_of_other_numbers_are_embedded_anew_after_current_has_moved(
+    night, pools, monkeypatch, model_texts, change
+):
+    first = night(FIRST, *EXACT).summary
+    options = ("--embed.rows-per-shard", 5, "--gate.sample", 0)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(THIRD, *options, "--resources.actors", 1))
+    plan_mark = next(pools.glob("p/*.partial/_tasks/plan.json"))
+    planned = json.loads(plan_mark.read_text())
+    other_precision = {"fp32": "bf16", "bf16": "fp32"}[planned["precision"]]
+    planned |= {"numerics": 0} if change == "numerics" else {"precision": other_precision}
+    plan_mark.write_text(json.dumps(planned))
+    night(FIRST | {"other": "another input"}, *EXACT)
+    assert first["version"] != current(pools)
+    model_texts.clear()
+    night(THIRD, *options)
+    assert {f"text {n}" for n in (0, 1, 2)} <= set(model_texts)
+
+
+def test_finished_shards_that_the_new_plan_cuts_otherwise_are_made_again(night, pools, monkeypatch):
+    """As a polyrank does that bounds a shard's bytes otherwise."""
+    night(FIRST, *EXACT)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(THIRD, *SHARDS_OF_FIVE))
+    night(FIRST | {"other": "another input"}, *EXACT)
+    monkeypatch.setattr(plan, "_SHARD_BYTES", 20)
+    rows = contents(night(THIRD, *SHARDS_OF_FIVE).summary["output"])
+    assert {name: text for name, (text, _) in rows.items()} == THIRD
+
+
+def test_a_killed_build_stays_until_so_many_newer_versions_as_are_kept(night, pools, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(THIRD, *SHARDS_OF_FIVE))
+    (killed,) = versions(pools)
+    for number in range(2):
+        night(FIRST | {"0": f"night {number}"}, "--keep", 2)
+        assert (killed in versions(pools)) == (number == 0)
 
 
 def test_canaries_that_are_named_when_a_build_goes_on_are_asked(night, monkeypatch, tmp_path):

@@ -77,6 +77,13 @@ def _write_together(
         return list(pool.map(lambda name: draft.write_file(name, files[name], rows), files))
 
 
+def read_shard(draft: Draft, name: str) -> tuple[pa.Table, Layer]:
+    """(rows, vectors) of a finished shard."""
+    data = storage.read_bytes(draft.path("rows", f"{name}.arrow"))
+    rows = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    return rows, _read_vectors(draft, name)[0]
+
+
 def index(
     draft: Draft, names: Sequence[str], dimensions: int, neighbours: bool = False
 ) -> tuple[list[FileEntry], list[ShardStatistics]]:

@@ -3,11 +3,12 @@
 
     _candidates/file-00000-000.arrow   id, text, content_hash of up to 16,384 rows, in the file's order, and
                                        the columns kept to filter by, as text
-    _candidates/file-00000-000.npy     their keys, [rows, 3] uint64: 64 bits of the content's hash, 64 of
-                                       the id's, bytes of the text
+    _candidates/file-00000-000.npy     their keys, [rows, 4] uint64: 64 bits of the hashes of the text, of
+                                       the content and of the id; bytes of the text
 
-The keys are all that the plan of a pool needs. 64 bits: among 10⁸ rows 0.0003 pairs collide, and what is
-copied from an earlier version is compared by all 128.
+The content is the text and its values to filter by: it says which candidates are the same. The text alone
+says which vector a candidate has. The keys are all that the plan of a pool needs. 64 bits: among 10⁸ rows
+0.0003 pairs collide, and the texts themselves are compared before a vector is copied.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import pyarrow as pa
 
 from pipeline import shards, storage
 from pipeline.arrays import Keys
+from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.formats import tables
@@ -40,7 +42,7 @@ ROWS = pa.schema(
         pa.field("content_hash", pa.string(), nullable=False),
     ]
 )
-TEXT_KEY, ID_KEY, BYTES = range(3)
+TEXT_KEY, CONTENT_KEY, ID_KEY, BYTES = range(4)
 _FOLDER = "_candidates"
 _PART_ROWS = 16_384
 # A core reads some 50,000 rows a second, and a task costs some 10 ms.
@@ -111,21 +113,32 @@ def read_rows(draft: Draft, part: str) -> pa.Table:
 
 
 def read_keys(draft: Draft, part: str) -> Keys:
-    """[rows, 3]"""
+    """[rows, 4]
+
+    Raises BadInput where an earlier version of polyrank wrote them.
+    """
     keys: Keys = np.load(io.BytesIO(storage.read_bytes(draft.path(_FOLDER, f"{part}.npy"))))
+    if keys.shape[1] <= BYTES:
+        raise BadInput(
+            f"{draft.staging}: holds an unfinished job of another version of polyrank; remove it"
+        )
     return keys
 
 
-def read_published_keys(uri: str) -> tuple[Keys, Keys]:
-    """(text keys, id keys) of a file of a pool's rows. No texts are read."""
-    options = pa.ipc.IpcReadOptions(
-        included_fields=[ROWS.get_field_index("id"), ROWS.get_field_index("content_hash")]
-    )
+def read_published_keys(uri: str) -> Keys:
+    """[rows, 3]: the keys of a file of a pool's rows.
+
+    Texts are read only in a pool with columns to filter by: in all others the content is the text.
+    """
     with storage.open_input(uri) as stream:
+        has_values = len(pa.ipc.open_file(stream).schema) > len(ROWS)
+        fields = ["id", "content_hash", *(["text"] if has_values else [])]
+        options = pa.ipc.IpcReadOptions(included_fields=[ROWS.get_field_index(f) for f in fields])
         rows = pa.ipc.open_file(stream, options=options).read_all()
     hashes = bytes.fromhex("".join(rows["content_hash"].to_pylist()))
-    texts = np.frombuffer(hashes, ">u8")[::2].astype(np.uint64)
-    return texts, np.array([id_key(value) for value in rows["id"].to_pylist()], np.uint64)
+    contents = np.frombuffer(hashes, ">u8")[::2].astype(np.uint64)
+    ids = np.array([id_key(value) for value in rows["id"].to_pylist()], np.uint64)
+    return np.stack([text_keys(rows["text"]) if has_values else contents, contents, ids], axis=1)
 
 
 def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
@@ -134,7 +147,13 @@ def content_hash(text: str, values: Sequence[str | None] = ()) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def text_key(hash_of_content: str) -> int:
+def text_keys(texts: pa.ChunkedArray) -> Keys:
+    """[rows]: the keys of the texts alone."""
+    hashes = (content_hash(text) for chunk in texts.iterchunks() for text in chunk.to_pylist())
+    return np.fromiter(map(hash_key, hashes), np.uint64, len(texts))
+
+
+def hash_key(hash_of_content: str) -> int:
     return int(hash_of_content[:16], 16)
 
 
@@ -165,7 +184,7 @@ def _stage_piece(
         table, changed = _table(rows, schema, privacy)
         redacted += changed
         keys = [
-            (text_key(hash_), id_key(name), len(text.encode()))
+            (hash_key(content_hash(text)), hash_key(hash_), id_key(name), len(text.encode()))
             for name, text, hash_ in zip(*(table[n].to_pylist() for n in range(3)), strict=True)
         ]
         draft.write_file(f"{_FOLDER}/{part}.arrow", arrow_file(table))

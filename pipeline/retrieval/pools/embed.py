@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline import storage
 from pipeline.actors import Actors
-from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.config import NOT_IDENTITY, BadInput, digest, require, to_dict
 from pipeline.corpora import raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
@@ -27,7 +27,7 @@ from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
 from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read_canaries
-from pipeline.retrieval.pools.plan import Plan, make
+from pipeline.retrieval.pools.plan import SHARD_PREFIX, Plan, make
 from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.retrieval.pools.verdict_tasks import PlanInput, TextQuery
@@ -86,7 +86,8 @@ class EmbedConfig(tables.TableFormat):
 
 @dataclass(frozen=True)
 class GateInputs:
-    """The gate's questions to every shard: a resumed build goes on only if they are the same."""
+    """The gate's questions to every shard. Where they change, a resumed build is planned anew, and finished
+    shards are asked again; their rows and vectors stay."""
 
     previous: str
     """URI of the version that the gate compares with; "": there is none."""
@@ -96,6 +97,10 @@ class GateInputs:
     """How many texts the plan chooses."""
     top_k: int
     """Answers to each canary."""
+
+    @property
+    def name(self) -> str:
+        return digest(to_dict(self))[:8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +124,8 @@ class PlanRecord(TaskRecord):
     """See `pipeline.models.precision`."""
     unfinished: list[UnfinishedShard] = field(default_factory=list)
     """Shards of killed builds, to copy vectors from."""
+    planned_at: float = 0.0
+    """Seconds since 1970; see `versions.remove_old`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +134,8 @@ class EmbedRecord(TaskRecord):
 
     check: ShardCheck | None
     """None: all rows of the shard were dropped."""
+    asked: str = ""  # of earlier builds: not known, so they are asked again
+    """The name of the `GateInputs` that `check` answers."""
     rows_embedded: int
     """The other rows were copied, from the version before or from unfinished builds."""
     actor_seconds: float
@@ -134,6 +143,13 @@ class EmbedRecord(TaskRecord):
     started: float
     ended: float
     """Seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRecord(TaskRecord):
+    """The answers of a shard that was finished before the gate's questions changed."""
+
+    check: ShardCheck
 
 
 def prepare(
@@ -164,13 +180,16 @@ def prepare(
         previous.artifact.uri if previous else "", contexts, gate.canary_texts, gate.top_k
     )
     marks = draft.marks()
-    if _PLAN in marks:
-        record = marks.record(_PLAN, PlanRecord)
-        if (record.asked, record.numerics) == (gate_inputs, NUMERICS):
-            return record
-        # Its shards would not go with those to come, or have not answered what the gate asks now.
-        print(f"{draft.uri}: begun anew, as CURRENT, the gate's canaries or polyrank have changed since "
-              "it was planned", flush=True)  # fmt: skip
+    earlier = marks.record(_PLAN, PlanRecord) if _PLAN in marks else None
+    if earlier and (earlier.asked, earlier.numerics) == (gate_inputs, NUMERICS):
+        return earlier
+    if earlier and (earlier.numerics, earlier.precision) == (NUMERICS, precision):
+        print(f"{draft.uri}: planned anew, as CURRENT or the gate's canaries have changed since then; "
+              "finished shards stay", flush=True)  # fmt: skip
+    elif any(task.startswith(SHARD_PREFIX) for task in marks):
+        # Without a plan they are what a removal that was killed has left, and may be of other numbers.
+        print(f"{draft.uri}: begun anew, as the precision or polyrank have changed since it was planned",
+              flush=True)  # fmt: skip
         draft.forget_tasks()
     began = time.perf_counter()
     part_records = candidates.stage(
@@ -197,12 +216,15 @@ def prepare(
         before=files_of_rows(previous.artifact) if previous else (),
         unfinished=[(shard.rows_file, shard.rows) for shard in unfinished],
         copies=copies,
+        same_columns=previous is None or previous.filter_columns == config.filter_columns,
     )
     plan = make(draft, rows, config.rows_per_shard, TextQuery(texts, keys_before))
     if plan.repeated_id and config.repeated_ids == "stop":
         raise BadInput(f"embed.id_column {config.id_column}: {plan.repeated_id!r} is the id of several rows "
                        "with different texts; allowed: ids that differ, or --embed.repeated-ids first, which "
                        "keeps the first row of each id")  # fmt: skip
+    if earlier and plan.shards != earlier.plan.shards:  # another polyrank cuts other shards
+        draft.forget_tasks()
     if contexts is None:
         contexts = [[text[:_CANARY_CHARACTERS]] for text in plan.first]
     record = PlanRecord(
@@ -219,6 +241,7 @@ def prepare(
         seconds=round(time.perf_counter() - began, 3),
         numerics=NUMERICS,
         unfinished=list(unfinished) if plan.salvaged else [],
+        planned_at=time.time(),
     )
     draft.mark(_PLAN, record)
     return record
@@ -233,14 +256,16 @@ def embed(
     reading: raw.Reading,
     actors: Actors,
 ) -> list[EmbedRecord]:
-    """Makes the shards; returns their records.
+    """Makes the shards that are not finished; returns the records of all.
 
     Raises BadInput where nothing could be embedded, or too little.
     """
-    make_work = functools.partial(
-        _embedder,
+    asked = prepared.asked.name
+    settings = dict[str, Any](
         model=model,
         batch_tokens=config.batch_tokens,
+        plan=prepared.plan.name,
+        asked=asked,
         previous=prepared.asked.previous if prepared.copies else "",
         canaries=prepared.canaries,
         top_k=gate.top_k,
@@ -249,12 +274,30 @@ def embed(
         precision=prepared.precision,
         unfinished=prepared.unfinished,
     )
-    tasks = prepared.plan.shards
-    rows = {name: sum(end - start for _, start, end in tasks[name]) for name in tasks}
-    label = "embed candidates"
+    shards = prepared.plan.shards
+    rows = {name: sum(end - start for _, start, end in shards[name]) for name in shards}
+    make_work = functools.partial(_embedder, **settings)
     records = run_tasks_on_actors(
-        draft, tasks, make_work, label, EmbedRecord, actors, rows, _SHARDS_AT_ONCE
+        draft, shards, make_work, "embed candidates", EmbedRecord, actors, rows, _SHARDS_AT_ONCE
     )
+    record_of_shard = dict(zip(shards, records, strict=True))
+    asked_before = [name for name, r in record_of_shard.items() if r.check and r.asked != asked]
+    if (
+        asked_before
+    ):  # CURRENT has moved since; the model embeds no more than the gate's sample of them
+        checks = run_tasks_on_actors(
+            draft,
+            {f"check-{asked}-{name}": (name, shards[name]) for name in asked_before},
+            functools.partial(_checker, **settings),
+            "check finished shards again",
+            CheckRecord,
+            actors,
+            {f"check-{asked}-{name}": rows[name] for name in asked_before},
+            _SHARDS_AT_ONCE,
+        )
+        for name, check_record in zip(asked_before, checks, strict=True):
+            record_of_shard[name] = replace(record_of_shard[name], check=check_record.check)
+        records = list(record_of_shard.values())
     raw.check_share(draft, [prepared, *records], reading)
     if not sum_counts(record.counts for record in records).get("candidates"):
         dropped = sum_counts(record.dropped for record in records)
@@ -276,3 +319,9 @@ def _embedder(model: Source, **settings: Any) -> Work[EmbedRecord]:
     from pipeline.retrieval.pools.embedder import Embedder
 
     return Embedder(model.local(), **settings)
+
+
+def _checker(model: Source, **settings: Any) -> Work[CheckRecord]:
+    from pipeline.retrieval.pools.embedder import Embedder
+
+    return Embedder(model.local(), **settings).check_again

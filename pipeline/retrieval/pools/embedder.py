@@ -1,5 +1,7 @@
 """The work of an actor on a shard of a pool: it copies known vectors, and embeds the other texts.
 
+A vector is copied by the text alone: columns to filter by have no part in it.
+
 Texts are taken in windows, sorted by length in each, and go through the model in batches bounded by
 tokens, while the next window is tokenised. An actor works on several shards at once, each in a thread: one
 is in the model while others are read, checked and written. In bf16 the weights are bf16 too.
@@ -9,13 +11,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from pipeline.arrays import Bools, Floats, Ints
@@ -27,7 +31,7 @@ from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
 from pipeline.resources import best_device
 from pipeline.retrieval.pools import build, candidates, verdicts
-from pipeline.retrieval.pools.embed import EmbedRecord
+from pipeline.retrieval.pools.embed import CheckRecord, EmbedRecord
 from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers, ShardCheck
 from pipeline.retrieval.pools.plan import Slices
 from pipeline.retrieval.pools.pool import Pool
@@ -38,6 +42,9 @@ from pipeline.retrieval.pools.verdict_tasks import NEW
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
 _ORDINARY = "an ordinary text"
 
+ReadVectors = Callable[[Ints], tuple[pa.ChunkedArray, Floats]]
+"""(texts, vectors [N, D]) at N ascending places"""
+
 
 class Embedder:
     """A model, the version before and the canaries, in memory."""
@@ -46,6 +53,8 @@ class Embedder:
         self,
         model: Path,
         batch_tokens: int,
+        plan: str,
+        asked: str,
         previous: str,
         canaries: list[list[str]],
         top_k: int,
@@ -54,8 +63,9 @@ class Embedder:
         precision: Precision = "auto",
         unfinished: Sequence[UnfinishedShard] = (),
     ) -> None:
-        """`previous`: the version whose vectors are those that the model would make, or "".
+        """`plan`: the name of the plan; `asked`: the name of the gate's questions.
 
+        `previous`: the version whose vectors are those that the model would make, or "".
         `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard
         that are embedded once more. `dtype`: what the pool keeps of a vector; `precision`: what it is
         computed in. `unfinished`: what killed builds have embedded the same way.
@@ -65,6 +75,7 @@ class Embedder:
         self._unfinished = UnfinishedVectors(unfinished) if unfinished else None
         # Ray gives torch as many threads as the actor has cores; the tokenizer would take all there are.
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
+        self._plan, self._asked = plan, asked
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
         self._ranker = inference.prepare(load_ranker(model), best_device(), precision)
@@ -81,10 +92,15 @@ class Embedder:
     def __call__(self, draft: Draft, name: str, slices: Slices) -> EmbedRecord:
         """Writes a shard's rows and vectors."""
         started = time.time()
-        rows, places_N, salvaged_N = _read_candidates(draft, slices, self._unfinished is not None)
+        rows, places_N, salvaged_N = self._read_candidates(draft, slices)
         vectors_ND = np.zeros((len(rows), self._ranker.dual.dimensions), np.float32)
-        copied_N = self._copy(rows, places_N, vectors_ND)
-        copied_N |= self._salvage(rows, np.where(copied_N, NEW, salvaged_N), vectors_ND)
+        copied_N = np.zeros(len(rows), bool)
+        if self._previous is not None:
+            copied_N = _copy(rows, places_N, vectors_ND, self._previous.texts_and_vectors_at)
+        if self._unfinished is not None:
+            places = np.where(copied_N, NEW, salvaged_N)
+            with suppress(OSError, ValueError, BadInput):  # somebody has removed it
+                copied_N |= _copy(rows, places, vectors_ND, self._unfinished.at)
         todo = np.flatnonzero(~copied_N)
         vectors_ND[todo], tokens_N, actor_seconds = self._embed(rows["text"].take(todo).to_pylist())
         poisoned = {"text has no tokens": todo[tokens_N == 0]}
@@ -103,6 +119,7 @@ class Embedder:
             dropped=rejects,
             malformed=rejects,
             check=self._check(name, rows, vectors_ND, is_known_N) if len(rows) else None,
+            asked=self._asked,
             rows_embedded=len(todo),
             actor_seconds=round(actor_seconds, 3),
             started=started,
@@ -110,34 +127,31 @@ class Embedder:
             notes=self._notes,
         )
 
-    def _copy(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:
-        """Fills in the vectors of texts that the version before has; returns which rows'."""
-        copied_N = np.zeros(len(rows), bool)
-        indices = np.flatnonzero(places_N >= 0)
-        if self._previous is None or not len(indices):
-            return copied_N
-        indices = indices[np.argsort(places_N[indices])]
-        hashes = _hashes_at(self._previous, places_N[indices])
-        indices = indices[np.array(hashes) == rows["content_hash"].take(indices).to_numpy()]
-        vectors_ND[indices] = self._previous.vectors_at(places_N[indices])
-        copied_N[indices] = True
-        return copied_N
+    def check_again(self, draft: Draft, task: str, shard: tuple[str, Slices]) -> CheckRecord:
+        """Asks a finished shard the gate's questions, as CURRENT has moved since it was made."""
+        name, slices = shard
+        rows, places_N, _ = self._read_candidates(draft, slices)
+        finished_rows, layer = build.read_shard(draft, name)
+        is_valid_N = pc.is_in(rows["id"], finished_rows["id"].combine_chunks()).to_numpy()
+        is_known_N = places_N[is_valid_N] >= 0
+        return CheckRecord(check=self._check(name, finished_rows, decode(layer), is_known_N))
 
-    def _salvage(self, rows: pa.Table, places_N: Ints, vectors_ND: Floats) -> Bools:
-        """As `_copy`, from builds that were never finished; `places_N`: their places there, or NEW."""
-        copied_N = np.zeros(len(rows), bool)
-        indices = np.flatnonzero(places_N >= 0)
-        if self._unfinished is None or not len(indices):
-            return copied_N
-        indices = indices[np.argsort(places_N[indices])]
-        try:
-            hashes, salvaged_ND = self._unfinished.at(places_N[indices])
-        except (OSError, ValueError, BadInput):  # somebody has removed it
-            return copied_N
-        is_same = np.array(hashes) == rows["content_hash"].take(indices).to_numpy()
-        vectors_ND[indices[is_same]] = salvaged_ND[is_same]
-        copied_N[indices[is_same]] = True
-        return copied_N
+    def _read_candidates(self, draft: Draft, slices: Slices) -> tuple[pa.Table, Ints, Ints]:
+        """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
+
+        A place is NEW where the text is not there.
+        """
+        tables, places, salvaged = [], [], []
+        for part, start, end in slices:
+            verdict = verdicts.read_verdicts(draft, self._plan, part)[start:end]
+            keep, unfinished = verdict >= NEW, np.full(len(verdict), NEW, np.int64)
+            tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
+            places.append(verdict[keep])
+            if self._unfinished is not None:
+                unfinished = verdicts.read_salvaged(draft, self._plan, part)[start:end]
+            salvaged.append(unfinished[keep])
+        rows = pa.concat_tables(tables).combine_chunks()
+        return rows, np.concatenate(places), np.concatenate(salvaged)
 
     def _embed(self, texts: Sequence[str]) -> tuple[Floats, Ints, float]:
         """(vectors [N, D], how many tokens of its own each text has [N], seconds in the model)"""
@@ -173,16 +187,17 @@ class Embedder:
             reembedded_D = self._embed([rows["text"][row].as_py()])[0][0]
             length = max(float(norms_N[row] * np.linalg.norm(reembedded_D)), 1e-30)
             cosines.append(float(vectors_ND[row] @ reembedded_D) / length)
-        keys = [value[:KEY_DIGITS] for value in rows["content_hash"].to_pylist()]
-        known_rows = np.flatnonzero(is_known_N)
+        texts = rows["text"].to_pylist()
+        keys = np.array([candidates.content_hash(text)[:KEY_DIGITS] for text in texts])
+        # A text that comes with several values to filter by is one answer.
+        asked_rows = np.sort(np.unique(keys, return_index=True)[1])
+        known_rows = asked_rows[is_known_N[asked_rows]]
         return ShardCheck(
             dimensions=vectors_ND.shape[1],
             norms=(float(norms_N.min()), float(norms_N.mean()), float(norms_N.max())),
             cosine=min(cosines, default=None),
-            answers=self._answers(vectors_ND, keys),
-            known_answers=self._answers(
-                vectors_ND[known_rows], [keys[row] for row in known_rows.tolist()]
-            ),
+            answers=self._answers(vectors_ND[asked_rows], keys[asked_rows].tolist()),
+            known_answers=self._answers(vectors_ND[known_rows], keys[known_rows].tolist()),
         )
 
     def _answers(self, vectors_ND: Floats, keys: Sequence[str]) -> Answers:
@@ -203,30 +218,21 @@ class Embedder:
         ]
 
 
-def _read_candidates(draft: Draft, slices: Slices, salvages: bool) -> tuple[pa.Table, Ints, Ints]:
-    """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
+def _copy(rows: pa.Table, places_N: Ints, vectors_ND: Floats, read: ReadVectors) -> Bools:
+    """Fills in the vectors that `read` has of the same texts; returns which rows'.
 
-    A place is NEW where the text is not there. `salvages`: whether there are unfinished builds.
+    `places_N`: where it has them, or NEW.
     """
-    tables, places, salvaged = [], [], []
-    for part, start, end in slices:
-        verdict = verdicts.read_verdicts(draft, part)[start:end]
-        keep, nowhere = verdict >= NEW, np.full(len(verdict), NEW, np.int64)
-        tables.append(candidates.read_rows(draft, part).slice(start, end - start).filter(keep))
-        places.append(verdict[keep])
-        unfinished = verdicts.read_salvaged(draft, part)[start:end] if salvages else nowhere
-        salvaged.append(unfinished[keep])
-    rows = pa.concat_tables(tables).combine_chunks()
-    return rows, np.concatenate(places), np.concatenate(salvaged)
-
-
-def _hashes_at(pool: Pool, places: Ints) -> list[str]:
-    """The content hashes at ascending places."""
-    parts = np.split(places, np.searchsorted(places, pool.ends[:-1]))
-    hashes = []
-    for table, start, part in zip(pool.rows, (0, *pool.ends[:-1]), parts, strict=True):
-        hashes += table["content_hash"].take(pa.array(part - start)).to_pylist()
-    return hashes
+    copied_N = np.zeros(len(rows), bool)
+    indices = np.flatnonzero(places_N >= 0)
+    if not len(indices):
+        return copied_N
+    indices = indices[np.argsort(places_N[indices])]
+    texts, known_ND = read(places_N[indices])
+    is_same = pc.equal(texts, rows["text"].take(indices)).to_numpy()
+    vectors_ND[indices[is_same]] = known_ND[is_same]
+    copied_N[indices[is_same]] = True
+    return copied_N
 
 
 def _reject(draft: Draft, name: str, rows: pa.Table, poisoned: dict[str, Ints]) -> dict[str, int]:

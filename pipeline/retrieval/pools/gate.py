@@ -21,8 +21,8 @@ KEY_DIGITS = 16
 _NORM_RANGE = 100
 
 Answers = list[list[tuple[float, str]]]
-"""(score, key) of the best candidates for each canary, best first. A key is the first 16 digits of a
-text's content hash."""
+"""(score, key) of the best texts for each canary, best first. A key is the first 16 digits of a text's hash,
+without values to filter by; those may change while the vectors stay."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Canaries(TypedDict):
     """The kind of the model."""
     contexts: list[list[str]]
     answers: list[list[str]]
-    """The keys of the best candidates for each, best first."""
+    """The keys of the best texts for each, best first."""
     file: NotRequired[str]
     """The file of the canaries; "": they are texts of the pool."""
 
@@ -225,13 +225,9 @@ def _recall(
 
 
 def _best_keys(shard_answers: Iterable[Answers], top_k: int) -> list[list[str]]:
-    """The keys of the pool's best answers to each canary; ties by key."""
-    return [
-        [
-            key
-            for _, key in sorted(chain(*answers), key=lambda answer: (-answer[0], answer[1]))[
-                :top_k
-            ]
-        ]
-        for answers in zip(*shard_answers, strict=True)
-    ]
+    """The keys of the pool's best answers to each canary, each once; ties by key."""
+    best_keys = []
+    for answers in zip(*shard_answers, strict=True):
+        ranked = sorted(chain(*answers), key=lambda answer: (-answer[0], answer[1]))
+        best_keys.append(list(dict.fromkeys(key for _, key in ranked))[:top_k])
+    return best_keys

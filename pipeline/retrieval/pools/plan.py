@@ -23,6 +23,7 @@ from pipeline.retrieval.pools.verdict_tasks import (
 )
 from pipeline.retrieval.pools.verdicts import Verdicts
 
+SHARD_PREFIX = "part-"
 _SHARD_BYTES = 64 << 20  # of text in a shard; an actor holds all of it in memory
 # A small pool is cut finer, so that all actors have work and a kill loses little.
 _LEAST_SHARDS, _LEAST_ROWS = 16, 512
@@ -47,6 +48,8 @@ class Plan:
     """Which of the `hashes` that were asked about are in the pool."""
     repeated_id: str = ""
     """An id that rows with different texts have; "": there is none."""
+    name: str = ""  # of earlier builds, whose verdicts are in no folder of their own
+    """The name by which `verdicts` finds its verdicts."""
     salvaged: int = 0
     """Candidates whose vectors come from builds that were never finished."""
 
@@ -64,22 +67,23 @@ def make(draft: Draft, rows: PlanInput, rows_per_shard: int, query: TextQuery) -
     parts = rows.candidates
     kept_rows = decided.changes.new + decided.changes.changed + decided.changes.same
     size = min(rows_per_shard, max(_LEAST_ROWS, -(-kept_rows // _LEAST_SHARDS)))
-    shards = _cut_shards(draft, parts, size)
+    shards = _cut_shards(draft, decided.plan, parts, size)
     repeated_rows = _rows_at(draft, parts, decided.samples[SAME_ID][:1])
     first_rows = _rows_at(draft, parts, decided.first)
     return Plan(
-        shards={f"part-{number:05d}": slices for number, slices in enumerate(shards)},
+        shards={f"{SHARD_PREFIX}{number:05d}": slices for number, slices in enumerate(shards)},
         changes=decided.changes,
         known=decided.known,
         dropped=_count_dropped(draft, parts, decided),
         first=tuple(text for _, text in first_rows),
         repeated_id=repeated_rows[0][0] if repeated_rows else "",
         present=tuple(decided.present),
+        name=decided.plan,
         salvaged=decided.salvaged,
     )
 
 
-def _cut_shards(draft: Draft, parts: Files, rows_per_shard: int) -> Iterator[Slices]:
+def _cut_shards(draft: Draft, plan: str, parts: Files, rows_per_shard: int) -> Iterator[Slices]:
     """Shards of so many rows that are kept, or of fewer that hold much text.
 
     Some parts are held in memory, 16 bytes a row.
@@ -87,7 +91,7 @@ def _cut_shards(draft: Draft, parts: Files, rows_per_shard: int) -> Iterator[Sli
 
     def read_part(part: tuple[str, int]) -> tuple[str, Ints, Ints]:
         name = part[0]
-        kept_rows = np.flatnonzero(verdicts.read_verdicts(draft, name) >= NEW)
+        kept_rows = np.flatnonzero(verdicts.read_verdicts(draft, plan, name) >= NEW)
         sizes = candidates.read_keys(draft, name)[kept_rows, candidates.BYTES].astype(np.int64)
         return name, kept_rows, np.cumsum(sizes)
 

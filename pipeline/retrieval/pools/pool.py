@@ -308,6 +308,15 @@ class Pool:
             return np.empty((0, self.dimensions), np.float32)
         return decode(self.layer_at(places, "vectors"))
 
+    def texts_and_vectors_at(self, places: Ints) -> tuple[pa.ChunkedArray, Floats]:
+        """The texts and the vectors [N, D] at N ascending places, one at least."""
+        parts = [
+            s.rows["text"].take(pa.array(shard_places))
+            for s, shard_places in self._split_by_shard(places)
+        ]
+        chunks = [chunk for part in parts for chunk in part.chunks]
+        return pa.chunked_array(chunks, pa.string()), self.vectors_at(places)
+
     def layer_at(self, places: Ints, name: str) -> Layer:
         """The rows of `vectors` or of `sketch` at ascending places, one at least."""
         parts = [

@@ -21,6 +21,7 @@ from pipeline import node_cache, storage
 from pipeline.arrays import Floats, Ints
 from pipeline.config import digest
 from pipeline.drafts import read_request, task_marks
+from pipeline.retrieval.pools.plan import SHARD_PREFIX
 from pipeline.retrieval.pools.vector_format import Layer, decode
 
 PLAN = "plan"
@@ -66,7 +67,7 @@ def find_shards(
             continue
         for name, record in sorted(records.items()):
             rows = record.get("counts", {}).get("candidates", 0)
-            if name.startswith("part-") and rows:
+            if name.startswith(SHARD_PREFIX) and rows:
                 shards.append(UnfinishedShard(folder, name, rows))
     return shards
 
@@ -79,27 +80,25 @@ class UnfinishedVectors:
         self._ends = np.cumsum([shard.rows for shard in shards], dtype=np.int64).tolist()
         self._folders: dict[str, Path] = {}
 
-    def at(self, places: Ints) -> tuple[list[str], Floats]:
-        """(content hashes, vectors [N, D]) at N ascending places, one at least.
+    def at(self, places: Ints) -> tuple[pa.ChunkedArray, Floats]:
+        """(texts, vectors [N, D]) at N ascending places, one at least.
 
         Raises OSError or ValueError where a file is gone or damaged.
         """
-        hashes: list[str] = []
+        chunks: list[pa.Array] = []
         parts: list[Floats] = []
         start = 0
         while start < len(places):
             number = bisect_right(self._ends, int(places[start]))
             end = int(np.searchsorted(places, self._ends[number]))
             shard_start = self._ends[number - 1] if number else 0
-            shard_hashes, vectors = self._read_rows(
-                self._shards[number], places[start:end] - shard_start
-            )
-            hashes += shard_hashes
+            texts, vectors = self._read_rows(self._shards[number], places[start:end] - shard_start)
+            chunks += texts.chunks
             parts.append(vectors)
             start = end
-        return hashes, np.concatenate(parts)
+        return pa.chunked_array(chunks, pa.string()), np.concatenate(parts)
 
-    def _read_rows(self, shard: UnfinishedShard, places: Ints) -> tuple[list[str], Floats]:
+    def _read_rows(self, shard: UnfinishedShard, places: Ints) -> tuple[pa.ChunkedArray, Floats]:
         matrix, norms = (
             np.load(
                 self._local_folder(shard.folder, subfolder) / f"{shard.name}.npy",
@@ -111,10 +110,10 @@ class UnfinishedVectors:
         path = self._local_folder(shard.folder, "rows") / f"{shard.name}.arrow"
         with pa.memory_map(str(path)) as stream:
             rows = pa.ipc.open_file(stream).read_all()
-            hashes = rows["content_hash"].take(pa.array(places)).to_pylist()
+            texts = rows["text"].take(pa.array(places))
         if not len(matrix) == norms.shape[1] == len(rows) == shard.rows:
             raise ValueError(f"{path}: not as many rows as the draft says")
-        return hashes, decode(Layer(matrix[places], norms[:, places]))
+        return texts, decode(Layer(matrix[places], norms[:, places]))
 
     def _local_folder(self, folder: str, subfolder: str) -> Path:
         """A local copy of a draft's folder, once per node."""

@@ -30,7 +30,14 @@ ResultT = TypeVar("ResultT")
 Files = Sequence[tuple[str, int]]
 """(part, or URI of a file of rows; its rows) each"""
 
-_KEYS = pa.schema([("text", pa.uint64()), ("id", pa.uint64()), ("place", pa.int64())])
+_KEYS = pa.schema(
+    [
+        ("text", pa.uint64()),
+        ("content", pa.uint64()),
+        ("id", pa.uint64()),
+        ("place", pa.int64()),
+    ]
+)
 _FIRST = pa.schema([*_KEYS, ("before", pa.int64()), ("unfinished", pa.int64())])
 _LOST = pa.schema([("place", pa.int64())])
 _VERDICTS = pa.schema([("place", pa.int64()), ("verdict", pa.int64()), ("unfinished", pa.int64())])
@@ -48,6 +55,8 @@ class PlanInput:
     """Files of builds that were never finished, for texts that are not copied from the version before."""
     copies: bool = True
     """Whether any text is copied from the version before."""
+    same_columns: bool = True
+    """Whether the version before has the same columns to filter by."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class TextQuery:
     texts: int = 0
     """How many texts with the lowest keys to return."""
     hashes: Sequence[str] = ()
-    """Content hashes to look for, by their first 16 digits."""
+    """Hashes of texts to look for, by their first 16 digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,27 +111,27 @@ class PlanJob:
     """The facts that every task needs."""
 
     name: str
-    """Before the names of all tasks: a job that is resumed after the version before has changed, or another
-    build was killed, takes none for done."""
+    """Before the names of all tasks and verdicts: a job that is resumed after the version before or the query
+    has changed, or another build was killed, takes none for done, and leaves those of an earlier plan."""
     bucket_count: int
     groups: dict[str, list[Group]]
     """By kind: "candidates", "before", "unfinished"."""
     copies: bool
+    same_columns: bool
 
     @classmethod
-    def of(cls, rows: PlanInput) -> PlanJob:
+    def of(cls, rows: PlanInput, query: TextQuery) -> PlanJob:
         kinds = {
             "candidates": rows.candidates,
             "before": rows.before,
             "unfinished": rows.unfinished,
         }
         count = bucket_count(*kinds.values())
-        identity = digest(
-            [[list(map(list, files)) for files in kinds.values()], rows.copies, count]
-        )
-        return cls(
-            f"plan-{identity[:8]}", count, {k: groups_of(f) for k, f in kinds.items()}, rows.copies
-        )
+        files_of_kinds = [list(map(list, files)) for files in kinds.values()]
+        flags = [rows.copies, rows.same_columns]
+        identity = digest([files_of_kinds, flags, count, query.texts, list(query.hashes)])
+        groups = {kind: groups_of(files) for kind, files in kinds.items()}
+        return cls(f"plan-{identity[:8]}", count, groups, *flags)
 
     def keys(self, kind: str) -> list[str]:
         return [f"{self.name}-keys-{kind}-{number:05d}" for number in range(len(self.groups[kind]))]
@@ -181,29 +190,27 @@ def keys_task(
     kind, _, number = argument.partition(" ")
     group = job.groups[kind][int(number)]
 
-    def read_file_keys(name: str) -> tuple[Keys, Keys]:
+    def read_file_keys(name: str) -> Keys:
         if kind != "candidates":
             return candidates.read_published_keys(name)
-        keys = candidates.read_keys(draft, name)
-        return keys[:, candidates.TEXT_KEY], keys[:, candidates.ID_KEY]
+        return candidates.read_keys(draft, name)[:, : candidates.BYTES]
 
-    file_keys = list(ahead(read_file_keys, [name for name, _ in group.files]))
-    texts, ids = (np.concatenate(keys) for keys in zip(*file_keys, strict=True))
-    rows = pa.table([texts, ids, group.first + np.arange(len(texts))], schema=_KEYS)
+    keys = np.concatenate(list(ahead(read_file_keys, [name for name, _ in group.files])))
+    rows = pa.table([*keys.T, group.first + np.arange(len(keys))], schema=_KEYS)
     for key in keys_of_kind[kind]:
         job.file(draft, task, rows, key)
     return TaskRecord(counts={"records": len(rows)})
 
 
 def texts_task(draft: Draft, task: str, bucket: int, job: PlanJob, round_number: int) -> TaskRecord:
-    """The first candidate with each text, of those that have not lost their id."""
+    """The first candidate with each content, of those that have not lost their id."""
     rows = job.read(draft, "candidates", "text", bucket)
     lost_names = [
         f"{name}-lost" for number in range(1, round_number) for name in job.buckets("ids", number)
     ]
     lost_places = buckets.read(draft, lost_names, bucket, _LOST)["place"].to_numpy()
     rows = rows.filter(pa.array(~np.isin(rows["place"].to_numpy(), lost_places)))
-    rows = rows.take(pa.array(_first_occurrences(rows["text"].to_numpy())))
+    rows = rows.take(pa.array(_first_occurrences(rows["content"].to_numpy())))
     texts = rows["text"].to_numpy()
     places_before = _places_of_texts(job.read(draft, "before", "text", bucket), texts)
     places_unfinished = _places_of_texts(job.read(draft, "unfinished", "text", bucket), texts)
@@ -217,7 +224,7 @@ def texts_task(draft: Draft, task: str, bucket: int, job: PlanJob, round_number:
 def ids_task(
     draft: Draft, task: str, bucket: int, job: PlanJob, round_number: int, query: TextQuery
 ) -> IdsRecord:
-    """The first candidate with each id, of those that are the first with their text."""
+    """The first candidate with each id, of those that are the first with their content."""
     names = [f"{name}-by-id" for name in job.buckets("texts", round_number)]
     rows = buckets.read(draft, names, bucket, _FIRST).sort_by("place").combine_chunks()
     is_first = np.zeros(len(rows), bool)
@@ -233,9 +240,10 @@ def ids_task(
     verdicts = pa.table([places, places_before, places_unfinished], schema=_VERDICTS)
     buckets.write(draft, task, verdicts, group, len(starts))
     texts = first_rows["text"].to_numpy()
-    lowest = np.argsort(texts)[: query.texts]
+    lowest = _first_occurrences(texts)[: query.texts]
     keys = np.array([int(hash_, 16) for hash_ in query.hashes], np.uint64)
-    new, changed, same = _count_changes(first_rows, job.read(draft, "before", "id", bucket))
+    before = job.read(draft, "before", "id", bucket)
+    new, changed, same = _count_changes(first_rows, before, job.same_columns)
     return IdsRecord(
         new=new,
         changed=changed,
@@ -261,10 +269,11 @@ def verdicts_task(draft: Draft, task: str, number: int, job: PlanJob, rounds: in
 
     def write(part: tuple[str, int, int]) -> None:
         name, start, end = part
-        draft.write_file(f"{FOLDER}/{name}.npy", candidates.npy_file(verdicts[start:end]))
+        file = f"{FOLDER}/{job.name}/{name}"
+        draft.write_file(f"{file}.npy", candidates.npy_file(verdicts[start:end]))
         if job.groups["unfinished"]:
-            name = f"{FOLDER}/{name}-unfinished.npy"
-            draft.write_file(name, candidates.npy_file(unfinished[start:end]))
+            data = candidates.npy_file(unfinished[start:end])
+            draft.write_file(f"{file}-unfinished.npy", data)
 
     ends = itertools.accumulate(rows for _, rows in group.files)
     parts = [(name, end - rows, end) for (name, rows), end in zip(group.files, ends, strict=True)]
@@ -281,18 +290,23 @@ def verdicts_task(draft: Draft, task: str, number: int, job: PlanJob, rounds: in
 
 def compare_task(draft: Draft, task: str, bucket: int, job: PlanJob) -> IdsRecord:
     rows, before = (job.read(draft, kind, "id", bucket) for kind in ("after", "before"))
-    new, changed, same = _count_changes(rows, before)
+    new, changed, same = _count_changes(rows, before, job.same_columns)
     return IdsRecord(new=new, changed=changed, same=same)
 
 
-def _count_changes(rows: pa.Table, before: pa.Table) -> tuple[int, int, int]:
-    """How many ids are new, have another text, have the same one; each is in `before` once at most."""
+def _count_changes(rows: pa.Table, before: pa.Table, same_columns: bool) -> tuple[int, int, int]:
+    """How many ids are new, have another content, have the same one; each is in `before` once at most.
+
+    Where the columns to filter by are others, the texts alone are compared: else every id would have changed,
+    and the gate would refuse what was asked for.
+    """
+    key = "content" if same_columns else "text"
     indices_before = _find(before["id"].to_numpy(), rows["id"].to_numpy())
     is_known = indices_before >= 0
-    texts = rows["text"].to_numpy()[is_known]
-    texts_before = before["text"].to_numpy()[indices_before[is_known]]
-    same = int(np.count_nonzero(texts == texts_before))
-    return int(np.count_nonzero(~is_known)), len(texts) - same, same
+    keys = rows[key].to_numpy()[is_known]
+    keys_before = before[key].to_numpy()[indices_before[is_known]]
+    same = int(np.count_nonzero(keys == keys_before))
+    return int(np.count_nonzero(~is_known)), len(keys) - same, same
 
 
 def _places_of_texts(rows: pa.Table, texts: Keys) -> Ints:

@@ -1,21 +1,23 @@
 """The verdict on every candidate of a pool, by tasks that each hold one bucket of hashes.
 
 A verdict is an int64: the place of the candidate's text in the version before, `NEW` where the text has none
-there, `SAME_TEXT` or `SAME_ID` where an earlier candidate has taken the text or the id.
+there, `SAME_TEXT` or `SAME_ID` where an earlier candidate has taken the content (the text and its values to
+filter by) or the id.
 
     keys       group    the keys of a million rows or so: of the candidates, of the version before, of
                         unfinished builds                              → filed by text and by id
-    texts      bucket   the first candidate with each text, and where the earlier builds have the text
+    texts      bucket   the first candidate with each content, and where the earlier builds have its text
                                                                        → filed by id
     ids        bucket   the first of them with each id keeps it        → filed by group, losers by text
     verdicts   group    all verdicts, in the order of the candidates
 
-A candidate that loses its id leaves its text to a later one: `texts` and `ids` come again, in rounds, until
-none loses. Where no id has two texts that is one round.
+A candidate that loses its id leaves its content to a later one: `texts` and `ids` come again, in rounds,
+until none loses. Where no id has two contents that is one round. Which candidates stay does not depend on the
+earlier builds.
 
-    _plan/file-00000-000.npy              the verdicts on that part of the candidates
-    _plan/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for those
-                                          that are to be copied from there
+    _plan/<plan>/file-00000-000.npy              the verdicts on that part of the candidates
+    _plan/<plan>/file-00000-000-unfinished.npy   the places of those texts in unfinished builds, or NEW, for
+                                                 those that are to be copied from there
 
 Every group and bucket has a million rows or so: a task holds some 200 MB, whatever the size of the pool. The
 driver holds the names of the parts and the files, 100 bytes for 16,384 rows: 1.2 MB for 100 million
@@ -63,6 +65,8 @@ from pipeline.retrieval.pools.verdict_tasks import (
 class Verdicts:
     """The summary of the tasks; the verdicts themselves are in files."""
 
+    plan: str
+    """The plan's name, by which `read_verdicts` finds them."""
     changes: Changes
     known: int
     """Candidates whose text the version before has."""
@@ -78,8 +82,8 @@ class Verdicts:
 
 def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
     """Writes the verdicts on all candidates, a row at least: as if they came one by one, and each took a
-    text and an id if both are free."""
-    job = PlanJob.of(rows)
+    content and an id if both are free."""
+    job = PlanJob.of(rows, query)
     with _executor(job):
         _file_keys(
             draft, job, {"candidates": ["text"], "before": ["text", "id"], "unfinished": ["text"]}
@@ -102,23 +106,29 @@ def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
         ]
         for verdict in REASONS
     }
-    lowest = sorted(key_and_place for record in id_records for key_and_place in record.first)
+    lowest = dict[int, int]()  # a text with several values counts once, by its first place
+    for key, place in sorted(found for record in id_records for found in record.first):
+        lowest.setdefault(key, place)
     present = {hash_ for record in id_records for hash_ in record.present}
     return Verdicts(
+        plan=job.name,
         changes=_sum_changes(id_records, rows.before),
         known=sum(record.known for record in id_records),
         salvaged=sum(record.salvaged for record in id_records),
         dropped=sum_counts(record.dropped for record in group_records),
         samples=samples,
-        first=[place for _, place in lowest[: query.texts]],
+        first=list(lowest.values())[: query.texts],
         present=[hash_ for hash_ in query.hashes if hash_ in present],
     )
 
 
-def compare(draft: Draft, rows: Files, before: Files) -> Changes:
-    """The ids of a published version beside those of another one; `draft` is for the files of the tasks."""
+def compare(draft: Draft, rows: Files, before: Files, same_columns: bool = True) -> Changes:
+    """The ids of a published version beside those of another one; `draft` is for the files of the tasks.
+
+    `same_columns`: whether both have the same columns to filter by.
+    """
     groups = {"after": groups_of(rows), "before": groups_of(before)}
-    job = PlanJob("compare", bucket_count(rows, before), groups, copies=False)
+    job = PlanJob("compare", bucket_count(rows, before), groups, False, same_columns)
     with _executor(job):
         _file_keys(draft, job, {"after": ["id"], "before": ["id"]})
         work = functools.partial(compare_task, job=job)
@@ -131,17 +141,17 @@ def is_small(*files: Files) -> bool:
     return bucket_count(*files) == 1
 
 
-def read_verdicts(draft: Draft, part: str) -> Ints:
-    data = storage.read_bytes(draft.path(FOLDER, f"{part}.npy"))
+def read_verdicts(draft: Draft, plan: str, part: str) -> Ints:
+    data = storage.read_bytes(draft.path(FOLDER, plan, f"{part}.npy"))
     verdicts: Ints = np.load(io.BytesIO(data), allow_pickle=False)
     return verdicts
 
 
-def read_salvaged(draft: Draft, part: str) -> Ints:
+def read_salvaged(draft: Draft, plan: str, part: str) -> Ints:
     """Places in unfinished builds; all NEW where there are none."""
-    uri = draft.path(FOLDER, f"{part}-unfinished.npy")
+    uri = draft.path(FOLDER, plan, f"{part}-unfinished.npy")
     if not storage.exists(uri):
-        return np.full(len(read_verdicts(draft, part)), NEW, np.int64)
+        return np.full(len(read_verdicts(draft, plan, part)), NEW, np.int64)
     places: Ints = np.load(io.BytesIO(storage.read_bytes(uri)), allow_pickle=False)
     return places
 

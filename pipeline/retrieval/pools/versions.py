@@ -11,10 +11,11 @@ from typing import Any
 from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
-from pipeline.drafts import is_being_made, read_request
+from pipeline.drafts import is_being_made, read_mark, read_request
 from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import KIND, current_uri, precision_of
+from pipeline.retrieval.pools.unfinished import PLAN
 
 _DAY_S = 86_400
 _PREFIX = "v-"
@@ -189,13 +190,16 @@ def remove_old(
     max_removed_share: float = 1.0,
     unfinished: bool = True,
 ) -> Removal:
-    """Removes versions, and (`unfinished`) what abandoned jobs have left.
+    """Removes versions, and (`unfinished`) what killed builds have left.
 
     What stays: the `keep` newest versions, those younger than `keep_days`, CURRENT, the one before it
     (PREVIOUS; not with `keep` 1), and each that somebody has open (`lock.lease`). `keep` 0: all versions.
     The newest of the others stays, too, where it has so many candidates that all that stay lack more than
     `max_removed_share` of them: it may be the last one before an export broke off. So does a
     version whose manifest cannot be read.
+    A killed build stays until `keep` versions are newer than its plan (with `keep` 0: one): it may be of a
+    larger input, or of a new model, and have taken days, while the job of every night goes on. One without a
+    plan has embedded nothing, and goes.
     Only who holds the pool's lock may call it.
     """
     storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
@@ -216,8 +220,18 @@ def remove_old(
         and not is_leased(pools, name, version)
     ]
     largest = max((rows[version] for version in newest if version not in removable), default=0)
+
+    def is_outlived(draft: str) -> bool:
+        planned_at = read_mark(draft, PLAN).get("planned_at", 0.0)
+        newer_count = sum(created >= planned_at for created in versions.values())
+        return not planned_at or newer_count >= max(keep, 1)
+
     # What was killed while it was removed has no request any more: no job goes on with it.
-    leftovers = [uri for uri in drafts(pools, name) if unfinished or not read_request(uri)]
+    leftovers = [
+        uri
+        for uri in drafts(pools, name)
+        if not read_request(uri) or (unfinished and is_outlived(uri))
+    ]
     removed = [storage.name_of(uri) for uri in leftovers]
     kept_larger = []
     for version in removable:  # the newest first

@@ -19,14 +19,15 @@ PRIVACY = Privacy(redact=False, authors="hash", salt="")
 
 
 def stage_rows(
-    folder: Path, rows: Iterable[tuple[str, str]]
+    folder: Path, rows: Iterable[tuple[str, ...]], kept: tuple[str, ...] = ()
 ) -> tuple[Draft, list[tuple[str, int]]]:
-    """(the draft of a pool, its staged parts of candidates) from rows of (id, text)."""
+    """(the draft of a pool, its staged parts of candidates) from rows of (id, text, values of `kept`)."""
     out = draft(str(folder / "out"), "pool", EmbedConfig(), {})
     assert isinstance(out, Draft)
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in rows))
-    columns = ("id", "text")
+    columns = ("id", "text", *kept)
+    records = (dict(zip(columns, row, strict=True)) for row in rows)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
     record = candidates._stage_piece(
         out, "file-00000", (str(file), None), columns, 1000, Reading(), PRIVACY, EmbedConfig()
     )

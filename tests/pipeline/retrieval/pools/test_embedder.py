@@ -26,6 +26,9 @@ from .conftest import stage_rows, write_version_before
 
 ORIGINAL = content_hash
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
+KNOWN = {
+    "asked": "", "batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0,
+}  # fmt: skip
 
 
 class Before:
@@ -34,16 +37,14 @@ class Before:
     def __init__(self, texts: list[str]) -> None:
         rows = [{"id": f"old {t}", "text": t, "content_hash": content_hash(t)} for t in texts]
         self.rows = tuple(pa.Table.from_pylist(part, schema=ROWS) for part in (rows[:2], rows[2:]))
-        self.ends = (len(rows[:2]), len(rows))
+        self.texts = pa.chunked_array([[row["text"] for row in rows]], pa.string())
         self.places: list[int] = []
 
-    def __len__(self) -> int:
-        return self.ends[-1]
-
-    def vectors_at(self, places):
+    def texts_and_vectors_at(self, places):
         assert places.tolist() == sorted(places.tolist())
         self.places += places.tolist()
-        return np.repeat((places + 1.0)[:, None], 16, axis=1).astype(np.float32)
+        vectors = np.repeat((places + 1.0)[:, None], 16, axis=1).astype(np.float32)
+        return self.texts.take(places), vectors
 
 
 @pytest.fixture
@@ -74,12 +75,12 @@ class Shard:
     def __init__(self, folder: Path, texts: list[str], before: Before | None) -> None:
         self.out, parts = stage_rows(folder, [(f"id {t}", t) for t in texts])
         files = write_version_before(folder, before.rows if before else ())
-        (self.slices,) = plan.make(
-            self.out, PlanInput(parts, files), 1000, TextQuery()
-        ).shards.values()
+        made = plan.make(self.out, PlanInput(parts, files), 1000, TextQuery())
+        (self.slices,) = made.shards.values()
+        self.plan = made.name
 
     def make(self, model: Path, **settings) -> EmbedRecord:
-        known = {"batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0}
+        known = {"plan": self.plan, **KNOWN}
         return Embedder(model, **{**known, **settings})(self.out, "part-00000", self.slices)
 
 
@@ -161,8 +162,7 @@ def test_a_shard_is_written_and_the_next_is_read_while_another_is_in_the_model(
 ):
     """Two threads, as an actor has: the first shard's writing waits for the model to begin the second."""
     work = shard(TEXTS)
-    known = {"batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0}
-    actor = Embedder(model, **known)
+    actor = Embedder(model, plan=work.plan, **KNOWN)
     vectors, write = inference.row_vectors, embedder.build.write_shard
     in_model, second_in_model, at_once = threading.Lock(), threading.Event(), []
     calls = itertools.count(1)

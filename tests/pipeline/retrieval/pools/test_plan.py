@@ -66,6 +66,11 @@ class Maker:
     def __init__(self, folder: Path) -> None:
         self._folders = (folder / str(number) for number in itertools.count())
 
+    def new_folder(self) -> Path:
+        folder = next(self._folders)
+        folder.mkdir()
+        return folder
+
     def stage(self, rows: Rows) -> tuple[Draft, list[tuple[str, int]]]:
         return stage_rows(next(self._folders), rows)
 
@@ -81,7 +86,7 @@ class Maker:
         kept, places = [], []
         for slices in made.shards.values():
             for part, start, end in slices:
-                verdict = verdicts.read_verdicts(out, part)[start:end]
+                verdict = verdicts.read_verdicts(out, made.name, part)[start:end]
                 table = (
                     candidates.read_rows(out, part).slice(start, end - start).filter(verdict >= NEW)
                 )
@@ -146,8 +151,51 @@ def test_shards_are_cut_in_order_and_full_but_for_the_last(make, rows, size):
     assert list(made.shards) == [f"part-{n:05d}" for n in range(-(-len(kept) // size))]
     for shard, slices in enumerate(made.shards.values()):
         wanted = kept[shard * size : (shard + 1) * size]
-        found = [verdicts.read_verdicts(make.out, part)[a:b] for part, a, b in slices]
+        found = [verdicts.read_verdicts(make.out, made.name, part)[a:b] for part, a, b in slices]
         assert int((np.concatenate(found) >= NEW).sum()) == len(wanted)
+
+
+valued = st.tuples(st.sampled_from("123456"), st.sampled_from("abc"), st.sampled_from("xyz"))
+valued_lists = st.lists(valued, min_size=1, max_size=14)
+
+
+@pytest.mark.slow
+@settings(max_examples=50)
+@given(valued_lists, valued_lists, st.booleans())
+def test_values_part_candidates_and_changes_and_never_vectors(make, rows, old, same_columns):
+    def contents_of(rows_of_three):
+        return [(name, (text, value)) for name, text, value in rows_of_three]
+
+    was, expected = (one_by_one(contents_of(some))[0] for some in (old, rows))
+    folder = make.new_folder()
+    schema = ROWS.append(pa.field("kind", pa.string()))
+    records = [
+        {"id": i, "text": t, "content_hash": content_hash(t, [v]), "kind": v} for i, (t, v) in was
+    ]
+    out, parts = stage_rows(folder, rows, ("kind",))
+    files = write_version_before(folder, [pa.Table.from_pylist(records, schema)])
+    sources = PlanInput(parts, files, same_columns=same_columns)
+    with executors.in_this_process():
+        made = plan.make(out, sources, 1000, TextQuery(texts=9))
+    verdict = np.concatenate([verdicts.read_verdicts(out, made.name, name) for name, _ in parts])
+    kept = [
+        row for row, place in zip(contents_of(rows), verdict.tolist(), strict=True) if place >= NEW
+    ]
+    assert kept == expected
+    places = {text: place for place, (_, (text, _)) in reversed(list(enumerate(was)))}
+    assert [place for place in verdict.tolist() if place >= NEW] == [
+        places.get(text, NEW) for _, (text, _) in expected
+    ]
+    before_by_id, now_by_id = dict(was), dict(expected)
+    ids = before_by_id.keys() & now_by_id.keys()
+    same = sum(
+        before_by_id[name] == now_by_id[name]
+        if same_columns
+        else before_by_id[name][0] == now_by_id[name][0]
+        for name in ids
+    )
+    assert (made.changes.same, made.changes.changed) == (same, len(ids) - same)
+    assert list(made.first) == sorted({text for _, (text, _) in expected}, key=content_hash)
 
 
 def test_a_small_pool_is_cut_in_sixteen_or_by_512_rows(make, monkeypatch):
@@ -226,10 +274,28 @@ def test_of_the_version_before_ids_and_hashes_are_read_and_no_texts(tmp_path, mo
             return found
 
     monkeypatch.setattr(storage, "open_input", lambda uri: pa.PythonFile(Counted(data), "r"))
-    texts, ids = candidates.read_published_keys("somewhere.arrow")
-    assert texts.tolist() == [candidates.text_key(row["content_hash"]) for row in records]
+    texts, contents, ids = candidates.read_published_keys("somewhere.arrow").T
+    assert texts.tolist() == contents.tolist()
+    assert texts.tolist() == [candidates.hash_key(row["content_hash"]) for row in records]
     assert ids.tolist() == [candidates.id_key(row["id"]) for row in records]
     assert sum(read) < len(data) / 10
+
+
+def test_keys_of_texts_are_those_of_a_pool_without_columns_to_filter_by(tmp_path):
+    texts = ["a", "a", "é"]
+    plain = [{"id": t, "text": t, "content_hash": content_hash(t)} for t in texts]
+    valued = [
+        {"id": t, "text": t, "content_hash": content_hash(t, [str(n)]), "kind": str(n)}
+        for n, t in enumerate(texts)
+    ]
+    schema = ROWS.append(pa.field("kind", pa.string()))
+    tables = (pa.Table.from_pylist(plain, ROWS), pa.Table.from_pylist(valued, schema))
+    files = write_version_before(tmp_path, tables)
+    keys, keys_with_values = (candidates.read_published_keys(file) for file, _ in files)
+    assert keys.shape == keys_with_values.shape == (3, 3)
+    for column in (candidates.TEXT_KEY, candidates.ID_KEY):
+        assert keys[:, column].tolist() == keys_with_values[:, column].tolist()
+    assert len(set(keys_with_values[:, candidates.CONTENT_KEY].tolist())) == 3
 
 
 ROWS_OF_TWO_ROUNDS = [("1", "a"), ("1", "b"), ("2", "b"), ("3", "c"), ("4", "a"), ("5", "d")]
@@ -291,9 +357,10 @@ def test_a_cluster_decides_as_this_process_does(make, local_ray, tmp_path):
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     on_cluster = plan.make(out, sources, 10, TextQuery(3))
     expected, kept, places = make(ROWS_OF_TWO_ROUNDS, BEFORE, rows_per_shard=10, texts=3)
-    assert from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster)))) == expected
+    on_cluster_read = from_dict(Plan, json.loads(json.dumps(to_dict(on_cluster))))
+    assert on_cluster_read == replace(expected, name=on_cluster.name)  # of files elsewhere
     assert kept == [("1", "a"), ("2", "b"), ("3", "c"), ("5", "d")]
-    found = [verdicts.read_verdicts(out, part) for part, _ in parts]
+    found = [verdicts.read_verdicts(out, on_cluster.name, part) for part, _ in parts]
     assert [place for place in np.concatenate(found).tolist() if place >= NEW] == places
 
 
@@ -309,5 +376,8 @@ def test_a_plan_is_made_anew_where_the_version_before_has_changed(make, monkeypa
         (folder / "newer").mkdir()
         newer = PlanInput(parts, before(folder / "newer", [("2", "b")]))
         made = plan.make(out, newer, 10, TextQuery())
-    assert made.known == 1
-    assert verdicts.read_verdicts(out, parts[0][0]).tolist() == [NEW, 0]
+        assert made.first == ()
+        asked = plan.make(out, newer, 10, TextQuery(1, [content_hash("a")[:16]]))
+    assert made.known == asked.known == 1
+    assert (len(asked.first), len(asked.present)) == (1, 1)
+    assert verdicts.read_verdicts(out, made.name, parts[0][0]).tolist() == [NEW, 0]

@@ -1,0 +1,126 @@
+"""A pool whose filter columns change: vectors are copied, columns are written anew."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.retrieval.pools.pool import Pool
+from tests.jobs.nights import EXACT, columns, contents, interrupted, stop_after
+
+ROWS = [
+    {"id": str(n), "text": f"text {n}", "language": "en" if n % 2 else "de", "year": 2000 + n}
+    for n in range(30)
+]
+Records = list[dict[str, object]]
+
+
+@pytest.fixture
+def build(run_job_here, tiny_ranker, tmp_path):
+    """`build(rows, filter columns, …)`: the job on a table of rows, into pool "p" of `pools`."""
+
+    def run(rows: Records, names: str, *options: object, pools: str = "pools"):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return run_job_here(
+            "embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", file,
+            "--pools", tmp_path / pools, "--name", "p", "--embed.filter-columns", f"[{names}]",
+            *EXACT, *options,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "language"),
+        ("language", "language, year"),
+        ("language, year", "language"),
+        ("language, year", "year, language"),
+        ("language", ""),
+    ],
+)
+def test_other_filter_columns_copy_every_vector(build, model_texts, before, after):
+    build(ROWS, before)
+    assert len(model_texts) == 30
+    model_texts.clear()
+    finished = build(ROWS, after)
+    assert model_texts == []
+    assert finished.summary["plan"] == {"new": 0, "changed": 0, "same": 30, "gone": 0}
+    assert "to embed 0 of 30" in finished.stdout
+    from_nothing = build(ROWS, after, pools="other").summary
+    assert len(model_texts) == 30
+    ours, theirs = finished.summary["output"], from_nothing["output"]
+    assert contents(ours) == contents(theirs)
+    assert columns(ours) == columns(theirs)
+    assert finished.summary["fingerprint"] == from_nothing["fingerprint"]
+
+
+def test_the_canaries_are_asked_of_a_version_with_other_filter_columns(build):
+    build(ROWS, "")
+    summary = build(ROWS, "language", "--gate.min-recall", 1).summary
+    assert Pool.open(summary["output"]).artifact.manifest["gate"]["recall"] == 1.0
+
+
+@pytest.mark.parametrize("rows_per_shard", [7, 100])
+def test_a_text_of_several_values_counts_once_for_the_canaries(build, rows_per_shard):
+    """20 copies of a text would take the places of the other answers."""
+    build(ROWS, "language")
+    copies = [{**ROWS[3], "id": f"copy {n}", "language": f"language {n}"} for n in range(20)]
+    options = ("--gate.min-recall", 1, "--gate.top-k", 5)
+    options += ("--embed.rows-per-shard", rows_per_shard)
+    summary = build(ROWS + copies, "language", *options).summary
+    manifest = Pool.open(summary["output"]).artifact.manifest
+    assert manifest["gate"]["recall"] == 1.0
+    assert all(len(set(keys)) == 5 for keys in manifest["canaries"]["answers"])
+
+
+def test_vectors_of_a_killed_build_with_other_filter_columns_are_copied(
+    build, model_texts, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(build(ROWS, "language", "--embed.rows-per-shard", 5))
+    model_texts.clear()
+    build(ROWS, "year", "--embed.rows-per-shard", 5)
+    assert model_texts == [row["text"] for row in ROWS[15:]]
+
+
+def test_other_values_of_a_text_are_a_change_and_copy_its_vector(build, model_texts):
+    build(ROWS, "language, year")
+    model_texts.clear()
+    rows = [{**row, "year": 1900} if row["id"] in ("1", "2") else row for row in ROWS]
+    summary = build(rows, "language, year").summary
+    assert summary["plan"] == {"new": 0, "changed": 2, "same": 28, "gone": 0}
+    assert model_texts == []
+    assert columns(summary["output"])["1"] == {"language": "en", "year": "1900"}
+
+
+def test_the_gate_refuses_an_export_whose_values_are_all_others(build):
+    build(ROWS, "language")
+    refused = build([{**row, "language": None} for row in ROWS], "language")
+    assert refused.code == 1
+    assert "30 of the 30 ids of" in refused.stderr and "(100.0%" in refused.stderr
+
+
+def test_a_text_with_two_values_is_two_candidates_of_one_vector(build, model_texts):
+    build(ROWS, "")
+    model_texts.clear()
+    twice = [*ROWS, {**ROWS[4], "id": "4b", "language": "fr"}]
+    assert build(twice, "").summary["already_done"] is True
+    summary = build(twice, "language").summary
+    assert summary["plan"] == {"new": 1, "changed": 0, "same": 30, "gone": 0}
+    assert model_texts == []
+    rows = contents(summary["output"])
+    assert rows["4b"] == rows["4"]
+    assert columns(summary["output"])["4b"] == {"language": "fr"}
+
+
+def test_a_version_that_is_there_already_is_compared_by_its_texts(build, model_texts):
+    """Back to the columns of two nights ago: the gate does not call every id changed."""
+    first = build(ROWS, "").summary
+    build(ROWS, "language")
+    again = build(ROWS, "").summary
+    assert (again["version"], again["already_done"]) == (first["version"], True)
