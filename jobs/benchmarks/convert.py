@@ -22,7 +22,6 @@ import torch
 from jobs.benchmarks.embed import minilm_folder
 from jobs.benchmarks.measure import BenchmarkRow
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput
 from pipeline.evaluation.baselines import BM25, TfIdf, known_texts
 from pipeline.evaluation.metrics import recall_at
 from pipeline.evaluation.protocols import PROTOCOLS
@@ -46,9 +45,10 @@ def measure(
     size: Literal["small", "full"], corpus: Artifact, model: Artifact | None, work: Path
 ) -> list[BenchmarkRow]:
     """`model`: a ConveRT ranker that was trained on the corpus' train split; None: nothing is ranked."""
+    peer = minilm_folder()  # refuses before anything is learnt
     texts = known_texts(corpus, _TEXTS[size])
     ours, megabytes = _model_of_papers_size(corpus, _LEARNT_FROM[size], work / "convert")
-    rows = [*_rates(ours, texts, _ROUNDS[size], _ALONE[size]), megabytes]
+    rows = [*_rates(ours, peer, texts, _ROUNDS[size], _ALONE[size]), megabytes]
     rows += _rates_in_8_bits(ours, work / "convert", texts, _ROUNDS[size])
     if model is not None:
         split = "test" if corpus.rows("test/") else "valid"
@@ -86,15 +86,14 @@ def _model_of_papers_size(
     return ranker, BenchmarkRow("convert.saved_megabytes", size, "MB", detail=detail)
 
 
-def _rates(ranker: Ranker, texts: list[str], rounds: int, alone_count: int) -> list[BenchmarkRow]:
+def _rates(
+    ranker: Ranker, peer_folder: Path, texts: list[str], rounds: int, alone_count: int
+) -> list[BenchmarkRow]:
     """Both encoders in turn, so that both have the same machine; a ratio is the median of the rounds'."""
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise BadInput("convert: needs sentence-transformers; pip install -e .[bench]") from None
+    from sentence_transformers import SentenceTransformer
 
     inference.prepare(ranker, torch.device("cpu"))
-    peer = SentenceTransformer(str(minilm_folder()), device="cpu")
+    peer = SentenceTransformer(str(peer_folder), device="cpu")
     encoders: dict[str, Callable[[list[str]], Any]] = {
         "ours": lambda batch: inference.candidate_vectors(ranker, batch),
         "minilm": lambda batch: peer.encode(batch, show_progress_bar=False),
