@@ -94,8 +94,15 @@ def inputs(run_job_here, sample_files, reddit_corpus, tiny_ranker, tmp_path) -> 
     assert run_job_here("prepare_corpus", *options).code == 0
     dumps = sample_files / "reddit_dump"
     rankers = {name: tiny_ranker(name).local() for name in ("bi", "poly", "cross")}
+    published, subwords = folder / "published", folder / "subwords"
+    options = ("--model", rankers["bi"], "--to", "sentence-transformers", "--output", published)
+    assert run_job_here("convert_model", *options).code == 0
+    options = ("--tokenizer.kind", "subwords", "--tokenizer.vocabulary", 300, "--output", subwords)
+    assert run_job_here("train_tokenizer", "--corpus", reddit_corpus.uri, *options).code == 0
     return {
         "jobs": ROOT / "jobs",
+        "all-MiniLM-L6-v2": published / "context",
+        "tokenizers/subwords": subwords,
         "dumps/2015/RC_2011-01.zst": dumps / "RC_2011-01.zst",
         "RC_2015-01.zst": dumps / "RC_2011-01.zst",
         "RC_2015-02.zst": dumps / "RC_2011-02.bz2",
