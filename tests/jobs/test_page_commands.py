@@ -5,6 +5,7 @@ Buckets (`s3://lake`) are folders here. Each section of a page starts in a new f
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -61,6 +62,7 @@ def trains(commands: list[list[str]]) -> bool:
 PAGES = (
     "pipeline/corpora/README.md",
     "pipeline/training/README.md",
+    "pipeline/models/convert/README.md",
     "pipeline/retrieval/README.md",
     "OPERATING.md",
     "CLUSTER.md",
@@ -85,6 +87,8 @@ def inputs(run_job_here, sample_files, reddit_corpus, tiny_ranker, tmp_path) -> 
     (folder / "chats" / "part.csv").write_text(f"question,answer,thread\n{rows}")
     articles = [{"id": f"a{n}", "text": f"article {n}", "language": "en"} for n in range(20)]
     pq.write_table(pa.Table.from_pylist(articles), folder / "articles.parquet")
+    replies = [json.dumps({"id": f"r{n}", "text": f"reply {n}"}) for n in range(20)]
+    (folder / "replies.jsonl").write_text("\n".join(replies))
     (folder / "convai2").mkdir()
     with_candidates = sample_files / "convai2" / "valid_self_original.sample.txt"
     for split in ("train", "valid"):
@@ -110,6 +114,7 @@ def inputs(run_job_here, sample_files, reddit_corpus, tiny_ranker, tmp_path) -> 
         "lake/raw/convai2": sample_files / "convai2",
         "chats": folder / "chats",
         "articles.parquet": folder / "articles.parquet",
+        "replies.jsonl": folder / "replies.jsonl",
         "lake/exports": folder / "articles.parquet",
         "lake/reddit": Path(reddit_corpus.uri),
         "corpora/reddit": Path(reddit_corpus.uri),
@@ -118,6 +123,8 @@ def inputs(run_job_here, sample_files, reddit_corpus, tiny_ranker, tmp_path) -> 
         "corpora/convai2": convai2,
         "corpora/ubuntu": convai2,
         "encoders/reddit": rankers["bi"] / "context_encoder",
+        "rankers/convert": tiny_ranker("convert").local(),
+        "rankers/convert-multi": tiny_ranker("convert", seed=1).local(),
         "lake/rankers/poly": rankers["poly"],
         "lake/rankers/new": rankers["poly"],
         **{f"rankers/{name}": folder for name, folder in rankers.items()},
@@ -180,6 +187,8 @@ def test_the_commands_of_a_section_run(section, home, inputs, request, tracking_
         for alias, model in (("champion", poly), ("candidate", folder / "candidate")):
             tracking.register("dialogue", open_artifact(str(model), "ranker"), alias)
     for verb, *arguments in commands:
+        if "onnx" in arguments:
+            pytest.importorskip("onnx")
         done: Finished = run(verb, *arguments, *_SMALL.get(verb, ()))
         assert done.code == 0, (verb, arguments, done.stderr[-2000:])
         if "--html" in arguments:
