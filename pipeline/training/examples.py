@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from pipeline import storage
 from pipeline.artifact import Artifact
+from pipeline.config import BadInput
 from pipeline.models.ranker import Ranker
 from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training.batches import PLACE, ExampleRow
@@ -187,8 +189,13 @@ def _teacher_scores(items: Sequence[_Item]) -> Tensor:
     return torch.tensor([[candidate.teacher for candidate in item.candidates] for item in items])
 
 
-def _teacher_vectors(stored: Sequence[bytes]) -> Tensor:
-    """[B, E] float32."""
+def _teacher_vectors(name: str, stored: Sequence[bytes]) -> Tensor:
+    """[B, E] float32. Raises BadInput where some examples of the column have none, or another E."""
+    sizes = Counter(len(vector) // 2 for vector in stored)
+    if len(sizes) > 1:  # joined, they would be cut at the wrong places
+        found = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
+        raise BadInput(f"{name}: vectors of several lengths in one batch ({found}; 0: none); allowed: one "
+                       "length, of one run of jobs.score_candidates over all of train")  # fmt: skip
     values = np.frombuffer(b"".join(stored), "<f2").astype(np.float32)
     return torch.from_numpy(values).view(len(stored), -1)
 
@@ -247,8 +254,8 @@ class DualCollator:
             tokenizer.batch(negatives) if negatives else empty,
             keys[:, 1:],
             _teacher_scores(items),
-            _teacher_vectors([item.teacher_context for item in items]),
-            _teacher_vectors([item.teacher_response for item in items]),
+            _teacher_vectors(TEACHER_CONTEXT, [item.teacher_context for item in items]),
+            _teacher_vectors(TEACHER_RESPONSE, [item.teacher_response for item in items]),
         )
 
 

@@ -288,6 +288,17 @@ def test_a_teachers_vectors_score_all_responses_of_the_batch(
     assert_taught(kind, student_BC, teacher_BC, shown, loss - plain)
 
 
+@pytest.mark.parametrize("sizes", [(4, 0, 4, 0), (4, 4, 2, 6)])
+def test_teachers_vectors_of_several_lengths_are_refused_not_cut_elsewhere(tiny, sizes):
+    """Of a corpus that was joined from several; joined, both have as many numbers as four rows of 2 or 4."""
+    rows = [
+        {**row, "teacher_context": b"ab" * size, "teacher_response": b"ab" * 4}
+        for row, size in zip(DUAL_ROWS, sizes, strict=True)
+    ]
+    with pytest.raises(BadInput, match=r"teacher_context: vectors of several lengths .* 2 of 4"):
+        collated(DualCollator(tiny.ranker(), 0, TEACHER_COLUMNS["batch"]), rows)
+
+
 @pytest.mark.parametrize("name", ["weight", "temperature", "teacher_scale"])
 def test_distillation_out_of_range_is_refused_by_name(name):
     with pytest.raises(BadInput, match=rf"finetune\.distill\.{name}: 0 is not allowed; allowed: "):
