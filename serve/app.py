@@ -32,7 +32,7 @@ from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
 from pipeline.registry import REGISTRY
-from pipeline.retrieval.pools.pool import Share
+from pipeline.retrieval.pools.shard import Share
 from serve.api import create_app
 from serve.engine import Engine, open_pools
 from serve.follower import Follower

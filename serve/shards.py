@@ -26,7 +26,8 @@ from pipeline.arrays import Bools, Floats
 from pipeline.config import BadInput
 from pipeline.models.polyencoder import Attention
 from pipeline.retrieval.pools.lock import Beat, lease
-from pipeline.retrieval.pools.pool import Pool, Share, describe
+from pipeline.retrieval.pools.pool import Pool, describe
+from pipeline.retrieval.pools.shard import Share
 from pipeline.retrieval.search import filters
 from serve.engine import PoolQuery, Where, canary_places, search_kind
 from serve.errors import Refusal

@@ -27,7 +27,7 @@ from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.embed import ROWS
 from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.pool import Share
+from pipeline.retrieval.pools.shard import Share
 from serve import app
 from serve.engine import Engine
 from serve.errors import Refusal

@@ -14,7 +14,8 @@ from fastapi.testclient import TestClient
 
 from pipeline.config import BadInput
 from pipeline.retrieval.pools.lock import is_leased
-from pipeline.retrieval.pools.pool import Pool, Share
+from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.shard import Share
 from serve import api
 from serve.engine import Engine
 from serve.errors import Refusal

@@ -28,6 +28,13 @@ from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput
 from pipeline.retrieval.pools import checksums
 from pipeline.retrieval.pools.checksums import Check
+from pipeline.retrieval.pools.shard import (
+    Shard,
+    Share,
+    load_matrix,
+    open_shard,
+    paths_of_shards,
+)
 from pipeline.retrieval.pools.sketch import is_orthonormal
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, LENGTH, Dtype, Layer, decode
 
@@ -57,58 +64,6 @@ class PoolRow(NamedTuple):
 
     id: str
     text: str
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Some of a pool's rows, in one order."""
-
-    rows: pa.Table
-    """id, text, content_hash and more columns"""
-    vectors: Layer
-    sketch: Layer
-
-    def __len__(self) -> int:
-        return int(self.rows.num_rows)
-
-    def part(self, rows: slice) -> Shard:
-        """A stretch of the rows."""
-        if rows == slice(0, len(self)):
-            return self
-        table = self.rows.slice(rows.start, rows.stop - rows.start)
-        return Shard(table, self.vectors.take(rows), self.sketch.take(rows))
-
-
-@dataclass(frozen=True)
-class Share:
-    """One of `count` parts of a pool's rows, which are equal up to one row and follow each other."""
-
-    number: int
-    """The part's number, from 0."""
-    count: int
-
-    def rows(self, total: int) -> slice:
-        """The rows of this part, of so many in total."""
-        return slice(total * self.number // self.count, total * (self.number + 1) // self.count)
-
-    def rows_of_files(self, artifact: Artifact) -> dict[str, slice]:
-        """The names of a pool's files that hold rows of this part, and which of the file's rows."""
-        share_rows, rows_by_file, file_start = (
-            self.rows(artifact.rows("rows/")),
-            dict[str, slice](),
-            0,
-        )
-        for entry in artifact.manifest["files"]:
-            if not entry["path"].startswith("rows/"):
-                continue
-            start, stop = (
-                max(share_rows.start - file_start, 0),
-                min(share_rows.stop - file_start, entry["rows"]),
-            )
-            if start < stop or self.count == 1:
-                rows_by_file[Path(entry["path"]).stem] = slice(start, stop)
-            file_start += entry["rows"]
-        return rows_by_file
 
 
 @dataclass(frozen=True)
@@ -144,7 +99,7 @@ class Pool:
                            f"{', '.join(FILE_DTYPES)}; embed the pool again")  # fmt: skip
         share = share or Share(0, 1)
         parts = share.rows_of_files(artifact)
-        only = None if share.count == 1 else [ROTATION, *_paths_of_shards(artifact, list(parts))]
+        only = None if share.count == 1 else [ROTATION, *paths_of_shards(artifact, list(parts))]
         folder = artifact.local(only)
         try:
             return cls._open(artifact, folder, parts, check, only)
@@ -162,11 +117,13 @@ class Pool:
         only: Sequence[str] | None,
     ) -> Pool:
         uri = artifact.uri
-        rotation = _load(folder / ROTATION, np.float64, (artifact.manifest["dimensions"], None))
+        rotation = load_matrix(
+            folder / ROTATION, np.float64, (artifact.manifest["dimensions"], None)
+        )
         if not is_orthonormal(rotation):
             raise BadInput(f"{folder / ROTATION}: damaged (no rotation)")
         columns = rotation.shape[1]
-        full_shards = [_open_shard(folder, name, artifact.manifest, columns) for name in parts]
+        full_shards = [open_shard(folder, name, artifact.manifest, columns) for name in parts]
         checksums.contents(artifact, folder, [shard.rows for shard in full_shards], check, only)
         shards = tuple(s.part(rows) for s, rows in zip(full_shards, parts.values(), strict=True))
         ends = tuple(np.cumsum([len(shard) for shard in shards], dtype=np.int64).tolist())
@@ -337,49 +294,6 @@ class Pool:
             parts.append((self.shards[number], places[first:end] - start))
             first = end
         return parts
-
-
-def _paths_of_shards(artifact: Artifact, names: Sequence[str]) -> list[str]:
-    """The paths of the files of some shards."""
-    folders = ("rows", "vectors", "norms", "sketch", "sketch_norms")
-    shard_files = {(folder, name) for folder in folders for name in names}
-    paths = (Path(path) for path in artifact.paths())
-    return [str(path) for path in paths if (str(path.parent), path.stem) in shard_files]
-
-
-def _open_shard(folder: Path, name: str, manifest: dict[str, Any], columns: int) -> Shard:
-    path = folder / "rows" / f"{name}.arrow"
-    try:
-        rows = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    except (ValueError, OSError) as error:  # pyarrow's are among them
-        raise BadInput(f"{path}: damaged ({str(error).splitlines()[0]})") from None
-    layers = []
-    for layer, dtype, shape in (
-        ("vectors", FILE_DTYPES[manifest["dtype"]], (rows.num_rows, manifest["dimensions"])),
-        ("norms", "float32", (2, rows.num_rows)),
-        ("sketch", "int8", (rows.num_rows, columns)),
-        ("sketch_norms", "float32", (4, rows.num_rows)),
-    ):
-        layers.append(_load(folder / layer / f"{name}.npy", dtype, shape))
-    return Shard(rows, Layer(*layers[:2]), Layer(*layers[2:]))
-
-
-def _load(path: Path, dtype: Any, shape: tuple[int, int | None]) -> np.ndarray[Any, Any]:
-    """A mapped matrix; what is written to it stays in this process.
-
-    Raises BadInput where it is none, or of another dtype or shape.
-    """
-    try:
-        # An empty file cannot be mapped. Torch takes none that is read-only.
-        matrix = np.asarray(np.load(path, mmap_mode="c" if shape[0] else None, allow_pickle=False))
-    except (ValueError, OSError) as error:
-        raise BadInput(f"{path}: damaged ({str(error).splitlines()[0]})") from None
-    rows, width = shape
-    expected_shape = (rows, matrix.shape[-1] if width is None else width)
-    if matrix.shape != expected_shape or matrix.dtype != dtype:
-        raise BadInput(f"{path}: {matrix.dtype} {matrix.shape}; the manifest and the rows' file say "
-                       f"{np.dtype(dtype)} {expected_shape}")  # fmt: skip
-    return matrix
 
 
 def precision_of(artifact: Artifact) -> str:

@@ -15,7 +15,8 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.models.polyencoder import poly_scores
 from pipeline.retrieval.pools.candidates import ROWS
-from pipeline.retrieval.pools.pool import Pool, Shard
+from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.shard import Shard
 from pipeline.retrieval.pools.sketch import fit_rotation, sketch
 from pipeline.retrieval.pools.vector_format import FILE_DTYPES, decode, encode
 from pipeline.retrieval.search import bounds, search, top_rows, weights_of_vectors
