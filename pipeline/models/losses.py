@@ -71,6 +71,11 @@ def margin_mse(student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
     return gap_BC.masked_fill(~is_known_BC, 0.0).square().sum() / is_known_BC.sum().clamp(min=1)
 
 
+def cosine_loss(student_BE: Tensor, teacher_BE: Tensor) -> Tensor:
+    """Mean of 1 - the cosine of each two vectors."""
+    return 1 - F.cosine_similarity(student_BE, teacher_BE, dim=1).mean()
+
+
 TEACHING: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "kl": distillation_kl,
     "margin_mse": lambda student_BC, teacher_BC, temperature: margin_mse(student_BC, teacher_BC),

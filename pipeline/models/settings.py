@@ -256,10 +256,12 @@ class ConvertConfig(ScorerConfig):
     anneal_steps: int = 10_000
     """Steps of training in which the factor on cosines grows from 1 to the root of `encoding_width`; 0: it
     is that from the first, as a model should have it that is trained on."""
-    start: Literal["paper", "shared_words"] = "paper"
+    start: Literal["paper", "shared_words", "taught_words"] = "paper"
     """How new weights start. paper: embeddings below 0.01, for AdaDelta. shared_words: embeddings are 20
     times as large, so that a step of AdamW is small beside them, and the other layers change little of
-    their sum: a new model already scores texts that share words higher."""
+    their sum: a new model already scores texts that share words higher. taught_words: likewise, with
+    the vectors of subwords that `jobs.train_tokenizer --tokenizer.vectors true` has fitted to a teacher's;
+    `encoding_width` is the teacher's."""
     quantised: bool = True
     """Embeddings of 8 bits, in training too, and 16 bits for all other weights that are saved; false:
     float32."""

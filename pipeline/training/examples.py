@@ -189,7 +189,7 @@ def _teacher_scores(items: Sequence[_Item]) -> Tensor:
     return torch.tensor([[candidate.teacher for candidate in item.candidates] for item in items])
 
 
-def _teacher_vectors(name: str, stored: Sequence[bytes]) -> Tensor:
+def teacher_vectors(name: str, stored: Sequence[bytes]) -> Tensor:
     """[B, E] float32. Raises BadInput where some examples of the column have none, or another E."""
     sizes = Counter(len(vector) // 2 for vector in stored)
     if len(sizes) > 1:  # joined, they would be cut at the wrong places
@@ -254,8 +254,8 @@ class DualCollator:
             tokenizer.batch(negatives) if negatives else empty,
             keys[:, 1:],
             _teacher_scores(items),
-            _teacher_vectors(TEACHER_CONTEXT, [item.teacher_context for item in items]),
-            _teacher_vectors(TEACHER_RESPONSE, [item.teacher_response for item in items]),
+            teacher_vectors(TEACHER_CONTEXT, [item.teacher_context for item in items]),
+            teacher_vectors(TEACHER_RESPONSE, [item.teacher_response for item in items]),
         )
 
 

@@ -41,9 +41,10 @@ class Mining:
 class Distillation:
     """What is learnt from a teacher's scores (of jobs.score_candidates), beside the right answers."""
 
-    loss: Literal["none", "kl", "margin_mse"] = "none"
+    loss: Literal["none", "kl", "margin_mse", "cosine"] = "none"
     """kl: the teacher's distribution over what `over` says. margin_mse: its margins between the right
-    one and each other."""
+    one and each other. cosine, over batch: that each text's vector points where the teacher's does; both
+    have as many numbers, and a context has one vector."""
     over: Taught = "candidates"
     """candidates: those that the corpus gives a context. batch, for bi, poly and convert: the responses
     of the batch over all workers, by the teacher's vectors (--teaching.over batch)."""

@@ -178,7 +178,15 @@ class Finetuning:
             require(config.negatives_from not in unused_by, "finetune.distill.loss", distill.loss,
                     f"'none', with finetune.negatives_from {config.negatives_from!r} and "
                     f"finetune.distill.over {distill.over!r}")  # fmt: skip
+            if distill.loss == "cosine":
+                require(distill.over == "batch", "finetune.distill.over", distill.over,
+                        "batch with finetune.distill.loss 'cosine'")  # fmt: skip
+                count = self.ranker.vectors_per_context
+                require(count == 1, "finetune.distill.loss", distill.loss,
+                        f"kl, margin_mse, as a context has {count} vectors")  # fmt: skip
         else:
+            require(distill.loss != "cosine", "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
             require(distill.over == "candidates", "finetune.distill.over", distill.over,
                     f"candidates with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
         require(has_values(self.corpus, TEACHER_COLUMNS[distill.over][0]), "finetune.distill.loss",

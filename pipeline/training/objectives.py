@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.losses import TEACHING, false_negatives, ranking_loss
+from pipeline.config import BadInput
+from pipeline.models.losses import TEACHING, cosine_loss, false_negatives, ranking_loss
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.training.distributed import gather, gather_with_gradient, rank
 from pipeline.training.examples import DualBatch, PairBatch
@@ -122,7 +123,7 @@ class DualModule(Objective):
                         scores_BC, label_B, excluded_BC, self._smoothing, mask_BM.any(dim=1)
                     )
                 )
-                if self._distill.loss != "none":
+                if self._distill.loss in TEACHING:
                     teacher_losses.append(
                         _distillation_loss(
                             self._distill, scores_BC.gather(1, column_BC), teacher_BC
@@ -133,11 +134,23 @@ class DualModule(Objective):
                 with torch.no_grad():
                     best_B = scores_BC.masked_fill(excluded_BC, -torch.inf).argmax(dim=1)
                 metrics["accuracy"] = (best_B == label_B).float().mean()
+                if self._distill.loss == "cosine":
+                    teacher_losses.append(self._vector_loss(vectors_BMD[:, 0], responses_BD, batch))
                 if teacher_losses:
                     teacher_loss = torch.stack(teacher_losses).mean()
                     metrics["distill_loss"] = teacher_loss.detach()
                     parts.append(teacher_loss)
         return torch.stack(parts).sum(), metrics
+
+    def _vector_loss(self, contexts_BE: Tensor, responses_BE: Tensor, batch: DualBatch) -> Tensor:
+        """Weighted. Raises BadInput for a teacher's vectors of another length."""
+        student, teacher = responses_BE.shape[1], batch.teacher_responses_BE.shape[1]
+        if student != teacher:
+            raise BadInput(f"finetune.distill.loss: cosine needs vectors of one length, the teacher's "
+                           f"have {teacher} numbers, the ranker's {student}")  # fmt: skip
+        of_contexts = cosine_loss(contexts_BE, batch.teacher_contexts_BE)
+        of_responses = cosine_loss(responses_BE, batch.teacher_responses_BE)
+        return (of_contexts + of_responses) * self._distill.weight
 
     def _scores(
         self, vectors_BMD: Tensor, mask_BM: Tensor, candidates: Sequence[Tensor], width: int

@@ -184,8 +184,13 @@ class TokenizerConfig:
     """Pieces that are rarer are not kept."""
     max_examples: int = 1_000_000
     """Examples to learn from; more than a million change little."""
+    vectors: bool = False
+    """subwords: fit a vector to each as well, by a teacher's vectors of the texts (`jobs.score_candidates
+    --teaching.over batch`), for ranker.start taught_words."""
 
     def __post_init__(self) -> None:
         require(self.vocabulary >= 100, "tokenizer.vocabulary", self.vocabulary, ">= 100")
         require(self.min_frequency >= 1, "tokenizer.min_frequency", self.min_frequency, ">= 1")
+        require(not self.vectors or self.kind == "subwords", "tokenizer.vectors", True,
+                f"false with tokenizer.kind {self.kind!r}")  # fmt: skip
         require(self.max_examples >= 1, "tokenizer.max_examples", self.max_examples, ">= 1")

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput
-from pipeline.models.convert.files import save_counts
+from pipeline.models.convert import bag
+from pipeline.models.convert.files import save_counts, save_vectors
+from pipeline.models.convert.start import rarity
 from pipeline.models.convert.tokenizer import Subwords, runs, save_vocabulary
 from pipeline.models.tokens import set_template
+from pipeline.training.examples import (
+    TEACHER_CONTEXT,
+    TEACHER_RESPONSE,
+    has_values,
+    teacher_vectors,
+)
 from pipeline.training.settings import TokenizerConfig
 
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
@@ -36,6 +47,8 @@ class LearntSubwords:
     """How many texts hold each piece."""
     texts: int
     """How many texts were counted."""
+    vectors_VE: Tensor | None = None
+    """What a bag of them learnt from a teacher."""
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -46,19 +59,24 @@ def learn(
 ) -> PreTrainedTokenizerFast | LearntSubwords:
     """Learns from the train splits, in equal parts where `max_examples` is fewer than there are.
 
-    The same corpora and settings give the same tokenizer. Raises BadInput where a corpus has no train split.
+    The same corpora and settings give the same tokenizer. Raises BadInput where a corpus has no train split,
+    and for `vectors` where it has no teacher's.
     """
     share = -(-config.max_examples // len(corpora))
     for corpus in corpora:
         if not corpus.files("train/"):
             raise BadInput(f"{corpus.uri}: the corpus has no examples in train/")
+        if config.vectors and not has_values(corpus, TEACHER_CONTEXT):
+            raise BadInput(f"tokenizer.vectors: True is not allowed; allowed: false, as {corpus.uri} has "
+                           "nothing of jobs.score_candidates --teaching.over batch")  # fmt: skip
 
     def texts() -> Iterator[str]:
         for corpus in corpora:
             yield from _texts(corpus, share)
 
     if config.kind == "subwords":
-        return _count_holding(_subwords(texts, config), texts)
+        learnt_subwords = _count_holding(_subwords(texts, config), texts)
+        return _fit_vectors(learnt_subwords, corpora) if config.vectors else learnt_subwords
     tokenizer = _word_pieces(texts, config) if config.kind == "wordpiece" else _bpe(texts, config)
     learnt = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
     set_template(learnt)  # so that an encoder is usable in transformers and sentence-transformers
@@ -153,23 +171,58 @@ def _count_holding(pieces: list[str], texts: Callable[[], Iterator[str]]) -> Lea
     return LearntSubwords(pieces, [holding[number] for number in range(len(pieces))], text_count)
 
 
+def _fit_vectors(learnt: LearntSubwords, corpora: list[Artifact]) -> LearntSubwords:
+    """By the first examples of the train splits, in equal parts."""
+    subwords = Subwords(learnt.pieces, buckets=1)
+    known = len(learnt)
+    rows, vectors_of_batches = list[list[int]](), list[Tensor]()
+    for corpus in corpora:
+        share = -(-_COUNTED_TEXTS // (2 * len(corpora)))
+        for batch in _batches(corpus, share, [TEACHER_CONTEXT, TEACHER_RESPONSE]):
+            for name in (TEACHER_CONTEXT, TEACHER_RESPONSE):
+                vectors_of_batches.append(
+                    teacher_vectors(name, [row[name] or b"" for row in batch]).half()
+                )
+            texts = [row["context"][-1] for row in batch] + [row["response"] for row in batch]
+            rows += [[number for number in subwords.ids(text) if number < known] for text in texts]
+    lengths = {vectors_NE.shape[1] for vectors_NE in vectors_of_batches}
+    if len(lengths) > 1:
+        raise BadInput(
+            f"corpus: teachers' vectors of several lengths ({sorted(lengths)}); allowed: one"
+        )
+    log_weight_V = rarity(torch.tensor(learnt.holding), learnt.texts)
+    vectors_VE = bag.fit(rows, torch.cat(vectors_of_batches), log_weight_V)
+    return replace(learnt, vectors_VE=vectors_VE)
+
+
 def save(learnt: PreTrainedTokenizerFast | LearntSubwords, folder: Path) -> None:
     if isinstance(learnt, LearntSubwords):
         save_vocabulary(learnt.pieces, folder)
         save_counts(learnt.holding, learnt.texts, folder)
+        if learnt.vectors_VE is not None:
+            save_vectors(learnt.vectors_VE, folder)
     else:
         learnt.save_pretrained(str(folder))
 
 
 def _texts(corpus: Artifact, max_examples: int) -> Iterator[str]:
     """The newest turn of each context and the response: every comment once or twice, not ten times."""
+    for rows in _batches(corpus, max_examples):
+        for row in rows:
+            yield row["context"][-1]
+            yield row["response"]
+
+
+def _batches(
+    corpus: Artifact, max_examples: int, columns: Sequence[str] = ()
+) -> Iterator[list[dict[str, Any]]]:
+    """The first examples of the train split: context, response, and `columns`."""
     remaining = max_examples
     for uri in corpus.files("train/", ".parquet"):
         with storage.open_input(uri) as stream:
-            for batch in pq.ParquetFile(stream).iter_batches(columns=["context", "response"]):
-                for row in batch.slice(0, remaining).to_pylist():
-                    yield row["context"][-1]
-                    yield row["response"]
+            names = ["context", "response", *columns]
+            for batch in pq.ParquetFile(stream).iter_batches(columns=names):
+                yield batch.slice(0, remaining).to_pylist()
                 remaining -= min(remaining, batch.num_rows)
                 if not remaining:
                     return

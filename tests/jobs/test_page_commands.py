@@ -31,6 +31,7 @@ _SMALL_TRAINING = (
     "--loop.validate-every-epochs", 0, "--resources.workers", 1, "--resources.gpu", "false",
     "--resources.cpus-per-worker", 1,
 )  # fmt: skip
+_SMALL_TAUGHT = ("--ranker.encoding-width", 16)  # as the tiny teacher
 _SMALL: dict[str, tuple[object, ...]] = {
     "finetune": _SMALL_TRAINING,
     "generate_dump": ("--comments", 200),
@@ -189,7 +190,9 @@ def test_the_commands_of_a_section_run(section, home, inputs, request, tracking_
     for verb, *arguments in commands:
         if "onnx" in arguments:
             pytest.importorskip("onnx")
-        done: Finished = run(verb, *arguments, *_SMALL.get(verb, ()))
+        is_taught = any("convert_taught" in argument for argument in arguments)
+        sizes = (*_SMALL.get(verb, ()), *(_SMALL_TAUGHT if is_taught else ()))
+        done: Finished = run(verb, *arguments, *sizes)
         assert done.code == 0, (verb, arguments, done.stderr[-2000:])
         if "--html" in arguments:
             assert (folder / "reddit.html").stat().st_size > 1000

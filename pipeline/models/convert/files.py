@@ -22,12 +22,17 @@ from pipeline.config import BadInput
 from pipeline.models.convert import int8
 from pipeline.models.convert.network import ConvertNetwork
 from pipeline.models.convert.quantisation import Table, dequantise
-from pipeline.models.convert.start import rarity, start_from_shared_words
+from pipeline.models.convert.start import (
+    rarity,
+    start_from_shared_words,
+    start_from_taught_words,
+)
 from pipeline.models.convert.tokenizer import VOCABULARY, ConvertTokenizer, load_vocabulary
 from pipeline.models.settings import ConvertConfig
 
 WEIGHTS = "weights.safetensors"
 COUNTS = "counts.json"
+VECTORS = "subword_vectors.safetensors"
 _LEVELS, _RANGE, _SCALE = "levels", "range", "scale"
 _BLOCKS, _NEWEST, _EARLIER = "blocks.", "context.", "earlier."
 _SUBWORDS = "tokens.subwords."
@@ -38,13 +43,16 @@ def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenize
     are the first ones. Parts that it lacks start new; the network of the earlier turns starts as that of the
     newest turn.
 
-    Raises BadInput for a folder without a vocabulary, and for weights of another size.
+    Raises BadInput for a folder without a vocabulary, for weights of another size, and for vectors of
+    subwords that the settings ask for and the folder lacks.
     """
     tokenizer = load_tokenizer(config, folder)
     torch.manual_seed(seed)
     network = ConvertNetwork(config, len(tokenizer))
     if config.start == "shared_words":
         start_from_shared_words(network, _rarity(folder, tokenizer))
+    if config.start == "taught_words" and not (folder / WEIGHTS).exists():
+        start_from_taught_words(network, _vectors(folder, tokenizer, network.dimensions))
     if (folder / WEIGHTS).exists():
         weights = _to_parameters(_read_weights(folder), _tables(network))
         state = network.state_dict()
@@ -141,6 +149,25 @@ def _rarity(folder: Path, tokenizer: ConvertTokenizer) -> Tensor | None:
     return rarity(holding_V, texts)
 
 
+def save_vectors(vectors_VE: Tensor, folder: Path) -> None:
+    """The vectors of the subwords, in the order of the ids (pipeline/models/convert/bag.py)."""
+    save_file({"vectors": vectors_VE.half()}, folder / VECTORS)
+
+
+def _vectors(folder: Path, tokenizer: ConvertTokenizer, length: int) -> Tensor:
+    """[V, E] of `save_vectors`. Raises BadInput where there are none, or of another shape."""
+    path = folder / VECTORS
+    if not path.exists():
+        raise BadInput(f"ranker.start: 'taught_words' is not allowed; allowed: another, as {folder} has no "
+                       f"{VECTORS} (jobs.train_tokenizer --tokenizer.vectors true makes them)")  # fmt: skip
+    vectors_VE = _read_tensors(path).get("vectors", torch.empty(0)).float()
+    expected = [len(tokenizer.vocabulary), length]
+    if list(vectors_VE.shape) != expected:
+        raise BadInput(f"{path}: vectors has {list(vectors_VE.shape)}; allowed: {expected}, the subwords of "
+                       f"{VOCABULARY} and ranker.encoding_width")  # fmt: skip
+    return vectors_VE
+
+
 def _tables(network: ConvertNetwork) -> dict[str, Table]:
     return {name: part for name, part in network.named_modules() if isinstance(part, Table)}
 
@@ -149,11 +176,15 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.exists():
         raise BadInput(f"{folder}: the model has no weights ({WEIGHTS} is missing)")
+    return _read_tensors(path)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        weights: dict[str, Tensor] = load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
     except SafetensorError as error:
         raise BadInput(f"{path}: not to be read ({error})") from None
-    return weights
+    return tensors
 
 
 def _to_parameters(weights: Mapping[str, Tensor], tables: Mapping[str, Table]) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""First weights with which an untrained ConveRT model ranks about as TF-IDF does (ours, not the paper's).
+"""First weights with which an untrained ConveRT model ranks about as TF-IDF does, or as a bag of subwords
+that a teacher has taught (ours, not the paper's).
 
 The paper's start suits 700 million pairs: encodings are random functions of a text, and with Glorot's
 weights the reduction, whose logits are not scaled, takes all of a text from a few tokens. On 1-of-100 of
@@ -10,6 +11,9 @@ words have similar ones. Two directions of a token's vector are kept for the wei
     x = g + t(token) u + constant v,    query = v · x,    key = u · x,    softmax of query · key ~ rarity
 
 u and v stand in the embeddings and in the first norm's beta; the skip projection leaves them out.
+Of a bag of subwords (pipeline/models/convert/bag.py), g are the directions of its vectors and their lengths
+take the place of the rarity; the skip projection turns sums of g back into the teacher's space.
+
 All weights are trained further; the other layers start small.
 
 D dimensions, E of an encoding, V subwords.
@@ -27,10 +31,14 @@ from pipeline.models.convert.network import ConvertNetwork
 
 _EMBEDDINGS = 0.4
 """Largest number of an embedding: a step of AdamW, some 0.001, is small beside it."""
+_DEVIATION = _EMBEDDINGS / math.sqrt(3)
 _POSITIONS = 1 / 8  # of a token's vector, at most
-_BRANCHES = 0.3  # of the usual weights, in layers that are added to something
+_BRANCHES = (
+    0.1  # of the usual weights, in layers that are added to something (with 0.3: -3 to -7 points)
+)
 _REDUCTION = 0.1  # likewise, in queries and keys
 _CONSTANT, _RARITY = 0.3, 0.45  # shares of a vector's length along v, and at most along u
+_LEAST_LENGTH = -5.0  # ln of a vector's length over the longest one's, at least
 _POWER = 1.5  # of the inverse document frequency (R@1 of 1,000 Reddit pairs: 27.7 with 1, 28.5, 27.7 with 2)
 
 
@@ -44,8 +52,36 @@ def rarity(holding_V: Tensor, texts: int) -> Tensor:
 def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) -> None:
     """Sets the weights of a new network, by torch's generator. `rarity_V`: of the subwords; those of hash
     buckets count as the rarest. None: all tokens count the same."""
+    u_D, v_D = _directions(network.config.width)
+    _set_weights(network, rarity_V, u_D, v_D)
+
+
+@torch.no_grad()
+def start_from_taught_words(network: ConvertNetwork, vectors_VE: Tensor) -> None:
+    """Sets the weights of a new network, by torch's generator, so that it encodes as `bag.fit`'s vectors.
+
+    E is the length of an encoding. Subwords of hash buckets have random vectors.
+    """
     width = network.config.width
     u_D, v_D = _directions(width)
+    log_length_V = vectors_VE.norm(dim=1).clamp(min=1e-9).log()
+    log_length_V = (log_length_V - log_length_V.max()).clamp(min=_LEAST_LENGTH)
+    _set_weights(network, log_length_V, u_D, v_D)
+
+    to_width_ED = _rotation(vectors_VE, width, u_D, v_D)
+    table = network.tokens.subwords.weight
+    assert table is not None
+    g_VD = torch.nn.functional.normalize(vectors_VE @ to_width_ED, dim=1)
+    along_u_V1 = (table[: len(g_VD)] @ u_D)[:, None]
+    table[: len(g_VD)] = _DEVIATION * math.sqrt(width) * g_VD + along_u_V1 * u_D
+    heads = network.config.reduction_heads
+    network.skip.weight.copy_(to_width_ED.T.repeat(heads, 1) / math.sqrt(heads))
+
+
+def _set_weights(
+    network: ConvertNetwork, rarity_V: Tensor | None, u_D: Tensor, v_D: Tensor
+) -> None:
+    width = network.config.width
     table = network.tokens.subwords.weight
     assert table is not None
     share_V1 = torch.zeros(len(table), 1)
@@ -56,13 +92,12 @@ def start_from_shared_words(network: ConvertNetwork, rarity_V: Tensor | None) ->
         share_V1.fill_(_RARITY)
         share_V1[: len(rarity_V), 0] = _RARITY * (rarity_V - low) / max(spread, 1e-6)
     table.uniform_(-_EMBEDDINGS, _EMBEDDINGS)
-    deviation = _EMBEDDINGS / math.sqrt(3)
     _project_out(table, u_D, v_D)
     ratio_V1 = share_V1 / (1 - share_V1**2).sqrt()  # so that of the normed vector it is the share
-    table.add_(deviation * math.sqrt(width) * ratio_V1 * u_D)
+    table.add_(_DEVIATION * math.sqrt(width) * ratio_V1 * u_D)
     part: Any  # a ModuleList does not tell its members' type
     for part in network.tokens.positions:
-        part.weight.normal_(std=_POSITIONS * deviation * math.sqrt(width))
+        part.weight.normal_(std=_POSITIONS * _DEVIATION * math.sqrt(width))
         _project_out(part.weight, u_D, v_D)
     network.tokens.norm.beta.copy_(_CONSTANT * math.sqrt(width) * v_D)
 
@@ -99,6 +134,20 @@ def _directions(width: int) -> tuple[Tensor, Tensor]:
     random_D2 = torch.randn(width, 2)
     q_D2, _ = torch.linalg.qr(random_D2 - random_D2.mean(dim=0))
     return q_D2[:, 0], q_D2[:, 1]
+
+
+def _rotation(vectors_VE: Tensor, width: int, u_D: Tensor, v_D: Tensor) -> Tensor:
+    """[E, D]: into the width, orthogonal to u, v and the mean, which layer norms take away. Where E is too
+    large for it, the principal directions."""
+    length = vectors_VE.shape[1]
+    kept = min(length, width - 3)
+    taken_3D = torch.stack([torch.ones(width), u_D, v_D])
+    q_DX, _ = torch.linalg.qr(torch.cat([taken_3D, torch.randn(kept, width)]).T)
+    principal_EK = torch.eye(length)
+    if kept < length:
+        principal_EK = torch.linalg.eigh(vectors_VE.T @ vectors_VE).eigenvectors[:, -kept:]
+    rotation_ED: Tensor = principal_EK @ q_DX[:, 3:].T
+    return rotation_ED
 
 
 def _project_out(rows_VD: Tensor, *directions: Tensor) -> None:

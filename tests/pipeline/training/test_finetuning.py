@@ -46,6 +46,18 @@ def test_learning_from_scores_that_are_not_there_is_refused(tiny, settings, reas
     assert reason in message
 
 
+@pytest.mark.parametrize(("over", "settings", "reason"), [
+    ("candidates", {"negatives_from": "both"}, "finetune.distill.over: 'candidates' is not allowed; allowed: "
+     "batch with finetune.distill.loss 'cosine'"),
+    ("batch", {"architecture": "poly"}, "finetune.distill.loss: 'cosine' is not allowed; allowed: kl, "
+     "margin_mse, as a context has 3 vectors"),
+    ("candidates", {"architecture": "cross", "negatives_from": "given"}, "finetune.distill.loss: 'cosine' is "
+     "not allowed; allowed: kl, margin_mse with ranker.architecture 'cross'"),
+])  # fmt: skip
+def test_the_cosine_of_what_has_no_single_vector_is_refused(tiny, over, settings, reason):
+    assert refused(tiny, distill=Distillation(loss="cosine", over=over), **settings) == reason
+
+
 def test_a_cross_encoder_has_no_batch_to_be_taught_over(tiny):
     message = refused(tiny, architecture="cross", distill=Distillation(loss="kl", over="batch"))
     assert message == ("finetune.distill.over: 'batch' is not allowed; allowed: candidates with "

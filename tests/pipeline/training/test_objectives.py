@@ -288,6 +288,46 @@ def test_a_teachers_vectors_score_all_responses_of_the_batch(
     assert_taught(kind, student_BC, teacher_BC, shown, loss - plain)
 
 
+def taught(vectors_NE):
+    """DUAL_ROWS with a teacher's vectors, contexts' first."""
+    contexts_BE, responses_BE = vectors_NE.astype("<f2")
+    return [
+        {**row, "teacher_context": context.tobytes(), "teacher_response": response.tobytes()}
+        for row, context, response in zip(DUAL_ROWS, contexts_BE, responses_BE, strict=True)
+    ]
+
+
+def test_the_cosine_loss_is_that_of_each_texts_two_vectors(tiny):
+    """The teacher's lengths do not matter; equal vectors cost nothing."""
+    ranker = tiny.ranker(architecture="bi")
+    collator = DualCollator(ranker, 0, TEACHER_COLUMNS["batch"])
+    length = ranker.dual.dimensions
+    teacher_2BE = 3 * np.random.default_rng(0).normal(size=(2, 4, length)).astype("<f2")
+    module = DualModule(ranker.dual, distill=Distillation(loss="cosine", over="batch", weight=0.3))
+    with torch.no_grad():
+        batch = collated(collator, taught(teacher_2BE))
+        plain, _ = DualModule(ranker.dual)(batch)
+        loss, shown = module(batch)
+        vectors_BVMD, _, responses_BD, _ = module.encode(batch)
+        student_2BE = np.stack([vectors_BVMD[:, 0, 0].numpy(), responses_BD.numpy()])
+        same, _ = module(collated(collator, taught(student_2BE)))
+    student, teacher = student_2BE.astype(float), teacher_2BE.astype(float)
+    norms = np.linalg.norm(student, axis=2) * np.linalg.norm(teacher, axis=2)
+    cosines = (student * teacher).sum(axis=2) / norms
+    expected = 0.3 * (1 - cosines).mean(axis=1).sum()
+    assert shown["distill_loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert (loss - plain).item() == pytest.approx(expected, rel=1e-4)
+    assert same.item() == pytest.approx(plain.item(), abs=1e-4)
+
+
+def test_the_cosine_loss_refuses_a_teachers_vectors_of_another_length(tiny):
+    ranker = tiny.ranker(architecture="bi")
+    module = DualModule(ranker.dual, distill=Distillation(loss="cosine", over="batch"))
+    batch = collated(DualCollator(ranker, 0, TEACHER_COLUMNS["batch"]), taught(np.ones((2, 4, 3))))
+    with pytest.raises(BadInput, match=rf"teacher's have 3 numbers, .*{ranker.dual.dimensions}$"):
+        module(batch)
+
+
 @pytest.mark.parametrize("sizes", [(4, 0, 4, 0), (4, 4, 2, 6)])
 def test_teachers_vectors_of_several_lengths_are_refused_not_cut_elsewhere(tiny, sizes):
     """Of a corpus that was joined from several; joined, both have as many numbers as four rows of 2 or 4."""

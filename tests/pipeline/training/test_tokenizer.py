@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import string
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from pipeline.config import BadInput
+from pipeline.models.convert.files import VECTORS
 from pipeline.models.convert.tokenizer import Subwords, load_vocabulary
 from pipeline.models.tokens import Tokenizer
 from pipeline.training.tokenizer import TokenizerConfig, learn, save
@@ -157,6 +163,59 @@ def test_subwords_are_marked_pieces_of_the_texts_the_same_every_time(corpus):
     assert all(number < len(found) for number in ids.ids("yes, there is a café"))
     assert "xylophone" not in "".join(found)
     assert ids.ids("ж")[1] >= len(found)
+
+
+def with_vectors(rows, lengths=(8,)):
+    """The rows with a teacher's vectors: of each text the same, whatever it stands in."""
+    texts = sorted({text for row in rows for text in (row["context"][-1], row["response"])})
+
+    def vector(text, length):
+        draw = np.random.default_rng(texts.index(text))
+        return draw.normal(size=length).astype("<f2").tobytes()
+
+    return [
+        {
+            **row,
+            "teacher_context": vector(row["context"][-1], length),
+            "teacher_response": vector(row["response"], length),
+        }
+        for row, length in zip(rows, itertools.cycle(lengths), strict=False)
+    ]
+
+
+def test_subwords_vectors_follow_the_teachers(tiny, tmp_path):
+    """The sums over a text's pieces point where its teacher's vector does."""
+    rows = with_vectors(ROWS)
+    subwords = learnt([tiny.corpus(rows)], "subwords", vectors=True)
+    save(subwords, tmp_path)
+    vectors_VE = load_file(tmp_path / VECTORS)["vectors"].float()
+    assert vectors_VE.shape == (len(load_vocabulary(tmp_path)), 8)
+    ids = Subwords(subwords.pieces, 1).ids
+    for row in with_vectors(ROWS)[:2]:
+        for text, vector in (
+            (row["context"][-1], row["teacher_context"]), (row["response"], row["teacher_response"])
+        ):  # fmt: skip
+            teacher_E = torch.from_numpy(np.frombuffer(vector, "<f2").astype(np.float32))
+            sum_E = vectors_VE[ids(text)].sum(dim=0)
+            assert torch.nn.functional.cosine_similarity(sum_E, teacher_E, dim=0) > 0.9
+    plain = learnt([tiny.corpus(rows)], "subwords")
+    assert plain.vectors_VE is None and plain.pieces == subwords.pieces
+
+
+@pytest.mark.parametrize(("rows", "kind", "reason"), [
+    (ROWS, "subwords", "has nothing of jobs.score_candidates --teaching.over batch"),
+    (with_vectors(ROWS), "bpe", "True is not allowed; allowed: false with tokenizer.kind 'bpe'"),
+    (with_vectors(ROWS, (8, 4)), "subwords", "vectors of several lengths"),
+])  # fmt: skip
+def test_vectors_without_a_teacher_are_refused(tiny, rows, kind, reason):
+    with pytest.raises(BadInput, match=re.escape(reason)):
+        learnt([tiny.corpus(rows)], kind, vectors=True)
+
+
+def test_teachers_of_several_lengths_are_refused(tiny):
+    corpora = [tiny.corpus(with_vectors(ROWS, (length,))) for length in (8, 4)]
+    with pytest.raises(BadInput, match=r"several lengths \(\[4, 8\]\); allowed: one"):
+        learnt(corpora, "subwords", vectors=True)
 
 
 def test_subwords_are_bounded_and_saved(corpus, tmp_path):

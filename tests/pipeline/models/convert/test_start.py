@@ -9,7 +9,8 @@ import torch
 
 from pipeline.config import BadInput
 from pipeline.models import inference
-from pipeline.models.convert.files import COUNTS, save_counts
+from pipeline.models.convert import bag
+from pipeline.models.convert.files import COUNTS, VECTORS, save_counts, save_vectors
 from pipeline.models.convert.start import rarity
 from pipeline.models.convert.tokenizer import MARK, save_vocabulary
 from pipeline.models.ranker import load_ranker, new_ranker
@@ -72,6 +73,60 @@ def test_a_multi_context_model_and_one_with_codes_start_so_too(folders, tmp_path
         ranker.save(tmp_path / next(iter(more)))
         assert load_ranker(tmp_path / next(iter(more))).config == config
         assert right(ranker) > 0.6
+
+
+@pytest.mark.parametrize("length", [24, 200])  # 200 numbers are more than the width of 128 holds
+def test_a_model_of_taught_words_encodes_as_their_bag(folders, tmp_path, length):
+    """Also texts with words that no vocabulary has."""
+    save_vocabulary([MARK + word for word in WORDS], tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    directions_VE = torch.randn(len(WORDS), min(length, 24), generator=generator)
+    directions_VE = directions_VE @ torch.randn(min(length, 24), length, generator=generator)
+    weight_V = 1 + 3 * torch.rand(len(WORDS), generator=generator)
+    vectors_VE = weight_V[:, None] * torch.nn.functional.normalize(directions_VE, dim=1)
+    save_vectors(vectors_VE, tmp_path)
+    config = ConvertConfig(**{**SETTINGS, "encoding_width": length}, start="taught_words")
+    ranker = new_ranker(config, tmp_path, seed=0)
+    inference.place(ranker.eval(), torch.device("cpu"), "fp32")
+    rng = random.Random(0)
+    rows = [rng.sample(range(len(WORDS)), 6) for _ in range(TEXTS)]
+    texts = [" ".join(WORDS[number] for number in row) for row in rows]
+    sums_BE = torch.stack([vectors_VE[row].sum(dim=0) for row in rows])
+    found_BE = inference.candidate_vectors(ranker, texts)
+    assert torch.nn.functional.cosine_similarity(found_BE, sums_BE).mean() > 0.85
+    scores = found_BE @ torch.nn.functional.normalize(sums_BE, dim=1).T
+    assert (scores.argmax(dim=1) == torch.arange(TEXTS)).float().mean() > 0.95
+    assert inference.candidate_vectors(ranker, ["ñ", texts[0] + " ñ", ""]).isfinite().all()
+    ranker.save(tmp_path / "model")
+    again = new_ranker(config, tmp_path / "model", seed=1)  # to train on: it needs no vectors
+    assert torch.equal(again.dual.skip.weight, ranker.dual.skip.weight.half().float())
+
+
+def test_taught_words_without_vectors_or_with_others_are_refused(folders, tmp_path):
+    config = ConvertConfig(**SETTINGS, start="taught_words")
+    with pytest.raises(BadInput, match=r"ranker.start: 'taught_words' is not .*tokenizer.vectors"):
+        new_ranker(config, folders[0], seed=0)
+    save_vocabulary([MARK + word for word in WORDS], tmp_path)
+    for shape in ((len(WORDS), 64), (3, 128)):
+        save_vectors(torch.ones(shape), tmp_path)
+        with pytest.raises(BadInput, match=rf"{VECTORS}: vectors has \[{shape[0]}, {shape[1]}\]"):
+            new_ranker(config, tmp_path, seed=0)
+
+
+def test_a_bag_finds_the_words_directions_and_how_much_each_counts():
+    """Texts of three of 20 words and of two that count for nothing; the teacher's is a sum of random ones."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [[*torch.randperm(20, generator=generator)[:3].tolist(), 20, 21] for _ in range(20_000)]
+    true_VE = torch.randn(20, 16, generator=generator)
+    teacher_NE = torch.stack([true_VE[row[:3]].sum(dim=0) for row in rows])
+    rows[5] = []
+    log_weight_V = torch.zeros(22)
+    found_VE = bag.fit(rows, teacher_NE.half(), log_weight_V)
+    assert torch.equal(found_VE, bag.fit(rows, teacher_NE.half(), log_weight_V))
+    cosines = torch.nn.functional.cosine_similarity(found_VE[:20], true_VE)
+    assert cosines.min() > 0.95
+    lengths = found_VE.norm(dim=1)
+    assert lengths[20:].mean() < 0.5 * lengths[:20].mean()
 
 
 def test_rarer_subwords_have_more_weight_and_all_have_one():
