@@ -60,7 +60,7 @@ class Config:
     that was trained on the corpus; without one nothing is ranked."""
     only: tuple[str, ...] = ()
     """For paper: names of the table's rows; for embed: rate, night, kills, length; for finetune: bf16 or
-    fp32; for serve: overhead, throughput, load, burst, scaling, rerank, embed; none: all."""
+    fp32; for serve: overhead, throughput, clients, load, burst, scaling, rerank, embed; none: all."""
     seeds: int = 1
     """For paper: trainings of each row, from seeds 0, 1, …; more can be added later."""
     split: Literal["valid", "test"] = "valid"

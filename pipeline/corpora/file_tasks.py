@@ -21,7 +21,7 @@ from pipeline.corpora.schema import SPLITS
 from pipeline.drafts import Draft
 from pipeline.records import FileEntry, TaskRecord
 
-ROWS_PER_SHARD = 250_000
+ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one task
 
 ParsedRow = dict[str, Any]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from jobs.benchmarks.measure import BenchmarkRow, read_rows
-from jobs.benchmarks.serving import pictures, services
+from jobs.benchmarks.serving import by_clients, pictures, services
 from jobs.benchmarks.serving.in_process import InProcess
 from jobs.benchmarks.serving.inputs import contexts_and_texts, embed_texts, peer_models
 from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients, poisson
@@ -32,7 +32,7 @@ from pipeline.config import BadInput, require
 from serve.app import Args
 from serve.limits import Limits
 
-PARTS = ("overhead", "throughput", "load", "burst", "scaling", "rerank", "embed")
+PARTS = ("overhead", "throughput", "clients", "load", "burst", "scaling", "rerank", "embed")
 _POOL = "candidates"
 _TOP_K = 10
 _CLIENTS = 32
@@ -214,6 +214,12 @@ class _Service:
                 ratio=batched_rate / unbatched_rate,
                 detail={"in process, 16 together over one by one": process_gain}),
         ]  # fmt: skip
+
+    def clients(self) -> list[BenchmarkRow]:
+        """Clients who always ask, one to 64 of them."""
+        with services.ranking(self.port, self.args) as url:
+            row = by_clients.measure(f"{url}/rank", self.bodies, self.size.seconds)
+        return [row]
 
     def load(self) -> list[BenchmarkRow]:
         """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
