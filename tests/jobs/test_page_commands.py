@@ -106,7 +106,7 @@ def inputs(run_job_here, sample_files, reddit_corpus, tiny_ranker, tmp_path) -> 
     assert run_job_here("train_tokenizer", "--corpus", reddit_corpus.uri, *options).code == 0
     return {
         "jobs": ROOT / "jobs",
-        "all-MiniLM-L6-v2": published / "context",
+        "models/all-MiniLM-L6-v2": published / "context",
         "tokenizers/subwords": subwords,
         "dumps/2015/RC_2011-01.zst": dumps / "RC_2011-01.zst",
         "RC_2015-01.zst": dumps / "RC_2011-01.zst",
