@@ -22,7 +22,8 @@ class Config:
     corpus: tuple[str, ...]
     """Corpora (of jobs.prepare_corpus)."""
     output: str = field(metadata=NOT_IDENTITY)
-    """Folder of the tokenizer: tokenizer.json and manifest.json."""
+    """Folder of the tokenizer: tokenizer.json (subwords: vocabulary.json and what is known of them) and
+    manifest.json."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """What is learnt."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)

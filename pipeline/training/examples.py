@@ -116,6 +116,19 @@ class PairBatch:
         )
 
 
+def teacher_dimensions(corpus: Artifact) -> int:
+    """How many numbers a teacher's vector of this corpus' train split has; 0: there is none."""
+    for uri in corpus.files("train/", ".parquet"):
+        with storage.open_input(uri) as stream:
+            file = pq.ParquetFile(stream)
+            if TEACHER_RESPONSE not in file.schema_arrow.names:
+                continue
+            for batch in file.iter_batches(batch_size=1000, columns=[TEACHER_RESPONSE]):
+                for vector in batch.column(0).drop_null():
+                    return len(vector.as_py()) // 2
+    return 0
+
+
 def has_values(corpus: Artifact, column: str) -> bool:
     """Whether any example of the train split has a value in this column.
 
@@ -189,14 +202,16 @@ def _teacher_scores(items: Sequence[_Item]) -> Tensor:
     return torch.tensor([[candidate.teacher for candidate in item.candidates] for item in items])
 
 
-def teacher_vectors(name: str, stored: Sequence[bytes]) -> Tensor:
-    """[B, E] float32. Raises BadInput where some examples of the column have none, or another E."""
+def teacher_vectors(
+    name: str, stored: Sequence[bytes], dtype: type[np.float32 | np.float16] = np.float32
+) -> Tensor:
+    """[B, E]. Raises BadInput where some examples of the column have none, or another E."""
     sizes = Counter(len(vector) // 2 for vector in stored)
     if len(sizes) > 1:  # joined, they would be cut at the wrong places
         found = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
-        raise BadInput(f"{name}: vectors of several lengths in one batch ({found}; 0: none); allowed: one "
+        raise BadInput(f"{name}: vectors of several lengths together ({found}; 0: none); allowed: one "
                        "length, of one run of jobs.score_candidates over all of train")  # fmt: skip
-    values = np.frombuffer(b"".join(stored), "<f2").astype(np.float32)
+    values = np.frombuffer(b"".join(stored), "<f2").astype(dtype)
     return torch.from_numpy(values).view(len(stored), -1)
 
 

@@ -44,7 +44,7 @@ class Distillation:
     loss: Literal["none", "kl", "margin_mse", "cosine"] = "none"
     """kl: the teacher's distribution over what `over` says. margin_mse: its margins between the right
     one and each other. cosine, over batch: that each text's vector points where the teacher's does; both
-    have as many numbers, and a context has one vector."""
+    have as many numbers (with matryoshka: all of them), and a context has one vector."""
     over: Taught = "candidates"
     """candidates: those that the corpus gives a context. batch, for bi, poly and convert: the responses
     of the batch over all workers, by the teacher's vectors (--teaching.over batch)."""
@@ -53,8 +53,8 @@ class Distillation:
     temperature: float = 1.0
     """kl: both scores are divided by it."""
     teacher_scale: float = 1.0
-    """Factor on the teacher's scores. 20 for one of sentence-transformers, whose scores are cosines: its own
-    losses take 20 times as much."""
+    """kl, margin_mse: factor on the teacher's scores. 20 for one of sentence-transformers, whose scores are
+    cosines: its own losses take 20 times as much."""
 
     def __post_init__(self) -> None:
         for name in ("weight", "temperature", "teacher_scale"):

@@ -15,7 +15,13 @@ from pipeline.models.sources import Source, Tower
 from pipeline.models.transformer import Encoder, freeze, set_dropout, shorten
 from pipeline.training.batches import Batches, Rows
 from pipeline.training.caching import backward, cached_backward
-from pipeline.training.examples import TEACHER_COLUMNS, DualCollator, PairCollator, has_values
+from pipeline.training.examples import (
+    TEACHER_COLUMNS,
+    DualCollator,
+    PairCollator,
+    has_values,
+    teacher_dimensions,
+)
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.loop import Task
 from pipeline.training.mining import COLUMNS, Miner
@@ -145,6 +151,11 @@ class Finetuning:
             return PairModule(ranker.cross, distill), PairCollator(
                 ranker, config.negatives, teacher
             )
+        if distill.loss == "cosine":
+            theirs, ours = teacher_dimensions(self.corpus), ranker.dual.dimensions
+            require(theirs == ours, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse, as the teacher's vectors have {theirs} numbers and the "
+                    f"ranker's {ours}")  # fmt: skip
         negatives = 0 if config.negatives_from == "batch" else config.negatives
         module = DualModule(
             ranker.dual,
@@ -173,20 +184,20 @@ class Finetuning:
         config, distill = self.finetune, self.finetune.distill
         if distill.loss == "none":
             return
+        if distill.loss == "cosine":
+            require(self.ranker.has_vectors, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
+            count = self.ranker.vectors_per_context
+            require(count == 1, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse, as a context has {count} vectors")  # fmt: skip
+            require(distill.over == "batch", "finetune.distill.over", distill.over,
+                    "batch with finetune.distill.loss 'cosine'")  # fmt: skip
         if self.ranker.has_vectors:
             unused_by = {"candidates": ("batch", "mined"), "batch": ("given",)}[distill.over]
             require(config.negatives_from not in unused_by, "finetune.distill.loss", distill.loss,
                     f"'none', with finetune.negatives_from {config.negatives_from!r} and "
                     f"finetune.distill.over {distill.over!r}")  # fmt: skip
-            if distill.loss == "cosine":
-                require(distill.over == "batch", "finetune.distill.over", distill.over,
-                        "batch with finetune.distill.loss 'cosine'")  # fmt: skip
-                count = self.ranker.vectors_per_context
-                require(count == 1, "finetune.distill.loss", distill.loss,
-                        f"kl, margin_mse, as a context has {count} vectors")  # fmt: skip
         else:
-            require(distill.loss != "cosine", "finetune.distill.loss", distill.loss,
-                    f"kl, margin_mse with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
             require(distill.over == "candidates", "finetune.distill.over", distill.over,
                     f"candidates with ranker.architecture {self.ranker.architecture!r}")  # fmt: skip
         require(has_values(self.corpus, TEACHER_COLUMNS[distill.over][0]), "finetune.distill.loss",

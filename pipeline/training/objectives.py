@@ -14,7 +14,7 @@ from pipeline.config import BadInput
 from pipeline.models.losses import TEACHING, cosine_loss, false_negatives, ranking_loss
 from pipeline.models.network import PairNetwork, VectorNetwork
 from pipeline.training.distributed import gather, gather_with_gradient, rank
-from pipeline.training.examples import DualBatch, PairBatch
+from pipeline.training.examples import TEACHER_RESPONSE, DualBatch, PairBatch
 from pipeline.training.finetune_settings import Distillation, NegativesFrom
 
 LossMetrics = dict[str, Tensor]
@@ -106,7 +106,7 @@ class DualModule(Objective):
             first_column_B = (torch.arange(count, device=device) + rank() * count) * k
             column_BC = column_BC + first_column_B[:, None]
         column_BC, teacher_BC = torch.cat([label_B[:, None], column_BC], dim=1), batch.teacher_BC
-        if self._distill.over == "batch":
+        if self._distill.over == "batch" and self._distill.loss in TEACHING:
             columns = excluded_BC.shape[1]
             column_BC = (label_B[:, None] + torch.arange(columns, device=device)) % columns
             teacher_BC = batch.teacher_contexts_BE @ gather(batch.teacher_responses_BE).T
@@ -143,11 +143,11 @@ class DualModule(Objective):
         return torch.stack(parts).sum(), metrics
 
     def _vector_loss(self, contexts_BE: Tensor, responses_BE: Tensor, batch: DualBatch) -> Tensor:
-        """Weighted. Raises BadInput for a teacher's vectors of another length."""
+        """Weighted. Raises BadInput where the batch has no vectors of the teacher, or of another length."""
         student, teacher = responses_BE.shape[1], batch.teacher_responses_BE.shape[1]
         if student != teacher:
-            raise BadInput(f"finetune.distill.loss: cosine needs vectors of one length, the teacher's "
-                           f"have {teacher} numbers, the ranker's {student}")  # fmt: skip
+            raise BadInput(f"{TEACHER_RESPONSE}: vectors of {teacher} numbers in a batch (0: none); allowed: "
+                           f"{student}, as the ranker's, with finetune.distill.loss 'cosine'")  # fmt: skip
         of_contexts = cosine_loss(contexts_BE, batch.teacher_contexts_BE)
         of_responses = cosine_loss(responses_BE, batch.teacher_responses_BE)
         return (of_contexts + of_responses) * self._distill.weight

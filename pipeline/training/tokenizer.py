@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -76,7 +77,7 @@ def learn(
 
     if config.kind == "subwords":
         learnt_subwords = _count_holding(_subwords(texts, config), texts)
-        return _fit_vectors(learnt_subwords, corpora) if config.vectors else learnt_subwords
+        return _fit_vectors(learnt_subwords, corpora, share) if config.vectors else learnt_subwords
     tokenizer = _word_pieces(texts, config) if config.kind == "wordpiece" else _bpe(texts, config)
     learnt = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
     set_template(learnt)  # so that an encoder is usable in transformers and sentence-transformers
@@ -171,28 +172,40 @@ def _count_holding(pieces: list[str], texts: Callable[[], Iterator[str]]) -> Lea
     return LearntSubwords(pieces, [holding[number] for number in range(len(pieces))], text_count)
 
 
-def _fit_vectors(learnt: LearntSubwords, corpora: list[Artifact]) -> LearntSubwords:
-    """By the first examples of the train splits, in equal parts."""
+def _fit_vectors(learnt: LearntSubwords, corpora: list[Artifact], share: int) -> LearntSubwords:
+    """By the first examples of each train split that a teacher has encoded.
+
+    Raises BadInput for vectors of several lengths, for one that is not finite, and where nothing is found.
+    """
     subwords = Subwords(learnt.pieces, buckets=1)
-    known = len(learnt)
-    rows, vectors_of_batches = list[list[int]](), list[Tensor]()
+    share = min(share, -(-_COUNTED_TEXTS // (2 * len(corpora))))
+    rows, stored = list[list[int]](), list[bytes]()
     for corpus in corpora:
-        share = -(-_COUNTED_TEXTS // (2 * len(corpora)))
         for batch in _batches(corpus, share, [TEACHER_CONTEXT, TEACHER_RESPONSE]):
-            for name in (TEACHER_CONTEXT, TEACHER_RESPONSE):
-                vectors_of_batches.append(
-                    teacher_vectors(name, [row[name] or b"" for row in batch]).half()
-                )
-            texts = [row["context"][-1] for row in batch] + [row["response"] for row in batch]
-            rows += [[number for number in subwords.ids(text) if number < known] for text in texts]
-    lengths = {vectors_NE.shape[1] for vectors_NE in vectors_of_batches}
-    if len(lengths) > 1:
+            for row in batch:
+                for text, vector in _taught_texts(row):
+                    ids = subwords.ids(text)
+                    rows.append([number for number in ids if number < len(learnt)])
+                    stored.append(vector)
+    uris = " ".join(corpus.uri for corpus in corpora)
+    if not any(rows):
+        raise BadInput(f"{uris}: no text with a subword and a teacher's vector among the first {share:,} "
+                       "examples of train/ (tokenizer.vectors)")  # fmt: skip
+    teacher_NE = teacher_vectors(TEACHER_RESPONSE, stored, np.float16)
+    if not teacher_NE.isfinite().all():
         raise BadInput(
-            f"corpus: teachers' vectors of several lengths ({sorted(lengths)}); allowed: one"
+            f"{uris}: a teacher's vector is not finite; allowed: none such, or tokenizer.vectors false"
         )
     log_weight_V = rarity(torch.tensor(learnt.holding), learnt.texts)
-    vectors_VE = bag.fit(rows, torch.cat(vectors_of_batches), log_weight_V)
-    return replace(learnt, vectors_VE=vectors_VE)
+    return replace(learnt, vectors_VE=bag.fit(rows, teacher_NE, log_weight_V))
+
+
+def _taught_texts(row: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """The texts of an example and their vectors. A context of several turns has one of all together."""
+    if len(row["context"]) == 1 and row.get(TEACHER_CONTEXT):
+        yield row["context"][0], row[TEACHER_CONTEXT]
+    if row.get(TEACHER_RESPONSE):
+        yield row["response"], row[TEACHER_RESPONSE]
 
 
 def save(learnt: PreTrainedTokenizerFast | LearntSubwords, folder: Path) -> None:

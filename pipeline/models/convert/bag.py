@@ -26,14 +26,15 @@ def fit(rows: Sequence[Sequence[int]], teacher_NE: Tensor, log_weight_V: Tensor)
     """[V, E] float32: vectors whose lengths are the subwords' weights.
 
     rows: the ids of N texts, from 0 to V - 1. `log_weight_V`: of the weights at first, the rarity of a
-    subword. The same texts give the same vectors.
+    subword. The same texts give the same vectors. A subword that is in no text has zeros.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (len(log_weight_V), teacher_NE.shape[1])
     vectors_VE = nn.Parameter(_SPREAD * torch.randn(shape, generator=generator))
     log_weight_V = nn.Parameter(log_weight_V.float().clone())
     optimizer = torch.optim.Adam([vectors_VE, log_weight_V], lr=_RATE)
-    filled = torch.tensor([number for number, row in enumerate(rows) if row])
+    filled = torch.tensor([number for number, row in enumerate(rows) if row], dtype=torch.long)
+    is_found_V = torch.zeros(len(log_weight_V), dtype=torch.bool)
     batches = max(1, -(-len(filled) // _BATCH))
     passes = max(_PASSES, -(-_LEAST_STEPS // batches))
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, passes * batches)
@@ -43,12 +44,15 @@ def fit(rows: Sequence[Sequence[int]], teacher_NE: Tensor, log_weight_V: Tensor)
             batch = [rows[number] for number in numbers.tolist()]
             ids = torch.tensor([subword for row in batch for subword in row])
             starts = torch.tensor([0, *map(len, batch[:-1])]).cumsum(0)
+            is_found_V[ids] = True
+            # Not log_weight_V[ids], whose gradient threads add up in any order.
+            weights = nn.functional.embedding(ids, log_weight_V[:, None])[:, 0].exp()
             sums = nn.functional.embedding_bag(
-                ids, vectors_VE, starts, mode="sum", per_sample_weights=log_weight_V.exp()[ids]
+                ids, vectors_VE, starts, mode="sum", per_sample_weights=weights
             )
             loss = cosine_loss(sums, teacher_NE[numbers].float())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             decay.step()
-    return (vectors_VE * log_weight_V.exp()[:, None]).detach()
+    return (vectors_VE * (log_weight_V.exp() * is_found_V)[:, None]).detach()

@@ -2,6 +2,8 @@
 
 ranker.json            the settings
 vocabulary.json        subwords in the order of their ids
+counts.json            of a tokenizer: how many texts hold each subword
+subword_vectors.safetensors    of a tokenizer, where a teacher taught it: a vector for each, float16
 weights.safetensors    the tables' levels, uint8, and their ranges; all other weights in float16.
                        ranker.block_weights int8: the blocks' linear layers as int8, and their scales.
                        Settings that are not quantised: everything in float32
@@ -49,11 +51,12 @@ def new(config: ConvertConfig, folder: Path, seed: int) -> tuple[ConvertTokenize
     tokenizer = load_tokenizer(config, folder)
     torch.manual_seed(seed)
     network = ConvertNetwork(config, len(tokenizer))
-    if config.start == "shared_words":
-        start_from_shared_words(network, _rarity(folder, tokenizer))
-    if config.start == "taught_words" and not (folder / WEIGHTS).exists():
+    has_weights = (folder / WEIGHTS).exists()
+    if config.start == "taught_words" and not has_weights:
         start_from_taught_words(network, _vectors(folder, tokenizer, network.dimensions))
-    if (folder / WEIGHTS).exists():
+    elif config.start != "paper":  # with weights: for the parts that they lack
+        start_from_shared_words(network, _rarity(folder, tokenizer))
+    if has_weights:
         weights = _to_parameters(_read_weights(folder), _tables(network))
         state = network.state_dict()
         for name in [name for name in weights if name.startswith(_NEWEST)]:

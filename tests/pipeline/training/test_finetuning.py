@@ -14,6 +14,7 @@ from pipeline.models.ranker import load_ranker
 from pipeline.models.settings import ranker_config
 from pipeline.models.sources import External, Tower
 from pipeline.training import finetuning
+from pipeline.training.examples import teacher_dimensions
 from pipeline.training.finetune_settings import Distillation, FinetuneConfig, Mining
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
@@ -47,7 +48,7 @@ def test_learning_from_scores_that_are_not_there_is_refused(tiny, settings, reas
 
 
 @pytest.mark.parametrize(("over", "settings", "reason"), [
-    ("candidates", {"negatives_from": "both"}, "finetune.distill.over: 'candidates' is not allowed; allowed: "
+    ("candidates", {"architecture": "bi"}, "finetune.distill.over: 'candidates' is not allowed; allowed: "
      "batch with finetune.distill.loss 'cosine'"),
     ("batch", {"architecture": "poly"}, "finetune.distill.loss: 'cosine' is not allowed; allowed: kl, "
      "margin_mse, as a context has 3 vectors"),
@@ -56,6 +57,23 @@ def test_learning_from_scores_that_are_not_there_is_refused(tiny, settings, reas
 ])  # fmt: skip
 def test_the_cosine_of_what_has_no_single_vector_is_refused(tiny, over, settings, reason):
     assert refused(tiny, distill=Distillation(loss="cosine", over=over), **settings) == reason
+
+
+def test_a_teacher_of_another_length_is_refused_before_the_first_step(tiny):
+    """The first file has no vectors, as in a corpus that was joined from several."""
+    rows = [{"response": "w4", "teacher_context": vector, "teacher_response": vector}
+            for vector in (None, None, b"ab" * 5)]  # fmt: skip
+    corpus = tiny.corpus(rows, rows_per_file=1)
+    assert teacher_dimensions(corpus) == 5
+    assert teacher_dimensions(tiny.corpus([{"response": "w4"}])) == 0
+    taught = replace(
+        recipe(tiny, architecture="bi", distill=Distillation(loss="cosine", over="batch")),
+        corpus=corpus,
+    )
+    with pytest.raises(
+        BadInput, match=r"finetune.distill.loss: 'cosine' .* have 5 numbers and the"
+    ):
+        taught.build(0, 1)
 
 
 def test_a_cross_encoder_has_no_batch_to_be_taught_over(tiny):

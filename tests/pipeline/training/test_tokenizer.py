@@ -191,10 +191,11 @@ def test_subwords_vectors_follow_the_teachers(tiny, tmp_path):
     vectors_VE = load_file(tmp_path / VECTORS)["vectors"].float()
     assert vectors_VE.shape == (len(load_vocabulary(tmp_path)), 8)
     ids = Subwords(subwords.pieces, 1).ids
-    for row in with_vectors(ROWS)[:2]:
-        for text, vector in (
-            (row["context"][-1], row["teacher_context"]), (row["response"], row["teacher_response"])
-        ):  # fmt: skip
+    several, single = with_vectors(ROWS)[:2]
+    for row, sides in ((several, ["response"]), (single, ["context", "response"])):
+        for side in sides:
+            text = row[side] if side == "response" else row[side][0]
+            vector = row[f"teacher_{side}"]
             teacher_E = torch.from_numpy(np.frombuffer(vector, "<f2").astype(np.float32))
             sum_E = vectors_VE[ids(text)].sum(dim=0)
             assert torch.nn.functional.cosine_similarity(sum_E, teacher_E, dim=0) > 0.9
@@ -206,15 +207,34 @@ def test_subwords_vectors_follow_the_teachers(tiny, tmp_path):
     (ROWS, "subwords", "has nothing of jobs.score_candidates --teaching.over batch"),
     (with_vectors(ROWS), "bpe", "True is not allowed; allowed: false with tokenizer.kind 'bpe'"),
     (with_vectors(ROWS, (8, 4)), "subwords", "vectors of several lengths"),
+    ([{**row, "teacher_response": np.full(8, np.nan, "<f2").tobytes()} for row in with_vectors(ROWS)],
+     "subwords", "a teacher's vector is not finite"),
+    ([{**row, "context": ["ж", "ж"], "response": "ж"} for row in with_vectors(ROWS)], "subwords",
+     "no text with a subword and a teacher's vector among the first 200,000 examples"),
 ])  # fmt: skip
 def test_vectors_without_a_teacher_are_refused(tiny, rows, kind, reason):
     with pytest.raises(BadInput, match=re.escape(reason)):
-        learnt([tiny.corpus(rows)], kind, vectors=True)
+        learnt([tiny.corpus(rows)], kind, vectors=True, min_frequency=100)
+
+
+def test_vectors_are_of_texts_that_the_teacher_encoded_alone(tiny):
+    """A context of several turns has one vector for all of them; an example that was joined to the corpus
+    has none. A limit on examples holds for these, too."""
+    rows = with_vectors(ROWS)
+    several, single = rows[0], rows[1]
+    assert len(several["context"]) == 2 and len(single["context"]) == 1
+    wrong = {**several, "teacher_context": np.full(8, 9, "<f2").tobytes()}
+    joined = [{**row, "teacher_context": None, "teacher_response": None} for row in ROWS]
+    expected = learnt([tiny.corpus([several, single] * 10)], "subwords", vectors=True).vectors_VE
+    for corpus in ([wrong, single] * 10, [*joined, *[wrong, single] * 10]):
+        everything = tiny.corpus(corpus + rows, rows_per_file=10)
+        found = learnt([everything], "subwords", vectors=True, max_examples=len(corpus))
+        assert torch.equal(found.vectors_VE, expected)
 
 
 def test_teachers_of_several_lengths_are_refused(tiny):
     corpora = [tiny.corpus(with_vectors(ROWS, (length,))) for length in (8, 4)]
-    with pytest.raises(BadInput, match=r"several lengths \(\[4, 8\]\); allowed: one"):
+    with pytest.raises(BadInput, match="several lengths together"):
         learnt(corpora, "subwords", vectors=True)
 
 
