@@ -25,6 +25,10 @@ from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.settings import RankerConfig
 from pipeline.resources import best_device, precision_of_tasks
 
+Files = dict[str, tuple[str, bytes]]
+"""By the name in MLflow: (the user's URI or path, "" for none; the contents)."""
+AttachFiles = Callable[[Mapping[str, bytes]], None]
+
 _MAX_CROSS_CANDIDATES = 1000
 _ERRORS = 100
 _FEW_QUESTIONS = 100
@@ -117,119 +121,155 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
-    rules = config.rules()
+    """Asks baselines and models the same questions: rows of a table, files, and an MLflow run per model."""
     corpus = open_artifact(config.corpus, "corpus")
     artifacts = [open_artifact(uri, "ranker") for uri in config.model]
     fingerprints = [model.fingerprint for model in artifacts]
     require(len(set(fingerprints)) == len(fingerprints), "model", config.model, "each model once")
-    encoder = sources.open_text_encoder(config.mapped) if config.mapped else None
-    require(encoder is None or corpus.rows("train/") > 0, "mapped", config.mapped, "none, with a corpus "
+    mapped = sources.open_text_encoder(config.mapped) if config.mapped else None
+    require(mapped is None or corpus.rows("train/") > 0, "mapped", config.mapped, "none, with a corpus "
             "that has no train split")  # fmt: skip
     measure = measurement(config, corpus)
-
-    from pipeline import tracking
-    from pipeline.evaluation import errors, report
-    from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
-    from pipeline.evaluation.ranking import Scorer, load_mean_scorer, load_scorer
-
+    question_set = measure.asked
     models = _models_by_name(artifacts)
-    skipped = {} if config.slow else _slow_models(models, measure.asked.candidates)
+    skipped = {} if config.slow else _slow_models(models, question_set.candidates)
     require(not (config.together and skipped), "together", True,
             f"false: {'; '.join(f'{name}: {why}' for name, why in skipped.items())}")  # fmt: skip
-    question_set, wanted_candidates = measure.asked, rules.candidates
-    rules = measure.protocol
-    asked_models = {name: model for name, (model, _) in models.items() if name not in skipped}
+    asked_models = {name: model for name, model in models.items() if name not in skipped}
     if config.dry_run:
-        return _dry_run(config, question_set, {name: models[name] for name in asked_models})
-    results, model_results, runs = list[Result](), list[Result](), list[tracking.Run]()
-    if config.baselines:
-        corpus_texts = known_texts(corpus) or [
-            question_set.texts[place] for place in question_set.right()
-        ]
-        results = [
-            measure.of("chance", lambda: Chance(config.seed), timed=False),
-            measure.of("tf-idf", lambda: TfIdf.fit(corpus_texts)),
-            measure.of("bm25", lambda: BM25.fit(corpus_texts)),
-        ]
-    if encoder is not None:
-        results += _mapped_baselines(encoder[0], corpus, measure, config)
-    in_process = config.resources == HERE
-    with nullcontext() if in_process else cluster.session():
+        return _dry_run(config, question_set, asked_models)
+
+    from pipeline.evaluation import report
+
+    baselines = _baselines(corpus, measure, config) if config.baselines else []
+    if mapped is not None:
+        baselines += _mapped_baselines(mapped[0], corpus, measure, config)
+    asked_artifacts = {name: model for name, (model, _) in asked_models.items()}
+    with nullcontext() if config.resources == HERE else cluster.session():
         precision = _precision(config)
-        settings = {**to_dict(config), "precision": precision}
-        for name, model in asked_models.items():
-            make_scorer: Callable[[], Scorer] = functools.partial(
-                load_scorer, model, name if in_process else "", precision
-            )
-            model_results.append(measure.of(name, make_scorer, actors=config.resources))
-            with tracking.start_evaluation(model, corpus, settings) as tracked:
-                numbers = model_results[-1].numbers()
-                for baseline in results:
-                    row = baseline.numbers().items()
-                    numbers |= {f"{baseline.name}/{k}": number for k, number in row}
-                tracked.log(numbers, wait=True)
-            runs.append(tracked)
-        if config.together:
-            name = " + ".join(asked_models)
-            make_scorer = functools.partial(
-                load_mean_scorer, list(asked_models.values()), precision
-            )
-            model_results.append(measure.of(name, make_scorer, actors=config.resources))
-    results += model_results
-    comparisons = compare_all(model_results, config.seed)
+        model_results, attach_to_runs = _ask_models(
+            asked_artifacts, corpus, measure, config, precision, baselines
+        )
+    results, comparisons = baselines + model_results, compare_all(model_results, config.seed)
     summary: program.Summary = {
         "examples": len(question_set),
         "corpus": corpus.uri,
         "split": config.split,
-        **asdict(rules),
+        **asdict(measure.protocol),
         "unanswerable": question_set.unanswerable(),
         "left_out": dict(question_set.left_out),
         "precision": precision,
-        "models": {model.uri: model.fingerprint for model, _ in models.values()},
-        "mapped": encoder[1] if encoder else None,
+        "models": {model.uri: model.fingerprint for model in artifacts},
+        "mapped": mapped[1] if mapped else None,
         "skipped": skipped,
         **report.as_json(results, comparisons),
     }
-    example_count = len(question_set) + sum(question_set.left_out.values())
-    notes = [
-        f"{len(question_set):,} of the {example_count:,} examples of {config.split}/ are asked"
-        f"{_left_out_note(question_set.left_out)}",
-        f"models compute in {precision}",
-    ]
-    if len(question_set) < _FEW_QUESTIONS:
-        notes.append(
-            f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are too narrow"
-        )
-    if rules.candidates < wanted_candidates != protocols.ALL:
-        notes.append(
-            f"{rules.candidates:,} candidates each, not {wanted_candidates:,}: {config.split}/ has no more"
-        )
-    text = "\n".join([report.markdown(results, comparisons), "", *notes])
-    print(text)
+    notes = [*_notes(question_set, measure.protocol, config), f"models compute in {precision}"]
+    table = "\n".join([report.markdown(results, comparisons), "", *notes])
+    print(table)
     for name, reason in skipped.items():
         print(f"{name}: skipped: {reason}")
     if unanswerable := question_set.unanswerable():
         print(f"{unanswerable:,} of {len(question_set):,} questions have a wrong candidate with the right "
               "one's text: nobody can answer them")  # fmt: skip
-    # Files by name: (the user's path, "" for none; the contents).
     files = {
-        "table.md": ("", text.encode()),
+        "table.md": ("", table.encode()),
         "table.json": (config.json, json.dumps(summary, indent=1).encode()),
+        **_plot(results, config),
+        **_worst_errors(model_results, question_set, config),
     }
-    if config.latency_queries:
-        default_plot = config.json and config.json.removesuffix(".json") + ".png"
-        files["table.png"] = (config.plot or default_plot, report.plot(results))
-    if config.errors:
-        worst_records = [errors.worst(result, question_set, _ERRORS) for result in model_results]
-        files["errors.jsonl"] = (config.errors, errors.lines(worst_records))
-        for records in worst_records:
-            print("", *map(errors.shown, records[:_ERRORS_SHOWN]), sep="\n")
-    for run in runs:
-        run.attach({name: data for name, (_, data) in files.items()})
+    for attach in attach_to_runs:
+        attach({name: data for name, (_, data) in files.items()})
     for uri, data in files.values():
         if uri:
             storage.write_bytes(uri, data)
     return summary
+
+
+def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[Result]:
+    """The rows of the methods that know no model."""
+    from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
+
+    question_set = measure.asked
+    texts = known_texts(corpus) or [question_set.texts[place] for place in question_set.right()]
+    return [
+        measure.of("chance", lambda: Chance(config.seed), timed=False),
+        measure.of("tf-idf", lambda: TfIdf.fit(texts)),
+        measure.of("bm25", lambda: BM25.fit(texts)),
+    ]
+
+
+def _ask_models(
+    models: Mapping[str, Artifact],
+    corpus: Artifact,
+    measure: Measurement,
+    config: Config,
+    precision: Resolved,
+    baselines: Sequence[Result],
+) -> tuple[list[Result], list[AttachFiles]]:
+    """A row per model, with `--together` one more of their mean. Each model has an MLflow run, which takes
+    the baselines' numbers, too, and files later."""
+    from pipeline import tracking
+    from pipeline.evaluation.ranking import Scorer, load_mean_scorer, load_scorer
+
+    results, attach_to_runs = list[Result](), list[AttachFiles]()
+    settings = {**to_dict(config), "precision": precision}
+    make_scorer: Callable[[], Scorer]
+    for name, model in models.items():
+        bar = name if config.resources == HERE else ""
+        make_scorer = functools.partial(load_scorer, model, bar, precision)
+        results.append(measure.of(name, make_scorer, actors=config.resources))
+        with tracking.start_evaluation(model, corpus, settings) as run:
+            numbers = results[-1].numbers()
+            for baseline in baselines:
+                row = baseline.numbers().items()
+                numbers |= {f"{baseline.name}/{k}": number for k, number in row}
+            run.log(numbers, wait=True)
+        attach_to_runs.append(run.attach)
+    if config.together:
+        make_scorer = functools.partial(load_mean_scorer, list(models.values()), precision)
+        results.append(measure.of(" + ".join(models), make_scorer, actors=config.resources))
+    return results, attach_to_runs
+
+
+def _notes(question_set: Questions, protocol: Protocol, config: Config) -> list[str]:
+    """What a reader of the table has to know of its questions."""
+    left_out = question_set.left_out
+    notes = [
+        f"{len(question_set):,} of the {len(question_set) + sum(left_out.values()):,} examples of "
+        f"{config.split}/ are asked"
+        + "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
+    ]
+    if len(question_set) < _FEW_QUESTIONS:
+        notes.append(
+            f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are too narrow"
+        )
+    if protocol.candidates < (wanted := config.rules().candidates) != protocols.ALL:
+        notes.append(
+            f"{protocol.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
+        )
+    return notes
+
+
+def _plot(results: Sequence[Result], config: Config) -> Files:
+    from pipeline.evaluation import report
+
+    if not config.latency_queries:
+        return {}
+    default = config.json and config.json.removesuffix(".json") + ".png"
+    return {"table.png": (config.plot or default, report.plot(results))}
+
+
+def _worst_errors(results: Sequence[Result], question_set: Questions, config: Config) -> Files:
+    """Each row's worst answers; the first of them are printed."""
+    from pipeline.evaluation import errors
+
+    if not config.errors:
+        return {}
+    worst_records = [errors.worst(result, question_set, _ERRORS) for result in results]
+    for records in worst_records:
+        print("", *map(errors.shown, records[:_ERRORS_SHOWN]), sep="\n")
+    return {"errors.jsonl": (config.errors, errors.lines(worst_records))}
 
 
 def _dry_run(
@@ -288,10 +328,6 @@ def _precision(config: Config) -> Resolved:
     if config.resources == HERE:
         return resolve_precision(config.precision, best_device())
     return precision_of_tasks(config.precision, config.resources.gpu)
-
-
-def _left_out_note(left_out: Mapping[str, int]) -> str:
-    return "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
 
 
 def _slow_models(

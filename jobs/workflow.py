@@ -7,6 +7,7 @@ continues where it stopped.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import shlex
@@ -124,9 +125,13 @@ def read_steps(file: str, settings: tuple[str, ...] = ()) -> list[Step]:
                 _shortened(command), "a command")  # fmt: skip
         place = f"{file}: steps.{name}"
         try:
-            words = shlex.split(_replace(command, values, place), comments=True)
+            words = shlex.split(_replace(command, values, place))
         except ValueError as error:
             raise BadInput(f"{place}: {error} in {_shortened(command)!r}") from None
+        # YAML joins the lines of a command, so what stands behind a # may be the rest of its options.
+        comment = " ".join(itertools.dropwhile(lambda word: not word.startswith("#"), words))
+        require(not comment, place, _shortened(comment), "a command without a comment in its text; a "
+                "comment stands above it")  # fmt: skip
         require(bool(words), place, _shortened(command), "a command")
         steps.append(Step(str(name), tuple(words)))
     require(bool(steps), f"{file}: steps", "none", "one step or more")

@@ -119,6 +119,7 @@ def test_percentiles_are_of_the_seconds():
 def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
     size = parts.Size(300, 20, 1.0, 1, 2.0, 2.0, quiet_s=3.0, burst_s=1.0, burst_clients=20)
     monkeypatch.setattr(parts, "_SIZES", {"small": size})
+    monkeypatch.setattr(parts.by_clients, "COUNTS", (1, 4))
     monkeypatch.setattr(
         parts, "_with_haproxy", lambda *arguments: parts.BenchmarkRow("haproxy", 1.0, "ms")
     )
@@ -129,7 +130,7 @@ def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path,
     rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert sorted(rows) == sorted(summary["rows"]) == sorted([
         "serve.rank_100k.overhead_ms", "serve.saturation_vs_in_process", "haproxy",
-        "serve.batching_gain_32_clients", "serve.load.70_percent.p99_over_p50",
+        "serve.batching_gain_32_clients", "serve.by_clients", "serve.load.70_percent.p99_over_p50",
         "serve.load.300_percent.goodput", "serve.load.curve", "serve.burst.seconds_to_normal",
         "serve.scaling.requests_lost",
     ])  # fmt: skip

@@ -45,6 +45,17 @@ def test_a_workflow_stops_at_the_first_failure_and_continues_there(three, tmp_pa
     assert (skipped["skipped"], len(skipped["steps"])) == (["first", "second"], 1)
 
 
+def test_a_comment_takes_no_option_from_a_command(tmp_path):
+    file = tmp_path / "w.yaml"
+    file.write_text(
+        "steps:\n  a: >\n    polyrank promote --name replies   # the gate\n    --corpus c --split valid\n"
+    )
+    with pytest.raises(BadInput, match=r"steps\.a: '# the gate --corpus c --split valid' is not"):
+        read_steps(str(file))
+    file.write_text("steps: {a: polyrank prepare_corpus --input a#b --output c}   # all of it\n")
+    assert read_steps(str(file))[0].options == ("--input", "a#b", "--output", "c")
+
+
 def test_a_refusal_of_a_step_is_the_workflow_s(tmp_path, capfd):
     (tmp_path / "w.yaml").write_text("steps: {only: python -m jobs.inspect --corpus /nowhere}")
     with pytest.raises(BadInput, match=r"step only failed \(exit code 2\)"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import re
 import shlex
@@ -12,6 +14,7 @@ from fastapi.testclient import TestClient
 
 from serve import api, metrics
 from serve.errors import CODES
+from serve.service import Service
 
 PAGE = Path(api.__file__).with_name("README.md").read_text()
 CURLS = [
@@ -21,10 +24,9 @@ CURLS = [
 
 
 @pytest.fixture(scope="module")
-def client(tiny_ranker, tiny_pool, tiny_classifier, asking) -> TestClient:
+def service(tiny_ranker, tiny_pool, tiny_classifier, asking) -> Service:
     model = tiny_ranker("poly")
-    served = asking(model, tiny_pool(model), classifier=tiny_classifier(model))
-    return TestClient(api.create_app(served.service))
+    return asking(model, tiny_pool(model), classifier=tiny_classifier(model)).service
 
 
 def test_there_are_requests_to_try():
@@ -32,12 +34,15 @@ def test_there_are_requests_to_try():
 
 
 @pytest.mark.parametrize("command", CURLS)
-def test_a_request_of_the_page_is_answered(client, command):
-    words = shlex.split(command)
+def test_a_request_of_the_page_is_answered(service, command):
+    words = shlex.split(command.replace("$TOKEN", "open sesame"))
     path = next(word for word in words if word.startswith("localhost:8000"))
     body = words[words.index("-d") + 1]
-    (name, _, value) = words[words.index("-H") + 1].partition(": ")
-    answer = client.post(path.removeprefix("localhost:8000"), content=body, headers={name: value})
+    values = [value for option, value in itertools.pairwise(words) if option == "-H"]
+    headers = dict(value.split(": ", 1) for value in values)
+    tokens = [hashlib.sha256(b"open sesame").hexdigest()] if "authorization" in headers else []
+    client = TestClient(api.create_app(service, token_hashes=tokens))
+    answer = client.post(path.removeprefix("localhost:8000"), content=body, headers=headers)
     assert answer.status_code == 200, answer.text
     assert json.loads(answer.content)
 
