@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jobs import program, tokenize_corpus
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import NOT_IDENTITY, BadInput, require
+from pipeline.config import NOT_IDENTITY, BadInput, flatten, require, to_dict
 from pipeline.drafts import draft
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
 from pipeline.training.pretraining_settings import TOKENS, PretrainConfig, TokenizeConfig
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
+
+# What a run which goes on cannot change beside `pretrain` and `shape`; and what of these two it can.
+_FIXED = ("corpus", "weights", *(
+    f"loop.{name}" for name in
+    ("optimizer", "betas", "epsilon", "weight_decay", "token_tables", "seed")
+))  # fmt: skip
+_MAY_CHANGE = ("pretrain.steps", "pretrain.gradient_checkpointing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +40,8 @@ class Config:
     """A published encoder to train on: a `transformers` directory or a hub id, with its MLM head where it
     has one. Empty: a new encoder of --shape."""
     continue_from: str = ""
-    """An encoder of this job, whose run goes on with more --pretrain.steps."""
+    """An encoder of this job, whose run goes on with more --pretrain.steps: its corpora, task, optimizer and
+    shape stay."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the encoder: a plain `transformers` directory, curves.png and manifest.json."""
     shape: Shape = field(default_factory=Shape)
@@ -67,7 +76,7 @@ def run(config: Config) -> program.Summary:
     if config.start:
         start, inputs["start"] = open_encoder(config.start, "--start")
     if config.continue_from:
-        inputs["continue_from"] = _open_with_state(config)
+        inputs["continue_from"] = start = _open_with_state(config)
 
     from jobs import cluster
     from pipeline import tracking
@@ -83,6 +92,8 @@ def run(config: Config) -> program.Summary:
         for number, input_corpus in enumerate(input_corpora)
     )
     inputs |= {f"corpus.{number}": corpus.artifact for number, corpus in enumerate(corpora)}
+    if isinstance(start, Artifact) and config.continue_from:
+        _require_same_task(start, config, [corpus.artifact for corpus in corpora])
     weights = config.weights or tuple(float(corpus.train_tokens) for corpus in corpora)
     recipe = Pretraining(corpora, weights, start, config.pretrain, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
@@ -178,6 +189,27 @@ def _open_with_state(config: Config) -> Artifact:
     require(config.pretrain.steps > steps_done, "pretrain.steps", config.pretrain.steps,
             f"above {steps_done}, the steps of --continue-from")  # fmt: skip
     return artifact
+
+
+def _require_same_task(earlier: Artifact, config: Config, corpora: Sequence[Artifact]) -> None:
+    """Raises BadInput for a setting that a run which goes on cannot change.
+
+    Its place in the corpora, the optimizer's state and its best validation loss go on, too: with other data
+    or another task they would mean nothing. Learning rates, schedules and lengths may change.
+    """
+    then, now = flatten(earlier.manifest["config"]), flatten(to_dict(config))
+    inputs = earlier.manifest["inputs"]
+    then["corpus"] = [
+        inputs[f"corpus.{number}"]["fingerprint"]
+        for number in range(len(earlier.manifest["config"]["corpus"]))
+    ]
+    now["corpus"] = [corpus.fingerprint for corpus in corpora]
+    shape = () if then["start"] else ("shape.",)
+    for name, value in now.items():
+        is_fixed = name in _FIXED or name.startswith(("pretrain.", *shape))
+        if is_fixed and name not in _MAY_CHANGE and then.get(name, value) != value:
+            raise BadInput(f"--continue-from {earlier.uri}: {name} is {then[name]!r} there, {value!r} here; "
+                           f"allowed: as there, or --start {earlier.uri} for a new run")  # fmt: skip
 
 
 def _require_same_steps(encoder: Artifact, config: Config) -> Artifact:

@@ -64,11 +64,13 @@ def margin_mse(student_BC: Tensor, teacher_BC: Tensor) -> Tensor:
     """Mean squared difference of the margins between the right candidate, the first, and each other
     (Hofstätter et al., 2020), so that the scores' levels do not matter.
 
-    Margins in which a teacher score is NaN do not count; 0 where none does.
+    Margins in which a teacher score is NaN do not count. It is the mean over contexts of each one's mean,
+    0 where a context has no margin: a mean over all margins would depend on how ranks share the contexts.
     """
     gap_BC = (student_BC[:, :1] - student_BC[:, 1:]) - (teacher_BC[:, :1] - teacher_BC[:, 1:])
     is_known_BC = ~gap_BC.isnan()
-    return gap_BC.masked_fill(~is_known_BC, 0.0).square().sum() / is_known_BC.sum().clamp(min=1)
+    squared_B = gap_BC.masked_fill(~is_known_BC, 0.0).square().sum(dim=1)
+    return (squared_B / is_known_BC.sum(dim=1).clamp(min=1)).mean()
 
 
 def cosine_loss(student_BE: Tensor, teacher_BE: Tensor) -> Tensor:

@@ -199,12 +199,9 @@ class Pretraining:
             model = PretrainingModel.new(self.start, vocabulary.size, special)
             start_note = "a new encoder"
         else:
-            model, start_note = PretrainingModel.from_encoder(self.start.local())
-            size = int(model.encoder.hf.config.vocab_size)
-            if size < vocabulary.size:
-                raise BadInput(f"--start: the encoder has {size:,} tokens, the tokenizer of "
-                               f"{self.corpora[0].artifact.uri} {vocabulary.size:,}; allowed: corpora "
-                               "that were tokenized with the encoder's own tokenizer")  # fmt: skip
+            folder = self.start.local()
+            model, start_note = PretrainingModel.from_encoder(folder)
+            self._require_own_tokenizer(folder, int(model.encoder.hf.config.vocab_size))
         positions = model.encoder.positions
         require(config.longest_pair <= positions, "pretrain.max_context_tokens",
                 config.max_context_tokens,
@@ -212,6 +209,26 @@ class Pretraining:
         if config.gradient_checkpointing:
             model.encoder.recompute_layers()
         return model, start_note
+
+    def _require_own_tokenizer(self, encoder: Path, size: int) -> None:
+        """Raises BadInput where an encoder of so many tokens knows the corpora's tokens by other ids, or
+        not at all: each would look up another token's embedding."""
+        corpus, allowed = (
+            self.corpora[0],
+            "corpora that were tokenized with the encoder's own tokenizer",
+        )
+        if size < corpus.vocabulary.size:
+            raise BadInput(f"--start: the encoder has {size:,} tokens, the tokenizer of {corpus.artifact.uri} "
+                           f"{corpus.vocabulary.size:,}; allowed: {allowed}")  # fmt: skip
+        if not (encoder / "tokenizer.json").exists():
+            return
+        id_of_token = Tokenizer.load(encoder).hf.get_vocab()
+        tokens = Tokenizer.load(corpus.tokenizer().local()).hf.get_vocab()
+        moved = [token for token, number in tokens.items() if id_of_token.get(token) != number]
+        if moved:
+            token = min(moved, key=tokens.__getitem__)
+            raise BadInput(f"--start: {token!r} is token {tokens[token]} of {corpus.artifact.uri}, and "
+                           f"{id_of_token.get(token)} of the encoder; allowed: {allowed}")  # fmt: skip
 
     def build(self, rank: int, world: int) -> Task:
         """Raises BadInput for settings that do not fit each other or the corpora."""

@@ -31,7 +31,10 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.drafts import draft
+from pipeline.models.shape import Shape
 from pipeline.models.sources import External
+from pipeline.models.tokens import Tokenizer
+from pipeline.models.transformer import Encoder
 from pipeline.training.checkpoints import read_state
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.restarts import RetryMachinesOnly
@@ -78,6 +81,22 @@ def tokens(tiny_ranker, tokenize_in_process, tmp_path_factory) -> Artifact:
     tokenizer = External(str(tiny_ranker("bi").local() / "context_encoder"), "")
     made = tokenize_in_process(corpus, tokenizer, folder / "tokens", valid_share=0.1)
     return made.artifact
+
+
+@pytest.fixture(scope="module")
+def other_tokens(tokens, tokenize_in_process, tmp_path_factory) -> Artifact:
+    """A few of the pairs."""
+    folder = tmp_path_factory.mktemp("other")
+    rows = [
+        {"example_id": str(n), "group_id": str(n), "context": ["w1"], "response": "w2",
+         "candidates": None, "label": None, "source": "test", "split": "train"}
+        for n in range(20)
+    ]  # fmt: skip
+    out = draft(str(folder / "corpus"), "corpus", pretrain.Config(corpus=(), output=""), {})
+    file = out.write_table("train/0.parquet", pa.Table.from_pylist(rows, schema=EXAMPLE), 50)
+    corpus = out.publish([file], {"examples": len(rows)})
+    tokenizer = External(str(tokens.local() / "tokenizer"), "")
+    return tokenize_in_process(corpus, tokenizer, folder / "tokens").artifact
 
 
 @pytest.fixture(scope="module")
@@ -411,8 +430,31 @@ def test_an_output_that_cannot_be_written_is_one_line(run_job_here, command, tmp
 # More steps
 
 
+@pytest.mark.slow
+def test_a_run_from_a_published_encoder_continues_as_that_encoder(
+    run_job_here, command, tokens, tmp_path
+):
+    """Not as one of --shape, whose weights have other names."""
+    tokenizer = Tokenizer.load(tokens.local() / "tokenizer")
+    shape = Shape(architecture="modernbert", layers=3, width=16, heads=2, positions=96,
+                  global_attention_every=3)  # fmt: skip
+    special = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
+    Encoder.new(shape, len(tokenizer), special).save(tmp_path / "published")
+    tokenizer.save(tmp_path / "published")
+    first = command(tmp_path / "first", "--start", tmp_path / "published", workers=1, steps=3)
+    assert run_job_here("pretrain", *first).code == 0
+    again = command(tmp_path / "again", "--continue-from", tmp_path / "first", workers=1, steps=6)
+    assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 6
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "again")
+    ]
+    assert configs[0] == configs[1] and configs[0]["model_type"] == "modernbert"
+
+
 @pytest.mark.long
-def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_here, tmp_path):
+def test_a_published_run_continues_with_more_steps(
+    run_job_here, command, whole_here, other_tokens, tmp_path
+):
     """To the weights of one long run."""
     assert run_job_here("pretrain", *command(tmp_path / "short", steps=12)).code == 0
     more = ("--continue-from", tmp_path / "short")
@@ -431,6 +473,12 @@ def test_a_published_run_continues_with_more_steps(run_job_here, command, whole_
 
     assert "pretrain.steps: 12" in refusal(*more, steps=12)
     assert "pretrain.steps: 10" in refusal(*more, steps=10)
+    assert "loop.weight_decay is 0.0 there, 0.2 here" in refusal(*more, "--loop.weight-decay", 0.2)
+    assert "pretrain.objective is 'joint' there, 'mlm' here" in (
+        refusal(*more, "--pretrain.objective", "mlm")
+    )
+    assert "shape.layers is 1 there, 2 here" in refusal(*more, "--encoder.layers", 2)
+    assert "corpus is [" in refusal(*more, "--corpus", other_tokens.uri)
     assert "was trained for 12 steps, not 10" in (
         run_job_here("pretrain", *command(tmp_path / "short", steps=10)).refusal
     )

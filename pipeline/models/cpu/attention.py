@@ -70,6 +70,9 @@ def _attend_padded(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = attention_mask
     if mask is not None and mask.dtype == torch.bool:
+        # In windowed attention padding far from every token sees nothing. Without keys the log-sum of its
+        # logits is -inf, and the gradients of its whole text are NaN; what it sees instead has no effect.
+        mask = mask | ~mask.any(dim=-1, keepdim=True)
         lowest = torch.finfo(query.dtype).min
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, lowest)
     if not dropout and query.requires_grad:

@@ -37,6 +37,7 @@ SHARED = {
     "bi": {"negatives_from": "given", "share_negatives": True},
     "poly": {"negatives_from": "both", "share_negatives": True, "distill": Distillation(loss="kl")},
     "bi_shared": {"distill": Distillation(loss="kl", over="batch")},
+    "poly_heads": {"negatives_from": "both", "distill": Distillation(loss="margin_mse")},
 }
 WORLD = 2
 CHUNKS = (0, 1, 2)  # three rows on each rank
@@ -60,8 +61,10 @@ WRONG = [
     ["w37", "w38"],
     ["w39", "w40"],
 ]
+# A teacher has scored candidates of one context of the first rank, and of all three of the second.
 GIVEN = [
-    {**row, "candidates": [*wrong, row["response"]], "teacher_scores": [n / 3, 1.0, 2.0],
+    {**row, "candidates": [*wrong, row["response"]],
+     "teacher_scores": [n / 3, 1.0, 2.0] if n > 1 else None,
      "teacher_context": np.array([n, 1], "<f2").tobytes(),
      "teacher_response": np.array([-1, n / 2], "<f2").tobytes()}
     for n, (row, wrong) in enumerate(zip(ROWS, WRONG, strict=True))

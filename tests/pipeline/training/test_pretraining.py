@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,20 @@ def test_a_vocabulary_that_does_not_fit_is_refused(recipe, tiny, tmp_path):
     PretrainingModel.new(Shape(**tiny.shape), tiny.vocabulary - 1, special).save(tmp_path)
     with pytest.raises(BadInput, match=r"--start: the encoder has 204 tokens, .* 205; allowed"):
         replace(recipe, start=External(str(tmp_path), "")).build(0, 1)
+
+
+def test_an_encoder_that_knows_the_tokens_by_other_ids_is_refused(recipe, tiny, tmp_path):
+    special = {"pad": 0, "cls": 2, "sep": 3}
+    PretrainingModel.new(Shape(**tiny.shape), tiny.vocabulary, special).save(tmp_path)
+    other = replace(recipe, start=External(str(tmp_path), ""))
+    tiny.tokenizer().save(tmp_path)
+    other.build(0, 1)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(
+        re.sub(r'"w(1|2)": (\d+)', lambda m: f'"w{3 - int(m[1])}": {m[2]}', file.read_text())
+    )
+    with pytest.raises(BadInput, match=r"--start: 'w1' is token \d+ of .*, and \d+ of the encoder"):
+        other.build(0, 1)
 
 
 def test_more_workers_than_micro_batches_are_refused(recipe):

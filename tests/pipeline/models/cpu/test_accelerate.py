@@ -55,6 +55,28 @@ def outputs_and_gradients(encoder, tokens):
     return hidden.detach(), {n: p.grad.clone() for n, p in encoder.named_parameters()}
 
 
+@pytest.mark.skipif(not use_bf16(torch.device("cpu")), reason="no bf16 here")
+@pytest.mark.parametrize("short", [5, 140])
+def test_padding_that_no_window_reaches_leaves_gradients_finite(short):
+    """Of a text of 5 tokens beside one of 150, padding behind token 69 sees no token at all."""
+    torch.manual_seed(0)
+    shape = Shape(architecture="modernbert", layers=3, width=32, heads=4, positions=160,
+                  global_attention_every=3, dropout=0.0, init_std=0.2)  # fmt: skip
+    plain = Encoder.new(shape, 100, {"pad": 0, "cls": 1, "sep": 2}).train()
+    encoder = copy.deepcopy(plain)
+    cpu.accelerate(encoder.hf)
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    mask[1, short:] = False
+    tokens = Tokens(torch.randint(3, 100, (2, 150)), mask, (150, short))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, our_gradients = outputs_and_gradients(encoder, tokens)
+    theirs, their_gradients = outputs_and_gradients(plain, tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
+    for name, gradient in their_gradients.items():
+        difference = (our_gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-3)
+        assert difference < 0.1, (name, difference)
+
+
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_outputs_and_gradients_are_those_of_the_library(
