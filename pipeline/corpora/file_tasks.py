@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from pipeline.drafts import Draft
 from pipeline.records import FileEntry, TaskRecord
 
 ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one task
+
+_DOCUMENT = re.compile(r"(README|LICEN[CS]E).*|.*\.md", re.IGNORECASE)
 
 ParsedRow = dict[str, Any]
 
@@ -78,9 +81,14 @@ def prepare(
 
     A task holds up to `rows_per_shard` rows of each split in memory.
     `parse(uri, reading, account)` yields a file's rows; each names its `split`. Their texts are
-    redacted here, and names in columns that end in `_author` hashed.
+    redacted here, and names in columns that end in `_author` hashed. Documents are set aside and noted.
     """
-    files = sorted(files, key=storage.name_of)
+    documents = [
+        FileRecord(input=uri, notes=[f"{uri}: set aside, its name is that of a document"])
+        for uri in files
+        if is_document(uri)
+    ]
+    files = sorted((uri for uri in files if not is_document(uri)), key=storage.name_of)
     work = functools.partial(
         _convert,
         parse=parse,
@@ -90,9 +98,14 @@ def prepare(
         rows_per_shard=rows_per_shard,
     )
     tasks = {f"file-{index:05d}": uri for index, uri in enumerate(files)}
-    records = shards.run_tasks(draft, tasks, work, label, FileRecord)
+    records = [*shards.run_tasks(draft, tasks, work, label, FileRecord), *documents]
     raw.check_share(draft, records, reading)
     return records
+
+
+def is_document(uri: str) -> bool:
+    """Whether a file describes the files beside it, by its name: README, LICENSE, *.md."""
+    return _DOCUMENT.fullmatch(storage.name_of(uri)) is not None
 
 
 def require_distinct(names: Iterable[str]) -> None:

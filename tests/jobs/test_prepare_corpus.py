@@ -404,6 +404,54 @@ def test_foreign_and_empty_files_among_the_dumps_are_set_aside_and_named(prepare
     assert all(note in done.stderr for note in done.summary["notes"])
 
 
+UBUNTU_TRAIN = b"Context,Utterance,Label\n" + b"".join(
+    b"hello %d __eot__,hi there,1.0\n" % n for n in range(200)
+)
+DIALOGUE = {"persona": ["i paint ."], "dialogue": [["how are you ?", "great , i am painting ."]]}
+
+
+@pytest.mark.parametrize(
+    ("corpus", "files", "found", "allowed"),
+    [
+        (
+            "ubuntu",
+            {"train.csv": UBUNTU_TRAIN, "valid.csv": b"context,answer\nhello,hi\n"},
+            "valid.csv, header: 'context,answer'",
+            "Context,Ground Truth Utterance",
+        ),
+        (
+            "convai2",
+            {"train.json": json.dumps([DIALOGUE] * 200).encode(), "valid.json": b'{"a": 1}\n'},
+            'valid.json, beginning: \'{"a": 1}',
+            "a JSON array",
+        ),
+    ],
+)
+def test_one_file_of_another_layout_is_refused_however_large_the_others_are(
+    prepare, tmp_path, corpus, files, found, allowed
+):
+    refusal = prepare(files, corpus=corpus).refusal
+    assert found in refusal
+    assert f"allowed: {allowed}" in refusal or f"; {allowed}" in refusal
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("corpus", "files"),
+    [
+        ("ubuntu", {"train.csv": UBUNTU_TRAIN}),
+        ("convai2", {"train.json": json.dumps([DIALOGUE] * 200).encode()}),
+        ("pairs", {"train.csv": b"context,response\n" + b"hello,hi there\n" * 200}),
+    ],
+)
+def test_a_document_beside_the_data_is_set_aside_and_noted(prepare, corpus, files):
+    documents = {"README.md": b"# Files\nof 2011\n", "readme.txt": b"Files\n", "LICENSE": b"MIT\n"}
+    summary = prepare({**files, **documents}, corpus=corpus).summary
+    assert summary["counts"]["records"] == summary["counts"]["examples"] == 200
+    noted = {note.split(": set aside")[0].split("/")[-1] for note in summary["notes"]}
+    assert noted >= set(documents)
+
+
 def test_submissions_begin_their_threads_when_asked_for(prepare, dump, tmp_path):
     top = next(json.loads(line) for line in dump.splitlines() if b'"parent_id": "t3_' in line)
     submission = {"id": top["link_id"][3:], "title": "The title of the thread", "author": "ann",

@@ -11,15 +11,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.config import require
 from pipeline.corpora import file_tasks, raw
 
 _DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[\s,]*")
 _MAX_OBJECT_CHARACTERS = 10 << 20
-
-
-class _NoArray(Exception):
-    """The file holds something else."""
+_SHOWN_CHARACTERS = 80  # of a file that is no array
 
 
 def read_objects(
@@ -28,7 +26,8 @@ def read_objects(
     """(number from 1, object) of a file; what else is in its array is set aside.
 
     Bytes that are no UTF-8 become U+FFFD. An array that does not end, or that is no JSON from some
-    place on, is cut off there: BadInput, or a note, as `reading` says.
+    place on, is cut off there: BadInput, or a note, as `reading` says. Raises BadInput for a file that
+    holds something else.
     """
     number = 0
     try:
@@ -39,9 +38,6 @@ def read_objects(
             else:
                 value_json = json.dumps(value, ensure_ascii=False)
                 account.malformed.add("not a JSON object", uri, number, value_json)
-    except _NoArray as error:
-        account.records += 1
-        account.malformed.add("not a JSON array", uri, 1, str(error))
     except raw.Truncated as error:
         if reading.truncated == "stop":
             raise raw.truncated_input(error, number, "objects") from None
@@ -61,8 +57,8 @@ def _values(uri: str) -> Iterator[Any]:
         position = 0
         if not in_array:
             text = text.lstrip()
-            if text[:1] not in ("", "["):
-                raise _NoArray(text)
+            require(text[:1] in ("", "["), f"{uri}, beginning", text[:_SHOWN_CHARACTERS],
+                    "a JSON array, [{…}, …]")  # fmt: skip
             in_array = text != ""
             position = len(text[:1])
         while (position := _end_of_gap(text, position)) < len(text):

@@ -98,8 +98,9 @@ class Malformed(Exception):
 
 
 def require_columns(uris: list[str], options: Options, reading: raw.Reading) -> None:
-    """Raises BadInput where the first file lacks a column that the options name."""
-    tables.require_columns(uris, options.columns, reading, options)
+    """Raises BadInput where one of the first files lacks a column that the options name."""
+    tables_given = [uri for uri in uris if not file_tasks.is_document(uri)]
+    tables.require_columns(tables_given, options.columns, reading, options)
 
 
 def prepare(

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pipeline.config import require
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
@@ -35,6 +36,7 @@ _TRAIN = ["Context", "Utterance", "Label"]
 _RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]
 _RIGHT, _WRONG = ("1", "1.0"), ("0", "0.0")
 _MARK = "__eou__"
+_SHOWN_CHARACTERS = 80  # of a first line that is no header
 _ROWS_PER_SHARD = 50_000  # of 1 kB each
 
 
@@ -69,7 +71,10 @@ def prepare(
 def parse(
     uri: str, reading: raw.Reading, account: file_tasks.Account, options: Options
 ) -> Iterator[file_tasks.ParsedRow]:
-    """The examples of a file: one per right answer."""
+    """The examples of a file: one per right answer.
+
+    Raises BadInput for a file that begins with neither a header nor a line of the text form.
+    """
     name = raw.plain_name(uri)
     for line, turns, answers in _questions(uri, reading, account):
         context = [_text_of(turn, options) for turn in turns if _has_words(turn)]
@@ -118,11 +123,10 @@ def _csv_questions(
     uri: str, lines: tables.Lines, account: file_tasks.Account
 ) -> Iterator[_Question]:
     records = tables.csv_records(uri, lines, account)
-    number, columns = next(records, (1, []))
-    if columns not in (_TRAIN, _RANKED):
-        account.records += 1
-        account.malformed.add("no header of the corpus", uri, number, ",".join(columns))
-        return
+    _, columns = next(records, (1, []))
+    require(columns in (_TRAIN, _RANKED), f"{uri}, header", ",".join(columns)[:_SHOWN_CHARACTERS],
+            f"{','.join(_TRAIN)}; {','.join(_RANKED[:3])}, … to {_RANKED[-1]}; or lines that begin with "
+            "1 or 0 and a tab")  # fmt: skip
     for number, fields in records:
         account.records += 1
         record_text = ",".join(fields)

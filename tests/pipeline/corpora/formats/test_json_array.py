@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ def test_a_comma_may_be_missing(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b'{"a": [{"b": 1}]}', b"hello", b"# README\n[1]", b"1"])
-def test_a_file_that_is_no_array_is_one_malformed_record(tmp_path, data):
-    found, account = read(tmp_path / "a.json", data)
-    assert (found, account.records) == ([], 1)
-    assert account.malformed.counts == {"not a JSON array": 1}
+def test_a_file_that_is_no_array_is_refused_with_its_beginning(tmp_path, data):
+    beginning = re.escape(repr(data.decode()))
+    with pytest.raises(BadInput, match=rf"a\.json, beginning: {beginning} .*allowed: a JSON array"):
+        read(tmp_path / "a.json", data)
 
 
 @pytest.mark.parametrize("data", [b"", b" \n ", b"[]", b"[ ]\n"])

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config import BadInput
 from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.formats import ubuntu
 from pipeline.corpora.raw import Reading
@@ -102,7 +103,7 @@ _lines = st.lists(
 )
 
 
-@given(st.sampled_from(["", "Context,Utterance,Label\n", "1\ta\tb\n"]), _lines)
+@given(st.sampled_from(["Context,Utterance,Label\n", "1\ta\tb\n"]), _lines)
 def test_every_record_of_any_text_is_an_example_or_counted(tmp_path_factory, head, parts):
     rows, account = read(tmp_path_factory.getbasetemp(), head + "".join(parts))
     assert len(rows) + counted(account) == account.records
@@ -141,10 +142,11 @@ def test_a_row_without_a_text_makes_no_example(tmp_path, context, answer, reason
 @pytest.mark.parametrize(
     "text", ["Context,Utterance\n", "a,b,1\n", "# Ubuntu\nfiles\n", '{"a": 1}\n']
 )
-def test_a_file_without_the_header_is_one_malformed_record(tmp_path, text):
-    rows, account = read(tmp_path, text + "a,b,1\n")
-    assert (rows, account.records) == ([], 1)
-    assert account.malformed.counts == {"no header of the corpus": 1}
+def test_a_file_without_the_header_is_refused_with_what_it_begins_with(tmp_path, text):
+    first_line = re.escape(text.partition("\n")[0])
+    allowed = "allowed: Context,Utterance,Label; .* or lines that begin with 1 or 0 and a tab"
+    with pytest.raises(BadInput, match=rf"train\.csv, header: '{first_line}' .*{allowed}"):
+        read(tmp_path, text + "a,b,1\n")
 
 
 # Groups
