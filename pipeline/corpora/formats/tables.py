@@ -83,7 +83,8 @@ def read(
     """The rows of a file, with at least the columns `option_columns` and those that `takes_column` takes.
 
     `option_columns`: option → column. `groups`: only these row groups of Parquet. `account` has the broken
-    rows. Raises BadInput for a file in another encoding, and, with the names of the file's columns, for a
+    rows: where they are and why, never their contents, since columns that nobody named may hold personal
+    data. Raises BadInput for a file in another encoding, and, with the names of the file's columns, for a
     column that the file lacks.
     """
     with storage.open_input(uri) as stream:
@@ -159,7 +160,7 @@ def csv_records(
     """(first line, fields) of each record of CSV that is not blank; broken ones are set aside.
 
     A quote that is never closed takes all lines behind it. Only its own line is set aside; the others are
-    read again.
+    read again. Samples of broken records hold no content.
     """
     record_lines = list[tuple[int, str]]()
     pushed_back = deque[tuple[int, str]]()
@@ -186,9 +187,11 @@ def csv_records(
         record_lines.clear()
         try:
             fields = next(records, None)
-            fault = next((fault for _, line in record_lines if (fault := _fault(line))), "")
+            broken_line = next((line for _, line in record_lines if _fault(line)), "")
+            fault = _fault(broken_line)
         except csv.Error as error:
             fields, fault = [], f"not CSV: {error}"
+            broken_line = record_lines[0][1]
             pushed_back.extendleft(reversed(record_lines[1:]))
             del record_lines[1:]
             records = csv_reader()
@@ -196,9 +199,7 @@ def csv_records(
             return
         if fault:
             account.records += 1
-            account.malformed.add(
-                fault, uri, record_lines[0][0], "\n".join(line for _, line in record_lines)
-            )
+            account.malformed.add(fault, uri, record_lines[0][0], _size_of_line(broken_line))
         elif fields:
             yield record_lines[0][0], fields
 
@@ -211,6 +212,10 @@ def _fault(line: str) -> str:
         if encodings.is_damaged(line)
         else ""
     )
+
+
+def _size_of_line(line: str) -> str:
+    return "over 10 MiB" if raw.is_overlong(line) else f"{len(line):,} characters"
 
 
 def _file_kind(name: str, first_line: str) -> str:
@@ -235,7 +240,8 @@ def _csv_rows(
             yield number, dict(zip(columns, fields, strict=True))
         else:
             reason = "more or fewer fields than columns"
-            account.malformed.add(reason, uri, number, json.dumps(fields, ensure_ascii=False))
+            sizes = f"{len(fields)} fields, {len(columns)} columns"
+            account.malformed.add(reason, uri, number, sizes)
 
 
 def _json_rows(
@@ -256,17 +262,21 @@ def _json_objects(uri: str, lines: Lines, account: file_tasks.Account) -> Rows:
             continue
         account.records += 1
         if fault := _fault(line):
-            account.malformed.add(fault, uri, number, line)
+            account.malformed.add(fault, uri, number, _size_of_line(line))
             continue
         try:
             value = json.loads(line)
-        except (ValueError, RecursionError):
-            account.malformed.add("not JSON", uri, number, line)
+        except json.JSONDecodeError as error:
+            place = f"{error.msg} at character {error.colno}"
+            account.malformed.add("not JSON", uri, number, place)
+            continue
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 100,000 brackets
+            account.malformed.add("not JSON", uri, number, str(error))
             continue
         if isinstance(value, dict):
             yield number, value
         else:
-            account.malformed.add("not a JSON object", uri, number, line)
+            account.malformed.add("not a JSON object", uri, number, type(value).__name__)
 
 
 def _parquet_rows(

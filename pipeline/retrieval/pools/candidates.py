@@ -251,7 +251,8 @@ def _rows(
         values = [row.get(column) for column in filter_columns]
         if missing := [column for column in columns_by_option.values() if column not in row]:
             reason = f"no column {missing[0]}"
-            account.malformed.add(reason, uri, line, json.dumps(row))
+            named_values = {column: row.get(column) for column in columns_by_option.values()}
+            account.malformed.add(reason, uri, line, json.dumps(named_values))
             continue
         if not raw.is_text(text):
             reason = "text is not a string"

@@ -412,6 +412,51 @@ def test_polyais_json_gives_its_turns_oldest_first(prepare_here, shared):
     assert {row["group_id"] for row in found.rows} == {line["thread_id"] for line in lines}
 
 
+@pytest.mark.parametrize(
+    ("name", "lines", "reason", "text"),
+    [
+        (
+            "x.csv",
+            b"context,response,name\nhow, are you,fine,John Public\n",
+            "more or fewer fields than columns",
+            "4 fields, 3 columns",
+        ),
+        (
+            "x.csv",
+            b'context,response,name\n"how" are,fine,John Public\n',
+            "not CSV: ',' expected after '\"'",
+            "26 characters",
+        ),
+        (
+            "x.csv",
+            b"context,response,pr\xc3\xa9nom\nhow,\xff John Public\n",
+            "not UTF-8",
+            "17 characters",
+        ),
+        (
+            "x.jsonl",
+            b'{"context": "how", "response": "fine"}\n{"name": "John Public" "context": 1}\n',
+            "not JSON",
+            "Expecting ',' delimiter at character 24",
+        ),
+        (
+            "x.jsonl",
+            b'{"context": "how", "response": "fine"}\n["John Public"]\n',
+            "not a JSON object",
+            "list",
+        ),
+    ],
+)
+def test_a_line_that_is_no_row_shows_why_and_where_and_no_content(
+    tmp_path, name, lines, reason, text
+):
+    (tmp_path / name).write_bytes(lines)
+    account = Account()
+    list(pairs.parse(str(tmp_path / name), Reading(), account, pairs.Options(), f"{tmp_path}/"))
+    (sample,) = account.malformed.samples
+    assert (sample["reason"], sample["line"], sample["text"]) == (reason, 2, text)
+
+
 def test_a_rejected_row_shows_no_column_that_nobody_named(tmp_path):
     _, account = read(
         tmp_path, [{"context": "hi", "response": "", "phone": "5550100", "who": "Jo"}]
