@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pipeline.classification import texts as intent_texts
 from pipeline.classification.settings import KIND, PLOT, REPORT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import ReadConfig, parse_shots
 from pipeline.config import NOT_IDENTITY, require
+from pipeline.corpora.formats import intents
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import draft
 from pipeline.models.sources import open_text_encoder
@@ -67,7 +69,8 @@ def run(config: Config) -> program.Summary:
         from pipeline.classification import training
 
         return cost.show("classify_intents", training.estimate(texts, source, config.encode))
-    fingerprint = storage.raw_fingerprint(files, whole=True)
+    input_name = functools.partial(intents.input_name, corpus=config.read.dataset)
+    fingerprint = storage.raw_fingerprint(files, whole=True, input_name=input_name)
     raw_input = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     out = draft(config.output, KIND, config, {"encoder": reference, "input": raw_input})
     if isinstance(out, Artifact):

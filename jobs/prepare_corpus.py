@@ -107,7 +107,7 @@ def run(config: Config) -> program.Summary:
         pairs.require_columns(files, config.pairs, config.reading)
     if config.dry_run:
         return cost.show("prepare_corpus", _estimate(config, files))
-    fingerprint = storage.raw_fingerprint(files)
+    fingerprint = storage.raw_fingerprint(files, input_name=_input_names(config, files))
     inputs: dict[str, Any] = {
         "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     }
@@ -146,6 +146,13 @@ def run(config: Config) -> program.Summary:
     for line in [*notes, *published_counts.differences(sizes)]:
         print(line, file=sys.stderr)
     return program.artifact_summary(corpus, already_there=False, notes=notes, published=sizes)
+
+
+def _input_names(config: Config, files: Sequence[str]) -> Callable[[str], str]:
+    """What the format reads of a file's URI."""
+    if config.format == "pairs":
+        return pairs.input_names(files, config.pairs)
+    return functools.partial(intents.input_name, corpus=config.format)
 
 
 def _no_example_refusal(out: Draft, count: int, records: Sequence[TaskRecord]) -> BadInput:

@@ -13,7 +13,7 @@ import re
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -324,8 +324,13 @@ def file_digest(data: bytes | pa.Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def raw_fingerprint(uris: Sequence[str], whole: bool = False) -> str:
+def raw_fingerprint(
+    uris: Sequence[str], whole: bool = False, input_name: Callable[[str], str] = name_of
+) -> str:
     """Names the contents of raw input files, wherever they lie: by name, size and pieces.
+
+    `input_name`: what a job reads of a file's URI, by default the last part; also folders, where they decide
+    something.
 
     Files of up to 16 MiB count with every byte. Larger ones, dumps of terabytes among them, count with 16
     pieces of 64 KiB, the first and the last too, and with the time of their last change: an edit that the
@@ -334,8 +339,10 @@ def raw_fingerprint(uris: Sequence[str], whole: bool = False) -> str:
     """
     total = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
-        sorted_uris = sorted(uris, key=name_of)
-        for text in pool.map(lambda uri: _describe_contents(uri, whole), sorted_uris):
+        sorted_uris = sorted(uris, key=input_name)
+        for text in pool.map(
+            lambda uri: f"{input_name(uri)} {_describe_contents(uri, whole)}", sorted_uris
+        ):
             total.update(text.encode())
     return total.hexdigest()
 
@@ -353,7 +360,7 @@ def _describe_contents(uri: str, whole: bool) -> str:
             for number in range(16):
                 offset = (size - _PIECE_BYTES) * number // 15
                 digest.update(stream.read_at(_PIECE_BYTES, offset))
-    return f"{name_of(uri)} {size} {digest.hexdigest()}{mtime_text}\n"
+    return f"{size} {digest.hexdigest()}{mtime_text}\n"
 
 
 def walk_json(uri: str) -> Iterator[str]:

@@ -82,6 +82,18 @@ def test_the_same_job_again_has_nothing_to_do_and_still_says_the_numbers(classif
     assert "another job" in classify("--seed", 1).refusal
 
 
+def test_a_split_folder_of_another_name_is_another_input(classify, tmp_path: Path):
+    folder = tmp_path / "hwu64"
+    for split in ("train", "valid"):
+        (folder / split).mkdir(parents=True)
+        (folder / split / "seq.in").write_text("pay my bill\nhello there\n" * 8)
+        (folder / split / "label").write_text("pay\ngreet\n" * 8)
+    options = ("--read.dataset", "hwu64", "--input", folder)
+    assert not classify(*options).summary["already_done"]
+    (folder / "valid").rename(folder / "test")
+    assert "another job" in classify(*options).refusal
+
+
 def test_a_killed_job_goes_on_with_the_head_it_was_at(classify, tmp_path: Path, monkeypatch):
     """Vectors and finished heads stay; the result is that of a job that was not killed."""
     whole = classify("--seeds", 2, name="whole").summary

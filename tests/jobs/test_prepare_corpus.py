@@ -491,6 +491,45 @@ def test_another_command_does_not_write_over_a_corpus(prepare, dump):
     assert "another job" in prepare({"RC": dump[: len(dump) // 2]}).refusal
 
 
+PAIRS = b"context,response\n" + b"how are you,fine\n" * 3
+
+
+@pytest.mark.parametrize(
+    ("corpus", "files", "folder", "new_name"),
+    [
+        ("pairs", {"train/a.csv": PAIRS, "holdout/b.csv": PAIRS}, "in/holdout", "in/test"),
+        ("pairs", {"x/a.csv": PAIRS, "y/b.csv": PAIRS}, "in/y", "in/z"),  # ids begin with folders
+        ("pairs", {"a.csv": PAIRS}, "in", "test"),
+        *(
+            (
+                corpus,
+                {f"{part}/{name}": b"hi\n" for part in ("train", "valid") for name in ("seq.in", "label")},
+                "in/valid",
+                "in/test",
+            )
+            for corpus in ("hwu64", "snips")
+        ),
+    ],
+)  # fmt: skip
+def test_a_folder_of_another_name_is_another_input_where_folders_decide_something(
+    run_job_here, tmp_path, corpus, files, folder, new_name
+):
+    for name, data in files.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(data)
+
+    def prepare(folder: Path):
+        options = ("--format", corpus, "--input", folder, "--output", tmp_path / "out")
+        return run_job_here("prepare_corpus", *options)
+
+    assert not prepare(tmp_path / "in").summary["already_done"]
+    shutil.copytree(tmp_path / "in", tmp_path / "elsewhere")
+    assert prepare(tmp_path / "elsewhere").summary["already_done"]
+    (tmp_path / folder).rename(tmp_path / new_name)
+    refusal = prepare(tmp_path / new_name.partition("/")[0]).refusal
+    assert "holds the result of another job (input: " in refusal
+
+
 def test_a_job_killed_in_mid_run_resumes_to_the_corpus_of_one_that_was_not(
     start_job, run_job, run_job_here, dump, tmp_path
 ):

@@ -43,6 +43,7 @@ from pipeline.records import TaskRecord, sum_counts
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
 CORPORA: tuple[Corpus, ...] = ("banking77", "clinc150", "hwu64", "snips")
+_IN_FOLDERS = ("hwu64", "snips")
 
 _SCHEMA = schema_with(("intent", pa.string()), ("out_of_scope", pa.bool_()))
 _PARTS = ("train", "val", "test", "oos_train", "oos_val", "oos_test")
@@ -108,6 +109,12 @@ def prepare(
         notes.append("banking77: no valid split, so training validates nothing; "
                      "--banking77.valid-share 0.1 takes one from train")  # fmt: skip
     return [*records, TaskRecord(notes=notes)]
+
+
+def input_name(uri: str, corpus: str) -> str:
+    """What a file's URI decides: its name, and of HWU64 and SNIPS also the folder, which is the split."""
+    name = storage.name_of(uri)
+    return f"{storage.name_of(posixpath.dirname(uri))}/{name}" if corpus in _IN_FOLDERS else name
 
 
 def files_of(uris: Sequence[str], corpus: Corpus) -> tuple[list[str], list[str]]:

@@ -20,7 +20,7 @@ import os.path
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,6 +103,18 @@ def require_columns(uris: list[str], options: Options, reading: raw.Reading) -> 
     tables.require_columns(tables_given, options.columns, reading, options)
 
 
+def input_names(uris: Sequence[str], options: Options) -> Callable[[str], str]:
+    """Maps each file to what its URI decides: its path below the common folder, which begins ids, and its
+    split, where a folder names it. Both are part of the input's fingerprint."""
+    root = _common_folder(uris)
+
+    def input_name(uri: str) -> str:
+        path, split = uri.removeprefix(root), _split_of_file(uri, options)
+        return f"{split}: {path}" if split and not named_split(storage.name_of(uri)) else path
+
+    return input_name
+
+
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
 ) -> Sequence[TaskRecord]:
@@ -110,10 +122,7 @@ def prepare(
 
     Raises BadInput where two rows have one id, or a group is in two splits: both are the user's.
     """
-    folders = [f"{posixpath.dirname(uri)}/" for uri in uris]
-    # `commonpath` would make s3:/ of s3://.
-    root = os.path.commonprefix(folders).rpartition("/")[0] + "/"  # noqa: RUF071
-    parse_file = functools.partial(parse, options=options, root=root)
+    parse_file = functools.partial(parse, options=options, root=_common_folder(uris))
     label = "pairs: files to examples"
     records = file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
     split_counts = Counter(split for uri in uris if (split := _split_of_file(uri, options)))
@@ -157,6 +166,13 @@ def parse(
             account.dropped.add(f"empty {empty_side}", uri, number, row_json(row))
         else:
             yield example
+
+
+def _common_folder(uris: Sequence[str]) -> str:
+    """The URI of the innermost folder that all files lie in, with a slash at its end."""
+    folders = [f"{posixpath.dirname(uri)}/" for uri in uris]
+    # `commonpath` would make s3:/ of s3://.
+    return os.path.commonprefix(folders).rpartition("/")[0] + "/"  # noqa: RUF071
 
 
 def _split_of_file(uri: str, options: Options) -> Split | None:
