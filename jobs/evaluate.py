@@ -156,6 +156,7 @@ def run(config: Config) -> program.Summary:
         "corpus": corpus.uri,
         "split": config.split,
         **asdict(measure.protocol),
+        "shorter": question_set.shorter(),
         "unanswerable": question_set.unanswerable(),
         "left_out": dict(question_set.left_out),
         "precision": precision,
@@ -244,6 +245,8 @@ def _notes(question_set: Questions, protocol: Protocol, config: Config) -> list[
         notes.append(
             f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are too narrow"
         )
+    if shorter := question_set.shorter():
+        notes.append(f"questions with fewer than {protocol.candidates:,} candidates: {shorter:,}")
     if protocol.candidates < (wanted := config.rules().candidates) != protocols.ALL:
         notes.append(
             f"{protocol.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"

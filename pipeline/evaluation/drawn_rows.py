@@ -16,7 +16,7 @@ from pipeline.arrays import Ints
 from pipeline.artifact import Artifact
 
 DrawnRow = dict[str, Any]
-_COLUMNS = ["example_id", "group_id", "context", "response", "candidates", "label"]
+_COLUMNS = ["example_id", "group_id", "context", "response", "candidates", "label", "source"]
 _FILES_AT_ONCE = 16  # an object store answers in a tenth of a second each
 
 

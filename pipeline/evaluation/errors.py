@@ -28,7 +28,7 @@ def worst(result: Result, questions: Questions, count: int) -> list[dict[str, An
             "scorer": result.name,
             "example_id": questions.ids[number],
             "rank": int(ranking.ranks_N[number]),
-            "candidates": questions.candidates,
+            "candidates": len(questions.places(number)),
             "context": [*["…"][: len(context) > _TURNS], *map(_cut, context[-_TURNS:])],
             "response": _cut(questions.texts[right_places_N[number]]),
             "score": float(ranking.right_scores_N[number]),

@@ -2,7 +2,8 @@
 
 convai2     the reply among the 20 given                         R@1/20
 dstc7       the reply among the 100 given (sub-task 4: 101,      R@1/100, R@10, R@50, MRR
-            with NONE ranked like any other)
+            with NONE ranked like any other; fewer where an
+            example has several right answers)
 ubuntu      the reply among the 10 given                         R@1/10, R@2, R@5, MRR
 wikipedia   the article among it and 10,000 fixed others         R@1/10001
 polyai      1-of-100: the other responses of blocks of 100       R@1/100

@@ -1,6 +1,7 @@
 """Ranking tasks: contexts, the candidates of each, and which of them is right.
 
-    given     the corpus' own candidates
+    given     the corpus' own candidates; in DSTC7 an example with several right answers has fewer, as the
+              other ones have left them
     sampled   the response among other responses of the split
     blocks    1-of-C as PolyAI defines it (C = 100): examples at random in blocks of C; the block's C
               responses are the candidates of its contexts. PolyAI leaves out the last, smaller block;
@@ -123,6 +124,10 @@ class Questions:
         """-1: no candidate is this text."""
         return self.texts.index(text) if text in self.texts else -1
 
+    def shorter(self) -> int:
+        """Questions with fewer candidates than C."""
+        return int((self.places_NK == NO_TEXT).any(axis=1).sum())
+
     def unanswerable(self) -> int:
         """Questions where a wrong candidate has the right one's very text: nobody can tell them apart."""
         right_places_N = self.right()
@@ -219,7 +224,8 @@ def _read_given(row: DrawnRow, candidates: int, seed: int) -> Question:
                        "--protocol polyai, which ranks the response among 100 of the split")  # fmt: skip
     if not 0 <= label < len(texts):
         raise BadInput(f"{name}: label {label} is not allowed; allowed: 0 to {len(texts) - 1}")
-    if len(texts) != candidates:
+    may_be_fewer = row["source"] == "dstc7" and len(texts) < candidates
+    if len(texts) != candidates and not may_be_fewer:
         raise BadInput(f"{name}: {len(texts)} candidates, not {candidates}; allowed: examples that all have "
                        f"as many, and --candidates {len(texts)} where that is the number")  # fmt: skip
     if texts[label] != row["response"]:

@@ -360,6 +360,31 @@ def test_a_threshold_for_none_is_chosen_on_valid(evaluate, actors_in_process, tm
     assert threshold["poly"]["R@1/101"] >= ranked["poly"]["R@1/101"]
 
 
+def test_an_example_of_dstc7_with_several_right_answers_is_ranked_among_fewer(
+    evaluate, actors_in_process, tmp_path
+):
+    rows = [dstc7_example(number, "dev") | {"scenario": 1} for number in (0, 2)]
+    rows[1]["options-for-correct-answers"] = rows[1]["options-for-next"][2:5]
+    (tmp_path / "ubuntu_dev_subtask_1.json").write_text(json.dumps(rows))
+    files, output = (str(tmp_path / "ubuntu_dev_subtask_1.json"),), str(tmp_path / "corpus")
+    prepare_corpus.run(prepare_corpus.Config(format="dstc7", input=files, output=output))
+    options = ("--protocol", "dstc7", "--latency-queries", 1, "--errors", tmp_path / "errors.jsonl")
+    done = evaluate(*options, models=["poly", "cross"], corpus=output)
+    assert (done.summary["candidates"], done.summary["shorter"]) == (100, 1)
+    assert "questions with fewer than 100 candidates: 1" in done.stdout
+    assert done.summary["table"]["tf-idf"]["R@1/100"] == 1
+    assert all(metrics["R@50/100"] >= 0 for metrics in done.summary["table"].values())
+    config = evaluate_job.Config(model=("m",), corpus=output, protocol="dstc7")
+    asked = evaluate_job.measurement(config, open_artifact(output, "corpus")).asked
+    assert {name[-1]: len(asked.places(n)) for n, name in enumerate(asked.ids)} == {
+        "1": 100,
+        "2": 98,
+    }
+    errors = [json.loads(line) for line in (tmp_path / "errors.jsonl").read_text().splitlines()]
+    assert errors
+    assert {row["example_id"][-1]: row["candidates"] for row in errors} == {"1": 100, "2": 98}
+
+
 def dstc7_example(number: int, split: str) -> dict:
     """The right answer repeats the question; in every second example it is absent."""
     options = [{"candidate-id": f"{number} {k}", "utterance": f"other{number}x{k} words"}

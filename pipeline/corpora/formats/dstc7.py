@@ -12,8 +12,8 @@ are another input, `ubuntu_responses_subtask_1.tsv` (the number says to which), 
 
 In sub-task 4 the right answer may be absent: there each example has a 101st candidate, the text
 NONE, which is the response where no other one is. Of several right answers the first among the
-candidates is the response; the others leave them, where they would count as wrong. ParlAI's augmented
-training file, which has no use for candidates, may have none.
+candidates is the response; the others leave them, where they would count as wrong, so such an example
+has fewer than 100. ParlAI's augmented training file, which has no use for candidates, may have none.
 """
 
 from __future__ import annotations
