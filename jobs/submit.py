@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 from jobs import program, workflow
 from pipeline import storage
-from pipeline.config import BadInput, require
+from pipeline.config import BadInput, choice_options, require
 from pipeline.provenance import git_revision
 
 _JOB = ("python", "-m")
@@ -117,19 +117,19 @@ def _pack(config: Config) -> _Parcel:
         for file in (_ROOT / package).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".md"
     }
-    for name in _settings_of_workflow(verb, arguments):
-        files[name] = Path(name)
-    for word in arguments:
-        path = word.partition("=")[2] if word.startswith("--") and "=" in word else word
+    step = workflow.Step("", (*_JOB, f"jobs.{verb}", *arguments))
+    for path in _path_words(step):
         if not path or Path(path).is_absolute() or not Path(path).exists():
             continue
         if Path(path).is_dir():
-            raise BadInput(f"{word}: a folder of this machine; allowed: a URI that all nodes reach, such "
+            raise BadInput(f"{path}: a folder of this machine; allowed: a URI that all nodes reach, such "
                            "as s3://…, or an absolute path that all nodes have")  # fmt: skip
         is_inside = Path(path).resolve().is_relative_to(Path.cwd())
-        require(is_inside, "--", word, "files below the working directory")
+        require(is_inside, "--", path, "files below the working directory")
         files[Path(path).resolve().relative_to(Path.cwd()).as_posix()] = Path(path)
-    entrypoint = shlex.join([*_JOB, f"jobs.{verb}", *arguments])
+    for name in _settings_of_workflow(step):
+        files[name] = Path(name)
+    entrypoint = shlex.join(step.command)
     parcel = _Parcel(entrypoint, files, environment(config.env))
     if parcel.bytes > config.max_upload_mib << 20:
         largest = max(files, key=lambda name: files[name].stat().st_size)
@@ -137,7 +137,7 @@ def _pack(config: Config) -> _Parcel:
             f"the upload has {parcel.bytes / 2**20:.1f} MiB (largest: {largest}), more than "
             f"--max-upload-mib {config.max_upload_mib}; put data where all nodes reach it and name its URI"
         )
-    _check_outputs(workflow.Step("", (*_JOB, f"jobs.{verb}", *arguments)))
+    _check_outputs(step)
     return parcel
 
 
@@ -161,17 +161,31 @@ def _check_outputs(step: workflow.Step) -> None:
         )
 
 
-def _settings_of_workflow(verb: str, arguments: Sequence[str]) -> list[str]:
-    """Files below the working directory that the commands of a workflow name."""
-    if verb != "workflow":
-        return []
-    texts = [Path(word).read_text(encoding="utf-8") for word in arguments if Path(word).is_file()]
-    words = {word.partition("=")[2] or word for text in texts for word in text.split()}
-    return [
-        word for word in sorted(words)
-        if word.endswith((".yaml", ".yml", ".txt")) and not Path(word).is_absolute()
-        and ".." not in Path(word).parts and Path(word).is_file()
-    ]  # fmt: skip
+def _path_words(step: workflow.Step) -> Iterator[str]:
+    """The values of a job's options that may be paths; `test` in `--split test` is none."""
+    choices, option = choice_options(step.config_class), ""
+    for word in step.options:
+        value = word
+        if word.startswith("--"):
+            option, _, value = word.partition("=")
+            option = option[2:].replace("-", "_")
+        if option not in choices:
+            yield value
+
+
+def _settings_of_workflow(step: workflow.Step) -> set[str]:
+    """Files below the working directory that the commands of a workflow name, its variables replaced."""
+    if step.verb != "workflow":
+        return set()
+    config, names = step.config(), set[str]()
+    for inner_step in workflow.read_steps(config.file, config.set):
+        words = {word.partition("=")[2] or word for word in inner_step.command}
+        names |= {
+            word for word in words
+            if word.endswith((".yaml", ".yml", ".txt")) and not Path(word).is_absolute()
+            and ".." not in Path(word).parts and Path(word).is_file()
+        } | _settings_of_workflow(inner_step)  # fmt: skip
+    return names
 
 
 def _is_job(file: Path) -> bool:

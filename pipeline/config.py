@@ -250,6 +250,20 @@ def _option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
     return option_types
 
 
+def choice_options(config_class: type) -> set[str]:
+    """Names of the options, dotted, that take one of a few fixed values; and other names for them."""
+    choices = {name for name, hint in _option_types(config_class).items() if _is_choice(hint)}
+    aliases: Mapping[str, str] = getattr(config_class, "ALIASES", {})
+    return choices | {alias for alias, name in aliases.items() if name in choices}
+
+
+def _is_choice(hint: Any) -> bool:
+    """Whether a type, or the type of a tuple's items, is a Literal."""
+    kinds = [kind for kind in typing.get_args(hint) if kind not in (..., type(None))]
+    is_literal = typing.get_origin(hint) is typing.Literal
+    return is_literal or (bool(kinds) and all(map(_is_choice, kinds)))
+
+
 def _unions(config_class: type) -> dict[str, Variants]:
     """The fields that are unions of dataclasses."""
     hints = typing.get_type_hints(config_class)

@@ -130,6 +130,42 @@ def test_the_settings_that_a_workflow_names_travel_with_it(tmp_path, monkeypatch
     assert "jobs/workflows/dialogue.yaml" in sent
 
 
+def test_the_settings_that_set_names_travel_and_those_that_it_replaces_do_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.yaml", "theirs.yaml", "words.txt"):
+        (tmp_path / name).write_text("loop: {seed: 1}\n")
+    (tmp_path / "w.yaml").write_text(
+        "variables: {finetune: theirs.yaml, name: words}\n"
+        "steps:\n  a: polyrank finetune --config=${finetune} --corpus s3://c --encoder s3://e --output s3://r\n"
+        "  b: cat ${name}.txt\n"
+    )
+    (tmp_path / "outer.yaml").write_text(
+        "steps: {all: python -m jobs.workflow w.yaml --set finetune=mine.yaml}"
+    )
+    for command in (("w.yaml", "--set", "finetune=mine.yaml"), ("outer.yaml",)):
+        sent = submit._pack(submit.Config(command=("workflow", *command))).files
+        own_files = {path for path in sent if "/" not in path}
+        assert own_files == {"mine.yaml", "w.yaml", "words.txt", command[0]}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("evaluate", "--model", "s3://m", "--corpus", "s3://c", "--split", "test"),
+        ("evaluate", "--model", "s3://m", "--corpus", "s3://c", "--split=test"),
+        ("prepare_corpus", "--corpus", "reddit", "--input", "s3://r", "--output", "s3://c"),
+    ],
+)
+def test_one_of_fixed_values_is_no_folder_though_one_is_called_so(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    for name in ("test", "reddit"):
+        (tmp_path / name).mkdir()
+    sent = submit._pack(submit.Config(command=command)).files
+    assert {path.partition("/")[0] for path in sent} == {"jobs", "pipeline", "serve"}
+
+
 @pytest.mark.parametrize(
     ("command", "settings", "message"),
     [((), {}, "--: '' is not allowed; allowed: a job: benchmark, "),
