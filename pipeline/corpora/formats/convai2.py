@@ -7,7 +7,8 @@
 
 Line numbers restart at 1 with each dialogue. The persona lines are those of the side that answers
 (*_self_*: "your persona: "), of the other one (*_other_*: "partner's persona: "), of both or of neither.
-A file is the split that its name begins with.
+A file is the split that its name begins with. ParlAI's folder has each split several times, once for each
+set of persona lines, original or revised, with candidates or without: one variant of a split is read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeGuard
 
+from pipeline import storage
+from pipeline.config import BadInput
 from pipeline.corpora import file_tasks, raw
 from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
@@ -27,6 +30,7 @@ from pipeline.records import TaskRecord
 
 CANDIDATES = 20
 _SELF = "your persona: "
+_VARIANT = re.compile(r"(?P<split>[a-z]+)_(self|other|both|none)_(original|revised)(?![a-z])")
 _PERSONA = re.compile(rf"({_SELF}|partner's persona: )")
 
 
@@ -52,11 +56,29 @@ class _Turn(NamedTuple):
 def prepare(
     draft: Draft, uris: list[str], options: Options, reading: raw.Reading, privacy: Privacy
 ) -> Sequence[TaskRecord]:
-    """Fills the draft and returns the records of its tasks."""
+    """Fills the draft and returns the records of its tasks.
+
+    Raises BadInput for two variants of the same dialogues.
+    """
     file_tasks.require_distinct(map(raw.plain_name, uris))
+    _require_one_variant(uris)
     parse_file = functools.partial(parse, options=options)
     label = "convai2: files to examples"
     return file_tasks.prepare(draft, uris, parse_file, EXAMPLE, reading, privacy, label)
+
+
+def _require_one_variant(uris: Sequence[str]) -> None:
+    """Raises BadInput where two files of a split are different variants."""
+    first_of_split: dict[str, tuple[tuple[str, ...], str]] = {}
+    for uri in uris:
+        name = raw.plain_name(uri)
+        if match := _VARIANT.match(name):
+            variant = (*match.groups(), str("_no_cands" in name))
+            first_variant, first_uri = first_of_split.setdefault(match["split"], (variant, uri))
+            if variant != first_variant:
+                raise BadInput(f"--input: {first_uri} and {storage.name_of(uri)} are variants of the same "
+                               f"dialogues; allowed: one file of the {match['split']} split, such as "
+                               f"--input {match['split']}_self_original.txt")  # fmt: skip
 
 
 def parse(

@@ -268,6 +268,36 @@ def test_two_files_of_one_name_are_refused_since_ids_come_from_names(actors_in_p
         prepare_corpus.run(config)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("valid_self_original.txt", "valid_both_original.txt"),
+        ("valid_self_original.txt", "valid_self_revised.txt"),
+        ("valid_self_original.txt", "valid_self_original_no_cands.txt"),
+        ("valid_none_original_no_cands.first500.txt", "valid_other_original_no_cands.first500.txt"),
+    ],
+)
+def test_variants_of_the_same_dialogues_are_refused(prepare_here, tmp_path, names):
+    for name in ("train_self_original.txt", *names):
+        read(tmp_path, TWO_DIALOGUES, name)
+    with pytest.raises(
+        BadInput, match="are variants of the same dialogues; allowed: one file"
+    ) as e:
+        prepare_here(convai2.prepare, sorted(tmp_path.iterdir()), convai2.Options())
+    assert all(name in str(e.value) for name in names)
+
+
+def test_parts_of_one_variant_are_read_together(prepare_here, tmp_path):
+    for name in (
+        "train_self_original.0.txt",
+        "train_self_original.1.txt",
+        "valid_both_revised.txt",
+    ):
+        read(tmp_path, TWO_DIALOGUES, name)
+    made = prepare_here(convai2.prepare, sorted(tmp_path.iterdir()), convai2.Options())
+    assert made.counts["dialogues"] == 6
+
+
 def test_the_sample_files_give_every_answer_with_its_candidates(sample_files):
     rows, account = read_file(sample_files / "convai2" / "valid_self_original.sample.txt")
     assert len(rows) > 100 and not account.malformed.counts
