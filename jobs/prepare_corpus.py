@@ -6,7 +6,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -117,6 +117,9 @@ def run(config: Config) -> program.Summary:
         # Enough of the key's hash to notice another key, too little to find the key by.
         key_fingerprint = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
         inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": key_fingerprint}
+    privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
+    if config.format == "reddit":  # from here on nothing knows the names, so nothing can log them
+        config = replace(config, reddit=config.reddit.with_author_keys(privacy))
     out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)
@@ -125,7 +128,6 @@ def run(config: Config) -> program.Summary:
     from pipeline import tracking
 
     with cluster.session(for_tasks=True), tracking.start("prepare_corpus", out) as tracked:
-        privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
         options = getattr(config, config.format, None)
         records = FORMATS[config.format](out, files, options, config.reading, privacy)
         counts = sum_counts(record.counts for record in records)

@@ -31,6 +31,11 @@ class Privacy:
     def hashed(self, names: pa.Array) -> pa.Array:
         return hash_names(names, self.salt) if self.authors == "hash" else names
 
+    def author_keys(self, names: pa.Array) -> pa.Array:
+        """What authors are compared by: their names in lower case, as Reddit takes Ann and ann for one, and
+        hashed like all names, so that a list of them can be stored."""
+        return self.hashed(pc.utf8_lower(names))
+
     def profiles_hashed(self, subreddits: pa.Array) -> pa.Array:
         """Subreddits; of profiles, which are called u_<author>, with the author's hash: u_<hash>."""
         if self.authors == "plain":

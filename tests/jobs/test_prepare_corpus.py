@@ -184,6 +184,29 @@ def test_hashes_depend_on_the_salt_and_on_nothing_else(prepare, dump, tmp_path, 
     assert not set(found[0].values()) & set(found[2].values())
 
 
+def test_names_of_excluded_authors_are_hashed_wherever_they_are_stored(prepare, dump, tmp_path):
+    authors = Counter(json.loads(line)["author"] for line in dump.splitlines())
+    (name, _) = next(row for row in authors.most_common() if row[0] != "[deleted]")
+    options = ("--redact", "off", "--reddit.exclude-authors")
+    refused = prepare({"RC": dump + b"rubbish\n" * len(dump.splitlines())}, *options, name)
+    assert "malformed" in refused.refusal
+    request = (tmp_path / "out.partial" / "_request.json").read_text()
+    shutil.rmtree(tmp_path / "out.partial")
+    first = prepare({"RC": dump}, *options, name).summary
+    corpus = open_artifact(str(tmp_path / "out"), "corpus")
+    assert first["dropped"]["response by an excluded author"]
+    run = mlflow.MlflowClient().get_run(corpus.manifest["run_id"])
+    (key,) = corpus.manifest["config"]["reddit"]["exclude_authors"]
+    assert re.fullmatch("[0-9a-f]{16}", key)
+    manifest = (tmp_path / "out" / "manifest.json").read_text()
+    for text in (request, manifest, str(run.data.params)):
+        assert key in text and name.lower() not in text.lower()
+    again = prepare({"RC": dump}, *options, name.swapcase(), name)
+    assert again.summary["already_done"] and again.summary["fingerprint"] == first["fingerprint"]
+    other = prepare({"RC": dump}, *options, "somebody").refusal
+    assert "another job" in other and name not in other and "somebody" not in other
+
+
 def test_the_published_corpus_and_its_dump_do_not_give_away_the_key_of_its_hashes(
     prepare, dump, tmp_path
 ):

@@ -11,7 +11,7 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.reddit.options import Options
 
 # Reasons why a comment makes no example. Of several reasons, for the context or for the response, the
-# first in this order is counted.
+# first in this order is counted; of a comment's own, "by an excluded author" comes right after "deleted".
 RULED_OUT = (
     "",
     "deleted",
@@ -22,6 +22,8 @@ RULED_OUT = (
     "too short",
     "scored too low",
 )
+DELETED = RULED_OUT.index("deleted")
+BY_EXCLUDED_AUTHOR = RULED_OUT.index("by an excluded author")  # it ends contexts, too
 SCORED_TOO_LOW = RULED_OUT.index("scored too low")  # as a context it is none the worse
 
 COLUMNS = pa.schema(
@@ -52,6 +54,7 @@ def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[p
     """(`lines.COMMENT` and `score` as `COLUMNS`, the number of rows of subreddits not asked for, the number
     of texts redacted)
 
+    Excluded authors are given by their keys (`Options.with_author_keys`).
     The rules look at the text as it was written; redaction comes after them.
     """
     row_count = comments.num_rows
@@ -66,7 +69,7 @@ def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[p
         "id": comments["id"],
         "parent": pc.replace_substring_regex(comments["parent_id"], prefix, ""),
         "body": _trim_long(redacted, pc.utf8_length(body), options.max_characters),
-        "ruled_out": pa.array(_reason_codes(comments, options), pa.int8()),
+        "ruled_out": pa.array(_reason_codes(comments, options, privacy), pa.int8()),
         "author": privacy.hashed(author),
         "subreddit": privacy.profiles_hashed(comments["subreddit"].combine_chunks()),
     }
@@ -96,7 +99,7 @@ def _select_subreddits(comments: pa.Table, options: Options) -> pa.Table:
 
 
 def _reason_codes(
-    comments: pa.Table, options: Options
+    comments: pa.Table, options: Options, privacy: Privacy
 ) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
     body, author = comments["body"].combine_chunks(), comments["author"].combine_chunks()
     length = pc.utf8_length(body)
@@ -118,12 +121,13 @@ def _reason_codes(
         masks["by a bot"] = pc.or_(is_known_bot, pc.match_substring_regex(author, _BOT_NAME))
     if options.deleted_authors == "drop":
         masks["by someone who left"] = pc.is_in(author, _DELETED)
-    if options.exclude_authors:
-        masks["by an excluded author"] = pc.is_in(author, pa.array(options.exclude_authors))
     codes = np.zeros(comments.num_rows, np.int8)
     for code, name in reversed(list(enumerate(RULED_OUT))):
         if name in masks:
             codes[_mask(masks[name])] = code
+    if options.exclude_authors:
+        is_excluded = pc.is_in(privacy.author_keys(author), pa.array(options.exclude_authors))
+        codes[_mask(is_excluded) & (codes != DELETED)] = BY_EXCLUDED_AUTHOR
     return codes
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import pyarrow as pa
+
 from pipeline.config import require
+from pipeline.corpora.privacy import Privacy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +43,18 @@ class Options:
     deleted_authors: Literal["keep", "drop"] = "keep"
     """What people wrote who have left since."""
     exclude_authors: tuple[str, ...] = ()
-    """What these people wrote makes no example."""
+    """What these people wrote is in no example, in any case of letters. Stored are their hashes."""
     train_share: float = 0.9
     """Share of the threads in `train`; the rest is `test`."""
     rows_per_shard: int = 250_000
     """Examples in one Parquet file at most."""
     bucket_mib: int = 32
     """Threads are worked on in buckets of so many MiB of compressed dump: 0.7 GB of memory for 32."""
+
+    def with_author_keys(self, privacy: Privacy) -> Options:
+        """The rules with excluded authors as the corpus, its manifest and its tasks may know them."""
+        keys = privacy.author_keys(pa.array(self.exclude_authors, pa.string())).to_pylist()
+        return replace(self, exclude_authors=tuple(sorted(set(keys))))
 
     def __post_init__(self) -> None:
         for name, least in (("max_characters", 1), ("max_context_turns", 1), ("rows_per_shard", 1),

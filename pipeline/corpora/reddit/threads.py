@@ -9,7 +9,13 @@ import pyarrow.compute as pc
 from pipeline.arrays import Bools, Ints
 from pipeline.corpora import buckets, raw
 from pipeline.corpora.reddit import languages
-from pipeline.corpora.reddit.comments import COLUMNS, RULED_OUT, SCORED_TOO_LOW
+from pipeline.corpora.reddit.comments import (
+    BY_EXCLUDED_AUTHOR,
+    COLUMNS,
+    DELETED,
+    RULED_OUT,
+    SCORED_TOO_LOW,
+)
 from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.schema import schema_with
@@ -131,14 +137,15 @@ def _reasons(comments: pa.Table, parent: Ints, options: Options) -> Ints:
 
 
 def _contexts(comments: pa.Table, parent: Ints, response: Ints, options: Options) -> pa.ListArray:
-    """The turns above each response, oldest first."""
+    """The turns above each response, oldest first. They begin below an excluded author's, and in the layout
+    `dialogue` below a deleted one."""
     ancestors = np.full((len(response), options.max_context_turns), -1, np.int64)
     ancestor = response
-    deleted = comments["ruled_out"].to_numpy() == RULED_OUT.index("deleted")
+    ends = [BY_EXCLUDED_AUTHOR, *([DELETED] if options.layout == "dialogue" else [])]
+    is_end = np.isin(comments["ruled_out"].to_numpy(), ends)
     for depth in range(options.max_context_turns):
         ancestor = np.where(ancestor >= 0, parent[ancestor], -1)
-        if options.layout == "dialogue":
-            ancestor = np.where((ancestor >= 0) & deleted[ancestor], -1, ancestor)
+        ancestor = np.where((ancestor >= 0) & is_end[ancestor], -1, ancestor)
         ancestors[:, -1 - depth] = ancestor  # the nearest one last
     present = ancestors >= 0
     offsets = np.concatenate([[0], np.cumsum(present.sum(axis=1))]).astype(np.int32)
@@ -151,7 +158,7 @@ def _contexts(comments: pa.Table, parent: Ints, response: Ints, options: Options
 
 
 def _rejects(comments: pa.Table, code: Ints, task: str) -> raw.Rejects:
-    """Counts by reason, and the first rows of each to look at."""
+    """Counts by reason, and the first rows of each to look at, without what excluded authors wrote."""
     rejects = raw.Rejects()
     for reason, number in zip(
         _REASONS[1:], np.bincount(code, minlength=len(_REASONS))[1:], strict=True
@@ -160,7 +167,8 @@ def _rejects(comments: pa.Table, code: Ints, task: str) -> raw.Rejects:
             rows = np.flatnonzero(code == _CODE[reason])[: raw.MAX_SAMPLES]
             samples = comments.take(pa.array(rows)).to_pylist()
             for row in samples:
-                rejects.add(reason, f"{row['thread']}/{row['id']}", 0, row["body"])
+                text = "" if row["ruled_out"] == BY_EXCLUDED_AUTHOR else row["body"]
+                rejects.add(reason, f"{row['thread']}/{row['id']}", 0, text)
             rejects.counts[reason] = int(number)
     return rejects
 

@@ -103,7 +103,7 @@ def parsed(comments: list[Any]) -> pa.Table:
 def examples_of(
     comments: list[Comment], rules: Options | None = None, privacy: Privacy = PLAIN
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    rules = rules or Options()
+    rules = (rules or Options()).with_author_keys(privacy)
     table, rejects = build_examples(normalise(parsed(comments), rules, privacy)[0], rules)
     return table.to_pylist(), dict(rejects.counts)
 
@@ -347,6 +347,38 @@ def test_neither_side_of_an_example_is_a_bots_or_an_excluded_authors():
     assert authors(bots="drop") == {"talbot", "robot", "[deleted]", "spammer", "ann"}
     assert authors(deleted_authors="drop") == {*names} - {"[deleted]"}
     assert authors(exclude_authors=("spammer", "ann")) == {*names} - {"spammer", "ann"}
+    assert authors(exclude_authors=("SpammeR", "ANN", "nobody")) == {*names} - {"spammer", "ann"}
+
+
+@pytest.mark.parametrize("privacy", [PLAIN, Privacy(redact=True, authors="hash", salt="s")])
+@pytest.mark.parametrize("more", [{}, {"bots": "drop"}])
+def test_a_context_begins_after_the_turn_of_an_excluded_author(privacy, more):
+    chain = [
+        comment(f"c{n}", f"c{n - 1}" if n else None, f"comment number {n}", author=author)
+        for n, author in enumerate(["ann", "bob", "Some_Bot", "cat", "dan", "eve"])
+    ]
+    contexts = {
+        layout: [
+            (row["context"], row["response"])
+            for row in examples_of(
+                chain, Options(layout=layout, exclude_authors=("some_bot",), **more), privacy
+            )[0]
+        ]
+        for layout in ("turns", "dialogue")
+    }
+    assert contexts["turns"] == [
+        (["comment number 0"], "comment number 1"),
+        (["comment number 3"], "comment number 4"),
+        (["comment number 3", "comment number 4"], "comment number 5"),
+    ]
+    assert contexts["dialogue"] == [
+        (["\n".join(context)], response) for context, response in contexts["turns"]
+    ]
+    rules = Options(exclude_authors=("some_bot",), **more).with_author_keys(privacy)
+    _, rejects = build_examples(normalise(parsed(chain), rules, privacy)[0], rules)
+    texts = {sample["reason"]: sample["text"] for sample in rejects.samples}
+    assert texts["response by an excluded author"] == ""
+    assert texts["context by an excluded author"] == "comment number 3"
 
 
 def test_only_responses_in_the_languages_asked_for_are_used():
