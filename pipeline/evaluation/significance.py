@@ -5,7 +5,8 @@ is to draw from the histogram of their ranks: one multinomial draw per resample,
 them take milliseconds. Questions of one dialogue are not independent, so true intervals are wider.
 
 Where all questions are right, or all are wrong, every draw is the same. The bound is then the exact one of a
-binomial share (Clopper and Pearson, 1934): 30 of 30 right mean 0.884 at least.
+binomial share (Clopper and Pearson, 1934): 30 of 30 right mean 0.884 at least. So it is where two models
+agree on all questions: on 300 their difference may be 0.012 on either side.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Comparison:
     difference: float
     """R@1 of the first less that of the second."""
     interval: Interval
-    """The interval of the difference: paired bootstrap, 95 %."""
+    """The interval of the difference: paired bootstrap, 95 %; without any difference, the exact bound."""
     p: float
     """Two-sided sign test on the questions that one of them gets right; not corrected for the number
     of comparisons. It is the exact form of the permutation test: to swap the two models' answers to
@@ -48,10 +49,10 @@ def intervals(
     distinct_U, counts_U = np.unique(ranks, return_counts=True)
     parts = metric_values(distinct_U, candidates, recall_ks)
     low, high = _percentiles(np.stack(list(parts.values()), axis=1), counts_U, seed)
-    bound = _TAIL ** (1 / len(ranks))
+    unseen = _unseen_share(len(ranks))
     for at, values_U in enumerate(parts.values()):
-        low[at] = bound if values_U.min() == 1 else low[at]
-        high[at] = 1 - bound if values_U.max() == 0 else high[at]
+        low[at] = 1 - unseen if values_U.min() == 1 else low[at]
+        high[at] = unseen if values_U.max() == 0 else high[at]
     return {name: (float(low[at]), float(high[at])) for at, name in enumerate(parts)}
 
 
@@ -67,7 +68,8 @@ def compare(
     counts_3 = np.array([wins, losses, questions - wins - losses])
     low, high = _percentiles(np.array([[1.0], [-1.0], [0.0]]), counts_3, seed)
     p = float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
-    interval = (float(low[0]), float(high[0]))
+    unseen = _unseen_share(questions)
+    interval = (float(low[0]), float(high[0])) if wins + losses else (-unseen, unseen)
     return Comparison(first, second, (wins - losses) / questions, interval, p)
 
 
@@ -93,8 +95,15 @@ def compare_means(
     sums_R = (swapped_RU - counts_U) @ size_U
     observed = abs(float(difference_N.sum())) - 1e-6
     p = (1 + int((np.abs(sums_R) >= observed).sum())) / (1 + RESAMPLES)
-    interval = mean_interval(difference_N, seed)
+    unseen = _unseen_share(len(difference_N))
+    interval = mean_interval(difference_N, seed) if size_U.any() else (-unseen, unseen)
     return Comparison(first, second, float(difference_N.mean()), interval, p)
+
+
+def _unseen_share(questions: int) -> float:
+    """The largest share of questions that may have a property which none of these has: Clopper and Pearson's
+    bound, which a larger share passes with 2.5 % at most."""
+    return float(1 - _TAIL ** (1 / questions))
 
 
 def _percentiles(values_UK: Floats, counts_U: Ints, seed: int) -> tuple[Floats, Floats]:

@@ -103,10 +103,16 @@ def test_the_interval_of_a_difference_is_that_of_paired_examples():
     assert found.p < 0.05
 
 
-def test_models_that_agree_everywhere_do_not_differ():
-    same = np.array([True, False, True])
-    found = compare("a", "b", same, same)
-    assert (found.difference, found.interval, found.p) == (0.0, (0.0, 0.0), 1.0)
+@pytest.mark.parametrize(("questions", "bound"), [(3, 0.708), (300, 0.0122), (10_000, 0.00037)])
+def test_models_that_agree_everywhere_may_differ_by_what_so_many_questions_do_not_show(
+    questions, bound
+):
+    same = np.arange(questions) % 2 == 0
+    exact = binomtest(0, questions).proportion_ci(0.95, method="exact").high
+    for found in (compare("a", "b", same, same), compare_means("a", "b", 1.0 * same, 1.0 * same)):
+        assert (found.difference, found.p) == (0.0, 1.0)
+        assert found.interval == pytest.approx((-exact, exact))
+        assert found.interval == pytest.approx((-bound, bound), rel=0.01)
 
 
 shares = st.lists(
@@ -144,4 +150,3 @@ def test_one_run_of_each_is_compared_as_ever():
 def test_equal_models_do_not_differ():
     same = np.array([0, 0.5, 1])
     assert compare_means("a", "b", same, same).p == 1
-    assert compare_means("a", "b", same, same).interval == (0, 0)
