@@ -57,7 +57,7 @@ def to_bf16(ranker: Ranker) -> None:
         if isinstance(module, TextEncoder):
             module.to(torch.bfloat16)
             if ranker.device.type == "cpu":
-                cpu.pack_weights(module)
+                cpu.prepare_inference(module)
             module.register_forward_hook(lambda module, inputs, hidden_BTD: hidden_BTD.float())
 
 

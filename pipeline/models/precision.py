@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Precision = Literal["auto", "bf16", "fp32"]
 """auto: bf16 on hardware that multiplies it, else float32."""
 Resolved = Literal["bf16", "fp32"]
-NUMERICS = 1
+NUMERICS = 2
 """Counts up when the code computes other vectors from the same weights, texts and precision, if only in
 their rounding: pools are then embedded anew, so that none holds vectors of both kinds."""
 

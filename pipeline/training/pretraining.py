@@ -218,8 +218,8 @@ class Pretraining:
             "corpora that were tokenized with the encoder's own tokenizer",
         )
         if size < corpus.vocabulary.size:
-            raise BadInput(f"--start: the encoder has {size:,} tokens, the tokenizer of {corpus.artifact.uri} "
-                           f"{corpus.vocabulary.size:,}; allowed: {allowed}")  # fmt: skip
+            raise BadInput(f"--start: the encoder has {size:,} tokens, the tokenizer of "
+                           f"{corpus.artifact.uri} {corpus.vocabulary.size:,}; {allowed}")  # fmt: skip
         if not (encoder / "tokenizer.json").exists():
             return
         id_of_token = Tokenizer.load(encoder).hf.get_vocab()
@@ -228,7 +228,7 @@ class Pretraining:
         if moved:
             token = min(moved, key=tokens.__getitem__)
             raise BadInput(f"--start: {token!r} is token {tokens[token]} of {corpus.artifact.uri}, and "
-                           f"{id_of_token.get(token)} of the encoder; allowed: {allowed}")  # fmt: skip
+                           f"{id_of_token.get(token)} of the encoder; {allowed}")  # fmt: skip
 
     def build(self, rank: int, world: int) -> Task:
         """Raises BadInput for settings that do not fit each other or the corpora."""

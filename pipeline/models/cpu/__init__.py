@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from pipeline.models.cpu import attention, packing
+from pipeline.models.cpu import attention, attention_bf16, packing
 from pipeline.models.cpu.dropout import Dropout
 from pipeline.models.cpu.linear import pack_weights
 from pipeline.models.cpu.memory import keep_memory, return_memory
 
-__all__ = ["accelerate", "keep_memory", "pack_weights", "return_memory"]
+__all__ = ["accelerate", "keep_memory", "prepare_inference", "return_memory"]
 
 
 def accelerate(hf: Any) -> None:
@@ -32,3 +33,15 @@ def accelerate(hf: Any) -> None:
     if hf.config._attn_implementation == "sdpa":
         hf.set_attn_implementation(attention.NAME)
         packing.attach(hf)
+
+
+def prepare_inference(model: nn.Module) -> None:
+    """Changes a bf16 model in place for inference on a CPU; it can do nothing else then.
+
+    Linear layers have their weights laid out for the matrix units (`linear`), and `transformers` encoders
+    another attention (`attention_bf16`). Outputs are those of the plain model within bf16's rounding.
+    """
+    pack_weights(model)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == "sdpa":
+            part.set_attn_implementation(attention_bf16.NAME)

@@ -232,7 +232,7 @@ def test_packed_weights_give_the_outputs_of_the_library(encoder, tokens):
     encoder.eval().to(torch.bfloat16)
     with torch.inference_mode():
         expected = encoder(tokens).float()
-        cpu.pack_weights(encoder.hf)
+        cpu.prepare_inference(encoder.hf)
         assert not any(type(part) is nn.Linear for part in encoder.modules())
         found = encoder(tokens).float()
     kept = tokens.mask_BT[..., None]
