@@ -86,11 +86,16 @@ class Decision:
     """Reasons why the wanted versions are not served."""
 
 
-def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, list[str]]:
+def resolve(
+    targets: Targets, refused: Sequence[str] = (), served: Sequence[str] = ()
+) -> tuple[Versions, list[str]]:
     """(the versions to serve, the reasons why some are not the wanted ones)
 
-    If another model embedded the CURRENT version of a pool, or it cannot be read, or its URI is in `refused`,
-    then the newest version that this model embedded takes its place. Raises BadInput if there is none.
+    If another model embedded the CURRENT version of a pool, or it is damaged, or its URI is in `refused`,
+    then another version that this model embedded takes its place: the one in `served`, or else the newest.
+    Newer versions than the served one may have been rolled back, or not been promoted yet.
+
+    Raises BadInput if there is none, and OSError for an error of the storage, which may pass.
     """
     # MLflow's client would try for minutes while replicas wait for the decider; the next poll tries again.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -98,7 +103,7 @@ def resolve(targets: Targets, refused: Sequence[str] = ()) -> tuple[Versions, li
     model = read_artifact(registry.model_uri(targets.model), "ranker")
     require_search(model, targets.pools)
     problems: list[str] = []
-    pools = tuple(_servable_version(uri, model, refused, problems) for uri in targets.pools)
+    pools = tuple(_servable_version(uri, model, refused, served, problems) for uri in targets.pools)
     return Versions(model.uri, model.fingerprint, pools), problems
 
 
@@ -121,7 +126,11 @@ def read_settings(model: Artifact) -> RankerConfig:
 
 
 def _servable_version(
-    uri: str, model: Artifact, refused: Sequence[str], problems: list[str]
+    uri: str,
+    model: Artifact,
+    refused: Sequence[str],
+    served: Sequence[str],
+    problems: list[str],
 ) -> str:
     uri = storage.absolute(uri.rstrip("/"))
     if not storage.exists(storage.join(uri, CURRENT)):
@@ -133,7 +142,8 @@ def _servable_version(
             return _require_model(current, model)
         except BadInput as error:
             reason = str(error)
-    for version in _versions_newest_first(uri):
+    versions = _versions_newest_first(uri)
+    for version in sorted(versions, key=lambda version: version not in served):
         if version in refused or version == current:
             continue
         with suppress(BadInput):
@@ -144,10 +154,11 @@ def _servable_version(
 
 
 def _current_uri(uri: str, problems: list[str]) -> str:
-    """The URI of the version that CURRENT names; "" if it names none."""
+    """The URI of the version that CURRENT names; "" if it names none. Raises OSError."""
+    content = storage.read_bytes(storage.join(uri, CURRENT))
     try:
-        name = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
-    except (UnicodeDecodeError, OSError) as error:
+        name = content.decode().strip()
+    except UnicodeDecodeError as error:
         problems.append(f"{storage.join(uri, CURRENT)}: {error}")
         return ""
     return storage.join(uri, storage.name_of(name)) if name else ""
@@ -240,7 +251,8 @@ class Decider:
     def _poll_targets(self) -> None:
         refused_pools = [pool for refusal in self._refused.values() for pool in refusal.pools]
         try:
-            wanted, self._problems = resolve(self._targets, refused_pools)
+            served_pools = self._decided.pools if self._decided else ()
+            wanted, self._problems = resolve(self._targets, refused_pools, served_pools)
         except Exception as error:
             if [problem_of(error)] != self._problems:
                 log_failure("cannot resolve the wanted versions", error)

@@ -17,6 +17,7 @@ from typing import Any
 import mlflow
 import pytest
 
+from pipeline import storage
 from pipeline.artifact import read_artifact
 from pipeline.config import BadInput
 from pipeline.retrieval.pools.lock import is_leased
@@ -51,6 +52,18 @@ def publish(pools, tiny_pool) -> Callable[..., str]:
 @pytest.fixture
 def model(tiny_ranker):
     return tiny_ranker("poly")
+
+
+def failing_once(name: str) -> Callable[[str], bytes]:
+    """`storage.read_bytes` over a network that loses its first request for a file of this name."""
+    read_bytes, failures = storage.read_bytes, [OSError("connection reset")]
+
+    def read(uri: str) -> bytes:
+        if failures and storage.name_of(uri) == name:
+            raise failures.pop()
+        return read_bytes(uri)
+
+    return read
 
 
 def targets(model: Any, pools: Path) -> Targets:
@@ -101,6 +114,13 @@ def test_a_pool_of_the_next_model_waits_for_the_model(tiny_ranker, model, pools,
     assert other.fingerprint in problems[0] and "v-1 is served" in problems[0]
     versions, problems = resolve(targets(other, pools))
     assert (versions.pools, versions.fingerprint, problems) == ((new,), other.fingerprint, [])
+
+
+def test_an_error_of_the_storage_is_no_damage(model, pools, publish, monkeypatch):
+    publish(model, "v-1")
+    monkeypatch.setattr("serve.versions.storage.read_bytes", failing_once("CURRENT"))
+    with pytest.raises(OSError, match="connection reset"):
+        resolve(targets(model, pools))
 
 
 def test_no_version_at_all_is_said_in_one_line(tiny_ranker, model, pools, publish):
@@ -430,7 +450,7 @@ def test_versions_that_cannot_be_resolved_for_any_reason_are_a_problem(model, po
 def test_a_decider_with_nothing_to_serve_looks_once_a_poll(model, pools, clock, monkeypatch):
     looks: list[Targets] = []
 
-    def resolve_nothing(targets: Targets, refused: Any) -> Any:
+    def resolve_nothing(targets: Targets, *pools: Any) -> Any:
         looks.append(targets)
         raise BadInput("no version to serve")
 
@@ -494,6 +514,51 @@ def test_a_rollback_is_a_current_that_names_the_old_version(model, pools, publis
         clock.now += 1
         one._step()
     assert served(one) == "v-1"
+
+
+@pytest.fixture
+def rolled_back(model, pools, publish, clock) -> Follower:
+    """A replica that serves v-1, because v-2 was rolled back."""
+    publish(model, "v-1")
+    publish(model, "v-2")
+    one = started(replica("one", Decider(targets(model, pools), poll_s=1.0), engine_of))
+    make_current(str(pools), "replies", "v-1")
+    for _ in range(2):
+        clock.now += 1
+        one._step()
+    assert served(one) == "v-1"
+    return one
+
+
+@pytest.mark.parametrize("problem", ["embedded by the model", "damaged", "names no version"])
+def test_a_current_that_cannot_be_taken_does_not_bring_back_what_was_rolled_back(
+    tiny_ranker, model, pools, publish, clock, rolled_back, problem
+):
+    """A promotion of a model with its pool passes through a CURRENT of the next model."""
+    new = Path(publish(tiny_ranker("poly", int(problem == "embedded by the model")), "v-3"))
+    if problem == "damaged":
+        flip_a_byte(next((new / "vectors").glob("*.npy")))
+    elif problem == "names no version":
+        (pools / "replies" / "CURRENT").write_bytes(b"\xff")
+    for _ in range(4):
+        clock.now += 1
+        rolled_back._step()
+        assert served(rolled_back) == "v-1"
+    assert any("v-1 is served" in problem for problem in rolled_back.problems)
+
+
+def test_a_current_that_cannot_be_read_for_once_changes_nothing(
+    model, pools, publish, clock, rolled_back, monkeypatch
+):
+    publish(model, "v-3")
+    make_current(str(pools), "replies", "v-1")
+    monkeypatch.setattr("serve.versions.storage.read_bytes", failing_once("CURRENT"))
+    clock.now += 1
+    decision = rolled_back._step()
+    assert (decision.proposed, rolled_back.problems) == (None, ("connection reset",))
+    clock.now += 1
+    decision = rolled_back._step()
+    assert (decision.proposed, rolled_back.problems, served(rolled_back)) == (None, (), "v-1")
 
 
 @pytest.mark.slow
