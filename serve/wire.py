@@ -197,9 +197,10 @@ async def _encode_texts(
 ) -> _Vectors:
     """Vectors as the model scores with them, cut to `dimensions` the way it cuts them in training.
 
-    Raises Refusal for what this model has not.
+    They are always the champion's: clients compare vectors of several requests, and those of two models have
+    nothing in common. Raises Refusal for what this model has not.
     """
-    engine, deadline = service.engine, request.state.deadline
+    engine, deadline = service.champion, request.state.deadline
     config = engine.ranker.config
     if not config.has_vectors:
         raise Refusal("invalid_request", "model: a cross-encoder has no vectors; allowed: /rank, "

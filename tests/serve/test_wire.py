@@ -15,6 +15,7 @@ import httpx2
 import jsonschema
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 
 from pipeline.artifact import Artifact
 from pipeline.models import inference
@@ -259,6 +260,32 @@ def test_teis_embeddings(live, architecture):
     assert np.allclose(single, vectors[:1], atol=1e-4)
     cut = one.post("/embed", {"inputs": TEXTS, "dimensions": 5}).json()
     assert np.allclose(cut, unit(vectors[:, :5]), atol=1e-5)
+
+
+def test_all_vectors_are_the_champions_while_a_candidate_answers(tiny_ranker):
+    with ExitStack() as stack:
+        champion, candidate = (Engine(tiny_ranker("bi", seed).uri) for seed in (0, 1))
+        service = Service(lambda: champion, most_waiting_s=60.0, candidate=lambda: candidate)
+        for closing in (champion, candidate, service):
+            stack.callback(closing.close)
+        client = stack.enter_context(TestClient(create_app(service)))
+        with_candidate = [
+            client.post("/embed", json={"inputs": TEXTS}),
+            client.post("/embed", json={"inputs": TEXTS, "prompt_name": "context"}),
+            client.post("/", json={"inputs": TEXTS}),
+            client.post("/v1/embeddings", json={"input": TEXTS}),
+        ]
+        rerank = client.post("/v1/rerank", json={"query": QUERY, "documents": TEXTS}).json()
+        assert rerank["model"] == candidate.model.fingerprint
+        assert with_candidate[-1].json()["model"] == champion.model.fingerprint
+        ranker = champion.ranker
+        expected = unit(inference.candidate_vectors(ranker, TEXTS).numpy())
+        contexts = inference.context_vectors(ranker, [[text] for text in TEXTS])[0][:, 0]
+        assert np.allclose(with_candidate[0].json(), expected, atol=1e-5)
+        assert np.allclose(with_candidate[1].json(), unit(contexts.numpy()), atol=1e-5)
+        assert np.allclose(with_candidate[2].json(), expected, atol=1e-5)
+        vectors = [row["embedding"] for row in with_candidate[3].json()["data"]]
+        assert np.allclose(vectors, expected, atol=1e-5)
 
 
 def test_contexts_are_embedded_where_they_have_one_vector(live):
