@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -10,18 +11,25 @@ from collections.abc import Callable, Hashable
 from pipeline.arrays import Bools
 
 _BYTES = 64 << 20  # 64 masks of a pool of a million rows
+# Of an entry beside its mask: the digest, the array object and the place in the dictionary. Python's objects
+# were 260 bytes; the allocator rounds up.
+ENTRY_BYTES = 512
 
 
 class Masks:
-    """Masks by their filters; the longest unused ones go first. At least one stays, however large."""
+    """Masks by the digests of their filters; the longest unused ones go first. At least one stays, however
+    large. A filter itself may be larger than its mask: it names up to a thousand ids."""
 
     def __init__(self, most_bytes: int = _BYTES) -> None:
         self._most_bytes = most_bytes
-        self._masks: OrderedDict[Hashable, Bools] = OrderedDict()
+        self._masks: OrderedDict[bytes, Bools] = OrderedDict()
         self._lock = threading.Lock()
+        self.bytes = 0
+        """Size of all entries."""
 
-    async def get(self, key: Hashable, make: Callable[[], Bools]) -> Bools:
+    async def get(self, filter_key: Hashable, make: Callable[[], Bools]) -> Bools:
         """The mask of a filter; it is made beside the event loop, because it reads all rows of a pool."""
+        key = hashlib.sha256(repr(filter_key).encode()).digest()
         with self._lock:
             if (mask := self._masks.get(key)) is not None:
                 self._masks.move_to_end(key)
@@ -29,13 +37,11 @@ class Masks:
         mask = await asyncio.get_running_loop().run_in_executor(None, make)
         with self._lock:
             # One array, because equal filters are searched together.
-            mask = self._masks.setdefault(key, mask)
+            if key not in self._masks:
+                self._masks[key] = mask
+                self.bytes += mask.nbytes + ENTRY_BYTES
             self._masks.move_to_end(key)
             while len(self._masks) > 1 and self.bytes > self._most_bytes:
-                self._masks.popitem(last=False)
-        return mask
-
-    @property
-    def bytes(self) -> int:
-        """Size of all masks."""
-        return sum(mask.nbytes for mask in self._masks.values())
+                _, oldest_mask = self._masks.popitem(last=False)
+                self.bytes -= oldest_mask.nbytes + ENTRY_BYTES
+            return self._masks[key]

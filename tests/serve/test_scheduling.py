@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from serve.errors import Refusal
-from serve.masks import Masks
+from serve.masks import ENTRY_BYTES, Masks
 from serve.scheduling import Batch, Kind, WorkQueue
 
 from .conftest import run
@@ -227,7 +228,7 @@ def test_the_watch_hears_of_every_batch():
 
 
 def test_masks_are_kept_up_to_a_number_of_bytes():
-    masks, made = Masks(most_bytes=25), Counter[str]()
+    masks, made = Masks(most_bytes=2 * ENTRY_BYTES + 25), Counter[str]()
 
     def make(name: str) -> np.ndarray:
         made[name] += 1
@@ -236,7 +237,25 @@ def test_masks_are_kept_up_to_a_number_of_bytes():
     for name in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b
         run(masks.get(name, lambda name=name: make(name)))
     assert made == {"a": 1, "b": 2, "c": 1}
-    assert masks.bytes == 20
+    assert masks.bytes == 2 * ENTRY_BYTES + 20
+
+
+def test_masks_take_no_memory_for_the_ids_of_their_filters():
+    masks = Masks()
+
+    async def fill() -> None:
+        for number in range(500):
+            ids = tuple(f"row {number} {place}" for place in range(200))
+            await masks.get(("pool", (), ids), lambda: np.ones(10, bool))
+
+    tracemalloc.start()
+    try:
+        run(fill())
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert masks.bytes == 500 * (ENTRY_BYTES + 10)
+    assert taken_bytes < 2 * masks.bytes
 
 
 def test_a_filter_reads_the_rows_beside_the_event_loop():
