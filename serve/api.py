@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -253,9 +254,12 @@ def create_app(
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
             return _response(answer, 1000 * (time.monotonic() - began))
+        queries = [
+            replace(ranking_request.query(), in_admitted_list=place > 0)
+            for place, ranking_request in enumerate(body)
+        ]
         rankings = [
-            asyncio.ensure_future(ranker.rank(ranking_request.query(), deadline, engine))
-            for ranking_request in body
+            asyncio.ensure_future(ranker.rank(query, deadline, engine)) for query in queries
         ]
         try:
             answers = await asyncio.gather(*rankings)

@@ -6,7 +6,8 @@ time that the request's earlier rows take, so a small request passes between the
 thread never waits for a batch to fill: rows that arrive during a batch form the next one.
 
 Admission (`admit`) is by request, not by row. The rows of a request arrive stage by stage, so a limit on the
-rows in the queue accepted four times the work that could be done.
+rows in the queue accepted four times the work that could be done. A list of requests is admitted as a whole,
+by its first one: otherwise its own work would refuse it, on an idle replica, too.
 """
 
 from __future__ import annotations
@@ -142,16 +143,17 @@ class WorkQueue:
         return overload_refusal(waiting_s, self._most_s) if waiting_s > self._most_s else None
 
     @contextmanager
-    def admit(self, name: str, units: float, deadline: float) -> Iterator[None]:
+    def admit(
+        self, name: str, units: float, deadline: float, in_admitted_list: bool = False
+    ) -> Iterator[None]:
         """Admits a request, whose rows are handed in inside the `with` block.
 
         Requests with the same name are expected to take the same time for each unit. Raises Refusal
-        (overloaded) if so much work is waiting that the request would miss its deadline.
+        (overloaded) if so much work is waiting that the request would miss its deadline; a further request
+        of a list that was admitted (`in_admitted_list`) is only counted.
         """
-        if refusal := self.overload():
-            raise refusal
-        if (waiting_s := self.waiting_s) > deadline - time.monotonic():
-            raise overload_refusal(waiting_s, 0.0)  # other requests may have later deadlines
+        if not in_admitted_list:
+            self._require_room(deadline)
         request = _Request(units * self._request_s[name].value)
         self._requests.add(request)
         token = _current.set(request)
@@ -161,6 +163,12 @@ class WorkQueue:
         finally:
             _current.reset(token)
             self._requests.discard(request)
+
+    def _require_room(self, deadline: float) -> None:
+        if refusal := self.overload():
+            raise refusal
+        if (waiting_s := self.waiting_s) > deadline - time.monotonic():
+            raise overload_refusal(waiting_s, 0.0)  # other requests may have later deadlines
 
     async def run(
         self, kind: Kind, rows: Sequence[Any], units: Sequence[float], deadline: float

@@ -48,6 +48,8 @@ class RankQuery:
     where: Where = ()
     allow: tuple[str, ...] | None = None
     explain: bool = False
+    in_admitted_list: bool = False
+    """Whether the query is a further one of a list whose first one is asked before it."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Service:
         if query.pool is not None:
             _require_pool(engine, query.pool)
             name, units = f"search {query.pool}", 1
-        with self.queue.admit(name, units, deadline):
+        with self.queue.admit(name, units, deadline, query.in_admitted_list):
             if query.pool is not None:
                 answer = await self._search(engine, query, query.pool, deadline)
             else:
@@ -308,6 +310,7 @@ class Service:
             query.allow,
             query.explain,
             deadline,
+            query.in_admitted_list,
         )
         results = [
             Result(hit.place, hit.id, hit.text, hit.score, hit.columns)

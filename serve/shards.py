@@ -57,6 +57,8 @@ class ShardQuery:
     with_vectors: bool
     timeout_s: float
     """A later answer is of no use."""
+    in_admitted_list: bool = False
+    """Whether the query is a further one of a list whose first one is asked before it."""
 
 
 class ShardRow(NamedTuple):
@@ -184,7 +186,7 @@ class PoolShard:
             query.top_k,
             row_mask,
         )
-        with self._queue.admit("search", 1, deadline):
+        with self._queue.admit("search", 1, deadline, query.in_admitted_list):
             kind = shard.searches(query.attention)
             (answer,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
         rows = []
@@ -305,6 +307,7 @@ class ShardedPool:
         allow: tuple[str, ...] | None,
         with_vectors: bool,
         deadline: float,
+        in_admitted_list: bool = False,
     ) -> Merged:
         """The best rows of all shards. Deadlines are of `time.monotonic`.
 
@@ -312,7 +315,16 @@ class ShardedPool:
         """
         timeout_s = min(self._wait_s, deadline - time.monotonic())
         query = ShardQuery(
-            self.uri, vectors_MD, mask_M, attention, top_k, where, allow, with_vectors, timeout_s
+            self.uri,
+            vectors_MD,
+            mask_M,
+            attention,
+            top_k,
+            where,
+            allow,
+            with_vectors,
+            timeout_s,
+            in_admitted_list,
         )
         answers = await asyncio.gather(
             *(self._ask(number, query, deadline) for number in range(len(self._shards)))

@@ -78,6 +78,19 @@ def test_a_pool_is_ranked(client, engine):
     assert body["certified"] is True
 
 
+def test_the_work_of_a_list_does_not_refuse_it(engine):
+    service = Service(lambda: engine.engine, most_waiting_s=2.0)
+    service.queue._request_s["rank"].value = 0.05
+    question = {"context": CONTEXT, "candidates": [f"text {number}" for number in range(20)]}
+    with TestClient(api.create_app(service)) as client:
+        answer = client.post("/rank", json=[question] * 5)  # 5.25 s are expected
+        assert (answer.status_code, len(answer.json())) == (200, 5)
+        service.queue._request_s["rank"].value = 0.05  # not what the five took
+        with service.queue.admit("rank", 41, time.monotonic() + 60):  # of somebody else
+            assert error_of(client.post("/rank", json=[question]), 429)["code"] == "overloaded"
+    service.close()
+
+
 def test_a_list_with_a_refused_request_leaves_no_work(engine):
     queue, may_end = engine.service.queue, threading.Event()
 
