@@ -6,7 +6,8 @@
 
 Requests change nothing, so they are sent again: after 429 and 503, when `Retry-After` has passed, and after a
 connection that was refused or lost. All of it, waiting included, ends with the timeout, which the service is
-told (`x-timeout-ms`): it computes nothing that would come too late.
+told (`x-timeout-ms`): it computes nothing that would come too late. The blocking client looks at the clock
+between two reads of the answer's body, so it may end one read later, at most another timeout.
 
 HTTP is httpx2's, as in openai's and Hugging Face's clients: `pip install 'polyrank[client]'`.
 """
@@ -174,8 +175,20 @@ class Client:
             return result
 
     def _outcome(self, attempt: _Attempt) -> _Outcome:
+        deadline = time.monotonic() + attempt.timeout_s
+        content = bytearray()
         try:
-            return self._http.request(**attempt.request)
+            with self._http.stream(**attempt.request, timeout=attempt.timeout_s) as response:
+                for chunk in response.iter_raw():
+                    content += chunk
+                    if time.monotonic() > deadline:
+                        return _too_late()
+            return httpx2.Response(
+                response.status_code,
+                headers=response.headers,
+                content=bytes(content),
+                request=response.request,
+            )
         except httpx2.RequestError as error:
             return error
 
@@ -242,7 +255,10 @@ class AsyncClient:
 
     async def _outcome(self, attempt: _Attempt) -> _Outcome:
         try:
-            return await self._http.request(**attempt.request)
+            async with asyncio.timeout(attempt.timeout_s):
+                return await self._http.request(**attempt.request, timeout=attempt.timeout_s)
+        except TimeoutError:
+            return _too_late()
         except httpx2.RequestError as error:
             return error
 
@@ -254,8 +270,10 @@ class AsyncClient:
 class _Attempt:
     wait_s: float
     """Before it is sent."""
+    timeout_s: float
+    """For all of it. httpx2's own timeout is for each step, and for each read of an answer."""
     request: dict[str, Any]
-    """Arguments of httpx2's `request`."""
+    """Further arguments of httpx2's `request`."""
 
 
 _Outcome = httpx2.Response | httpx2.RequestError
@@ -304,7 +322,7 @@ class _Calls:
         while True:
             left_s = deadline - time.monotonic() - wait_s
             headers["x-timeout-ms"] = str(max(1, min(int(1000 * left_s), MAX_TIMEOUT_MS)))
-            outcome = yield _Attempt(wait_s, {**request, "timeout": left_s})
+            outcome = yield _Attempt(wait_s, left_s, request)
             attempts += 1
             if isinstance(outcome, httpx2.Response) and outcome.is_success:
                 return _parse_answer(outcome, parse)
@@ -326,6 +344,10 @@ class _Calls:
         except (ValueError, LookupError, TypeError):
             return _unknown_answer(outcome)
         return ServiceError(*problem, outcome.status_code, request_id)
+
+
+def _too_late() -> httpx2.RequestError:
+    return httpx2.ReadTimeout("the answer is not complete in time")
 
 
 def _may_pass(outcome: _Outcome) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -292,6 +294,35 @@ def test_an_answer_that_does_not_come_is_not_waited_for(ask):
         error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS, client={"timeout_s": 0.2}))
     assert (error.code, error.status) == ("too_late", 0)
     assert error.message == "no answer within 0.2 s"
+
+
+async def trickle(scope: Scope, receive: Receive, send: Send) -> None:
+    """An answer of a hundred bytes, ten a second, until the client goes."""
+    if scope["type"] != "http":
+        return
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(100):
+        await send({"type": "http.response.body", "body": b" ", "more_body": True})
+        with suppress(TimeoutError):
+            await asyncio.wait_for(receive(), 0.1)
+            return  # it has gone
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+def test_an_answer_that_trickles_is_not_waited_for(ask):
+    with serving(trickle) as url:
+        began = time.monotonic()
+        error = error_of(lambda: ask(url, "rank", CONTEXT, TEXTS, client={"timeout_s": 1.0}))
+        seconds = time.monotonic() - began
+    assert (error.code, error.status) == ("too_late", 0)
+    assert seconds < 5  # the whole answer takes 10
+
+
+def test_an_answer_may_be_compressed(ask, app):
+    """A proxy between may do so."""
+    with serving(GZipMiddleware(app, minimum_size=1)) as url:
+        assert len(ask(url, "rank", CONTEXT, TEXTS).results) == len(TEXTS)
 
 
 def test_threads_may_share_a_client(url):
