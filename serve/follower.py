@@ -80,6 +80,7 @@ class Follower:
     def _step(self) -> Decision:
         """Reports, loads what the decider answers, and serves what it has decided."""
         decision = self._report()
+        self._serve_prepared(decision)  # other replicas do so now: a load of the next versions takes long
         for versions in (decision.decided, decision.proposed):
             if versions is None or versions.key in (_key(self._serving), self._prepared_key):
                 continue
@@ -94,15 +95,19 @@ class Follower:
                 return self._report(versions, problem_of(error), may_pass)
             decision = self._report()
             break
-        decided = decision.decided
-        if self._prepared is not None and _key(decided) == self._prepared_key:
-            previous_engine, (self._serving, engine) = self._engine, self._prepared
-            self._engine, self._prepared = engine, None  # the swap, for all later requests
-            if previous_engine is not None:
-                _close_later(previous_engine)
-        elif self._serving is not None and self._prepared_key != _key(decision.proposed):
+        self._serve_prepared(decision)
+        if self._serving is not None and self._prepared_key != _key(decision.proposed):
             self._close_prepared()  # another replica refused it
         return decision
+
+    def _serve_prepared(self, decision: Decision) -> None:
+        """Swaps, if what it has prepared is decided."""
+        if self._prepared is None or _key(decision.decided) != self._prepared_key:
+            return
+        previous_engine, (self._serving, engine) = self._engine, self._prepared
+        self._engine, self._prepared = engine, None  # the swap, for all later requests
+        if previous_engine is not None:
+            _close_later(previous_engine)
 
     def _load_while_reporting(self, versions: Versions) -> Engine:
         """Reports while it loads, because a silent replica counts as dead."""

@@ -197,6 +197,33 @@ def test_replicas_go_over_when_all_have_loaded(model, pools, publish, clock):
     assert (served(one), served(two)) == ("v-2", "v-2")
 
 
+def test_what_is_decided_is_served_before_the_next_version_is_loaded(model, pools, publish, clock):
+    """Both may come with one answer."""
+    publish(model, "v-1")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    loads: list[tuple[str, str]] = []
+
+    def load(versions: Versions) -> Engine:
+        serving = served(one) if one.loaded else ""
+        loads.append((serving, storage.name_of(versions.pools[0])))
+        return engine_of(versions)
+
+    one = replica("one", decider, load)
+    started(one)
+    two = started(replica("two", decider, engine_of))
+    publish(model, "v-2")
+    clock.now += 1
+    one._step()
+    two._step()  # all have loaded v-2
+    publish(model, "v-3")
+    clock.now += 1
+    one._step()
+    assert loads == [("", "v-1"), ("v-1", "v-2"), ("v-2", "v-3")]
+    two._step()
+    one._step()
+    assert (served(one), served(two)) == ("v-3", "v-3")
+
+
 def test_a_replica_that_is_gone_holds_up_nobody(model, pools, publish, clock):
     publish(model, "v-1")
     decider = Decider(targets(model, pools), poll_s=1.0)
