@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class _Use:
 
 _in_use: dict[Path, _Use] = {}
 _counting = threading.Lock()
+_collected: ContextVar[list[Path] | None] = ContextVar("collected uses", default=None)
 
 
 def local_folder(uri: str, version: str, only: Collection[str] | None = None) -> Path:
@@ -132,17 +134,35 @@ def _use(folder: Path) -> None:
             fcntl.flock(use.descriptor, fcntl.LOCK_SH)
             _in_use[folder] = use
         _in_use[folder].users += 1
+    if (collected := _collected.get()) is not None:
+        collected.append(folder)
     os.utime(mark)
 
 
 def release(folder: Path) -> None:
     """Ends one use of a folder of `local_folder`; those that are no copies need no release."""
+    collected = _collected.get()
+    if collected is not None and folder in collected:
+        collected.remove(folder)
     with _counting:
         if (use := _in_use.get(folder)) is None:
             return
         use.users -= 1
         if not use.users:
             os.close(_in_use.pop(folder).descriptor)
+
+
+@contextmanager
+def collect_uses() -> Iterator[list[Path]]:
+    """A list of the folders that this thread uses inside, one entry for each use that is not released there.
+
+    A loader of several models releases their copies with it: one call of `release` for each entry."""
+    folders: list[Path] = []
+    token = _collected.set(folders)
+    try:
+        yield folders
+    finally:
+        _collected.reset(token)
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline import node_cache
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
@@ -109,18 +111,15 @@ class Engine:
             if (beat := lease(pool.artifact.uri)) is not None:
                 self._closing.callback(beat.stop)
         try:
-            self._load(precision, second_stage, classifier, sharded)
+            with node_cache.collect_uses() as copies:
+                self._closing.callback(_release, copies)
+                self._load_models(precision, second_stage, classifier)
+            self._load_pools(sharded)
         except BaseException:
             self.close()
             raise
 
-    def _load(
-        self,
-        precision: Precision,
-        second_stage: str,
-        classifier: str,
-        sharded: Sequence[ShardedPool],
-    ) -> None:
+    def _load_models(self, precision: Precision, second_stage: str, classifier: str) -> None:
         self.ranker = LoadedRanker.load(self.model.uri, precision).module
         gpu = self.ranker.device.type == "cuda"
         tokens = _TOKENS_A_GPU if gpu else _TOKENS_A_THREAD * torch.get_num_threads()
@@ -139,6 +138,8 @@ class Engine:
             self.intents = Intents(classifier, self.model, self.ranker, precision, tokens)
         self.scores = Kind("scores", self._score, _PRODUCTS)
         self.explanations = Kind("explanations", self._explain, tokens)
+
+    def _load_pools(self, sharded: Sequence[ShardedPool]) -> None:
         self.sharded = {pool.name: pool for pool in sharded}
         if duplicates := sorted(self.sharded.keys() & self.pools.keys()):
             raise BadInput(f"pools: two are named {duplicates[0]!r}")
@@ -162,7 +163,8 @@ class Engine:
         return self.ranker.config.has_vectors
 
     def close(self) -> None:
-        """Releases the pool versions, so that old ones and their copies on this node may be removed."""
+        """Releases the pool versions and models, so that old ones and their copies on this node may be
+        removed."""
         self._closing.close()
 
     # Kinds of rows
@@ -281,6 +283,11 @@ class Engine:
             worst = ids[int(np.argmax(distances_N))]
             raise BadInput(f"{uri}: the vector of {worst!r} is not what the model makes of its text; "
                            "embed the pool again")  # fmt: skip
+
+
+def _release(copies: Sequence[Path]) -> None:
+    for folder in copies:
+        node_cache.release(folder)
 
 
 def canary_places(rows: int) -> Ints:

@@ -80,7 +80,7 @@ class Follower:
     def _step(self) -> Decision:
         """Reports, loads what the decider answers, and serves what it has decided."""
         decision = self._report()
-        self._serve_prepared(decision)  # other replicas do so now: a load of the next versions takes long
+        self._serve_prepared(decision)  # other replicas do so now, and the next load takes long
         for versions in (decision.decided, decision.proposed):
             if versions is None or versions.key in (_key(self._serving), self._prepared_key):
                 continue

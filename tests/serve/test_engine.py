@@ -20,6 +20,7 @@ import torch
 
 from jobs import embed_pool
 from pipeline import node_cache, storage
+from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.drafts import draft
 from pipeline.models import inference
@@ -94,22 +95,33 @@ def test_a_version_that_is_served_is_not_removed(tiny_ranker, tiny_pool):
 
 
 @pytest.fixture
-def remote_pool(tiny_ranker, tiny_pool, tmp_path, monkeypatch):
-    """The pool `replies` in an object store, and a cache of its own for this node."""
+def remote_cache(tmp_path, monkeypatch):
+    """An object store in memory, and a cache of its own for this node, which is smaller than any copy."""
     monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path / "cache"))
-    storage.upload(Path(tiny_pool(tiny_ranker("poly"))), "memory://pools/replies")
-    yield "memory://pools/replies/v-1"
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(2**-30))
+    yield tmp_path / "cache"
     fsspec.filesystem("memory").store.clear()
 
 
-def copies(cache: Path) -> list[Path]:
-    """The folders of artifacts; `checked` has notes about them."""
-    return [path for path in cache.iterdir() if path.is_dir() and path.name != "checked"]
+@pytest.fixture
+def remote_pool(tiny_ranker, tiny_pool, remote_cache):
+    """The pool `replies` in an object store."""
+    storage.upload(Path(tiny_pool(tiny_ranker("poly"))), "memory://pools/replies")
+    return "memory://pools/replies/v-1"
+
+
+def copies_in_use(cache: Path) -> list[Path]:
+    """The copies that stay when another one needs their room."""
+    storage.write_bytes("memory://other/x", b"1")
+    other = node_cache.local_folder("memory://other", str(time.monotonic_ns()))
+    node_cache.release(other)
+    folders = [path for path in cache.iterdir() if path.is_dir()]
+    return [path for path in folders if path != other and path.name != "checked"]
 
 
 @pytest.mark.parametrize("opened_by", ["engine", "shard"])
 def test_a_version_that_is_no_longer_served_may_leave_the_nodes_disk(
-    tiny_ranker, remote_pool, tmp_path, monkeypatch, opened_by
+    tiny_ranker, remote_pool, remote_cache, opened_by
 ):
     served: Engine | PoolShard
     if opened_by == "engine":
@@ -117,15 +129,40 @@ def test_a_version_that_is_no_longer_served_may_leave_the_nodes_disk(
     else:
         served = PoolShard(Share(0, 2), most_waiting_s=60.0)
         served.preload(remote_pool)
-    (copy,) = copies(tmp_path / "cache")
-    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(2**-30))
-    storage.write_bytes("memory://pools/other/x", b"1")
-    node_cache.local_folder("memory://pools/other", "v")
-    assert copy.exists()
+    assert len(copies_in_use(remote_cache)) == 1
     served.close()
-    storage.write_bytes("memory://pools/another/x", b"1")
-    node_cache.local_folder("memory://pools/another", "v")
-    assert not copy.exists()
+    assert copies_in_use(remote_cache) == []
+
+
+@pytest.mark.parametrize(("option", "kept"), [("model", 1), ("second_stage", 1), ("classifier", 2)])
+def test_models_that_are_no_longer_served_may_leave_the_nodes_disk(
+    tiny_ranker, tiny_classifier, remote_cache, option, kept
+):
+    """The head of a classifier is one copy, its encoder another."""
+    remote = f"memory://models/{option}"
+    storage.upload(Path(tiny_ranker("cross" if option == "second_stage" else "bi").uri), remote)
+    if option == "classifier":
+        with node_cache.collect_uses() as copies_of_the_job:
+            head = tiny_classifier(open_artifact(remote, "ranker"))
+        for copy in copies_of_the_job:  # whose process ends in reality
+            node_cache.release(copy)
+        remote = "memory://models/head"
+        storage.upload(Path(head), remote)
+    engine = Engine(**{"model": tiny_ranker("poly").uri, option: remote})
+    assert len(copies_in_use(remote_cache)) == kept
+    engine.close()
+    assert copies_in_use(remote_cache) == []
+
+
+def test_a_model_that_is_refused_may_leave_the_nodes_disk(
+    tiny_ranker, tiny_pool, remote_cache, monkeypatch
+):
+    model = tiny_ranker("poly")
+    storage.upload(Path(model.uri), "memory://models/poly")
+    monkeypatch.setattr("serve.engine._NEAR", -1.0)  # no vector is near enough
+    with pytest.raises(BadInput, match="not what the model makes of its text"):
+        Engine("memory://models/poly", [tiny_pool(model)])
+    assert copies_in_use(remote_cache) == []
 
 
 SHARED_BYTES = r"""
