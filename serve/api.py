@@ -31,7 +31,7 @@ from torch import Tensor
 from serve import errors, playground, wire
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, error_responses
-from serve.fields import FilledText, Integer, Turn
+from serve.fields import FilledText, Integer, Text
 from serve.guard import Guard
 from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
@@ -46,7 +46,7 @@ class Strict(BaseModel):
 class Candidate(Strict):
     """A text with the client's own id."""
 
-    id: StrictStr
+    id: Text
     text: FilledText
 
 
@@ -66,7 +66,7 @@ class RankRequest(Strict):
 
     context: Annotated[
         Annotated[FilledText, Tag("<text>")]
-        | Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_TURNS), Tag("<list>")],
         Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>"),
     ] = Field(description="The turns so far, oldest first, newest last; a text is one turn.")
     candidates: list[GivenCandidate] | None = Field(
@@ -76,12 +76,12 @@ class RankRequest(Strict):
         default=None, min_length=1, max_length=MAX_POOL_NAME, description="The pool to search."
     )
     top_k: Integer = Field(default=10, ge=1, le=MAX_TOP_K, description="Most results.")
-    where: dict[str, list[StrictStr]] | None = Field(
+    where: dict[str, list[Text]] | None = Field(
         default=None,
         max_length=10,
         description="With a pool: its columns, and the values that a row may have there.",
     )
-    allow: list[StrictStr] | None = Field(
+    allow: list[Text] | None = Field(
         default=None, max_length=MAX_CANDIDATES, description="With a pool: the only ids that count."
     )
     explain: StrictBool = Field(

@@ -31,7 +31,7 @@ def _number(value: Any) -> Any:
 FilledText = Annotated[
     StrictStr, AfterValidator(_not_blank), Field(json_schema_extra={"pattern": r"\S"})
 ]
-Turn = Annotated[StrictStr, AfterValidator(_encodable)]
+Text = Annotated[StrictStr, AfterValidator(_encodable)]
 Integer = Annotated[int, BeforeValidator(_number)]
 # The bound must stand before the validator, or OpenAPI does not show it.
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]

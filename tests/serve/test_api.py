@@ -272,6 +272,9 @@ def test_a_body_that_is_no_json_object_is_refused(client, body, status):
         (rb'{"context": ["\ud800"], "candidates": ["a"]}', "context.0"),
         (rb'{"context": ["a"], "candidates": ["b \udfff c"]}', "candidates.0"),
         (rb'{"context": ["a"], "pool": "\ud800"}', "pool"),
+        (rb'{"context": ["a"], "candidates": [{"id": "\ud800", "text": "b"}]}', "candidates.0.id"),
+        (rb'{"context": ["a"], "pool": "replies", "allow": ["\ud800"]}', "allow.0"),
+        (rb'{"context": ["a"], "pool": "replies", "where": {"lang": ["\ud800"]}}', "where.lang.0"),
     ],
 )
 def test_half_of_a_surrogate_pair_is_refused(client, body, field):
