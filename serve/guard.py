@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -42,6 +43,7 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 2**20
 _MAX_PATH_CHARACTERS = 200  # in the log
+_SAFE_IN_PATHS = "/:@!$&'()*+,;="  # beside letters, digits and -._~ (RFC 3986)
 _ATTEMPTS = 2
 _BODY = "polyrank.body"
 """Key of the ASGI scope in which a proxy sends the body to the replica. Otherwise the replica has to fetch
@@ -130,7 +132,7 @@ class Guard:
                     self._refuse_for(scope["path"], answer.full_for_s)
         if not self._is_proxy:
             _access.info(
-                "%s %s %s %s %.1f ms", request_id, scope["method"], scope["path"][:_MAX_PATH_CHARACTERS],
+                "%s %s %s %s %.1f ms", request_id, scope["method"], _logged_path(scope),
                 answer.status, 1000 * (time.monotonic() - began),
             )  # fmt: skip
 
@@ -179,7 +181,7 @@ class Guard:
         except Exception:
             if answer.status:  # too late to say so
                 raise
-            _log.exception("%s failed", scope["path"][:_MAX_PATH_CHARACTERS])
+            _log.exception("%s failed", _logged_path(scope))
             await Refusal("internal", CODES["internal"].text).response()(scope, receive, answer)
 
     async def _send_to_app(
@@ -280,6 +282,12 @@ def _route(scope: Scope) -> str:
     """The path without the prefix of the application, which Ray's proxy leaves in the path."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+def _logged_path(scope: Scope) -> str:
+    """The path as a client writes it in a URL, truncated. The decoded path may hold line ends and spaces, by
+    which a client could write lines of the log itself."""
+    return quote(scope["path"], safe=_SAFE_IN_PATHS, errors="replace")[:_MAX_PATH_CHARACTERS]
 
 
 def _needs_no_token(method: str, path: str) -> bool:

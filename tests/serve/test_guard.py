@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import socket
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -228,6 +229,25 @@ def test_a_replica_writes_its_access_lines(client, capsys):
         log.removeHandler(handler)
         log.setLevel(level)
     assert "GET /health 200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "logged"),
+    [
+        ("/x%0A2026-01-01%20forged%20GET%20/rank%20200", None),
+        ("/x%0D%1B%5B2J", None),
+        ("/x%E2%80%A8y", None),  # a line end of Unicode
+        ("/x%20200%201.0%20ms", None),
+        ("/caf%C3%A9/a:b@c;d=1,(2)+3", None),
+        ("/%FF", "/%EF%BF%BD"),  # no UTF-8
+        ("/" + "%0A" * 100, "/" + "%0A" * 66 + "%"),
+    ],
+)
+def test_a_path_writes_no_line_of_the_log_itself(client, caplog, path, logged):
+    caplog.set_level("INFO", "polyrank.serve.access")
+    assert client.get(path, headers={"x-request-id": "a-1"}).status_code == 404
+    (line,) = [entry.getMessage() for entry in caplog.records if entry.name.endswith(".access")]
+    assert re.fullmatch(rf"a-1 GET {re.escape(logged or path)} 404 [0-9.]+ ms", line)
 
 
 def test_a_full_disk_for_logs_costs_no_answer(client, caplog, capsys):
