@@ -213,10 +213,8 @@ class Pretraining:
     def _require_own_tokenizer(self, encoder: Path, size: int) -> None:
         """Raises BadInput where an encoder of so many tokens knows the corpora's tokens by other ids, or
         not at all: each would look up another token's embedding."""
-        corpus, allowed = (
-            self.corpora[0],
-            "corpora that were tokenized with the encoder's own tokenizer",
-        )
+        corpus = self.corpora[0]
+        allowed = "allowed: corpora that were tokenized with the encoder's own tokenizer"
         if size < corpus.vocabulary.size:
             raise BadInput(f"--start: the encoder has {size:,} tokens, the tokenizer of "
                            f"{corpus.artifact.uri} {corpus.vocabulary.size:,}; {allowed}")  # fmt: skip
