@@ -38,9 +38,14 @@ def pools(tmp_path) -> Path:
 
 @pytest.fixture
 def model_texts(monkeypatch) -> list[str]:
-    """The candidate texts that went through the model so far."""
+    """The candidate texts that went through the model so far, but for the empty one."""
     seen, rows = list[str](), Ranker.candidate_rows
-    monkeypatch.setattr(Ranker, "candidate_rows", lambda self, t: seen.extend(t) or rows(self, t))
+
+    def tokenise(self, texts):
+        seen.extend(filter(None, texts))
+        return rows(self, texts)
+
+    monkeypatch.setattr(Ranker, "candidate_rows", tokenise)
     return seen
 
 

@@ -79,6 +79,8 @@ class Embedder:
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
         self._ranker = inference.prepare(load_ranker(model), best_device(), precision)
+        # [CLS] and [SEP]; ConveRT has neither, and pads an empty text.
+        (self._empty_row,) = self._ranker.candidate_rows([""])
         self._previous: Pool | None = None
         self._notes: list[str] = []
         try:
@@ -102,8 +104,10 @@ class Embedder:
             with suppress(OSError, ValueError, BadInput):  # somebody has removed it
                 copied_N |= _copy(rows, places, vectors_ND, self._unfinished.at)
         todo = np.flatnonzero(~copied_N)
-        vectors_ND[todo], tokens_N, actor_seconds = self._embed(rows["text"].take(todo).to_pylist())
-        poisoned = {"text has no tokens": todo[tokens_N == 0]}
+        vectors_ND[todo], is_empty_N, actor_seconds = self._embed(
+            rows["text"].take(todo).to_pylist()
+        )
+        poisoned = {"text has no tokens": todo[is_empty_N]}
         infinite = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
         if len(infinite) and not np.isfinite(self._embed([_ORDINARY])[0]).all():
             raise FloatingPointError(f"{name}: the model made vectors that are not finite")
@@ -153,18 +157,18 @@ class Embedder:
         rows = pa.concat_tables(tables).combine_chunks()
         return rows, np.concatenate(places), np.concatenate(salvaged)
 
-    def _embed(self, texts: Sequence[str]) -> tuple[Floats, Ints, float]:
-        """(vectors [N, D], how many tokens of its own each text has [N], seconds in the model)"""
+    def _embed(self, texts: Sequence[str]) -> tuple[Floats, Bools, float]:
+        """(vectors [N, D], whether each text has no tokens of its own [N], seconds in the model)"""
         vectors: list[Floats] = [np.empty((0, self._ranker.dual.dimensions), np.float32)]
-        tokens: list[int] = []
+        is_empty: list[bool] = []
         seconds = 0.0
         for rows, (part, part_seconds) in inference.in_windows(
             texts, self._tokenize, self._vectors
         ):
             vectors.append(part.numpy())
-            tokens += [len(row) - 2 for row in rows]  # without [CLS] and [SEP]
+            is_empty += [row == self._empty_row for row in rows]
             seconds += part_seconds
-        return np.concatenate(vectors), np.array(tokens, np.int64), seconds
+        return np.concatenate(vectors), np.array(is_empty, bool), seconds
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         with self._tokenizer_is_free:

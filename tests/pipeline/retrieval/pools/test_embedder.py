@@ -63,9 +63,14 @@ def ranker(model) -> Ranker:
 
 @pytest.fixture
 def tokenised(monkeypatch) -> list[str]:
-    """The texts that have gone through the tokenizer."""
+    """The texts that have gone through the tokenizer, but for the empty one."""
     seen, rows = [], Ranker.candidate_rows
-    monkeypatch.setattr(Ranker, "candidate_rows", lambda self, t: seen.extend(t) or rows(self, t))
+
+    def tokenise(self, texts):
+        seen.extend(filter(None, texts))
+        return rows(self, texts)
+
+    monkeypatch.setattr(Ranker, "candidate_rows", tokenise)
     return seen
 
 
@@ -230,6 +235,14 @@ def test_poisoned_rows_are_set_aside_by_reason_and_the_others_stay(
     assert [json.loads(line)["text"] for line in lines] == [
         f"id {f'id {text}'!r}: {text!r}" for text in (TEXTS[0], TEXTS[4], TEXTS[9])
     ]
+
+
+@pytest.mark.parametrize("architecture", ["bi", "poly", "convert"])
+def test_a_text_of_any_length_has_tokens(shard, tiny_ranker, architecture):
+    """Rows of ConveRT have neither [CLS] nor [SEP]: "a" is two tokens, the mark of a beginning and "a"."""
+    texts = [text[:length] for text in ("abcde", "?!?!?", "é €") for length in range(1, 6)]
+    record = shard(sorted(set(texts))).make(tiny_ranker(architecture).local())
+    assert (record.counts["candidates"], record.dropped) == (13, {})
 
 
 def test_a_shard_of_nothing_but_poison_is_no_shard(shard, model, poisoned):
