@@ -249,6 +249,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         job.model.fingerprint,
         versions.vector_settings(to_dict(config)),
         {"precision": precision, "numerics": NUMERICS},
+        config.gate.min_cosine,
     )
     plan_record = embed.prepare(
         out,
@@ -323,15 +324,21 @@ def _embed(
     kind = f"{job.architecture}, {dimensions} dimensions"
     if not plan_record.canary_file:  # near texts are not the same ones to two models
         kind += f", {job.model.fingerprint}"
-    gate_report, canary_answers = gate.check(
-        config.gate,
-        checks,
-        kind,
-        plan_record.canaries,
-        plan_record.canaries_before,
-        plan.present,
-        shares,
-    )
+    try:
+        gate_report, canary_answers = gate.check(
+            config.gate,
+            checks,
+            kind,
+            plan_record.canaries,
+            plan_record.canaries_before,
+            plan.present,
+            shares,
+        )
+    except Stopped as refusal:
+        # The same command finds its shards finished, and would be refused for ever.
+        raise Stopped(
+            f"{refusal}. Its shards stay in {out.staging}; remove this folder to embed them anew"
+        ) from None
     print(f"pool {config.name}: the gate is passed: {gate_report}", flush=True)
     began = time.perf_counter()
     names = [name for name, r in zip(plan.shards, records, strict=True) if r.counts["shards"]]

@@ -10,9 +10,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from jobs import embed_pool
 from pipeline import storage
+from pipeline.models import inference
 from pipeline.retrieval.pools import candidates, embed, embedder, plan, promotion
 from pipeline.retrieval.pools import versions as versions_module
 from pipeline.retrieval.pools.pool import Pool
@@ -87,6 +89,25 @@ def test_vectors_of_a_killed_build_that_would_differ_are_not_copied(
             made(self, places))[1])  # fmt: skip
     summary = night(changed(FIRST), *after, model=model).summary
     assert embedded(summary) == 29
+
+
+def test_vectors_that_the_gate_has_refused_are_not_copied(night, pools, monkeypatch):
+    """A faulty device makes other vectors of a batch than of a text alone."""
+    vectors = inference.row_vectors
+
+    def faulty(ranker, rows, *more):
+        made = vectors(ranker, rows, *more)
+        return made + torch.randn(made.shape) if len(rows) > 1 else made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inference, "row_vectors", faulty)
+        refused = night(FIRST)
+    (draft,) = pools.glob("p/*.partial")
+    assert refused.code == 1
+    assert f"Its shards stay in {draft}; remove this folder" in refused.stderr
+    finished = night(changed(FIRST))
+    assert f"{draft}: nothing is copied from this unfinished build" in finished.stdout
+    assert embedded(finished.summary) == 29
 
 
 def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(

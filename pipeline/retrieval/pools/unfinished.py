@@ -47,11 +47,13 @@ def find_shards(
     model_fingerprint: str,
     vector_settings: Mapping[str, Any],
     numerics: Mapping[str, Any],
+    min_cosine: float,
 ) -> list[UnfinishedShard]:
     """The finished shards of those drafts in which the same model makes the same vectors.
 
     `vector_settings`: the job's settings that decide a vector, by their dotted names. `numerics`: what the
-    record of the draft's plan has to say of its computation.
+    record of the draft's plan has to say of its computation. `min_cosine`: of every row that the gate has
+    embedded once more. It looks at a few rows of a shard, so a draft with one lower cosine is left out whole.
     """
     shards = []
     for folder in folders:
@@ -64,6 +66,13 @@ def find_shards(
         records = {name: json.loads(data) for name, data in task_marks(folder).items()}
         planned = records.get(PLAN, {})
         if any(planned.get(name) != value for name, value in numerics.items()):
+            continue
+        checks = [record["check"] for record in records.values() if record.get("check")]
+        cosines = [check["cosine"] for check in checks if check["cosine"] is not None]
+        if not all(cosine >= min_cosine for cosine in cosines):
+            print(
+                f"{folder}: nothing is copied from this unfinished build: the gate refused its vectors"
+            )
             continue
         for name, record in sorted(records.items()):
             rows = record.get("counts", {}).get("candidates", 0)
