@@ -148,6 +148,10 @@ def _resolve(config: Config) -> _Job:
     settings = parse_settings(storage.read_bytes(uri), uri)
     settings.require_vectors()
     files, corpora = _candidate_files(config.candidates)
+    order_counts = config.embed.repeated_ids == "first"  # it says whose text stays
+    if not order_counts:
+        # As the fingerprint takes them: a resumed build finds the same files behind the numbers of its tasks.
+        files = sorted(files, key=storage.name_of)
     source = {
         "uri": " ".join(config.candidates),
         "kind": "raw",
@@ -159,7 +163,7 @@ def _resolve(config: Config) -> _Job:
         inputs["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
     if NUMERICS > 1:  # the first ones were not named
         inputs["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
-    if config.embed.repeated_ids == "first" and len(files) > 1:  # the order says whose text stays
+    if order_counts and len(files) > 1:
         order = digest([storage.name_of(file) for file in files])
         inputs["order"] = {"uri": "", "kind": "order of files", "fingerprint": order}
     version = f"v-{request_of(KIND, config, inputs)[:12]}"

@@ -110,6 +110,38 @@ def test_vectors_that_the_gate_has_refused_are_not_copied(night, pools, monkeypa
     assert embedded(finished.summary) == 29
 
 
+@pytest.mark.parametrize("names", [("a.csv", "b.csv"), ("1/same.csv", "2/same.csv")])
+@pytest.mark.parametrize("first", [(), ("--embed.repeated-ids", "first")])
+def test_a_build_that_goes_on_with_its_files_in_another_order_loses_none(
+    run_job_here, pools, tiny_ranker, tmp_path, monkeypatch, names, first
+):
+    """It is killed when it has read one of them."""
+    files = [tmp_path / name for name in names]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"id,text\n{file},text of {file}\n")
+
+    def run(files):
+        return run_job_here(
+            "embed_pool", "--model", tiny_ranker("poly").uri, "--pools", pools, "--name", "p",
+            "--candidates", f"[{','.join(map(str, files))}]", *first,
+        )  # fmt: skip
+
+    read, tasks_read = candidates._stage_piece, list[str]()
+
+    def killed(draft, task, *arguments, **settings):
+        if tasks_read:
+            raise KeyboardInterrupt
+        tasks_read.append(task)
+        return read(draft, task, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(candidates, "_stage_piece", killed)
+        interrupted(run(files))
+    rows = contents(run(reversed(files)).summary["output"])
+    assert set(rows) == set(map(str, files))
+
+
 def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(
     night, first_night, pools, monkeypatch
 ):
