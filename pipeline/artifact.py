@@ -67,11 +67,15 @@ class Artifact:
         `only`: the paths of the files that are needed; None: all. The others may be missing.
         """
         folder = node_cache.local_folder(self.uri, self.fingerprint, only)
-        if not storage.is_local(self.uri) and _size_fault(str(folder), self.manifest, only):
-            storage.delete(str(folder))
+        try:
+            if not storage.is_local(self.uri) and _size_fault(str(folder), self.manifest, only):
+                storage.delete(str(folder))
+                node_cache.local_folder(self.uri, self.fingerprint, only)
+                node_cache.release(folder)
+            _check_sizes(str(folder), self.manifest, only)
+        except BaseException:
             node_cache.release(folder)
-            folder = node_cache.local_folder(self.uri, self.fingerprint, only)
-        _check_sizes(str(folder), self.manifest, only)
+            raise
         return folder
 
     def reference(self) -> dict[str, Any]:

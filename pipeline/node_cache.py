@@ -60,23 +60,30 @@ def local_folder(uri: str, version: str, only: Collection[str] | None = None) ->
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     _use(folder)
-    with _download_lock(folder):
-        if not folder.exists():
-            sizes = storage.sizes_below(uri)
-            needed_bytes = sum(size for path, size in sizes.items() if only is None or path in only)
-            for leftover in folder.parent.glob(
-                f"{name}.{'[0-9a-f]' * 32}"
-            ):  # of a process that was killed
-                shutil.rmtree(leftover)
-            _make_room(folder.parent, needed_bytes)
-            partial_folder = folder.with_name(f"{name}.{uuid.uuid4().hex}")
-            try:
-                download(uri, partial_folder, only)
-                partial_folder.rename(folder)
-            except BaseException:
-                shutil.rmtree(partial_folder, ignore_errors=True)
-                raise
+    try:
+        with _download_lock(folder):
+            if not folder.exists():
+                _download_version(uri, folder, only)
+    except BaseException:
+        release(folder)  # the caller has got no folder to release
+        raise
     return folder
+
+
+def _download_version(uri: str, folder: Path, only: Collection[str] | None) -> None:
+    """Makes the cached copy `folder`, which appears when it is complete."""
+    sizes = storage.sizes_below(uri)
+    needed_bytes = sum(size for path, size in sizes.items() if only is None or path in only)
+    for leftover in folder.parent.glob(f"{folder.name}.{'[0-9a-f]' * 32}"):  # of a killed process
+        shutil.rmtree(leftover)
+    _make_room(folder.parent, needed_bytes)
+    partial_folder = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+    try:
+        download(uri, partial_folder, only)
+        partial_folder.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        raise
 
 
 def download(uri: str, folder: Path, only: Collection[str] | None = None) -> None:

@@ -263,6 +263,18 @@ def test_a_file_of_another_size_than_the_manifest_says_is_refused_by_name(
     assert read_artifact(uri, "thing").counts == {"rows": 1}
 
 
+def test_a_copy_that_is_refused_may_leave_the_nodes_disk(tmp_path, memory_store, monkeypatch):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path))
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(1 / 2**30))
+    made = publish("memory://bucket/a", {"x/1": b"one"})
+    storage.write_bytes("memory://bucket/a/x/1", b"two bytes more")
+    with pytest.raises(BadInput, match="has 14 bytes"):
+        made.local()
+    (refused,) = tmp_path.glob("*/x")
+    publish("memory://bucket/b").local()
+    assert not refused.exists()
+
+
 def test_a_copy_that_lost_a_file_is_made_again(tmp_path, memory_store, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = publish("memory://bucket/a", {"x/1": b"one", "x/2": b"two"})

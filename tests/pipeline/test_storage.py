@@ -116,6 +116,22 @@ def test_a_copy_stays_until_its_last_user_releases_it(memory, tmp_path, monkeypa
     assert not one.exists()
 
 
+def test_a_download_that_fails_is_no_use_of_the_copy(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path))
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(1 / 2**30))
+    for name in ("one", "two"):
+        storage.write_bytes(storage.join(memory, name, "x"), b".")
+    one = storage.join(memory, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(node_cache, "with_retries", lambda read: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            node_cache.local_folder(one, "v")
+    copy = node_cache.local_folder(one, "v")
+    node_cache.release(copy)
+    node_cache.local_folder(storage.join(memory, "two"), "v")
+    assert not copy.exists()
+
+
 def test_a_local_folder_is_its_own_copy(tmp_path):
     assert node_cache.local_folder(str(tmp_path), "v1") == tmp_path
     assert node_cache.local_folder(f"file://{tmp_path}", "v1") == tmp_path

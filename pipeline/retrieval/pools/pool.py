@@ -165,7 +165,8 @@ class Pool:
                            "--embed.neighbours true, or search by another method")  # fmt: skip
         import faiss
 
-        folder = self.artifact.local() / "neighbours"
+        assert self.folder is not None
+        folder = self.folder / "neighbours"
         index_class: Any = faiss.IndexShards  # its types know another constructor
         index = index_class(self.dimensions, True, True)
         for file in files:

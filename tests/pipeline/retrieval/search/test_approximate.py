@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from pipeline import node_cache, storage
 from pipeline.config import BadInput
 from pipeline.drafts import Draft, draft
 from pipeline.retrieval.pools import build
@@ -127,6 +128,23 @@ def test_a_pool_without_an_index_is_refused(publish, texts):
         BadInput, match=r"v50: has no index of neighbours; embed .* --embed.neighbours"
     ):
         search(pool, texts[1][0], 3, method="approximate")
+
+
+def test_a_closed_pool_with_an_index_may_leave_the_nodes_disk(
+    publish, texts, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("POLYRANK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("POLYRANK_CACHE_GIB", str(1 / 2**30))
+    storage.upload(Path(publish(texts[0][:50], 10).artifact.uri), "memory://searched/p/v50")
+    storage.write_bytes("memory://searched/other/x", b"1")
+    try:
+        pool = Pool.open("memory://searched/p/v50")
+        search(pool, texts[1][0], 3, method="approximate")
+        pool.close()
+        node_cache.local_folder("memory://searched/other", "v")
+    finally:
+        storage.delete("memory://searched")
+    assert not pool.folder.exists()
 
 
 def test_a_damaged_index_is_refused(publish, texts):
