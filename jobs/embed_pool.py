@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jobs import cluster, program
@@ -30,7 +30,7 @@ from pipeline.retrieval.pools import (
     verdicts,
     versions,
 )
-from pipeline.retrieval.pools.changes import Changes
+from pipeline.retrieval.pools.changes import Changes, RowSet
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.estimate import estimate, rows_to_embed
 from pipeline.retrieval.pools.gate import GateConfig
@@ -295,14 +295,21 @@ def _rate(previous: Version | None) -> float:
 
 
 def _is_same(config: Config, job: _Job, plan_record: embed.PlanRecord, previous: Version) -> bool:
-    """Whether the version before has the same rows, and they would be made the same way."""
+    """Whether the version before has the same rows, and they would be made the same way.
+
+    The rows that its model has set aside would be set aside again.
+    """
+    # Which files the rows are in does not matter, nor in which order: they are compared themselves.
+    of_files = ("candidates", "order")
     previous_inputs = {
-        **job.inputs,
-        "candidates": previous.artifact.manifest["inputs"]["candidates"],
+        **{name: value for name, value in job.inputs.items() if name not in of_files},
+        **{n: v for n, v in previous.artifact.manifest["inputs"].items() if n in of_files},
     }
     request = request_of(KIND, config, previous_inputs)
     same_numbers = (plan_record.precision, NUMERICS) == (previous.precision, previous.numerics)
-    same_rows = plan_record.plan.changes.none
+    plan = plan_record.plan
+    no_more_rows = plan.new_rows in (RowSet(), previous.set_aside)
+    same_rows = replace(plan.changes, new=0).none and no_more_rows
     return same_numbers and same_rows and request == previous.artifact.manifest["request"]
 
 
@@ -378,6 +385,7 @@ def _embed(
         statistics=statistics,
         plan=asdict(plan.changes),
         embedded=embedding_facts,
+        set_aside=asdict(sum((record.set_aside for record in records), RowSet())),
         gate=gate_report,
         canaries={**canary_answers, "file": plan_record.canary_file},
     )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline import artifact, storage
+from pipeline.models.ranker import Ranker
 from pipeline.retrieval.pools import embedder, promotion
 from pipeline.retrieval.pools.lock import lease, locked
 from pipeline.retrieval.pools.pool import Pool
@@ -123,6 +124,30 @@ def test_two_texts_of_one_id_are_counted_by_name_and_the_first_one_stays(night, 
 def test_texts_over_the_limit_are_set_aside(night):
     summary = night({"1": "short", "2": "é" * 40}, "--embed.max-text-bytes", 79).summary
     assert summary["dropped"] == {"text is too long": 1}
+
+
+def test_rows_that_the_model_sets_aside_every_night_are_nothing_to_do(
+    night, pools, tiny_ranker, monkeypatch
+):
+    rows_of = Ranker.candidate_rows
+    monkeypatch.setattr(
+        Ranker, "candidate_rows", lambda self, texts: rows_of(self, [t.strip("#") for t in texts])
+    )
+    rows = FIRST | {"a": "#", "b": "##"}
+    options = ("--reading.max-malformed-share", 0.1)
+    first = night(rows, *options).summary
+    assert first["dropped"] == {"text has no tokens": 2}
+    assert first["counts"]["candidates"] == 30
+    again = night(dict(reversed(rows.items())), *options).summary
+    assert again == {**first, "already_done": True}
+    assert night(dict(reversed(rows.items())), *options, "--dry-run").summary["already_done"]
+    assert night(dict(reversed(FIRST.items())), *options).summary["already_done"]
+    assert versions(pools) == [first["version"]]
+    for changed_rows in ({"b": "###"}, {"b": "not empty"}, {"new": "###"}, {"a": "##", "b": "#"}):
+        done = night(rows | changed_rows, *options, "--dry-run").summary
+        assert done["already_done"] is False
+    other = tiny_ranker("poly", seed=1).uri  # it may have vectors for them
+    assert night(rows, *options, "--dry-run", model=other).summary["already_done"] is False
 
 
 # Dry run
@@ -366,6 +391,27 @@ def test_where_the_first_text_of_an_id_stays_other_orders_of_files_are_other_ver
 
     assert texts("a", "b") == {"1": "old text", "2": "a alone"}
     assert texts("b", "a") == {"1": "new text", "2": "b alone"}
+
+
+def test_files_with_other_names_and_the_same_rows_leave_nothing_to_do(
+    run_job_here, tiny_ranker, tmp_path
+):
+    """Where the first text of an id stays, and the names have the date in them."""
+
+    def run(*names: str):
+        for name in names:
+            (tmp_path / name).write_text(
+                f"id,text\n1,text of {name[0]}\n{name[0]},alone {name[0]}\n"
+            )
+        return run_job_here(
+            "embed_pool", "--model", tiny_ranker("bi").uri, "--pools", tmp_path / "pools", "--name", "p",
+            "--candidates", f"[{','.join(str(tmp_path / name) for name in names)}]",
+            "--embed.repeated-ids", "first",
+        ).summary  # fmt: skip
+
+    first = run("a-1.csv", "b-1.csv")
+    assert run("a-2.csv", "b-2.csv") == {**first, "already_done": True}
+    assert run("b-3.csv", "a-3.csv")["already_done"] is False
 
 
 READER = """

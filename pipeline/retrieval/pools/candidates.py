@@ -34,6 +34,7 @@ from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
+from pipeline.retrieval.pools.changes import RowSet
 
 ROWS = pa.schema(
     [
@@ -139,6 +140,13 @@ def read_published_keys(uri: str) -> Keys:
     contents = np.frombuffer(hashes, ">u8")[::2].astype(np.uint64)
     ids = np.array([id_key(value) for value in rows["id"].to_pylist()], np.uint64)
     return np.stack([text_keys(rows["text"]) if has_values else contents, contents, ids], axis=1)
+
+
+def row_set(rows: pa.Table) -> RowSet:
+    """These candidates: rows with `id` and `content_hash`."""
+    contents = [hash_key(hash_of_content) for hash_of_content in rows["content_hash"].to_pylist()]
+    ids = [id_key(name) for name in rows["id"].to_pylist()]
+    return RowSet.of(np.array(ids, np.uint64), np.array(contents, np.uint64))
 
 
 def content_hash(text: str, values: Sequence[str | None] = ()) -> str:

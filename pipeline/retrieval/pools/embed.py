@@ -26,6 +26,7 @@ from pipeline.models.sources import Source
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
+from pipeline.retrieval.pools.changes import RowSet
 from pipeline.retrieval.pools.gate import Canaries, GateConfig, ShardCheck, read_canaries
 from pipeline.retrieval.pools.plan import SHARD_PREFIX, Plan, make
 from pipeline.retrieval.pools.unfinished import PLAN, UnfinishedShard
@@ -143,6 +144,8 @@ class EmbedRecord(TaskRecord):
     started: float
     ended: float
     """Seconds since 1970."""
+    set_aside: RowSet = field(default_factory=RowSet)
+    """The rows that the model has no vector for; `dropped` counts them by reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

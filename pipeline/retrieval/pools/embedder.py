@@ -113,7 +113,9 @@ class Embedder:
             raise FloatingPointError(f"{name}: the model made vectors that are not finite")
         poisoned["vector is not finite"] = infinite
         rejects = _reject(draft, name, rows, poisoned)
-        valid = np.delete(np.arange(len(rows)), np.concatenate(list(poisoned.values())))
+        invalid = np.unique(np.concatenate(list(poisoned.values())))
+        set_aside = candidates.row_set(rows.take(invalid))
+        valid = np.delete(np.arange(len(rows)), invalid)
         rows, is_known_N = rows.take(valid), places_N[valid] >= 0
         layer = encode(vectors_ND[valid], self._dtype)
         vectors_ND = decode(layer)  # the gate looks at what searches will
@@ -129,6 +131,7 @@ class Embedder:
             started=started,
             ended=time.time(),
             notes=self._notes,
+            set_aside=set_aside,
         )
 
     def check_again(self, draft: Draft, task: str, shard: tuple[str, Slices]) -> CheckRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from pipeline.arrays import Ints
 from pipeline.corpora import raw
 from pipeline.drafts import Draft
 from pipeline.retrieval.pools import candidates, verdicts
-from pipeline.retrieval.pools.changes import Changes
+from pipeline.retrieval.pools.changes import Changes, RowSet
 from pipeline.retrieval.pools.verdict_tasks import (
     NEW,
     REASONS,
@@ -52,6 +52,8 @@ class Plan:
     """The name by which `verdicts` finds its verdicts."""
     salvaged: int = 0
     """Candidates whose vectors come from builds that were never finished."""
+    new_rows: RowSet = field(default_factory=RowSet)
+    """The candidates whose ids the version before lacks."""
 
     @property
     def rows(self) -> int:
@@ -80,6 +82,7 @@ def make(draft: Draft, rows: PlanInput, rows_per_shard: int, query: TextQuery) -
         present=tuple(decided.present),
         name=decided.plan,
         salvaged=decided.salvaged,
+        new_rows=decided.new_rows,
     )
 
 

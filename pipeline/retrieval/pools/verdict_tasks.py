@@ -12,12 +12,13 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
-from pipeline.arrays import Ints, Keys
+from pipeline.arrays import Bools, Ints, Keys
 from pipeline.config import digest
 from pipeline.corpora import buckets, raw
 from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
 from pipeline.retrieval.pools import candidates
+from pipeline.retrieval.pools.changes import RowSet
 
 NEW, SAME_TEXT, SAME_ID = -1, -2, -3
 REASONS = {SAME_TEXT: "the same text again", SAME_ID: "the same id again"}
@@ -83,6 +84,7 @@ class IdsRecord(TaskRecord):
     first: list[tuple[int, int]] = field(default_factory=list)
     """(key, place) of the texts with the lowest keys"""
     present: list[str] = field(default_factory=list)
+    new_rows: RowSet = field(default_factory=RowSet)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,16 +245,18 @@ def ids_task(
     lowest = _first_occurrences(texts)[: query.texts]
     keys = np.array([int(hash_, 16) for hash_ in query.hashes], np.uint64)
     before = job.read(draft, "before", "id", bucket)
-    new, changed, same = _count_changes(first_rows, before, job.same_columns)
+    is_known, is_same = _compare(first_rows, before, job.same_columns)
+    new_ids, new_contents = (first_rows[key].to_numpy()[~is_known] for key in ("id", "content"))
     return IdsRecord(
-        new=new,
-        changed=changed,
-        same=same,
+        new=len(new_ids),
+        changed=int(np.count_nonzero(is_known & ~is_same)),
+        same=int(np.count_nonzero(is_same)),
         lost=len(lost_rows),
         known=int(np.count_nonzero(places_before >= 0)),
         salvaged=int(np.count_nonzero(places_unfinished >= 0)),
         first=[(int(texts[n]), int(first_rows["place"][n].as_py())) for n in lowest.tolist()],
         present=[query.hashes[index] for index in np.flatnonzero(np.isin(keys, texts)).tolist()],
+        new_rows=RowSet.of(new_ids, new_contents),
     )
 
 
@@ -290,12 +294,16 @@ def verdicts_task(draft: Draft, task: str, number: int, job: PlanJob, rounds: in
 
 def compare_task(draft: Draft, task: str, bucket: int, job: PlanJob) -> IdsRecord:
     rows, before = (job.read(draft, kind, "id", bucket) for kind in ("after", "before"))
-    new, changed, same = _count_changes(rows, before, job.same_columns)
-    return IdsRecord(new=new, changed=changed, same=same)
+    is_known, is_same = _compare(rows, before, job.same_columns)
+    return IdsRecord(
+        new=int(np.count_nonzero(~is_known)),
+        changed=int(np.count_nonzero(is_known & ~is_same)),
+        same=int(np.count_nonzero(is_same)),
+    )
 
 
-def _count_changes(rows: pa.Table, before: pa.Table, same_columns: bool) -> tuple[int, int, int]:
-    """How many ids are new, have another content, have the same one; each is in `before` once at most.
+def _compare(rows: pa.Table, before: pa.Table, same_columns: bool) -> tuple[Bools, Bools]:
+    """(whether `before` has each id, whether with the same content) [N]; each is there once at most.
 
     Where the columns to filter by are others, the texts alone are compared: else every id would have changed,
     and the gate would refuse what was asked for.
@@ -303,10 +311,10 @@ def _count_changes(rows: pa.Table, before: pa.Table, same_columns: bool) -> tupl
     key = "content" if same_columns else "text"
     indices_before = _find(before["id"].to_numpy(), rows["id"].to_numpy())
     is_known = indices_before >= 0
-    keys = rows[key].to_numpy()[is_known]
+    is_same = is_known.copy()
     keys_before = before[key].to_numpy()[indices_before[is_known]]
-    same = int(np.count_nonzero(keys == keys_before))
-    return int(np.count_nonzero(~is_known)), len(keys) - same, same
+    is_same[is_known] = rows[key].to_numpy()[is_known] == keys_before
+    return is_known, is_same
 
 
 def _places_of_texts(rows: pa.Table, texts: Keys) -> Ints:

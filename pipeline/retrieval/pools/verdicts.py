@@ -40,7 +40,7 @@ from pipeline.arrays import Ints
 from pipeline.corpora import raw
 from pipeline.drafts import Draft
 from pipeline.records import TaskRecord, sum_counts
-from pipeline.retrieval.pools.changes import Changes
+from pipeline.retrieval.pools.changes import Changes, RowSet
 from pipeline.retrieval.pools.verdict_tasks import (
     FOLDER,
     NEW,
@@ -78,6 +78,8 @@ class Verdicts:
     first: list[int]
     """The places of the texts with the lowest keys."""
     present: list[str]
+    new_rows: RowSet
+    """The candidates whose ids the version before lacks."""
 
 
 def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
@@ -119,6 +121,7 @@ def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
         samples=samples,
         first=list(lowest.values())[: query.texts],
         present=[hash_ for hash_ in query.hashes if hash_ in present],
+        new_rows=sum((record.new_rows for record in id_records), RowSet()),
     )
 
 

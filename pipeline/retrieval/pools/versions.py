@@ -13,6 +13,7 @@ from pipeline.artifact import MANIFEST, Artifact, open_artifact, read_artifact
 from pipeline.config import BadInput, flatten, to_dict
 from pipeline.drafts import is_being_made, read_mark, read_request
 from pipeline.models.precision import NUMERICS, Resolved
+from pipeline.retrieval.pools.changes import RowSet
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import KIND, current_uri, precision_of
 from pipeline.retrieval.pools.unfinished import PLAN
@@ -78,6 +79,11 @@ class Version:
     def numerics(self) -> int:
         """See `pipeline.models.precision`."""
         return int(self.artifact.manifest.get("numerics", 1))
+
+    @property
+    def set_aside(self) -> RowSet:
+        """The candidates that the model has no vector for; pools of earlier versions do not say."""
+        return RowSet(**self.artifact.manifest.get("set_aside", {}))
 
 
 def open_current(pools: str, name: str) -> Version | None:

@@ -231,6 +231,10 @@ def test_poisoned_rows_are_set_aside_by_reason_and_the_others_stay(
     reasons = {"text has no tokens": 2, "vector is not finite": 1}
     assert record.dropped == record.malformed == reasons
     assert list(written) == [t for t in TEXTS if t not in (TEXTS[0], TEXTS[4], TEXTS[9])]
+    set_aside = pa.Table.from_pylist(
+        [{"id": f"id {t}", "content_hash": content_hash(t)} for t in (TEXTS[9], TEXTS[4], TEXTS[0])]
+    )
+    assert record.set_aside == candidates.row_set(set_aside)
     lines = Path(work.out.path("rejected", "part-00000.jsonl")).read_text().splitlines()
     assert [json.loads(line)["text"] for line in lines] == [
         f"id {f'id {text}'!r}: {text!r}" for text in (TEXTS[0], TEXTS[4], TEXTS[9])
