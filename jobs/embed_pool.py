@@ -36,7 +36,7 @@ from pipeline.retrieval.pools.estimate import estimate, rows_to_embed
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.pool import KIND, current_uri
-from pipeline.retrieval.pools.unfinished import find_shards
+from pipeline.retrieval.pools.unfinished import find_shards, shards_of_version
 from pipeline.retrieval.pools.versions import Version
 
 _MEASURED_ROWS = 1000  # a rate from fewer rows says little
@@ -247,7 +247,10 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
     )
     if previous is not None and previous.precision != precision:
         print(f"pool {config.name}: computed in {precision}, the version before in "
-              f"{previous.precision}: nothing is copied", flush=True)  # fmt: skip
+              f"{previous.precision}: nothing is copied from it", flush=True)  # fmt: skip
+    newest = previous and versions.newest_with_vectors_of(
+        config.pools, config.name, job.model, config, precision
+    )
     unfinished = find_shards(
         versions.drafts(config.pools, config.name, out.staging),
         job.model.fingerprint,
@@ -255,6 +258,9 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         {"precision": precision, "numerics": NUMERICS},
         config.gate.min_cosine,
     )
+    if newest and previous and newest.name != previous.name:
+        # CURRENT is of another model, before this one is promoted, or is pinned: then it grows old.
+        unfinished = [*shards_of_version(newest.artifact), *unfinished]
     plan_record = embed.prepare(
         out,
         job.files,
@@ -270,8 +276,8 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
     plan = plan_record.plan
     rows = rows_to_embed(plan_record)
     if plan.salvaged:
-        print(f"pool {config.name}: {plan.salvaged:,} texts were embedded by builds that were killed, and "
-              "are copied from there")  # fmt: skip
+        folders = dict.fromkeys(storage.name_of(s.folder) for s in plan_record.unfinished)
+        print(f"pool {config.name}: {plan.salvaged:,} texts are copied from {', '.join(folders)}")
     estimate = "not known yet how long that takes"
     if rate := _rate(previous):
         minutes = rows / rate / config.resources.count(len(plan.shards)) / 60

@@ -68,6 +68,34 @@ def test_rows_of_another_model_are_embedded_again(night, first_night, tiny_ranke
     assert "'recall': 'skipped: the version before is of another kind of model" in finished.stdout
 
 
+def test_nights_of_a_model_that_is_not_yet_promoted_copy_its_own_last_version(
+    night, first_night, pools, tiny_ranker
+):
+    first = first_night()
+    model = tiny_ranker("poly", seed=1).uri
+    prepared = night(FIRST, "--publish-only", model=model).summary
+    assert current(pools) == first["version"]
+    finished = night(changed(FIRST), "--publish-only", model=model)
+    second = finished.summary
+    assert f"27 texts are copied from {prepared['version']}\n" in finished.stdout
+    assert embedded(second) == 2
+    before, after = contents(prepared["output"]), contents(second["output"])
+    for name in set(after) - {"5", "new"}:
+        assert after[name] == before[name]  # to the bit
+    next(Path(second["output"]).glob("rows/*")).unlink()
+    finished = night(changed(FIRST) | {"more": "more"}, "--publish-only", model=model)
+    assert f"nothing is copied from {second['version']}" in finished.stdout
+    assert embedded(finished.summary) == 3
+
+
+def test_nights_of_a_pinned_pool_embed_what_the_last_one_has_not(night, first_night, pools):
+    first_night()
+    promotion.set_pin(str(pools), "p", True)
+    for number in range(3):
+        rows = FIRST | {f"night {n}": f"night {n}" for n in range(number + 1)}
+        assert embedded(night(rows).summary) == 1
+
+
 def test_other_shards_of_the_same_rows_are_copies(night, first_night):
     first_night()
     second = night(FIRST, "--embed.rows-per-shard", 7).summary

@@ -124,7 +124,7 @@ class PlanRecord(TaskRecord):
     numerics: int = 1
     """See `pipeline.models.precision`."""
     unfinished: list[UnfinishedShard] = field(default_factory=list)
-    """Shards of killed builds, to copy vectors from."""
+    """Shards of killed builds and of another version than the one before, to copy vectors from."""
     planned_at: float = 0.0
     """Seconds since 1970; see `versions.remove_old`."""
 
@@ -171,8 +171,8 @@ def prepare(
 
     `previous`: the version before. `copies`: whether its vectors are those that the model would make.
     `precision`: what it would compute them in; a job that is resumed elsewhere keeps to it.
-    `privacy`: what leaves the texts. `unfinished`: what killed builds have embedded by this model, these
-    settings and this precision.
+    `privacy`: what leaves the texts. `unfinished`: what killed builds and versions other than `previous` have
+    embedded by this model, these settings and this precision.
     Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
     canaries_before: Canaries | None = (

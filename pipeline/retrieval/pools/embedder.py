@@ -68,7 +68,8 @@ class Embedder:
         `previous`: the version whose vectors are those that the model would make, or "".
         `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard
         that are embedded once more. `dtype`: what the pool keeps of a vector; `precision`: what it is
-        computed in. `unfinished`: what killed builds have embedded the same way.
+        computed in. `unfinished`: what killed builds, or a version that is not `previous`, have embedded
+        the same way.
         """
         # Several shards are worked on at once, each by a thread. A tokenizer takes one at a time.
         self._model_is_free, self._tokenizer_is_free = Lock(), Lock()

@@ -1,4 +1,5 @@
-"""Vectors of builds that were killed and never finished, which a later build copies.
+"""Vectors of builds that were killed and never finished, which a later build copies. The vectors of a version
+that is not CURRENT are copied the same way.
 
 A build that is killed resumes with the same input. With another input it is another version, with a draft
 of its own: without what stands here, that would embed again what took hours. A draft's finished shards are
@@ -19,6 +20,7 @@ import pyarrow as pa
 
 from pipeline import node_cache, storage
 from pipeline.arrays import Floats, Ints
+from pipeline.artifact import Artifact
 from pipeline.config import digest
 from pipeline.drafts import read_request, task_marks
 from pipeline.retrieval.pools.plan import SHARD_PREFIX
@@ -30,10 +32,10 @@ PLAN = "plan"
 
 @dataclass(frozen=True)
 class UnfinishedShard:
-    """A finished shard of a draft."""
+    """A finished shard of a draft, or of a version that is not CURRENT."""
 
     folder: str
-    """The draft's URI."""
+    """The URI of the draft or the version."""
     name: str
     rows: int
 
@@ -79,6 +81,14 @@ def find_shards(
             if name.startswith(SHARD_PREFIX) and rows:
                 shards.append(UnfinishedShard(folder, name, rows))
     return shards
+
+
+def shards_of_version(version: Artifact) -> list[UnfinishedShard]:
+    return [
+        UnfinishedShard(version.uri, Path(entry["path"]).stem, entry["rows"])
+        for entry in version.manifest["files"]
+        if entry["path"].startswith("rows/")
+    ]
 
 
 class UnfinishedVectors:

@@ -129,6 +129,25 @@ def has_vectors_of(before: Version, model: Artifact, config: Any, precision: Res
     return before.numerics == NUMERICS and settings_before == vector_settings(to_dict(config))
 
 
+def newest_with_vectors_of(
+    pools: str, name: str, model: Artifact, config: Any, precision: Resolved
+) -> Version | None:
+    """The newest version for which `has_vectors_of` holds; one with incomplete files is named and left out.
+
+    Only who holds the pool's lock knows that it stays.
+    """
+    artifacts = sorted(
+        read_versions(pools, name), key=lambda artifact: artifact.manifest["created_at"]
+    )
+    for version in map(Version, reversed(artifacts)):
+        if has_vectors_of(version, model, config, precision):
+            try:
+                return Version(open_artifact(version.artifact.uri, KIND))
+            except BadInput as error:
+                print(f"pool {name}: nothing is copied from {version.name}: {error}", flush=True)
+    return None
+
+
 def vector_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a job that decide a vector, by their dotted names."""
     return {
