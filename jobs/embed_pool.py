@@ -180,18 +180,20 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
 
     out = draft(job.uri, KIND, config, job.inputs)
     if isinstance(out, Artifact):
-        if current := versions.open_current(config.pools, config.name):
+        current = versions.open_current(config.pools, config.name)
+        if current:
             changes = _compare(config, job, Version(out), current)
             _, refusal = _judge_changes(config, changes, out.rows("rows/"))
             if refusal:
                 raise Stopped(refusal)
-        promotion.publish(config.pools, config.name, job.version, config.publish_only)
+        _publish(config, job, _name_of_current(config, current))
         return out, True
     with cluster.session(for_tasks=True):
         plan_record, previous = _plan(config, job, out)
         if previous and _is_same(config, job, plan_record, previous):
             storage.delete(out.staging)
             return previous.artifact, True
+        compared = _name_of_current(config, previous)
         shares, refusal = _judge_changes(config, plan_record.plan.changes, plan_record.plan.rows)
         if refusal:
             raise Stopped(refusal)
@@ -199,8 +201,17 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
             pool = _embed(config, job, out, plan_record, previous, shares, lock, tracked.run_id)
             tracking.finish(tracked, pool)
     lock.check()
-    promotion.publish(config.pools, config.name, job.version, config.publish_only)
+    _publish(config, job, compared)
     return pool, False
+
+
+def _name_of_current(config: Config, current: Version | None) -> str:
+    """`current`: what `open_current` has returned."""
+    return current.name if current else versions.current_name(config.pools, config.name)
+
+
+def _publish(config: Config, job: _Job, compared: str) -> None:
+    promotion.publish(config.pools, config.name, job.version, config.publish_only, compared)
 
 
 def _compare(config: Config, job: _Job, version: Version, current: Version) -> Changes:

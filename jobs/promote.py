@@ -15,7 +15,7 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, require, to_dict
 from pipeline.evaluation import protocols
 from pipeline.retrieval.pools import promotion, versions
-from pipeline.retrieval.pools.lock import Lock, locked
+from pipeline.retrieval.pools.lock import Lock, current_locked, locked
 from pipeline.retrieval.pools.pool import Pool
 
 _CANDIDATE = "candidate"
@@ -107,7 +107,10 @@ def run(config: Config) -> program.Summary:
 
 @contextmanager
 def _lock_pool(config: Config) -> Iterator[Lock | None]:
-    """Locks the pool, so that no other job publishes a version; None if no pool moves."""
+    """Locks the pool, so that no other job publishes a version.
+
+    None if no pool moves, and for a rollback, which cannot wait for a build: that takes hours.
+    """
     if not config.pools:
         yield None
         return
@@ -115,8 +118,17 @@ def _lock_pool(config: Config) -> Iterator[Lock | None]:
         raise BadInput(
             f"pool {config.name}: {config.pools} has no such pool, or no CURRENT version"
         )
+    if config.dry_run or config.rollback or _only_pins(config):
+        yield None
+        return
     with locked(config.pools, config.name, _LOCK_EXPIRES_S) as lock:
         yield lock
+
+
+def _only_pins(config: Config) -> bool:
+    """Whether the pool stays at its version."""
+    moves = config.rollback or config.version or config.registered_model
+    return (config.pin or config.unpin) and not moves
 
 
 def _promote_model(config: Config, lock: Lock | None) -> program.Summary:
@@ -216,18 +228,25 @@ def _pool_version(config: Config) -> str:
 
 
 def _move_pool(config: Config, version: str, lock: Lock | None) -> dict[str, Any]:
-    version_before = versions.current_name(config.pools, config.name)
-    uri = storage.join(config.pools, config.name, version)
-    Pool.open(uri)
+    pools, name = config.pools, config.name
+    uri = storage.join(pools, name, version)
+    if not _only_pins(config):
+        Pool.open(uri)
     pin = config.pin or config.rollback
-    if not config.dry_run:
-        if lock:  # a comparison takes minutes, in which it may have been lost
-            lock.check()
-        promotion.promote(config.pools, config.name, version)
-        if pin or config.unpin:
-            promotion.set_pin(config.pools, config.name, pin)
-    is_pinned = pin or (not config.unpin and promotion.is_pinned(config.pools, config.name))
-    return {"name": config.name, "version": version, "before": version_before, "pinned": is_pinned}
+    with nullcontext() if config.dry_run else current_locked(pools, name):
+        version_before = versions.current_name(pools, name)
+        if _only_pins(config):  # a build may have moved CURRENT meanwhile
+            version = version_before
+        if not config.dry_run:
+            if lock:  # a comparison takes minutes, in which it may have been lost
+                lock.check()
+            if not _only_pins(config) and not versions.is_version(uri):
+                raise Stopped(f"pool {name}: {version} has been removed meanwhile")
+            if pin or config.unpin:  # first: the same command does the rest if this one is killed
+                promotion.set_pin(pools, name, pin)
+            promotion.promote(pools, name, version)
+        is_pinned = pin or (not config.unpin and promotion.is_pinned(pools, name))
+    return {"name": name, "version": version, "before": version_before, "pinned": is_pinned}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jobs import promote
 from pipeline import artifact, storage
 from pipeline.models.ranker import Ranker
 from pipeline.retrieval.pools import embedder, promotion
@@ -353,6 +354,38 @@ def test_a_job_that_has_lost_its_lock_publishes_nothing(night, first_night, pool
     monkeypatch.setattr(embedder.build, "write_shard", stolen)
     assert "another job has taken over the lock" in stopped(night(changed(FIRST)))
     assert current(pools) == first["version"]
+
+
+@pytest.mark.parametrize("moved_by", ["rollback", "pin", "another job"])
+def test_a_night_leaves_current_that_has_moved_while_it_was_building(
+    night, first_night, pools, monkeypatch, moved_by
+):
+    first = first_night()["version"]
+    second = night(FIRST | {"second": "second night"}).summary["version"]
+    write, moved = embedder.build.write_shard, list[str]()
+
+    def move_then_write(*arguments):
+        if not moved:
+            moved.append(moved_by)
+            if moved_by == "another job":
+                promotion.promote(str(pools), "p", first)
+            else:
+                options = {"rollback": True} if moved_by == "rollback" else {"pin": True}
+                promote.run(promote.Config(pools=str(pools), name="p", **options))
+        return write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embedder.build, "write_shard", move_then_write)
+        finished = night(changed(FIRST))
+    stays = second if moved_by == "pin" else first
+    assert current(pools) == stays
+    (third,) = set(versions(pools)) - {first, second}
+    if moved_by == "another job":
+        assert f"{third} is published and does not become CURRENT" in stopped(finished)
+        assert f"compared it with {second}, but {first} is CURRENT now" in stopped(finished)
+        assert night(changed(FIRST)).summary["version"] == third == current(pools)
+    else:
+        assert f"CURRENT stays {stays}, which is pinned" in finished.stdout
 
 
 # Versions

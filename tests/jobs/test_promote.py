@@ -10,6 +10,7 @@ import pytest
 from jobs import embed_pool, promote
 from pipeline import storage, tracking
 from pipeline.config import BadInput, Stopped
+from pipeline.retrieval.pools.lock import locked
 from pipeline.retrieval.pools.versions import current_name
 
 
@@ -78,6 +79,38 @@ def test_a_pinned_pool_gets_new_versions_and_keeps_current(
     assert not run_job_here(*pool, "--unpin").summary["pool"]["pinned"]
     assert current_name(str(folder), "replies") == third
     assert embed(tiny_ranker("bi"), 9) == newer == current_name(str(folder), "replies")
+
+
+def test_a_pool_goes_back_while_a_night_is_building(run_job_here, pools):
+    folder, (first, second, third) = pools
+    pool = ("promote", "--pools", folder, "--name", "replies")
+    with locked(str(folder), "replies", 60):
+        assert run_job_here(*pool, "--pin").summary["pool"]["pinned"]
+        assert not run_job_here(*pool, "--unpin").summary["pool"]["pinned"]
+        planned = run_job_here(*pool, "--version", first, "--dry-run").summary["pool"]
+        assert (planned["before"], planned["version"]) == (third, first)
+        assert run_job_here(*pool, "--version", first).code == 1
+        assert current_name(str(folder), "replies") == third
+        done = run_job_here(*pool, "--rollback").summary["pool"]
+        assert (done["before"], done["version"], done["pinned"]) == (third, second, True)
+        assert current_name(str(folder), "replies") == second
+
+
+def test_a_version_that_is_removed_while_a_pool_goes_back_does_not_become_current(
+    pools, monkeypatch
+):
+    folder, (_, second, third) = pools
+    opened = promote.Pool.open
+
+    def remove_then_open(uri):
+        pool = opened(uri)
+        (folder / "replies" / second / "manifest.json").unlink()
+        return pool
+
+    monkeypatch.setattr(promote.Pool, "open", remove_then_open)
+    with pytest.raises(Stopped, match=f"{second} has been removed meanwhile"):
+        promote.run(promote.Config(pools=str(folder), name="replies", rollback=True))
+    assert current_name(str(folder), "replies") == third
 
 
 def test_the_version_that_was_current_before_is_not_removed(

@@ -1,21 +1,26 @@
 """Who works on a pool, and who serves which of its versions: files that their owners keep fresh.
 
-<pools>/_locks/<name>/00000017.json             see `pipeline.locks`
+<pools>/_locks/<name>/00000017.json             versions are made or removed; see `pipeline.locks`
+<pools>/_locks/<name>/current/00000017.json     CURRENT, PREVIOUS or PINNED is changed
 <pools>/_leases/<name>/<version>/<owner>.json   somebody has this version open
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from pipeline import locks, storage
+from pipeline.config import Stopped
 from pipeline.locks import Beat, Lock
 
-__all__ = ["Beat", "Lock", "is_leased", "lease", "locked"]
+__all__ = ["Beat", "Lock", "current_locked", "is_leased", "lease", "locked"]
 
 _LEASE_S = 600.0
+# The lock of CURRENT is held for some small writes, of 100 ms each to an object store.
+_CURRENT_EXPIRES_S, _CURRENT_WAIT_S, _CURRENT_ASKED_EVERY_S = 30.0, 60.0, 0.5
 
 
 @contextmanager
@@ -24,6 +29,27 @@ def locked(pools: str, name: str, expires_s: float) -> Iterator[Lock]:
     folder = storage.join(pools, "_locks", name)
     with locks.locked(folder, f"pool {name}", expires_s) as lock:
         yield lock
+
+
+@contextmanager
+def current_locked(pools: str, name: str) -> Iterator[None]:
+    """Holds the lock of a pool's CURRENT, PREVIOUS and PINNED, and waits for another owner.
+
+    It is a lock of its own because a build holds the pool's for hours. Raises Stopped, naming the owner,
+    after a minute.
+    """
+    folder = storage.join(pools, "_locks", name, "current")
+    give_up_at = time.monotonic() + _CURRENT_WAIT_S
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(locks.locked(folder, f"pool {name}", _CURRENT_EXPIRES_S))
+                break
+            except Stopped:
+                if time.monotonic() > give_up_at:
+                    raise
+                time.sleep(_CURRENT_ASKED_EVERY_S)
+        yield
 
 
 def lease(version: str) -> Beat | None:

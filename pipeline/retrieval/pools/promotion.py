@@ -3,32 +3,46 @@
 <pools>/<name>/CURRENT    the version that readers open
 <pools>/<name>/PREVIOUS   the version that was CURRENT before
 <pools>/<name>/PINNED     jobs leave CURRENT as it is
+
+Whoever changes one of them holds `lock.current_locked`.
 """
 
 from __future__ import annotations
 
 from pipeline import storage
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
+from pipeline.retrieval.pools.lock import current_locked
 from pipeline.retrieval.pools.pool import make_current
 from pipeline.retrieval.pools.versions import PREVIOUS, current_name, previous_name, read_versions
 
 _PINNED = "PINNED"
 
 
-def publish(pools: str, name: str, version: str, publish_only: bool) -> None:
-    """Makes a job's new version CURRENT, unless the CURRENT one is pinned or is to stay."""
-    current = current_name(pools, name)
-    if current and publish_only:
-        print(f"pool {name}: {version} is published; CURRENT stays {current}", flush=True)
-    elif current and current != version and is_pinned(pools, name):
-        print(f"pool {name}: {version} is published; CURRENT stays {current}, which is pinned "
-              "(jobs.promote --unpin)", flush=True)  # fmt: skip
-    else:
-        promote(pools, name, version)
+def publish(pools: str, name: str, version: str, publish_only: bool, compared: str) -> None:
+    """Makes a job's new version CURRENT, unless the CURRENT one is pinned or is to stay.
+
+    `compared`: the version that was CURRENT when the gate compared the new one with it; "": there was none.
+    Raises Stopped where CURRENT has moved since then.
+    """
+    with current_locked(pools, name):
+        current = current_name(pools, name)
+        if current and publish_only:
+            print(f"pool {name}: {version} is published; CURRENT stays {current}", flush=True)
+        elif current and current != version and is_pinned(pools, name):
+            print(f"pool {name}: {version} is published; CURRENT stays {current}, which is pinned "
+                  "(jobs.promote --unpin)", flush=True)  # fmt: skip
+        elif current not in (compared, version):
+            raise Stopped(
+                f"pool {name}: {version} is published and does not become CURRENT: the gate compared it with "
+                f"{compared or 'no version'}, but {current or 'no version'} is CURRENT now; the same command "
+                "compares it again"
+            )
+        else:
+            promote(pools, name, version)
 
 
 def promote(pools: str, name: str, version: str) -> None:
-    """Makes a version CURRENT and remembers the one before. Only who holds the pool's lock may call it."""
+    """Makes a version CURRENT and remembers the one before."""
     current = current_name(pools, name)
     if current and current != version:
         storage.write_bytes(storage.join(pools, name, PREVIOUS), f"{current}\n".encode())

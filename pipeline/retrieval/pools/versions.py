@@ -14,7 +14,7 @@ from pipeline.config import BadInput, flatten, to_dict
 from pipeline.drafts import is_being_made, read_mark, read_request
 from pipeline.models.precision import NUMERICS, Resolved
 from pipeline.retrieval.pools.changes import RowSet
-from pipeline.retrieval.pools.lock import is_leased
+from pipeline.retrieval.pools.lock import current_locked, is_leased
 from pipeline.retrieval.pools.pool import KIND, current_uri, precision_of
 from pipeline.retrieval.pools.unfinished import PLAN
 
@@ -236,15 +236,6 @@ def remove_old(
         versions[folder] = datetime.fromisoformat(created).timestamp()
         rows[folder] = artifact.counts.get("candidates", 0)
     newest = sorted(versions, key=lambda version: versions[version], reverse=True)
-    protected = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
-    removable = [
-        version
-        for version in (newest[keep:] if keep else ())
-        if version not in protected
-        and time.time() - versions[version] >= keep_days * _DAY_S
-        and not is_leased(pools, name, version)
-    ]
-    largest = max((rows[version] for version in newest if version not in removable), default=0)
 
     def is_outlived(draft: str) -> bool:
         planned_at = read_mark(draft, PLAN).get("planned_at", 0.0)
@@ -259,14 +250,24 @@ def remove_old(
     ]
     removed = [storage.name_of(uri) for uri in leftovers]
     kept_larger = []
-    for version in removable:  # the newest first
-        if largest < rows[version] * (1 - max_removed_share):
-            kept_larger.append((version, rows[version]))
-            largest = rows[version]
-        else:
-            removed.append(version)
+    # A rollback moves CURRENT without the pool's lock, and never to a version that is being removed.
+    with current_locked(pools, name):
+        protected = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
+        removable = [
+            version
+            for version in (newest[keep:] if keep else ())
+            if version not in protected
+            and time.time() - versions[version] >= keep_days * _DAY_S
+            and not is_leased(pools, name, version)
+        ]
+        largest = max((rows[version] for version in newest if version not in removable), default=0)
+        for version in removable:  # the newest first
+            if largest < rows[version] * (1 - max_removed_share):
+                kept_larger.append((version, rows[version]))
+                largest = rows[version]
+            else:
+                removed.append(version)
+                storage.delete(storage.join(pools, name, version, MANIFEST))  # no version any more
     for folder in removed:
-        uri = storage.join(pools, name, folder)
-        storage.delete(storage.join(uri, MANIFEST))  # first: no manifest, no version
-        storage.delete(uri)
+        storage.delete(storage.join(pools, name, folder))
     return Removal(removed, kept_larger)

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 
 import fsspec
 import pytest
 
 from pipeline import locks, storage
 from pipeline.config import Stopped
-from pipeline.retrieval.pools.lock import is_leased, lease, locked
+from pipeline.retrieval.pools import lock
+from pipeline.retrieval.pools.lock import current_locked, is_leased, lease, locked
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -52,6 +54,19 @@ def test_a_lock_is_held_by_one_and_free_afterwards(pools):
             with locked(pools, "q", 60):  # another pool is another matter
                 pass
         assert files(pools) == []
+
+
+def test_the_lock_of_current_is_waited_for_and_is_another_one(pools, monkeypatch):
+    asked = list[float]()
+    with ExitStack() as owner, locked(pools, "p", 60):
+        owner.enter_context(current_locked(pools, "p"))
+        monkeypatch.setattr(lock.time, "sleep", lambda s: (asked.append(s), owner.close()))
+        with current_locked(pools, "p"):
+            assert len(asked) == 1
+        with current_locked(pools, "p"):
+            monkeypatch.setattr(lock, "_CURRENT_WAIT_S", -1.0)
+            with pytest.raises(Stopped, match="works on it"), current_locked(pools, "p"):
+                pass
 
 
 def test_a_lock_is_free_after_a_failure(pools):
