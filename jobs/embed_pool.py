@@ -346,6 +346,7 @@ def _embed(
     )
     for note in dict.fromkeys(note for record in records for note in record.notes):
         print(f"pool {config.name}: {note}", flush=True)
+    names = [name for name, r in zip(plan_record.plan.shards, records, strict=True) if r.check]
     checks = [record.check for record in records if record.check]
     dimensions = checks[0].dimensions
     plan = plan_record.plan
@@ -356,6 +357,7 @@ def _embed(
         gate_report, canary_answers = gate.check(
             config.gate,
             checks,
+            gate.read_answers(out, names, plan_record.asked.name),
             kind,
             plan_record.canaries,
             plan_record.canaries_before,
@@ -369,7 +371,6 @@ def _embed(
         ) from None
     print(f"pool {config.name}: the gate is passed: {gate_report}", flush=True)
     began = time.perf_counter()
-    names = [name for name, r in zip(plan.shards, records, strict=True) if r.counts["shards"]]
     entries, statistics = build.index(out, names, dimensions, config.embed.neighbours)
     indexing = time.perf_counter() - began
     rows = sum(record.rows_embedded for record in records)

@@ -32,7 +32,13 @@ from pipeline.models.ranker import load_ranker
 from pipeline.resources import best_device
 from pipeline.retrieval.pools import build, candidates, verdicts
 from pipeline.retrieval.pools.embed import CheckRecord, EmbedRecord
-from pipeline.retrieval.pools.gate import KEY_DIGITS, Answers, ShardCheck
+from pipeline.retrieval.pools.gate import (
+    KEY_DIGITS,
+    Answers,
+    ShardAnswers,
+    ShardCheck,
+    write_answers,
+)
 from pipeline.retrieval.pools.plan import Slices
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.unfinished import UnfinishedShard, UnfinishedVectors
@@ -125,7 +131,7 @@ class Embedder:
             counts={"candidates": len(rows), "shards": int(len(rows) > 0)},
             dropped=rejects,
             malformed=rejects,
-            check=self._check(name, rows, vectors_ND, is_known_N) if len(rows) else None,
+            check=self._check(draft, name, rows, vectors_ND, is_known_N) if len(rows) else None,
             asked=self._asked,
             rows_embedded=len(todo),
             actor_seconds=round(actor_seconds, 3),
@@ -142,7 +148,7 @@ class Embedder:
         finished_rows, layer = build.read_shard(draft, name)
         is_valid_N = pc.is_in(rows["id"], finished_rows["id"].combine_chunks()).to_numpy()
         is_known_N = places_N[is_valid_N] >= 0
-        return CheckRecord(check=self._check(name, finished_rows, decode(layer), is_known_N))
+        return CheckRecord(check=self._check(draft, name, finished_rows, decode(layer), is_known_N))
 
     def _read_candidates(self, draft: Draft, slices: Slices) -> tuple[pa.Table, Ints, Ints]:
         """(a shard's candidates, the place of each one's text in the version before, in unfinished builds)
@@ -186,8 +192,9 @@ class Embedder:
             return vectors, time.perf_counter() - began
 
     def _check(
-        self, name: str, rows: pa.Table, vectors_ND: Floats, is_known_N: Bools
+        self, draft: Draft, name: str, rows: pa.Table, vectors_ND: Floats, is_known_N: Bools
     ) -> ShardCheck:
+        """Returns the facts of the shard, and writes its answers to the canaries."""
         norms_N = np.linalg.norm(vectors_ND, axis=1)
         rng = np.random.default_rng(crc32(name.encode()))
         cosines = []
@@ -200,12 +207,15 @@ class Embedder:
         # A text that comes with several values to filter by is one answer.
         asked_rows = np.sort(np.unique(keys, return_index=True)[1])
         known_rows = asked_rows[is_known_N[asked_rows]]
+        answers = ShardAnswers(
+            best=self._answers(vectors_ND[asked_rows], keys[asked_rows].tolist()),
+            best_known=self._answers(vectors_ND[known_rows], keys[known_rows].tolist()),
+        )
+        write_answers(draft, name, self._asked, answers)
         return ShardCheck(
             dimensions=vectors_ND.shape[1],
             norms=(float(norms_N.min()), float(norms_N.mean()), float(norms_N.max())),
             cosine=min(cosines, default=None),
-            answers=self._answers(vectors_ND[asked_rows], keys[asked_rows].tolist()),
-            known_answers=self._answers(vectors_ND[known_rows], keys[known_rows].tolist()),
         )
 
     def _answers(self, vectors_ND: Floats, keys: Sequence[str]) -> Answers:

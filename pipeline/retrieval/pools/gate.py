@@ -1,28 +1,36 @@
 """The checks that a version of a pool has to pass before it is published.
 
-Every shard's record brings along what the gate looks at (`ShardCheck`), so that nothing is read again.
-A canary is a query that every version is asked.
+Every shard's record brings along what the gate looks at (`ShardCheck`), so that no vector is read again.
+A canary is a query that every version is asked. The answers of each shard are a file of the draft, because
+those of 200 canaries are 658 kB: the driver reads one after the other and keeps the best.
+
+    _answers/part-00000-<asked>.json    `ShardAnswers` to the gate's questions of this name
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import NotRequired, TypedDict
 
 from pipeline import storage
 from pipeline.config import Stopped, require
 from pipeline.corpora import raw
+from pipeline.drafts import Draft
 from pipeline.retrieval.pools.changes import Changes
+from pipeline.retrieval.pools.verdict_tasks import ahead
 
 KEY_DIGITS = 16
 # Norms so many times the mean, or the mean so many times a norm, are no norms of texts.
 _NORM_RANGE = 100
 
-Answers = list[list[tuple[float, str]]]
-"""(score, key) of the best texts for each canary, best first. A key is the first 16 digits of a text's hash,
+Answer = tuple[float, str]
+"""(score, key). A key is the first 16 digits of a text's hash,
 without values to filter by; those may change while the vectors stay."""
+Answers = list[list[Answer]]
+"""The best texts for each canary, best first."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,15 @@ class ShardCheck:
     """The least, the mean, the greatest."""
     cosine: float | None
     """The least one of some rows to the same texts embedded once more; None: no row was."""
-    answers: Answers
+
+
+@dataclass(frozen=True)
+class ShardAnswers:
+    """The answers of a shard to the canaries."""
+
+    best: Answers
     """The best texts of the shard."""
-    known_answers: Answers
+    best_known: Answers
     """The best of the shard's texts that the version before has, too."""
 
 
@@ -147,6 +161,7 @@ def refusal(config: GateConfig, shares: Shares, version_before: str, rows_before
 def check(
     config: GateConfig,
     shards: Sequence[ShardCheck],
+    answers: Iterable[ShardAnswers],
     kind: str,
     contexts: Sequence[Sequence[str]],
     before: Canaries | None,
@@ -155,9 +170,9 @@ def check(
 ) -> tuple[Passed, Canaries]:
     """(what was found, the canaries for the next version) of a pool's shards.
 
-    `kind` of model: answers of others are not compared. `contexts`: the canaries. `before`: those of
-    the version before. `present`: which of its answers are still in the pool. `shares`: those that
-    `refusal` let pass.
+    `answers` of the shards are taken one by one. `kind` of model: answers of others are not compared.
+    `contexts`: the canaries. `before`: those of the version before. `present`: which of its answers are
+    still in the pool. `shares`: those that `refusal` let pass.
 
     Raises Stopped, naming all that does not pass.
     """
@@ -180,7 +195,8 @@ def check(
     if low_cosines := [cosine for cosine in cosines if not cosine >= config.min_cosine]:
         faults.append(f"a row's cosine to itself, embedded once more, is {min(low_cosines):.4f}; allowed: "
                       f"gate.min_cosine {config.min_cosine:g} at least")  # fmt: skip
-    recall, skip_reason = _recall(config, shards, kind, contexts, before, set(present))
+    best, best_known = _best_keys(answers, len(contexts), config.top_k)
+    recall, skip_reason = _recall(config, best_known, kind, contexts, before, set(present))
     if recall is not None and recall < config.min_recall:
         faults.append(f"the canaries' answers found again are {recall:.3f} of those of the version "
                       f"before; allowed: gate.min_recall {config.min_recall:g} at least")  # fmt: skip
@@ -193,13 +209,31 @@ def check(
         "min_cosine": min(cosines, default=None),
         "recall": recall if recall is not None else f"skipped: {skip_reason}",
     }
-    answers = _best_keys((shard.answers for shard in shards), config.top_k)
-    return passed, {"kind": kind, "contexts": list(map(list, contexts)), "answers": answers}
+    return passed, {"kind": kind, "contexts": list(map(list, contexts)), "answers": best}
+
+
+def write_answers(draft: Draft, name: str, asked: str, answers: ShardAnswers) -> None:
+    """Keeps a shard's answers to the questions of the name `asked`."""
+    draft.write_file(_answers_file(name, asked), json.dumps(asdict(answers)).encode())
+
+
+def read_answers(draft: Draft, names: Iterable[str], asked: str) -> Iterator[ShardAnswers]:
+    """The answers of these shards, in order."""
+
+    def read(name: str) -> ShardAnswers:
+        data = storage.read_bytes(draft.path(_answers_file(name, asked)))
+        return ShardAnswers(**json.loads(data))
+
+    return ahead(read, names)
+
+
+def _answers_file(name: str, asked: str) -> str:
+    return f"_answers/{name}-{asked}.json"
 
 
 def _recall(
     config: GateConfig,
-    shards: Sequence[ShardCheck],
+    answers: Sequence[Sequence[str]],
     kind: str,
     contexts: Sequence[Sequence[str]],
     before: Canaries | None,
@@ -215,7 +249,6 @@ def _recall(
         )
     answers_before = dict(zip(map(tuple, before["contexts"]), before["answers"], strict=True))
     shares = []
-    answers = _best_keys((shard.known_answers for shard in shards), config.top_k)
     for context, keys in zip(contexts, answers, strict=True):
         if expected := present.intersection(answers_before.get(tuple(context), ())[: config.top_k]):
             shares.append(len(expected.intersection(keys)) / len(expected))
@@ -224,10 +257,24 @@ def _recall(
     return sum(shares) / len(shares), ""
 
 
-def _best_keys(shard_answers: Iterable[Answers], top_k: int) -> list[list[str]]:
-    """The keys of the pool's best answers to each canary, each once; ties by key."""
-    best_keys = []
-    for answers in zip(*shard_answers, strict=True):
-        ranked = sorted(chain(*answers), key=lambda answer: (-answer[0], answer[1]))
-        best_keys.append(list(dict.fromkeys(key for _, key in ranked))[:top_k])
-    return best_keys
+def _best_keys(
+    answers: Iterable[ShardAnswers], canaries: int, top_k: int
+) -> tuple[list[list[str]], list[list[str]]]:
+    """The keys of the pool's best answers to each canary, and of the best known ones."""
+    best, best_known = ([list[Answer]() for _ in range(canaries)] for _ in range(2))
+    for shard in answers:
+        for running, found in ((best, shard.best), (best_known, shard.best_known)):
+            for canary, ranked in enumerate(zip(running, found, strict=True)):
+                running[canary] = _best_answers(chain(*ranked), top_k)
+    best_keys, best_known_keys = (
+        [[key for _, key in ranked] for ranked in running] for running in (best, best_known)
+    )
+    return best_keys, best_known_keys
+
+
+def _best_answers(answers: Iterable[Answer], top_k: int) -> list[Answer]:
+    """Each key once, by its best score; ties by key."""
+    score_of_key = dict[str, float]()
+    for score, key in sorted(answers, key=lambda answer: (-answer[0], answer[1])):
+        score_of_key.setdefault(key, score)
+    return [(score, key) for key, score in score_of_key.items()][:top_k]

@@ -16,7 +16,8 @@ import torch
 from pipeline.models import inference
 from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.retrieval.pools import candidates, embedder, plan
+from pipeline.records import to_json
+from pipeline.retrieval.pools import candidates, embedder, gate, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
@@ -279,14 +280,17 @@ def test_answers_to_canaries_are_the_best_of_the_shard_and_of_its_known_texts(
     monkeypatch.setattr(embedder, "_SCORED_ROWS", 5)
     contexts = [["text 3"], ["long ago", "another turn"]]
     before = Before(TEXTS[6:])
-    check = shard(TEXTS, before).make(model, canaries=contexts, top_k=4).check
+    work = shard(TEXTS, before)
+    record = work.make(model, canaries=contexts, top_k=4)
+    (shard_answers,) = gate.read_answers(work.out, ["part-00000"], KNOWN["asked"])
+    assert all(answer[1] not in to_json(record) for answer in shard_answers.best[0])  # one by one
     vectors, mask = inference.context_vectors(ranker, contexts)
     all_vectors = torch.from_numpy(np.stack([written[text] for text in TEXTS]))
     with torch.inference_mode():
         scores = ranker.dual.scores(vectors, mask, all_vectors)
     for given, texts, found in (
-        (check.answers, TEXTS, scores),
-        (check.known_answers, TEXTS[6:], scores[:, 6:]),
+        (shard_answers.best, TEXTS, scores),
+        (shard_answers.best_known, TEXTS[6:], scores[:, 6:]),
     ):
         for answers, row in zip(given, found, strict=True):
             best = sorted(zip(row.tolist(), texts, strict=True), reverse=True)[:4]

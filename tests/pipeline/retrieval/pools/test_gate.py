@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import pytest
 
 from pipeline.config import BadInput, Stopped
 from pipeline.retrieval.pools import gate
 from pipeline.retrieval.pools.changes import Changes
-from pipeline.retrieval.pools.gate import GateConfig, ShardCheck
+from pipeline.retrieval.pools.gate import GateConfig, ShardAnswers, ShardCheck
 
 KIND = "poly, 8 dimensions"
 CONTEXTS = [["how are you ?"], ["hi", "hello"]]
 
 
 def record(**changes):
-    """A shard's, as `embedder` makes it."""
+    """(facts, answers) of a shard, as `embedder` makes them."""
     answers = changes.pop("answers", [[(0.9, "a")], [(0.8, "b")]])
     known = changes.pop("known_answers", answers)
     good = {"dimensions": 8, "norms": (0.5, 1.0, 2.0), "cosine": 0.9999}
-    return ShardCheck(**{**good, "answers": answers, "known_answers": known, **changes})
+    return ShardCheck(**{**good, **changes}), ShardAnswers(answers, known)
 
 
 def before(*answers, kind=KIND, contexts=CONTEXTS):
@@ -29,7 +30,8 @@ def before(*answers, kind=KIND, contexts=CONTEXTS):
 
 
 def check(records, old=None, present=(), **config):
-    return gate.check(GateConfig(**config), records, KIND, CONTEXTS, old, present)
+    checks, answers = zip(*records, strict=True)
+    return gate.check(GateConfig(**config), checks, iter(answers), KIND, CONTEXTS, old, present)
 
 
 def test_a_good_pool_passes_and_says_what_was_found():
@@ -93,8 +95,29 @@ def test_only_the_best_answers_count():
 
 def test_answers_of_several_shards_are_one_list():
     shards = [record(known_answers=[[(1.0, "a")], []]), record(known_answers=[[(2.0, "b")], []])]
-    passed, _ = gate.check(GateConfig(top_k=1), shards, KIND, CONTEXTS, before(["b"], ["z"]), "b")
+    passed, _ = check(shards, before(["b"], ["z"]), "b", top_k=1)
     assert passed["recall"] == 1
+
+
+def test_the_answers_of_many_shards_take_no_more_memory_than_those_of_few():
+    contexts = [[f"canary {n}"] for n in range(50)]
+    facts, _ = record()
+
+    def answers(shards):
+        """600 kB each."""
+        for shard in range(shards):
+            best = [[(float(rank), f"{shard} {rank}") for rank in range(50)] for _ in contexts]
+            yield ShardAnswers(best, best)
+
+    def peak_bytes(shards):
+        tracemalloc.start()
+        gate.check(GateConfig(), [facts] * shards, answers(shards), KIND, contexts, None, ())
+        try:
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_bytes(40) < 1.2 * peak_bytes(4)
 
 
 def test_too_little_recall_stops_the_pool():
@@ -125,8 +148,9 @@ def test_canaries_are_matched_by_their_words_not_their_order():
 
 
 def test_without_canaries_there_is_no_recall():
-    bare = record(answers=[])
-    passed, canaries = gate.check(GateConfig(), [bare], KIND, [], before(["a"], ["b"]), "ab")
+    facts, bare = record(answers=[])
+    old = before(["a"], ["b"])
+    passed, canaries = gate.check(GateConfig(), [facts], [bare], KIND, [], old, "ab")
     assert "skipped" in passed["recall"]
     assert canaries["answers"] == []
 

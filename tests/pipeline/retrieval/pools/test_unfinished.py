@@ -11,7 +11,7 @@ from pipeline.retrieval.pools.unfinished import find_shards
 
 
 def shard_check(cosine: float | None) -> ShardCheck:
-    return ShardCheck(8, (1.0, 1.0, 1.0), cosine, [], [])
+    return ShardCheck(8, (1.0, 1.0, 1.0), cosine)
 
 
 @pytest.fixture
