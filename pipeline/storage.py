@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import os
 import posixpath
 import re
@@ -171,6 +172,42 @@ def open_input(uri: str) -> Any:
     """A binary, seekable stream (pyarrow.NativeFile) of the stored bytes, not decompressed."""
     filesystem, path = locate(uri)
     return filesystem.open_input_file(path)
+
+
+class RetriedInput(io.RawIOBase):
+    """A stream of `open_input` whose failed reads are tried again.
+
+    It is for parsers that raise OSError for a broken file, too: `error` says that the store has failed.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._size = stream, int(stream.size())
+        self._position = 0
+        self.error: OSError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = starts[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        length = self._size - self._position if size < 0 else size
+        try:
+            data: bytes = with_retries(lambda: self._stream.read_at(length, self._position))
+        except OSError as error:
+            self.error = error
+            raise
+        self._position += len(data)
+        return data
 
 
 def read_ahead(uri: str, start: int = 0, end: int | None = None) -> Generator[bytes, None, None]:

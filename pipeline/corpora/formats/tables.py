@@ -120,9 +120,12 @@ def row_groups(uri: str, least_rows: int) -> list[RowGroups]:
     with storage.open_input(uri) as stream:
         if stream.read(4) != b"PAR1":
             return []
+        stored = storage.RetriedInput(stream)
         try:
-            metadata = pq.read_metadata(stream)
+            metadata = pq.read_metadata(stored)
         except (pa.ArrowException, OSError):
+            if stored.error:
+                raise stored.error from None
             return []
     pieces, first, start, rows = list[RowGroups](), 0, 0, 0
     for group in range(metadata.num_row_groups):
@@ -288,8 +291,9 @@ def _parquet_rows(
 ) -> Rows:
     number = groups.rows_before if groups else 0
     with storage.open_input(uri) as stream:
+        stored = storage.RetriedInput(stream)
         try:
-            file = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            file = pq.ParquetFile(stored, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             columns = file.schema_arrow.names
             _require_columns(uri, option_columns, columns)
             columns = [
@@ -302,6 +306,8 @@ def _parquet_rows(
                     account.records += 1
                     yield number, row
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if stored.error:  # the file may be whole: the task is tried again
+                raise stored.error from None
             raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
 
 

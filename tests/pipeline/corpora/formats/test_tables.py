@@ -4,6 +4,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 from pathlib import Path
@@ -16,6 +17,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline import retries, storage
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account
@@ -263,6 +265,57 @@ def test_parquet_is_read_row_group_by_row_group(tmp_path):
     assert [row["a"] for _, row in (next(found) for _ in range(1024))][-1] == "001023" * 20
     with pytest.raises(BadInput, match=r"x\.parquet: broken Parquet after 2,048 rows"):
         list(found)
+
+
+class FailingStream:
+    """A stored file of which some reads fail, as an object store's do."""
+
+    def __init__(self, stream, fails) -> None:
+        self._stream, self._fails = stream, fails
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._stream.close()
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def read_at(self, *arguments):
+        if self._fails():
+            raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation")
+        return self._stream.read_at(*arguments)
+
+
+@pytest.fixture
+def failing_reads(monkeypatch):
+    """`failing_reads(fails)`: reads for which `fails()` is true fail; nobody waits for the next try."""
+
+    def run(fails):
+        opened = storage.open_input
+        monkeypatch.setattr(storage, "open_input", lambda uri: FailingStream(opened(uri), fails))
+        monkeypatch.setattr(retries.time, "sleep", lambda _: None)
+
+    return run
+
+
+def test_reads_of_parquet_that_fail_are_tried_again(tmp_path, failing_reads):
+    reads = itertools.count()
+    failing_reads(lambda: next(reads) % 2 == 0)
+    assert [row for _, row in read(tmp_path / "x", as_parquet(ROWS))[0]] == ROWS
+    assert tables.row_groups(str(tmp_path / "x"), 1)
+    assert next(reads) > 4
+
+
+@pytest.mark.parametrize("reads_before", [0, 1, 2])
+def test_parquet_of_a_store_that_fails_is_not_broken(tmp_path, failing_reads, reads_before):
+    reads = itertools.count()
+    failing_reads(lambda: next(reads) >= reads_before)
+    with pytest.raises(OSError, match="NETWORK_CONNECTION"):
+        read(tmp_path / "x", as_parquet(ROWS))
+    with pytest.raises(OSError, match="NETWORK_CONNECTION"):
+        tables.row_groups(str(tmp_path / "x"), 1)
 
 
 def test_parquet_that_is_cut_off_is_refused(tmp_path):
