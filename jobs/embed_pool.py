@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.actors import Actors
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
-from pipeline.config import NOT_IDENTITY, Stopped, digest, require, to_dict
-from pipeline.corpora.privacy import REDACTION_RULES, Privacy
+from pipeline.config import NOT_IDENTITY, Stopped, require, to_dict
+from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
-from pipeline.corpora.schema import example_files
 from pipeline.drafts import Draft, draft, request_of
 from pipeline.models.precision import NUMERICS
-from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import (
     build,
@@ -34,6 +31,7 @@ from pipeline.retrieval.pools.changes import Changes, RowSet
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.estimate import estimate, rows_to_embed
 from pipeline.retrieval.pools.gate import GateConfig
+from pipeline.retrieval.pools.inputs import PoolInputs, resolve_inputs
 from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.pool import KIND, current_uri
 from pipeline.retrieval.pools.unfinished import find_shards, shards_of_version
@@ -99,7 +97,9 @@ def run(config: Config) -> program.Summary:
         with suppress(Stopped), locked(config.pools, config.name, config.lock_expires_s):
             _remove_old(config, unfinished=False)  # those may be of another input, and go on
         return _summary(config, open_artifact(job.uri, KIND), True)
-    candidates.require_columns(job.files, config.embed.columns, config.reading, config.embed)
+    candidates.require_columns(
+        job.made_from.files, config.embed.columns, config.reading, config.embed
+    )
     if config.gate.canaries:
         gate.read_canaries(config.gate.canaries)
     if config.dry_run:
@@ -130,45 +130,16 @@ def _remove_old(config: Config, unfinished: bool = True) -> None:
 class _Job:
     """The job's inputs and output, resolved from its settings."""
 
-    model: Artifact
-    architecture: str
-    files: list[str]
-    inputs: dict[str, Any]
+    made_from: PoolInputs
     version: str
     uri: str
 
 
 def _resolve(config: Config) -> _Job:
-    """Raises BadInput for a model without vectors, and for missing input or a missing package."""
-    if config.embed.neighbours:
-        build.require_faiss()
-    model = open_artifact(config.model, "ranker")
-    # The ranker's own module needs torch: where nothing is left to do, that takes seconds.
-    uri = storage.join(model.uri, SETTINGS)
-    settings = parse_settings(storage.read_bytes(uri), uri)
-    settings.require_vectors()
-    files, corpora = _candidate_files(config.candidates)
-    order_counts = config.embed.repeated_ids == "first"  # it says whose text stays
-    if not order_counts:
-        # As the fingerprint takes them: a resumed build finds the same files behind the numbers of its tasks.
-        files = sorted(files, key=storage.name_of)
-    source = {
-        "uri": " ".join(config.candidates),
-        "kind": "raw",
-        "fingerprint": storage.raw_fingerprint(files, whole=True),
-        "inputs": {f"corpus.{n}": corpus.reference() for n, corpus in enumerate(corpora)},
-    }
-    inputs: dict[str, Any] = {"model": model, "candidates": source}
-    if config.redact:  # without, the pool is that of polyrank before it redacted pools
-        inputs["redaction"] = {"uri": "", "kind": "rules", "fingerprint": REDACTION_RULES}
-    if NUMERICS > 1:  # the first ones were not named
-        inputs["numerics"] = {"uri": "", "kind": "code", "fingerprint": str(NUMERICS)}
-    if order_counts and len(files) > 1:
-        order = digest([storage.name_of(file) for file in files])
-        inputs["order"] = {"uri": "", "kind": "order of files", "fingerprint": order}
-    version = f"v-{request_of(KIND, config, inputs)[:12]}"
-    uri = storage.join(config.pools, config.name, version)
-    return _Job(model, settings.architecture, files, inputs, version, uri)
+    """Raises BadInput for inputs that are missing or do not fit."""
+    made_from = resolve_inputs(config.model, config.candidates, config.embed, config.redact)
+    version = f"v-{request_of(KIND, config, made_from.references)[:12]}"
+    return _Job(made_from, version, storage.join(config.pools, config.name, version))
 
 
 def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
@@ -178,7 +149,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
     """
     from pipeline import tracking
 
-    out = draft(job.uri, KIND, config, job.inputs)
+    out = draft(job.uri, KIND, config, job.made_from.references)
     if isinstance(out, Artifact):
         current = versions.open_current(config.pools, config.name)
         if current:
@@ -230,7 +201,7 @@ def _compare(config: Config, job: _Job, version: Version, current: Version) -> C
 def _scratch(config: Config, job: _Job) -> Iterator[Draft]:
     """A draft that is removed at the end; where this job is killed, by the next one."""
     uri = storage.join(versions.plans(config.pools), f"{job.version}-{uuid.uuid4().hex[:8]}")
-    out = draft(uri, KIND, config, job.inputs)
+    out = draft(uri, KIND, config, job.made_from.references)
     assert isinstance(out, Draft)
     try:
         with out.locked():
@@ -254,17 +225,17 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
     previous = versions.open_current(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
     may_copy = previous is not None and versions.has_vectors_of(
-        previous, job.model, config, precision
+        previous, job.made_from.model, config, precision
     )
     if previous is not None and previous.precision != precision:
         print(f"pool {config.name}: computed in {precision}, the version before in "
               f"{previous.precision}: nothing is copied from it", flush=True)  # fmt: skip
     newest = previous and versions.newest_with_vectors_of(
-        config.pools, config.name, job.model, config, precision
+        config.pools, config.name, job.made_from.model, config, precision
     )
     unfinished = find_shards(
         versions.drafts(config.pools, config.name, out.staging),
-        job.model.fingerprint,
+        job.made_from.model.fingerprint,
         versions.vector_settings(to_dict(config)),
         {"precision": precision, "numerics": NUMERICS},
         config.gate.min_cosine,
@@ -274,7 +245,7 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
         unfinished = [*shards_of_version(newest.artifact), *unfinished]
     plan_record = embed.prepare(
         out,
-        job.files,
+        job.made_from.files,
         config.embed,
         config.gate,
         config.reading,
@@ -319,7 +290,7 @@ def _is_same(config: Config, job: _Job, plan_record: embed.PlanRecord, previous:
     # Which files the rows are in does not matter, nor in which order: they are compared themselves.
     of_files = ("candidates", "order")
     previous_inputs = {
-        **{name: value for name, value in job.inputs.items() if name not in of_files},
+        **{name: value for name, value in job.made_from.references.items() if name not in of_files},
         **{n: v for n, v in previous.artifact.manifest["inputs"].items() if n in of_files},
     }
     request = request_of(KIND, config, previous_inputs)
@@ -342,7 +313,13 @@ def _embed(
 ) -> Artifact:
     """Raises Stopped where the gate does, or where the lock is lost."""
     records = embed.embed(
-        out, plan_record, job.model, config.embed, config.gate, config.reading, config.resources
+        out,
+        plan_record,
+        job.made_from.model,
+        config.embed,
+        config.gate,
+        config.reading,
+        config.resources,
     )
     for note in dict.fromkeys(note for record in records for note in record.notes):
         print(f"pool {config.name}: {note}", flush=True)
@@ -350,9 +327,9 @@ def _embed(
     checks = [record.check for record in records if record.check]
     dimensions = checks[0].dimensions
     plan = plan_record.plan
-    kind = f"{job.architecture}, {dimensions} dimensions"
+    kind = f"{job.made_from.architecture}, {dimensions} dimensions"
     if not plan_record.canary_file:  # near texts are not the same ones to two models
-        kind += f", {job.model.fingerprint}"
+        kind += f", {job.made_from.model.fingerprint}"
     try:
         gate_report, canary_answers = gate.check(
             config.gate,
@@ -431,7 +408,7 @@ def _dry_run(config: Config, job: _Job) -> program.Summary:
         "plan": asdict(plan.changes),
         "dropped": dict(plan_record.dropped),
     }
-    estimated = estimate(job.files, plan_record, _rate(previous), cores)
+    estimated = estimate(job.made_from.files, plan_record, _rate(previous), cores)
     return cost.show("embed_pool", estimated, details)
 
 
@@ -440,18 +417,6 @@ def _summary(config: Config, pool: Artifact, already_there: bool) -> program.Sum
         pool, already_there, pool=storage.join(config.pools, config.name), version=storage.name_of(pool.uri),
         current=current_uri(config.pools, config.name), plan=pool.manifest["plan"],
     )  # fmt: skip
-
-
-def _candidate_files(uris: Sequence[str]) -> tuple[list[str], list[Artifact]]:
-    """(the shards of corpora and the files that URIs name, the corpora)"""
-    files, corpora = list[str](), list[Artifact]()
-    for uri in uris:
-        if storage.exists(storage.join(uri, MANIFEST)):
-            corpora.append(open_artifact(uri, "corpus"))
-            files += [storage.join(corpora[-1].uri, e["path"]) for e in example_files(corpora[-1])]
-        else:
-            files += storage.expand((uri,), "candidates")
-    return files, corpora
 
 
 if __name__ == "__main__":
