@@ -49,6 +49,7 @@ def current_locked(pools: str, name: str) -> Iterator[None]:
                 if time.monotonic() > give_up_at:
                     raise
                 time.sleep(_CURRENT_ASKED_EVERY_S)
+        storage.remove_unfinished(folder)  # of owners that were killed
         yield
 
 

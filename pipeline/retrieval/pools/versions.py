@@ -227,7 +227,6 @@ def remove_old(
     plan has embedded nothing, and goes.
     Only who holds the pool's lock may call it.
     """
-    storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
     versions: dict[str, float] = {}
     rows: dict[str, int] = {}
     for artifact in read_versions(pools, name):
@@ -252,6 +251,7 @@ def remove_old(
     kept_larger = []
     # A rollback moves CURRENT without the pool's lock, and never to a version that is being removed.
     with current_locked(pools, name):
+        storage.remove_unfinished(storage.join(pools, name), deep=False)  # of CURRENT, say
         protected = (current_name(pools, name), previous_name(pools, name) if keep > 1 else "")
         removable = [
             version
