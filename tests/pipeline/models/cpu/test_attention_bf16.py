@@ -12,8 +12,12 @@ import torch
 from hypothesis import given, settings
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from pipeline.models import cpu
 from pipeline.models.cpu import attention_bf16
 from pipeline.models.cpu.attention_bf16 import attention
+from pipeline.models.shape import Shape
+from pipeline.models.tokens import Tokens
+from pipeline.models.transformer import Encoder
 
 ENCODER = SimpleNamespace(is_causal=False)
 
@@ -28,8 +32,7 @@ def inputs(texts: int, heads: int, length: int, seed: int, size: float = 1.0) ->
 def padding(texts: int, length: int, seed: int) -> torch.Tensor:
     """A mask as `transformers` makes it: false where a text, of a token at least, has ended."""
     lengths = np.random.default_rng(seed).integers(1, length + 1, texts)
-    visible_BT = torch.arange(length) < torch.tensor(lengths)[:, None]
-    return visible_BT[:, None, None].expand(-1, -1, length, -1)
+    return (torch.arange(length) < torch.tensor(lengths)[:, None])[:, None, None]
 
 
 def float64_attention(q, k, v, mask, scale):
@@ -93,6 +96,26 @@ def test_large_keys_in_common_cost_no_precision(fused):
     with torch.inference_mode():
         output, _ = attention(ENCODER, q, k, v, None)
     assert np.abs(output.double().numpy() - expected).max() < 0.03 and not fused
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_an_encoder_has_it_unless_its_queries_see_different_keys(fused, window):
+    shape = Shape(architecture="modernbert", layers=2, width=32, heads=2, positions=64, init_std=0.2,
+                  global_attention_every=2 if window else 1)  # fmt: skip
+    torch.manual_seed(0)
+    encoder = Encoder.new(shape, 100, {"pad": 0, "cls": 1, "sep": 2}).eval()
+    if window:
+        encoder.hf.config.sliding_window = window
+    mask_BT = torch.arange(12) < torch.tensor([12, 5, 9])[:, None]
+    tokens = Tokens(torch.randint(3, 100, (3, 12)), mask_BT, (12, 5, 9))
+    with torch.inference_mode():
+        expected = encoder(tokens)
+        encoder.to(torch.bfloat16)
+        cpu.prepare_inference(encoder)
+        output = encoder(tokens).float()
+    assert len(fused) == (1 if window else 0)  # of two layers
+    kept = mask_BT[..., None]
+    torch.testing.assert_close(output * kept, expected * kept, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(
