@@ -15,7 +15,8 @@ import torch
 from jobs import embed_pool
 from pipeline import storage
 from pipeline.models import inference
-from pipeline.retrieval.pools import candidates, embed, embedder, plan, promotion
+from pipeline.models.precision import NUMERICS
+from pipeline.retrieval.pools import candidates, embed, embedder, inputs, plan, promotion
 from pipeline.retrieval.pools import versions as versions_module
 from pipeline.retrieval.pools.pool import Pool
 from tests.jobs.nights import (
@@ -78,7 +79,7 @@ def test_vectors_of_a_killed_build_that_would_differ_are_not_copied(
     elif change == "precision":
         after = ("--embed.precision", "bf16")
     elif change == "numerics":
-        monkeypatch.setattr(embed_pool, "NUMERICS", 2)
+        monkeypatch.setattr(embed_pool, "NUMERICS", NUMERICS + 1)
     else:
         made = embedder.UnfinishedVectors.at
         monkeypatch.setattr(embedder.UnfinishedVectors, "at", lambda self, places: (
@@ -143,24 +144,29 @@ def test_a_pool_of_other_numerics_is_embedded_anew_and_never_mixed(
     night, first_night, pools, monkeypatch
 ):
     first = first_night()
-    for module in (embed_pool, embed, versions_module):
-        monkeypatch.setattr(module, "NUMERICS", 2)
+    for module in (embed_pool, embed, inputs, versions_module):
+        monkeypatch.setattr(module, "NUMERICS", NUMERICS + 1)
     with monkeypatch.context() as patch:
         stop_after(0, patch)
         interrupted(night(FIRST))
     second = night(FIRST).summary
     assert (second["already_done"], embedded(second)) == (False, 30)
     numerics = [Pool.open(run["output"]).artifact.manifest["numerics"] for run in (first, second)]
-    assert numerics == [1, 2]
+    assert numerics == [NUMERICS, NUMERICS + 1]
 
 
-def test_a_build_is_not_resumed_with_other_numerics(night, monkeypatch, actors_in_process):
-    options = ("--embed.rows-per-shard", 5)
+@pytest.mark.parametrize(("more", "texts"), [(0, 15), (1, 30)])
+def test_a_build_is_resumed_with_the_same_numerics_only(
+    night, monkeypatch, model_texts, more, texts
+):
+    options = ("--embed.rows-per-shard", 5, "--gate.sample", 0, "--gate.canary-texts", 0)
     with monkeypatch.context() as patch:
         stop_after(3, patch)
         interrupted(night(FIRST, *options))
-    monkeypatch.setattr(embed, "NUMERICS", 2)
-    assert embedded(night(FIRST, *options).summary) == 30
+    model_texts.clear()
+    monkeypatch.setattr(embed, "NUMERICS", NUMERICS + more)
+    night(FIRST, *options)
+    assert len(model_texts) == texts
 
 
 def test_a_full_disk_fails_the_night_and_the_next_run_goes_on(

@@ -430,7 +430,7 @@ def test_an_output_that_cannot_be_written_is_one_line(run_job_here, command, tmp
 # More steps
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_from_a_published_encoder_continues_as_that_encoder(
     run_job_here, command, tokens, tmp_path
 ):

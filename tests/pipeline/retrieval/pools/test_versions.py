@@ -14,7 +14,8 @@ import pytest
 from pipeline import drafts, storage
 from pipeline.artifact import Artifact
 from pipeline.drafts import Draft, draft
-from pipeline.retrieval.pools import versions
+from pipeline.models.precision import NUMERICS
+from pipeline.retrieval.pools import lock, versions
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import make_current
@@ -106,6 +107,7 @@ def test_a_removal_that_was_killed_is_finished_by_the_next(pools, publish, monke
         delete(uri)
 
     with monkeypatch.context() as patch:
+        patch.setattr(lock, "_CURRENT_EXPIRES_S", 0.1)  # its owner is this process, which lives on
         patch.setattr(storage, "delete", power_cut)
         with pytest.raises(KeyboardInterrupt):
             versions.remove_old(pools, "p", 1, 0)
@@ -144,7 +146,9 @@ def test_vectors_are_the_same_for_the_same_model_whatever_rows_and_shards(
     tmp_path, model, settings, same
 ):
     found = Artifact("", {"config": {"embed": vars(EmbedConfig())}})
-    pool = SimpleNamespace(model_fingerprint="m", precision="bf16", numerics=1, artifact=found)
+    pool = SimpleNamespace(
+        model_fingerprint="m", precision="bf16", numerics=NUMERICS, artifact=found
+    )
     now = Artifact("", {"fingerprint": model})
     wanted = Settings(EmbedConfig(**settings))
     assert versions.has_vectors_of(pool, now, wanted, "bf16") is same
