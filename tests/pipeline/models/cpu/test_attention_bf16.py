@@ -98,6 +98,16 @@ def test_large_keys_in_common_cost_no_precision(fused):
     assert np.abs(output.double().numpy() - expected).max() < 0.03 and not fused
 
 
+def test_only_heads_with_large_logits_are_left_to_the_fused_one(fused):
+    q, k, v = inputs(2, 3, 6, seed=4)
+    q[:, 1] *= 40
+    expected = float64_attention(q, k, v, None, 8**-0.5)
+    with torch.inference_mode():
+        output, _ = attention(ENCODER, q, k, v, None)
+    assert fused == [(2, 1, 6, 8)]
+    np.testing.assert_allclose(output.double().numpy(), expected, atol=0.06)
+
+
 @pytest.mark.parametrize("window", [0, 4])
 def test_an_encoder_has_it_unless_its_queries_see_different_keys(fused, window):
     shape = Shape(architecture="modernbert", layers=2, width=32, heads=2, positions=64, init_std=0.2,
@@ -125,6 +135,7 @@ def test_an_encoder_has_it_unless_its_queries_see_different_keys(fused, window):
         (math.nan, None, ENCODER, {}),
         (1.0, torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(), ENCODER, {}),  # as windows have it
         (1.0, torch.zeros(2, 1, 6, 6), ENCODER, {}),
+        (1.0, torch.zeros(2, 1, 1, 6), ENCODER, {}),
         (1.0, None, SimpleNamespace(is_causal=True), {}),
         (1.0, None, ENCODER, {"is_causal": True}),
         (1.0, None, ENCODER, {"position_bias": torch.zeros(1, 2, 6, 6, dtype=torch.bfloat16)}),
