@@ -97,6 +97,9 @@ class Client:
         self._path = address.path
         self._connection = HTTPConnection(str(address.hostname), address.port, timeout=_WAIT_S)
 
+    def close(self) -> None:
+        self._connection.close()
+
     def ask(self, body: bytes) -> float:
         """Seconds until the answer was there. Raises BadInput for a status that is not 200."""
         began = time.perf_counter()

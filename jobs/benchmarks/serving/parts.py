@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,8 +142,9 @@ class _Service:
             services.ranking(self.port, self.args) as url,
             services.deployment(self.port, "noop", Noop.bind()) as noop,  # type: ignore[attr-defined]
             services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
+            closing(Client(f"{url}/rank")) as rank_client,
+            closing(Client(f"{noop}/")) as noop_client,
         ):
-            rank_client, noop_client = Client(f"{url}/rank"), Client(f"{noop}/")
             for body, context in self._questions(3 * self.size.rounds * self.size.seconds):
                 service_seconds.append(rank_client.ask(body))
                 process_seconds.append(services.result(process.time_once.remote(context)))
