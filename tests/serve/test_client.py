@@ -310,6 +310,7 @@ async def trickle(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"{}"})
 
 
+@pytest.mark.slow
 def test_an_answer_that_trickles_is_not_waited_for(ask):
     with serving(trickle) as url:
         began = time.monotonic()

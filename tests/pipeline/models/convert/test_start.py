@@ -143,6 +143,7 @@ def test_a_bag_finds_the_words_directions_and_how_much_each_counts():
     assert lengths[20:22].mean() < 0.5 * lengths[:20].mean()
 
 
+@pytest.mark.slow
 def test_a_bag_is_the_same_every_time_with_several_threads():
     """Long texts: threads share their gradients."""
     rng = random.Random(0)
