@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import program
-from pipeline import cost, storage
+from pipeline import cost, fingerprints, storage
 from pipeline.artifact import Artifact
 from pipeline.classification import texts as intent_texts
 from pipeline.classification.settings import KIND, PLOT, REPORT, EncodeConfig, HeadConfig
@@ -70,7 +70,7 @@ def run(config: Config) -> program.Summary:
 
         return cost.show("classify_intents", training.estimate(texts, source, config.encode))
     input_name = functools.partial(intents.input_name, corpus=config.read.dataset)
-    fingerprint = storage.raw_fingerprint(files, whole=True, input_name=input_name)
+    fingerprint = fingerprints.raw_fingerprint(files, whole=True, input_name=input_name)
     raw_input = {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     out = draft(config.output, KIND, config, {"encoder": reference, "input": raw_input})
     if isinstance(out, Artifact):

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jobs import cluster, program
-from pipeline import cost, storage
+from pipeline import cost, fingerprints, storage
 from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, raw, reddit
@@ -107,7 +107,7 @@ def run(config: Config) -> program.Summary:
         pairs.require_columns(files, config.pairs, config.reading)
     if config.dry_run:
         return cost.show("prepare_corpus", _estimate(config, files))
-    fingerprint = storage.raw_fingerprint(files, input_name=_input_names(config, files))
+    fingerprint = fingerprints.raw_fingerprint(files, input_name=_input_names(config, files))
     inputs: dict[str, Any] = {
         "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     }

@@ -14,7 +14,7 @@ import re
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ from pipeline import object_store
 from pipeline.config import BadInput
 from pipeline.retries import with_retries
 
-_PIECE_BYTES = 1 << 16
-_WHOLE_BYTES = 1 << 24
 # An object store answers in some 20 to 100 ms and then sends some 80 MB/s: 3 ranges of 8 MiB at a time hide
 # the wait, and bring three times what one stream does.
 _AHEAD_BYTES = 8 << 20
@@ -359,45 +357,6 @@ def _upload(file: Path, uri: str) -> None:
 
 def file_digest(data: bytes | pa.Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def raw_fingerprint(
-    uris: Sequence[str], whole: bool = False, input_name: Callable[[str], str] = name_of
-) -> str:
-    """Names the contents of raw input files, wherever they lie: by name, size and pieces.
-
-    `input_name`: what a job reads of a file's URI, by default the last part; also folders, where they decide
-    something.
-
-    Files of up to 16 MiB count with every byte. Larger ones, dumps of terabytes among them, count with 16
-    pieces of 64 KiB, the first and the last too, and with the time of their last change: an edit that the
-    pieces miss is noticed, and a copy with a new time counts as another file. `whole`: every byte of all
-    files, and no time.
-    """
-    total = hashlib.sha256()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        sorted_uris = sorted(uris, key=input_name)
-        for text in pool.map(
-            lambda uri: f"{input_name(uri)} {_describe_contents(uri, whole)}", sorted_uris
-        ):
-            total.update(text.encode())
-    return total.hexdigest()
-
-
-def _describe_contents(uri: str, whole: bool) -> str:
-    filesystem, path = locate(uri)
-    info = filesystem.get_file_info(path)
-    size, digest, mtime_text = int(info.size or 0), hashlib.sha256(), ""
-    if whole or size <= _WHOLE_BYTES:
-        for piece in read_ahead(uri, 0, size):
-            digest.update(piece)
-    else:
-        mtime_text = f" {info.mtime_ns}"
-        with open_input(uri) as stream:
-            for number in range(16):
-                offset = (size - _PIECE_BYTES) * number // 15
-                digest.update(stream.read_at(_PIECE_BYTES, offset))
-    return f"{size} {digest.hexdigest()}{mtime_text}\n"
 
 
 def walk_json(uri: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from huggingface_hub import snapshot_download
 
-from pipeline import node_cache, storage
+from pipeline import fingerprints, node_cache, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, digest
 from pipeline.drafts import folder_entries
@@ -125,7 +125,7 @@ def open_tokenizer(uri: str, option: str = "--tokenizer") -> tuple[Source, dict[
 def open_external(uri: str) -> tuple[External, dict[str, Any]]:
     """A folder that no job made, and the manifest's reference to it."""
     source = External(
-        storage.absolute(uri), storage.raw_fingerprint(storage.list_files(uri), whole=True)
+        storage.absolute(uri), fingerprints.raw_fingerprint(storage.list_files(uri), whole=True)
     )
     return source, _reference(uri, source)
 

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from jobs.benchmarks.measure import workers_of
-from pipeline import storage
+from pipeline import fingerprints
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import schema
@@ -219,7 +219,7 @@ def test_the_published_corpus_and_its_dump_do_not_give_away_the_key_of_its_hashe
     files = [str(tmp_path / "in" / "RC")]
     total = hashlib.sha256(b"authors")
     total.update(f"RC {len(dump)} {hashlib.sha256(dump).hexdigest()}\n".encode())
-    known = [corpus.manifest["inputs"]["input"]["fingerprint"], storage.raw_fingerprint(files),
+    known = [corpus.manifest["inputs"]["input"]["fingerprint"], fingerprints.raw_fingerprint(files),
              total.hexdigest(), ""]  # fmt: skip
     authors = {row["response_author"] for row in rows_of(corpus)}
     for key in known:

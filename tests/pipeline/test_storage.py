@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pipeline import node_cache, storage
+from pipeline import fingerprints, node_cache, storage
 from pipeline.config import BadInput
 
 
@@ -142,7 +142,7 @@ def test_raw_files_have_the_same_fingerprint_wherever_they_lie_and_in_any_order(
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     there = [str(tmp_path / "there" / name) for name in ("b", "a")]
     os.utime(there[0], (1, 1))
-    assert storage.raw_fingerprint(here) == storage.raw_fingerprint(there)
+    assert fingerprints.raw_fingerprint(here) == fingerprints.raw_fingerprint(there)
 
 
 @pytest.mark.parametrize("change", ["head", "tail", "size", "name", "another file"])
@@ -151,7 +151,7 @@ def test_raw_files_that_differ_have_another_fingerprint(tmp_path, change):
     file = tmp_path / "a"
     file.write_bytes(data)
     files = [str(file)]
-    before = storage.raw_fingerprint(files)
+    before = fingerprints.raw_fingerprint(files)
     if change == "head":
         file.write_bytes(b"%c" % (data[0] ^ 1) + data[1:])
     elif change == "tail":
@@ -162,7 +162,7 @@ def test_raw_files_that_differ_have_another_fingerprint(tmp_path, change):
         files = [str(file.rename(tmp_path / "b"))]
     else:
         files += write(tmp_path, "b")
-    assert storage.raw_fingerprint(files) != before
+    assert fingerprints.raw_fingerprint(files) != before
 
 
 def test_an_edit_of_a_large_file_is_noticed_by_its_time(tmp_path):
@@ -171,10 +171,12 @@ def test_an_edit_of_a_large_file_is_noticed_by_its_time(tmp_path):
     data = bytearray(17 << 20)
     file.write_bytes(data)
     os.utime(file, (1, 1))
-    before = storage.raw_fingerprint([str(file)])
+    before = fingerprints.raw_fingerprint([str(file)])
     data[100_000] = 1  # between two pieces
     file.write_bytes(data)
-    assert storage.raw_fingerprint([str(file)]) != before
+    assert fingerprints.raw_fingerprint([str(file)]) != before
     os.utime(file, (1, 1))
-    assert storage.raw_fingerprint([str(file)]) == before
-    assert storage.raw_fingerprint([str(file)], whole=True) != storage.raw_fingerprint([str(file)])
+    assert fingerprints.raw_fingerprint([str(file)]) == before
+    assert fingerprints.raw_fingerprint([str(file)], whole=True) != fingerprints.raw_fingerprint(
+        [str(file)]
+    )

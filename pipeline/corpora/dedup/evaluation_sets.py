@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import storage
+from pipeline import fingerprints, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import raw
@@ -57,7 +57,7 @@ def open_set(uri: str) -> tuple[EvaluationSet, Artifact | dict[str, Any]]:
                            f"{storage.join(uri, 'train')} would be all its examples")  # fmt: skip
         return EvaluationSet(storage.name_of(uri), tuple(files), uri), corpus
     files = storage.expand([uri], "evaluation")
-    reference = {"uri": uri, "kind": "raw", "fingerprint": storage.raw_fingerprint(files)}
+    reference = {"uri": uri, "kind": "raw", "fingerprint": fingerprints.raw_fingerprint(files)}
     return EvaluationSet(storage.name_of(uri), tuple(files), uri), reference
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import storage
+from pipeline import fingerprints, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import digest
 from pipeline.corpora.privacy import REDACTION_RULES
@@ -48,7 +48,7 @@ def resolve_inputs(
     source = {
         "uri": " ".join(candidates),
         "kind": "raw",
-        "fingerprint": storage.raw_fingerprint(files, whole=True),
+        "fingerprint": fingerprints.raw_fingerprint(files, whole=True),
         "inputs": {f"corpus.{n}": corpus.reference() for n, corpus in enumerate(corpora)},
     }
     references: dict[str, Any] = {"model": model, "candidates": source}
