@@ -62,7 +62,9 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    head = {"num_cpus": 0, "include_dashboard": False, **_STORE}
+    # A dead node is missed after 5 s, not 15: five checks, and a live one has 10 s to answer each.
+    settings = {"health_check_period_ms": 1000}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": settings, **_STORE}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     made = Nodes(cluster)
     try:
