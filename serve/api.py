@@ -223,8 +223,8 @@ def create_app(
     )
     errors.install(app)
     playground.install(app)
-    overload = service.queue.overload if service else lambda: None
-    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes, overload=overload)
+    refusal = service.queue.refusal if service else lambda deadline: None
+    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes, refusal=refusal)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],

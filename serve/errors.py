@@ -110,6 +110,11 @@ def overload_refusal(waiting_s: float, most_waiting_s: float) -> Refusal:
     return Refusal("overloaded", message, None, max(1.0, waiting_s), most_waiting_s / 10)
 
 
+def too_late_refusal() -> Refusal:
+    """The refusal of a request whose deadline is over. Clients do not send such a request again."""
+    return Refusal("too_late", "the request's time was over before it was computed")
+
+
 def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route in OpenAPI, for the codes that it may return."""
     texts: dict[int, list[str]] = {}

@@ -28,7 +28,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import CODES, FULL_FOR, Refusal
+from serve.errors import CODES, FULL_FOR, Refusal, too_late_refusal
 from serve.limits import MAX_TIMEOUT_MS, Limits
 
 TOKENS = "POLYRANK_TOKENS_SHA256"
@@ -87,12 +87,12 @@ class Guard:
         limits: Limits | None = None,
         token_hashes: Sequence[str] = (),
         is_proxy: bool = False,
-        overload: Callable[[], Refusal | None] = lambda: None,
+        refusal: Callable[[float], Refusal | None] = lambda deadline: None,
     ) -> None:
-        """`overload`: returns the refusal if the replica accepts no more work at the moment."""
+        """`refusal`: returns the refusal if the replica accepts no request with this deadline now."""
         self._app, self._limits = app, limits or Limits()
         self._tokens, self._is_proxy = tuple(token_hashes), is_proxy
-        self._overload = overload
+        self._refusal = refusal
         self._overloaded_until: dict[str, float] = {}
         """In a proxy, by path: the end of the refusals after a replica was overloaded."""
         self._has_lowered_priority = False
@@ -124,8 +124,8 @@ class Guard:
         except _ClientGone:
             return
         else:
-            if body is not None and (overload := self._overload_refusal(scope["path"])):
-                await overload.response()(scope, receive, answer)
+            if body is not None and (early_refusal := self._early_refusal(scope)):
+                await early_refusal.response()(scope, receive, answer)
             else:
                 await self._pass_on(scope, receive, body, answer)
                 if answer.full_for_s:
@@ -147,15 +147,18 @@ class Guard:
         if scheme.lower() != "bearer" or not any(matches):
             raise Refusal("unauthorized", CODES["unauthorized"].text)
 
-    def _overload_refusal(self, path: str) -> Refusal | None:
+    def _early_refusal(self, scope: Scope) -> Refusal | None:
         """The refusal of a request before it is parsed, or None.
 
-        A replica refuses while too much work is waiting. A proxy refuses for a moment after a replica has
-        refused: passing every request to a replica and back would take the cores that answers need.
+        A replica refuses what its work queue would refuse. A proxy refuses for a moment after a replica was
+        overloaded: passing every request to a replica and back would take the cores that answers need.
         """
-        if refusal := self._overload():
+        deadline, now = scope["state"]["deadline"], time.monotonic()
+        if deadline <= now:
+            return too_late_refusal()
+        if refusal := self._refusal(deadline):
             return refusal
-        if self._overloaded_until.get(path, 0.0) > time.monotonic():
+        if self._overloaded_until.get(scope["path"], 0.0) > now:
             return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
         return None
 

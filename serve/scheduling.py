@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.errors import Refusal, overload_refusal
+from serve.errors import Refusal, overload_refusal, too_late_refusal
 
 _SMOOTHING = 0.1  # weight of the latest batch in the mean time of a unit; 1/n for the first ten
 
@@ -137,10 +137,16 @@ class WorkQueue:
         """Seconds of work left for the admitted requests, estimated from earlier requests."""
         return sum(max(0.0, request.expected_s - request.spent_s) for request in self._requests)
 
-    def overload(self) -> Refusal | None:
-        """The refusal that any request would get now, or None."""
-        waiting_s = self.waiting_s
-        return overload_refusal(waiting_s, self._most_s) if waiting_s > self._most_s else None
+    def refusal(self, deadline: float) -> Refusal | None:
+        """The refusal that a request with this deadline would get now, or None."""
+        left_s, waiting_s = deadline - time.monotonic(), self.waiting_s
+        if left_s <= 0:
+            return too_late_refusal()
+        if waiting_s > self._most_s:
+            return overload_refusal(waiting_s, self._most_s)
+        if waiting_s > left_s:
+            return overload_refusal(waiting_s, 0.0)  # other requests may have later deadlines
+        return None
 
     @contextmanager
     def admit(
@@ -149,11 +155,12 @@ class WorkQueue:
         """Admits a request, whose rows are handed in inside the `with` block.
 
         Requests with the same name are expected to take the same time for each unit. Raises Refusal
-        (overloaded) if so much work is waiting that the request would miss its deadline; a further request
-        of a list that was admitted (`in_admitted_list`) is only counted.
+        (overloaded) if so much work is waiting that the request would miss its deadline, and (too_late)
+        after its deadline; a further request of a list that was admitted (`in_admitted_list`) is only
+        counted.
         """
-        if not in_admitted_list:
-            self._require_room(deadline)
+        if not in_admitted_list and (refusal := self.refusal(deadline)):
+            raise refusal
         request = _Request(units * self._request_s[name].value)
         self._requests.add(request)
         token = _current.set(request)
@@ -163,12 +170,6 @@ class WorkQueue:
         finally:
             _current.reset(token)
             self._requests.discard(request)
-
-    def _require_room(self, deadline: float) -> None:
-        if refusal := self.overload():
-            raise refusal
-        if (waiting_s := self.waiting_s) > deadline - time.monotonic():
-            raise overload_refusal(waiting_s, 0.0)  # other requests may have later deadlines
 
     async def run(
         self, kind: Kind, rows: Sequence[Any], units: Sequence[float], deadline: float
@@ -219,8 +220,7 @@ class WorkQueue:
         now = time.monotonic()
         late_calls = {row.call for row in rows if row.call.deadline < now}
         for call in late_calls:
-            problem = Refusal("too_late", "the request's time was over before it was computed")
-            _deliver(call.loop, [(call, problem)])
+            _deliver(call.loop, [(call, too_late_refusal())])
         return [row for row in rows if row.call not in late_calls and not row.call.future.done()]
 
     def _compute(self, rows: list[_Row]) -> None:

@@ -23,7 +23,7 @@ from pipeline.models.ranker import load_ranker
 from serve.api import create_app
 from serve.client import AsyncClient, Client, Question, Ranking, ServiceError
 from serve.engine import Engine
-from serve.errors import Refusal
+from serve.errors import CODES, Refusal
 from serve.service import Service
 
 from .conftest import REPLIES
@@ -105,7 +105,7 @@ class Refusing:
 
 
 def refused(status: int, retry_after: str | None = None) -> Response:
-    code = {429: "overloaded", 503: "not_ready", 500: "internal", 422: "invalid_request"}[status]
+    code = next(code for code, meaning in CODES.items() if meaning.status == status)
     response = Refusal(code, "not now").response()
     if retry_after is not None:
         response.headers["retry-after"] = retry_after
@@ -261,7 +261,7 @@ def test_the_last_refusal_is_told(ask, app, waits):
     assert len(service.seen) == 3
 
 
-@pytest.mark.parametrize("status", [422, 500])
+@pytest.mark.parametrize("status", [422, 500, 504])
 def test_what_would_fail_again_is_not_sent_again(ask, app, waits, status):
     service = Refusing(app, refused(status))
     with serving(service) as url:

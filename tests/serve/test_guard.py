@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import socket
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -125,13 +125,31 @@ def test_a_timeout_that_is_not_allowed_is_named(client, value):
 
 
 def test_what_cannot_be_answered_in_time_is_not_computed(tiny_ranker, asking, monkeypatch):
-    one = asking(tiny_ranker("poly"))
-    clock = iter(range(0, 10**6, 100))  # each look at the clock is 100 s later
+    one, clock = asking(tiny_ranker("poly")), Clock()
+    ranker = one.engine.ranker
+    tokenize = ranker.candidate_rows
 
-    monkeypatch.setattr("serve.scheduling.time.monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(one.service.queue, "admit", lambda *asked: nullcontext())
+    def tokenize_slowly(texts: Any) -> Any:
+        clock.now += 100
+        return tokenize(texts)
+
+    monkeypatch.setattr("serve.guard.time", clock)
+    monkeypatch.setattr("serve.scheduling.time", clock)
+    monkeypatch.setattr(ranker, "candidate_rows", tokenize_slowly)
     response = TestClient(api.create_app(one.service)).post("/rank", json=GOOD)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
+
+
+def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkeypatch):
+    """It is not read either."""
+    client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
+    clock = iter(range(0, 10**6, 100))  # each look at the clock is 100 s later
+    monkeypatch.setattr("serve.guard.time.monotonic", lambda: float(next(clock)))
+    for waiting_s in (0.0, 61.5):
+        monkeypatch.setattr(WorkQueue, "waiting_s", waiting_s)
+        response = client.post("/rank", content=b"{", headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
+        assert "retry-after" not in response.headers
 
 
 def test_overload_is_refused_at_once_with_a_time_to_come_again(tiny_ranker, asking, monkeypatch):
@@ -423,11 +441,17 @@ def test_a_proxy_forgets_paths_that_were_full(monkeypatch):
     assert list(proxy._overloaded_until) == ["/19"]
 
 
-def test_a_full_replica_refuses_before_it_reads_the_request(tiny_ranker, asking, monkeypatch):
+@pytest.mark.parametrize(
+    ("waiting_s", "asked_ms", "retry_after"), [(61.5, "60000", "62"), (1.5, "1000", "2")]
+)
+def test_a_replica_refuses_what_it_cannot_answer_before_it_reads_the_request(
+    tiny_ranker, asking, monkeypatch, waiting_s, asked_ms, retry_after
+):
     client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
-    monkeypatch.setattr(WorkQueue, "waiting_s", 61.5)
-    response = client.post("/rank", content=b"{", headers={"content-type": "application/json"})
-    assert (response.status_code, response.headers["retry-after"]) == (429, "62")
+    monkeypatch.setattr(WorkQueue, "waiting_s", waiting_s)
+    headers = {"content-type": "application/json", "x-timeout-ms": asked_ms}
+    response = client.post("/rank", content=b"{", headers=headers)
+    assert (response.status_code, response.headers["retry-after"]) == (429, retry_after)
 
 
 def test_an_error_of_ours_is_no_reason_to_ask_again(failing_once):

@@ -177,6 +177,18 @@ def test_a_request_counts_before_its_rows_are_there(queue):
     assert queue.waiting_s == 0.0
 
 
+def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(queue):
+    """A refusal as overloaded would invite it to come again."""
+    for waiting_s in (0.0, 100.0):
+        queue._request_s["request"].value = waiting_s
+        with queue.admit("request", 1, soon()):
+            assert queue.waiting_s == waiting_s
+            over = queue.admit("request", 1, time.monotonic())
+            with pytest.raises(Refusal) as refused, over:
+                pass
+        assert (refused.value.code, refused.value.retry_after_s) == ("too_late", 0.0)
+
+
 def test_a_request_that_would_be_late_is_refused_at_once(queue):
     gate = Gate(units=1)
     queue._request_s["request"].value = 1.0
