@@ -208,9 +208,12 @@ class Guard:
                 return message
 
             if self._is_proxy:
-                left_s = scope["state"]["deadline"] - time.monotonic() + _SPARE_S
-                seconds = _WITHOUT_BODY_S if body is None else max(left_s, _SPARE_S)
-                MutableHeaders(scope=scope)[_SERVES_TIMEOUT] = f"{seconds:.3f}"
+                left_s = max(0.0, scope["state"]["deadline"] - time.monotonic())
+                seconds = _WITHOUT_BODY_S if body is None else left_s + _SPARE_S
+                headers = MutableHeaders(scope=scope)
+                headers[_SERVES_TIMEOUT] = f"{seconds:.3f}"
+                if TIMEOUT in headers:  # a replica counts from when the request reaches it
+                    headers[TIMEOUT] = str(max(1, int(1000 * left_s)))
             await self._app(dict(scope), receive_again, answer)
             if not answer.replica_died:
                 break

@@ -362,6 +362,42 @@ def test_our_answers_pass_the_proxy_unchanged(service):
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
 
 
+def test_a_request_whose_time_passes_in_the_proxy_reaches_no_replica(monkeypatch):
+    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    reached: list[Any] = []
+
+    async def replica(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope)
+        await JSONResponse({})(scope, receive, send)
+
+    async def slow_upload(scope: Any, receive: Any, send: Any) -> None:
+        async def receive_late() -> Any:
+            clock.now += 11
+            return await receive()
+
+        await Guard(replica, is_proxy=True)(scope, receive_late, send)
+
+    response = TestClient(slow_upload).post("/rank", json=GOOD)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
+    assert not reached
+
+
+def test_a_replica_is_told_how_much_time_is_left(monkeypatch):
+    """It counts from when it gets the request, and would compute for a client who has given up."""
+    monkeypatch.setattr("serve.guard.time", clock := Clock())
+    told_ms: list[str] = []
+
+    async def replica(scope: Any, receive: Any, send: Any) -> None:
+        told_ms.append(Request(scope).headers["x-timeout-ms"])
+        clock.now += 3
+        if len(told_ms) == 2:
+            await JSONResponse({})(scope, receive, send)
+
+    proxy = TestClient(Guard(replica, is_proxy=True))
+    response = proxy.post("/rank", json=GOOD, headers={"x-timeout-ms": "10000"})
+    assert (response.status_code, told_ms) == (200, ["10000", "7000"])
+
+
 async def says_nothing(scope: Any, receive: Any, send: Any) -> None:
     """What Ray's proxy does where a replica's actor has died."""
 
