@@ -6,8 +6,7 @@
 
 Requests change nothing, so they are sent again: after 429 and 503, when `Retry-After` has passed, and after a
 connection that was refused or lost. All of it, waiting included, ends with the timeout, which the service is
-told (`x-timeout-ms`): it computes nothing that would come too late. The blocking client looks at the clock
-between two reads of the answer's body, so it may end one read later, at most another timeout.
+told (`x-timeout-ms`): it computes nothing that would come too late.
 
 HTTP is httpx2's, as in openai's and Hugging Face's clients: `pip install 'polyrank[client]'`.
 """
@@ -15,11 +14,14 @@ HTTP is httpx2's, as in openai's and Hugging Face's clients: `pip install 'polyr
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 import random
+import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -110,15 +112,16 @@ class Ranking:
 
 
 class Client:
-    """Blocks. Threads may share one."""
+    """Blocks. Threads may share one.
 
-    _sleep = staticmethod(time.sleep)
+    It is an `AsyncClient` on the event loop of another thread: a blocking read cannot be ended from outside,
+    and httpx2's own timeouts are for each read.
+    """
 
     def __init__(
         self, url: str, token: str = "", timeout_s: float = 10.0, retries: int = 3
     ) -> None:
-        self._calls = _Calls(token, timeout_s, retries)
-        self._http = httpx2.Client(base_url=url)
+        self._client = AsyncClient(url, token, timeout_s, retries)
 
     def rank(
         self,
@@ -135,23 +138,25 @@ class Client:
 
         `request_id`: for the service's log; "": a new one. Raises ServiceError.
         """
-        question = Question(context, candidates, pool, top_k, where, allow)
-        return self._run(self._calls.rank(question, request_id))
+        ranking = self._client.rank(
+            context, candidates, pool, top_k, where, allow, request_id=request_id
+        )
+        return _result(ranking)
 
     def rank_many(self, questions: Sequence[Question], *, request_id: str = "") -> list[Ranking]:
         """Answers several questions by the same versions of model and pools. Raises ServiceError."""
-        return self._run(self._calls.rank_many(questions, request_id))
+        return _result(self._client.rank_many(questions, request_id=request_id))
 
     def info(self) -> dict[str, Any]:
         """The served model and pools. Raises ServiceError."""
-        return self._run(self._calls.info())
+        return _result(self._client.info())
 
     def ready(self) -> bool:
         """Whether the service answers and has loaded its model. Asks once. Raises ServiceError."""
-        return self._run(self._calls.ready())
+        return _result(self._client.ready())
 
     def close(self) -> None:
-        self._http.close()
+        _result(self._client.close())
 
     def __enter__(self) -> Client:
         return self
@@ -164,34 +169,6 @@ class Client:
     ) -> None:
         self.close()
 
-    def _run(self, call: _Call[ResultT]) -> ResultT:
-        try:
-            attempt = next(call)
-            while True:
-                self._sleep(attempt.wait_s)
-                attempt = call.send(self._outcome(attempt))
-        except StopIteration as stop:
-            result: ResultT = stop.value
-            return result
-
-    def _outcome(self, attempt: _Attempt) -> _Outcome:
-        deadline = time.monotonic() + attempt.timeout_s
-        content = bytearray()
-        try:
-            with self._http.stream(**attempt.request, timeout=attempt.timeout_s) as response:
-                for chunk in response.iter_raw():
-                    content += chunk
-                    if time.monotonic() > deadline:
-                        return _too_late()
-            return httpx2.Response(
-                response.status_code,
-                headers=response.headers,
-                content=bytes(content),
-                request=response.request,
-            )
-        except httpx2.RequestError as error:
-            return error
-
 
 class AsyncClient:
     """For asyncio; its methods are those of `Client`."""
@@ -201,8 +178,8 @@ class AsyncClient:
     def __init__(
         self, url: str, token: str = "", timeout_s: float = 10.0, retries: int = 3
     ) -> None:
-        self._calls = _Calls(token, timeout_s, retries)
-        self._http = httpx2.AsyncClient(base_url=url)
+        self._token, self._timeout_s, self._retries = token, timeout_s, retries
+        self._http = httpx2.AsyncClient(base_url=url, timeout=None)
 
     async def rank(
         self,
@@ -216,18 +193,24 @@ class AsyncClient:
         request_id: str = "",
     ) -> Ranking:
         question = Question(context, candidates, pool, top_k, where, allow)
-        return await self._run(self._calls.rank(question, request_id))
+        return await self._call("POST", "/rank", _ranking, question.body(), request_id)
 
     async def rank_many(
         self, questions: Sequence[Question], *, request_id: str = ""
     ) -> list[Ranking]:
-        return await self._run(self._calls.rank_many(questions, request_id))
+        bodies = [question.body() for question in questions]
+        return await self._call("POST", "/rank", _rankings, bodies, request_id)
 
     async def info(self) -> dict[str, Any]:
-        return await self._run(self._calls.info())
+        return await self._call("GET", "/info", dict[str, Any])
 
     async def ready(self) -> bool:
-        return await self._run(self._calls.ready())
+        try:
+            return await self._call("GET", "/ready", lambda answer: True, retries=0)
+        except ServiceError as error:
+            if error.status not in (0, 503):
+                raise
+            return False
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -243,97 +226,47 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _run(self, call: _Call[ResultT]) -> ResultT:
-        try:
-            attempt = next(call)
-            while True:
-                await self._sleep(attempt.wait_s)
-                attempt = call.send(await self._outcome(attempt))
-        except StopIteration as stop:
-            result: ResultT = stop.value
-            return result
-
-    async def _outcome(self, attempt: _Attempt) -> _Outcome:
-        try:
-            async with asyncio.timeout(attempt.timeout_s):
-                return await self._http.request(**attempt.request, timeout=attempt.timeout_s)
-        except TimeoutError:
-            return _too_late()
-        except httpx2.RequestError as error:
-            return error
-
-
-# Shared by both clients: a call yields the next attempt, receives its outcome, and returns the result.
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    wait_s: float
-    """Before it is sent."""
-    timeout_s: float
-    """For all of it. httpx2's own timeout is for each step, and for each read of an answer."""
-    request: dict[str, Any]
-    """Further arguments of httpx2's `request`."""
-
-
-_Outcome = httpx2.Response | httpx2.RequestError
-_Call = Generator[_Attempt, _Outcome, ResultT]
-
-
-@dataclass(frozen=True)
-class _Calls:
-    token: str
-    timeout_s: float
-    retries: int
-
-    def rank(self, question: Question, request_id: str) -> _Call[Ranking]:
-        return self._call("POST", "/rank", _ranking, question.body(), request_id)
-
-    def rank_many(self, questions: Sequence[Question], request_id: str) -> _Call[list[Ranking]]:
-        bodies = [question.body() for question in questions]
-        return self._call("POST", "/rank", _rankings, bodies, request_id)
-
-    def info(self) -> _Call[dict[str, Any]]:
-        return self._call("GET", "/info", dict[str, Any])
-
-    def ready(self) -> _Call[bool]:
-        single_attempt = replace(self, retries=0)
-        try:
-            return (yield from single_attempt._call("GET", "/ready", lambda answer: True))
-        except ServiceError as error:
-            if error.status not in (0, 503):
-                raise
-            return False
-
-    def _call(
+    async def _call(
         self,
         method: str,
         path: str,
         parse: Callable[[Any], ResultT],
         body: Any = None,
         request_id: str = "",
-    ) -> _Call[ResultT]:
-        deadline = time.monotonic() + self.timeout_s
+        retries: int | None = None,
+    ) -> ResultT:
+        """The parsed answer. Raises ServiceError. `retries`: None: those of the client."""
+        retries = self._retries if retries is None else retries
+        deadline = time.monotonic() + self._timeout_s
         headers = {"x-request-id": request_id or uuid.uuid4().hex}
-        if self.token:
-            headers["authorization"] = f"Bearer {self.token}"
-        request = {"method": method, "url": path, "json": body, "headers": headers}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
         wait_s, attempts = 0.0, 0
         while True:
             left_s = deadline - time.monotonic() - wait_s
             headers["x-timeout-ms"] = str(max(1, min(int(1000 * left_s), MAX_TIMEOUT_MS)))
-            outcome = yield _Attempt(wait_s, left_s, request)
+            await self._sleep(wait_s)
+            outcome = await self._outcome(left_s, method, path, body, headers)
             attempts += 1
             if isinstance(outcome, httpx2.Response) and outcome.is_success:
                 return _parse_answer(outcome, parse)
             wait_s = _wait_s(outcome, attempts)
-            is_over = attempts > self.retries or wait_s >= deadline - time.monotonic()
+            is_over = attempts > retries or wait_s >= deadline - time.monotonic()
             if is_over or not _may_pass(outcome):
                 raise self._error(outcome, headers["x-request-id"])
 
+    async def _outcome(
+        self, timeout_s: float, method: str, path: str, body: Any, headers: Mapping[str, str]
+    ) -> _Outcome:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._http.request(method, path, json=body, headers=headers)
+        except (TimeoutError, httpx2.RequestError) as error:
+            return error
+
     def _error(self, outcome: _Outcome, request_id: str) -> ServiceError:
-        if isinstance(outcome, httpx2.TimeoutException):
-            message = f"no answer within {self.timeout_s:g} s"
+        if isinstance(outcome, TimeoutError):
+            message = f"no answer within {self._timeout_s:g} s"
             return ServiceError("too_late", message, request_id=request_id)
         if isinstance(outcome, httpx2.RequestError):
             message = str(outcome) or type(outcome).__name__
@@ -346,8 +279,28 @@ class _Calls:
         return ServiceError(*problem, outcome.status_code, request_id)
 
 
-def _too_late() -> httpx2.RequestError:
-    return httpx2.ReadTimeout("the answer is not complete in time")
+_Outcome = httpx2.Response | httpx2.RequestError | TimeoutError
+
+_loop_lock = threading.Lock()
+
+
+def _result(call: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The result of a call on the loop of the blocking clients."""
+    with _loop_lock:
+        loop = _loop_of_process(os.getpid())
+    future = asyncio.run_coroutine_threadsafe(call, loop)
+    try:
+        return future.result()
+    finally:
+        future.cancel()  # after Ctrl-C
+
+
+@functools.cache
+def _loop_of_process(process_id: int) -> asyncio.AbstractEventLoop:
+    """A running event loop, on a thread of its own. A forked process has none of its parent's threads."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="polyrank-client", daemon=True).start()
+    return loop
 
 
 def _may_pass(outcome: _Outcome) -> bool:
