@@ -23,7 +23,7 @@ from serve.guard import Guard
 from serve.limits import Limits
 from serve.scheduling import WorkQueue
 
-from .conftest import ask, serving
+from .conftest import Clock, ask, serving
 
 GOOD = {"context": ["hello"], "candidates": ["a", "b"]}
 
@@ -300,15 +300,6 @@ def test_origins_that_are_listed_may_ask(service):
 
 
 # In Serve's proxies
-
-
-class Clock:
-    """Seconds pass when a test says so."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from serve.errors import Refusal
 from serve.masks import ENTRY_BYTES, Masks
 from serve.scheduling import Batch, Kind, WorkQueue
 
-from .conftest import run
+from .conftest import Clock, run
 
 
 class Gate:
@@ -206,26 +206,25 @@ def test_a_request_that_would_be_late_is_refused_at_once(queue):
     run(fill())
 
 
-@pytest.mark.slow
-def test_what_requests_took_is_what_the_next_are_expected_to_take(queue):
+def test_what_requests_took_is_what_the_next_are_expected_to_take(queue, monkeypatch):
     """A unit; the first one does not count."""
+    monkeypatch.setattr("serve.scheduling.time", clock := Clock())
     took = iter([5.0, 0.2, 0.4])
 
     def work(rows: list[int]) -> list[int]:
-        end = time.monotonic() + next(took) / 10
-        while time.monotonic() < end:
-            pass
+        clock.now += next(took)
         return rows
 
     async def ask() -> None:
-        with queue.admit("request", 2, soon()):
-            await queue.run(Kind("work", work, 10), [1, 2], [1, 1], soon())
+        deadline = clock.now + 60
+        with queue.admit("request", 2, deadline):
+            await queue.run(Kind("work", work, 10), [1, 2], [1, 1], deadline)
 
     for _ in range(3):
         run(ask())
-    assert queue._request_s["request"].value == pytest.approx((0.02 + 0.04) / 4, rel=0.5)
-    with queue.admit("request", 100, soon()):
-        assert queue.waiting_s == pytest.approx(1.5, rel=0.5)
+    assert queue._request_s["request"].value == pytest.approx((0.2 + 0.4) / 4)
+    with queue.admit("request", 100, clock.now + 60):
+        assert queue.waiting_s == pytest.approx(15.0)
 
 
 def test_the_watch_hears_of_every_batch():
