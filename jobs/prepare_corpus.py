@@ -119,7 +119,7 @@ def run(config: Config) -> program.Summary:
         inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": key_fingerprint}
     privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
     if config.format == "reddit":  # from here on nothing knows the names, so nothing can log them
-        config = replace(config, reddit=config.reddit.with_author_keys(privacy))
+        config = replace(config, reddit=config.reddit.with_name_keys(privacy))
     out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
     if isinstance(out, Artifact):
         published_counts.check(out.manifest.get("published", []), config.expect)

@@ -36,6 +36,10 @@ class Privacy:
         hashed like all names, so that a list of them can be stored."""
         return self.hashed(pc.utf8_lower(names))
 
+    def subreddit_keys(self, subreddits: pa.Array) -> pa.Array:
+        """What subreddits are compared by: their names in lower case; of profiles, the author's key."""
+        return self.profiles_hashed(pc.utf8_lower(subreddits))
+
     def profiles_hashed(self, subreddits: pa.Array) -> pa.Array:
         """Subreddits; of profiles, which are called u_<author>, with the author's hash: u_<hash>."""
         if self.authors == "plain":

@@ -207,6 +207,33 @@ def test_names_of_excluded_authors_are_hashed_wherever_they_are_stored(prepare, 
     assert "another job" in other and name not in other and "somebody" not in other
 
 
+@pytest.mark.parametrize("option", ["subreddits", "exclude_subreddits"])
+def test_names_of_profiles_among_subreddits_are_hashed_wherever_they_are_stored(
+    prepare, tmp_path, option
+):
+    first = {"id": "a", "link_id": "t3_t", "parent_id": "t3_t", "body": "what a day it was",
+             "author": "Secret_Name", "subreddit": "u_Secret_Name", "score": 1}  # fmt: skip
+    reply = {**first, "id": "b", "parent_id": "t1_a", "body": "it was, and so is this one"}
+    others = [{**row, "link_id": "t3_o", "subreddit": "pics"} for row in (first, reply)]
+    data = "".join(json.dumps(row) + "\n" for row in (first, reply, *others)).encode()
+    options = ("--redact", "off", f"--reddit.{option}")
+    refused = prepare({"RC": data + b"rubbish\n" * 4}, *options, "U_Secret_Name", "Other")
+    assert "malformed" in refused.refusal
+    request = (tmp_path / "out.partial" / "_request.json").read_text()
+    shutil.rmtree(tmp_path / "out.partial")
+    prepare({"RC": data}, *options, "U_Secret_Name", "Other")
+    corpus = open_artifact(str(tmp_path / "out"), "corpus")
+    run = mlflow.MlflowClient().get_run(corpus.manifest["run_id"])
+    key, other = corpus.manifest["config"]["reddit"][option]
+    assert re.fullmatch("u_[0-9a-f]{16}", key) and other == "Other"
+    manifest = (tmp_path / "out" / "manifest.json").read_text()
+    for text in (request, manifest, str(run.data.params)):
+        assert key in text and "secret_name" not in text.lower()
+    (row,) = rows_of(corpus)
+    assert (row["subreddit"] == "pics") == (option == "exclude_subreddits")
+    assert prepare({"RC": data}, *options, "u_secret_name", "Other").summary["already_done"]
+
+
 def test_the_published_corpus_and_its_dump_do_not_give_away_the_key_of_its_hashes(
     prepare, dump, tmp_path
 ):

@@ -54,11 +54,11 @@ def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[p
     """(`lines.COMMENT` and `score` as `COLUMNS`, the number of rows of subreddits not asked for, the number
     of texts redacted)
 
-    Excluded authors are given by their keys (`Options.with_author_keys`).
+    Excluded authors and profiles are given by their keys (`Options.with_name_keys`).
     The rules look at the text as it was written; redaction comes after them.
     """
     row_count = comments.num_rows
-    comments = _select_subreddits(comments, options)
+    comments = _select_subreddits(comments, options, privacy)
     body = comments["body"].combine_chunks()
     author = comments["author"].combine_chunks()
     # Submissions keep their prefix, t3_: their ids and those of comments are numbered apart.
@@ -87,11 +87,12 @@ def trim(text: str, max_characters: int) -> str:
     return text[: end - 1]
 
 
-def _select_subreddits(comments: pa.Table, options: Options) -> pa.Table:
+def _select_subreddits(comments: pa.Table, options: Options, privacy: Privacy) -> pa.Table:
     for names, keeps_listed in ((options.subreddits, True), (options.exclude_subreddits, False)):
         if names:
             listed_names = pa.array([name.lower() for name in names])
-            is_listed = pc.is_in(pc.utf8_lower(comments["subreddit"]), listed_names)
+            keys = privacy.subreddit_keys(comments["subreddit"].combine_chunks())
+            is_listed = pc.is_in(keys, listed_names)
             comments = comments.filter(
                 is_listed if keeps_listed else pc.invert(is_listed)
             ).combine_chunks()

@@ -31,9 +31,9 @@ class Options:
     max_context_turns: int = 10
     """Earlier comments in a context, the immediate one included."""
     subreddits: tuple[str, ...] = ()
-    """Only these; none named: all."""
+    """Only these; none named: all. Of profiles, such as u_Name, the author's hash is stored."""
     exclude_subreddits: tuple[str, ...] = ()
-    """Not these."""
+    """Not these. Profiles as in `subreddits`."""
     languages: tuple[str, ...] = ()
     """Only responses in these (ISO 639-1: en, de, …); none named: all. Needs the extra `language`."""
     min_score: int | None = None
@@ -51,10 +51,24 @@ class Options:
     bucket_mib: int = 32
     """Threads are worked on in buckets of so many MiB of compressed dump: 0.7 GB of memory for 32."""
 
-    def with_author_keys(self, privacy: Privacy) -> Options:
-        """The rules with excluded authors as the corpus, its manifest and its tasks may know them."""
+    def with_name_keys(self, privacy: Privacy) -> Options:
+        """The rules with authors and profiles as the corpus, its manifest and its tasks may know them."""
+
+        def profiles_keyed(subreddits: tuple[str, ...]) -> tuple[str, ...]:
+            keys = privacy.subreddit_keys(pa.array(subreddits, pa.string())).to_pylist()
+            # Others stay as they are written: they are part of the corpus's identity.
+            return tuple(
+                name if key == name.lower() else key
+                for name, key in zip(subreddits, keys, strict=True)
+            )
+
         keys = privacy.author_keys(pa.array(self.exclude_authors, pa.string())).to_pylist()
-        return replace(self, exclude_authors=tuple(sorted(set(keys))))
+        return replace(
+            self,
+            exclude_authors=tuple(sorted(set(keys))),
+            subreddits=profiles_keyed(self.subreddits),
+            exclude_subreddits=profiles_keyed(self.exclude_subreddits),
+        )
 
     def __post_init__(self) -> None:
         for name, least in (("max_characters", 1), ("max_context_turns", 1), ("rows_per_shard", 1),

@@ -103,7 +103,7 @@ def parsed(comments: list[Any]) -> pa.Table:
 def examples_of(
     comments: list[Comment], rules: Options | None = None, privacy: Privacy = PLAIN
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    rules = (rules or Options()).with_author_keys(privacy)
+    rules = (rules or Options()).with_name_keys(privacy)
     table, rejects = build_examples(normalise(parsed(comments), rules, privacy)[0], rules)
     return table.to_pylist(), dict(rejects.counts)
 
@@ -374,7 +374,7 @@ def test_a_context_begins_after_the_turn_of_an_excluded_author(privacy, more):
     assert contexts["dialogue"] == [
         (["\n".join(context)], response) for context, response in contexts["turns"]
     ]
-    rules = Options(exclude_authors=("some_bot",), **more).with_author_keys(privacy)
+    rules = Options(exclude_authors=("some_bot",), **more).with_name_keys(privacy)
     _, rejects = build_examples(normalise(parsed(chain), rules, privacy)[0], rules)
     texts = {sample["reason"]: sample["text"] for sample in rejects.samples}
     assert texts["response by an excluded author"] == ""
