@@ -242,9 +242,7 @@ def _notes(question_set: Questions, protocol: Protocol, config: Config) -> list[
         + "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
     ]
     if len(question_set) < _FEW_QUESTIONS:
-        notes.append(
-            f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are too narrow"
-        )
+        notes.append(f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are wide")
     if shorter := question_set.shorter():
         notes.append(f"questions with fewer than {protocol.candidates:,} candidates: {shorter:,}")
     if protocol.candidates < (wanted := config.rules().candidates) != protocols.ALL:

@@ -1,12 +1,16 @@
 """How sure a number is, and whether two models differ.
 
-Intervals are percentiles of the bootstrap over questions. To draw N of N questions with replacement
-is to draw from the histogram of their ranks: one multinomial draw per resample, exact, and 10,000 of
-them take milliseconds. Questions of one dialogue are not independent, so true intervals are wider.
+Intervals are percentiles of means in which each question has a random weight (the Bayesian bootstrap: Rubin,
+1981), the same exponential distribution for all. One more question has the least possible value for the
+lower bound, the greatest for the upper bound: it stands for what N questions do not show. These are the
+bounds of Gaffke (2005) for the mean of a bounded value (Learned-Miller and Thomas, arXiv 1905.06208). The
+weights of equal questions sum up to a gamma draw, so 10,000 draws take milliseconds.
 
-Where all questions are right, or all are wrong, every draw is the same. The bound is then the exact one of a
-binomial share (Clopper and Pearson, 1934): 30 of 30 right mean 0.884 at least. So it is where two models
-agree on all questions: on 300 their difference may be 0.012 on either side.
+For shares, such as R@1, they are the exact bounds of Clopper and Pearson (1934): 30 of 30 right mean 0.884 at
+least. The interval of two models' difference leaves out 0 where the sign test has p below 0.05. Two models
+that agree on all of 300 questions may differ by 0.012 on either side.
+
+Questions of one dialogue are not independent, so true intervals are wider.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class Comparison:
     difference: float
     """R@1 of the first less that of the second."""
     interval: Interval
-    """The interval of the difference: paired bootstrap, 95 %; without any difference, the exact bound."""
+    """The 95 % interval of the difference."""
     p: float
     """Two-sided sign test on the questions that one of them gets right; not corrected for the number
     of comparisons. It is the exact form of the permutation test: to swap the two models' answers to
@@ -48,12 +52,10 @@ def intervals(
     """The 95 % interval of each metric of `summarise`."""
     distinct_U, counts_U = np.unique(ranks, return_counts=True)
     parts = metric_values(distinct_U, candidates, recall_ks)
-    low, high = _percentiles(np.stack(list(parts.values()), axis=1), counts_U, seed)
-    unseen = _unseen_share(len(ranks))
-    for at, values_U in enumerate(parts.values()):
-        low[at] = 1 - unseen if values_U.min() == 1 else low[at]
-        high[at] = unseen if values_U.max() == 0 else high[at]
-    return {name: (float(low[at]), float(high[at])) for at, name in enumerate(parts)}
+    limits = metric_values(np.array([candidates, 1]), candidates, recall_ks)
+    values_UK, limits_2K = (np.stack(list(p.values()), axis=1) for p in (parts, limits))
+    low_K, high_K = _bounds(values_UK, counts_U, limits_2K, seed)
+    return {name: (float(low_K[at]), float(high_K[at])) for at, name in enumerate(parts)}
 
 
 def compare(
@@ -66,18 +68,16 @@ def compare(
     wins = int((is_right_first_N & ~is_right_second_N).sum())
     losses = int((is_right_second_N & ~is_right_first_N).sum())
     counts_3 = np.array([wins, losses, questions - wins - losses])
-    low, high = _percentiles(np.array([[1.0], [-1.0], [0.0]]), counts_3, seed)
+    interval = _interval(np.array([1.0, -1.0, 0.0]), counts_3, (-1.0, 1.0), seed)
     p = float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
-    unseen = _unseen_share(questions)
-    interval = (float(low[0]), float(high[0])) if wins + losses else (-unseen, unseen)
     return Comparison(first, second, (wins - losses) / questions, interval, p)
 
 
-def mean_interval(values_N: Floats, seed: int = 0) -> Interval:
-    """The 95 % interval of a mean over questions."""
-    distinct_U, counts_U = np.unique(values_N, return_counts=True)
-    low, high = _percentiles(distinct_U[:, None], counts_U, seed)
-    return float(low[0]), float(high[0])
+def mean_interval(
+    values_N: Floats, seed: int = 0, limits: tuple[float, float] = (0.0, 1.0)
+) -> Interval:
+    """The 95 % interval of a mean over questions. `limits`: the least and the greatest possible value."""
+    return _interval(*np.unique(values_N, return_counts=True), limits, seed)
 
 
 def compare_means(
@@ -95,27 +95,32 @@ def compare_means(
     sums_R = (swapped_RU - counts_U) @ size_U
     observed = abs(float(difference_N.sum())) - 1e-6
     p = (1 + int((np.abs(sums_R) >= observed).sum())) / (1 + RESAMPLES)
-    unseen = _unseen_share(len(difference_N))
-    interval = mean_interval(difference_N, seed) if size_U.any() else (-unseen, unseen)
+    interval = mean_interval(difference_N, seed, (-1.0, 1.0))
     return Comparison(first, second, float(difference_N.mean()), interval, p)
 
 
-def _unseen_share(questions: int) -> float:
-    """The largest share of questions that may have a property which none of these has: Clopper and Pearson's
-    bound, which a larger share passes with 2.5 % at most."""
-    return float(1 - _TAIL ** (1 / questions))
+def _interval(values_U: Floats, counts_U: Ints, limits: tuple[float, float], seed: int) -> Interval:
+    low_1, high_1 = _bounds(values_U[:, None], counts_U, np.array(limits)[:, None], seed)
+    return float(low_1[0]), float(high_1[0])
 
 
-def _percentiles(values_UK: Floats, counts_U: Ints, seed: int) -> tuple[Floats, Floats]:
-    """The bounds, [K] each, of the means of K quantities that U kinds of questions earn."""
+def _bounds(
+    values_UK: Floats, counts_U: Ints, limits_2K: Floats, seed: int
+) -> tuple[Floats, Floats]:
+    """The bounds, [K] each, of the means of K quantities that U kinds of questions earn.
+
+    `limits_2K`: the least and the greatest possible value of each quantity.
+    """
     rng = np.random.default_rng(seed)
-    questions = int(counts_U.sum())
-    step = max(1, _DRAWN_AT_ONCE // len(counts_U))
-    means = [
-        rng.multinomial(questions, counts_U / questions, size=min(step, RESAMPLES - start))
-        @ values_UK
-        / questions
-        for start in range(0, RESAMPLES, step)
-    ]
-    low, high = np.quantile(np.concatenate(means), [_TAIL, 1 - _TAIL], axis=0)
-    return low, high
+    shapes = np.append(counts_U, 1)  # the last weight is that of the question that was not seen
+    step = max(1, _DRAWN_AT_ONCE // len(shapes))
+    means = []
+    for start in range(0, RESAMPLES, step):
+        weights_RU = rng.standard_gamma(shapes, (min(step, RESAMPLES - start), len(shapes)))
+        weights_RU /= weights_RU.sum(axis=1, keepdims=True)
+        unseen_2RK = weights_RU[:, -1:] * limits_2K[:, None]
+        means.append(weights_RU[:, :-1] @ values_UK + unseen_2RK)
+    low_RK, high_RK = np.concatenate(means, axis=1)
+    low_K, high_K = np.quantile(low_RK, _TAIL, axis=0), np.quantile(high_RK, 1 - _TAIL, axis=0)
+    least_K, most_K = limits_2K  # which sums of weights may pass in their last bits
+    return np.maximum(low_K, least_K), np.minimum(high_K, most_K)
