@@ -123,6 +123,8 @@ def read_artifact(uri: str, *kinds: str) -> Artifact:
     try:
         manifest = json.loads(storage.read_bytes(manifest_uri))
         kind, version = manifest["kind"], manifest["format_version"]
+    except FileNotFoundError:
+        raise BadInput(f"{uri}: another job has removed it meanwhile") from None
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{manifest_uri}: not a polyrank manifest ({error!r})") from None
     if kind not in kinds:

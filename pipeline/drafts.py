@@ -173,11 +173,7 @@ def task_marks(staging: str) -> dict[str, bytes]:
 
 def read_mark(staging: str, task: str) -> dict[str, Any]:
     """The record of a task of a draft; empty where it is not finished."""
-    uri = _mark_uri(staging, task)
-    if not storage.exists(uri):
-        return {}
-    record: dict[str, Any] = json.loads(storage.read_bytes(uri))
-    return record
+    return _read_object(_mark_uri(staging, task))
 
 
 def _finished_tasks(staging: str) -> list[str]:
@@ -191,11 +187,16 @@ def _mark_uri(staging: str, task: str) -> str:
 
 def read_request(staging: str) -> dict[str, Any]:
     """The request of a draft: `kind`, fingerprints of `inputs`, `config`; empty where there is no draft."""
-    uri = storage.join(staging, REQUEST)
-    if not storage.exists(uri):
+    return _read_object(storage.join(staging, REQUEST))
+
+
+def _read_object(uri: str) -> dict[str, Any]:
+    """A JSON file of a draft; empty where it is missing, as after another job has published the draft."""
+    try:
+        value: dict[str, Any] = json.loads(storage.read_bytes(uri))
+    except FileNotFoundError:
         return {}
-    request: dict[str, Any] = json.loads(storage.read_bytes(uri))
-    return request
+    return value
 
 
 def _tidy(uri: str) -> None:

@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -328,13 +329,14 @@ def remove_unfinished(uri: str, deep: bool = True) -> None:
 
 
 def delete(uri: str) -> None:
-    """Removes a file or a folder with all below it, if it is there."""
+    """Removes a file or a folder with all below it, if it is there and nobody else is removing it."""
     filesystem, path = locate(uri)
     kind = filesystem.get_file_info(path).type
-    if kind == pafs.FileType.Directory:
-        filesystem.delete_dir(path)
-    elif kind == pafs.FileType.File:
-        filesystem.delete_file(path)
+    with suppress(FileNotFoundError):
+        if kind == pafs.FileType.Directory:
+            filesystem.delete_dir(path)
+        elif kind == pafs.FileType.File:
+            filesystem.delete_file(path)
 
 
 def upload(folder: Path, uri: str) -> None:

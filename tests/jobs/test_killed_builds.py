@@ -354,6 +354,36 @@ def test_a_night_with_nothing_to_do_leaves_the_killed_build_of_another_input(
     assert versions(pools) == left and len(left) == 2
 
 
+@pytest.mark.parametrize(
+    "file", ["_request.json", "_tasks/part-00000.json", "rows/part-00000.arrow"]
+)
+def test_a_dry_run_whose_unfinished_build_is_published_meanwhile_answers_in_one_line(
+    night, pools, monkeypatch, file
+):
+    """The job that publishes it holds the pool's lock; a dry run holds none."""
+    options = ("--embed.rows-per-shard", 5)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        interrupted(night(FIRST, *options))
+    (draft,) = (pools / "p").glob("*.partial")
+    opened = storage.open_input
+
+    def publish_and_open(uri):
+        if uri == f"{draft}/{file}" and draft.exists():
+            draft.rename(draft.with_suffix(""))
+        return opened(uri)
+
+    monkeypatch.setattr(storage, "open_input", publish_and_open)
+    finished = night(changed(FIRST), *options, "--dry-run")
+    assert not draft.exists() and not list(pools.glob("_plans/*"))
+    gone = "another job has published or removed"
+    if file.startswith("rows/"):  # some rows are filed already
+        assert f"{draft}/{file}: {gone} this build meanwhile" in finished.refusal
+    else:
+        assert finished.summary["estimate"]["rows"] == 29
+        assert (gone in finished.stdout) == file.startswith("_tasks/")
+
+
 KILLED_DRY_RUN = """
 import os, sys
 from jobs import embed_pool

@@ -246,6 +246,18 @@ def test_a_manifest_that_is_none_is_refused(tmp_path, text):
     assert "not a polyrank manifest" in read_refusal(tmp_path)
 
 
+def test_an_artifact_that_is_removed_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    uri = publish(tmp_path / "a").uri
+    read = storage.read_bytes
+
+    def remove_and_read(file):
+        storage.delete(uri)
+        return read(file)
+
+    monkeypatch.setattr(storage, "read_bytes", remove_and_read)
+    assert read_refusal(uri) == f"{uri}: another job has removed it meanwhile"
+
+
 @pytest.mark.parametrize(
     ("data", "state"), [(b"on", "has 2 bytes"), (b"ones", "has 4 bytes"), (None, "is missing")]
 )

@@ -57,6 +57,23 @@ def test_no_input_at_all_is_refused():
         storage.expand([])
 
 
+def test_a_folder_that_somebody_else_is_removing_is_removed(tmp_path, monkeypatch):
+    """Such as a dry run that removes its plan while a night removes all plans of dead jobs."""
+    write(tmp_path, "x/a", "x/deep/b")
+    disk, path = storage.locate(str(tmp_path / "x"))
+
+    class RacedDisk:
+        get_file_info = disk.get_file_info
+
+        def delete_dir(self, path):
+            shutil.rmtree(path)
+            disk.delete_dir(path)
+
+    monkeypatch.setattr(storage, "locate", lambda uri: (RacedDisk(), path))
+    storage.delete(path)
+    assert not (tmp_path / "x").exists()
+
+
 def test_an_unknown_scheme_is_named():
     with pytest.raises(BadInput, match=r"^nope://x/y: no file system for this URI"):
         storage.expand(["nope://x/y"])

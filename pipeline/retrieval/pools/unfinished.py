@@ -65,7 +65,14 @@ def find_shards(
         config = request.get("config", {})
         if any(config.get(name, value) != value for name, value in vector_settings.items()):
             continue
-        records = {name: json.loads(data) for name, data in task_marks(folder).items()}
+        try:
+            records = {name: json.loads(data) for name, data in task_marks(folder).items()}
+        except FileNotFoundError:  # a dry run holds no lock
+            print(
+                f"{folder}: nothing is copied from this unfinished build: another job has published or "
+                "removed it meanwhile"
+            )
+            continue
         planned = records.get(PLAN, {})
         if any(planned.get(name) != value for name, value in numerics.items()):
             continue

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.arrays import Bools, Ints, Keys
-from pipeline.config import digest
+from pipeline.config import BadInput, digest
 from pipeline.corpora import buckets, raw
 from pipeline.drafts import Draft
 from pipeline.records import TaskRecord
@@ -193,9 +193,15 @@ def keys_task(
     group = job.groups[kind][int(number)]
 
     def read_file_keys(name: str) -> Keys:
-        if kind != "candidates":
+        if kind == "candidates":
+            return candidates.read_keys(draft, name)[:, : candidates.BYTES]
+        try:
             return candidates.read_published_keys(name)
-        return candidates.read_keys(draft, name)[:, : candidates.BYTES]
+        except FileNotFoundError:  # a dry run holds no lock
+            raise BadInput(
+                f"{name}: another job has published or removed this build meanwhile; the same command makes "
+                "a new plan"
+            ) from None
 
     keys = np.concatenate(list(ahead(read_file_keys, [name for name, _ in group.files])))
     rows = pa.table([*keys.T, group.first + np.arange(len(keys))], schema=_KEYS)
