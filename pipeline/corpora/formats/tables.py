@@ -160,10 +160,11 @@ def require_columns(
 def csv_records(
     uri: str, lines: Lines, account: file_tasks.Account, delimiter: str = ",", quotes: bool = True
 ) -> Iterator[tuple[int, list[str]]]:
-    """(first line, fields) of each record of CSV that is not blank; broken ones are set aside.
+    """(first line, fields) of each record of CSV that is not blank, the names of the columns first.
 
-    A quote that is never closed takes all lines behind it. Only its own line is set aside; the others are
-    read again. Samples of broken records hold no content.
+    Set aside are broken records, and those with more or fewer fields than columns. If one has several lines,
+    a stray quote may have joined them: only its first line is set aside, and the others are read again.
+    Samples hold no content.
     """
     record_lines = list[tuple[int, str]]()
     pushed_back = deque[tuple[int, str]]()
@@ -186,24 +187,30 @@ def csv_records(
 
     csv.field_size_limit(raw.MAX_LINE_BYTES)
     records = csv_reader()
+    column_count = 0
     while True:
         record_lines.clear()
         try:
             fields = next(records, None)
-            broken_line = next((line for _, line in record_lines if _fault(line)), "")
-            fault = _fault(broken_line)
+            if fields is None:
+                return
+            damaged_line = next((line for _, line in record_lines if _fault(line)), "")
+            fault, detail = _fault(damaged_line), _size_of_line(damaged_line)
+            reads_again = not fault and column_count > 0 and len(fields) not in (0, column_count)
+            if reads_again:
+                fault = "more or fewer fields than columns"
+                detail = f"{len(fields)} fields, {column_count} columns"
         except csv.Error as error:
-            fields, fault = [], f"not CSV: {error}"
-            broken_line = record_lines[0][1]
+            fields, reads_again = [], True
+            fault, detail = f"not CSV: {error}", _size_of_line(record_lines[0][1])
+        if reads_again:
             pushed_back.extendleft(reversed(record_lines[1:]))
-            del record_lines[1:]
             records = csv_reader()
-        if fields is None:
-            return
         if fault:
             account.records += 1
-            account.malformed.add(fault, uri, record_lines[0][0], _size_of_line(broken_line))
+            account.malformed.add(fault, uri, record_lines[0][0], detail)
         elif fields:
+            column_count = len(fields)
             yield record_lines[0][0], fields
 
 
@@ -239,12 +246,7 @@ def _csv_rows(
     _require_columns(uri, option_columns, columns, _delimiter_hint(columns, form))
     for number, fields in records:
         account.records += 1
-        if len(fields) == len(columns):
-            yield number, dict(zip(columns, fields, strict=True))
-        else:
-            reason = "more or fewer fields than columns"
-            sizes = f"{len(fields)} fields, {len(columns)} columns"
-            account.malformed.add(reason, uri, number, sizes)
+        yield number, dict(zip(columns, fields, strict=True))
 
 
 def _json_rows(

@@ -130,9 +130,7 @@ def _csv_questions(
     for number, fields in records:
         account.records += 1
         record_text = ",".join(fields)
-        if len(fields) != len(columns):
-            account.malformed.add(f"not {len(columns)} fields", uri, number, record_text)
-        elif columns == _RANKED:
+        if columns == _RANKED:
             yield _Question(number, fields[0].split("__eot__"), fields[1:])
         elif fields[2] in _RIGHT:
             yield _Question(number, fields[0].split("__eot__"), fields[1:2])

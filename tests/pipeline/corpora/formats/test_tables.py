@@ -189,6 +189,31 @@ def test_a_quote_that_is_never_closed_costs_its_own_line(tmp_path):
     assert account.malformed.samples[0]["line"] == 3
 
 
+def test_quotes_within_a_field_that_has_none_around_it_are_text(tmp_path):
+    rows, account = read(tmp_path / "x.csv", b'a,b\n1,5" and 6" pipes\n2,two\n3,a 6" pipe\n')
+    assert [row["b"] for _, row in rows] == ['5" and 6" pipes', "two", 'a 6" pipe']
+    assert not account.malformed.counts
+
+
+@pytest.mark.parametrize(
+    ("opened", "closed"),
+    [('1,"inches,3', '7,8,9"'), ('"inches,2,3', '7,8",9'), ('1,2,"3', '7",8,9')],
+)
+def test_two_stray_quotes_in_different_columns_cost_the_line_of_the_first_one(
+    tmp_path, opened, closed
+):
+    """Together they are a field of several lines, in a record with more or fewer fields than columns."""
+    data = f"a,b,c\n{opened}\n4,5,6\n{closed}\n10,11,12\n".encode()
+    rows, account = read(tmp_path / "x.csv", data)
+    assert [(at, ",".join(row.values())) for at, row in rows] == [
+        (3, "4,5,6"),
+        (4, closed),
+        (5, "10,11,12"),
+    ]
+    assert account.malformed.counts == {"more or fewer fields than columns": 1}
+    assert (account.malformed.samples[0]["line"], account.records) == (2, 4)
+
+
 def test_a_field_without_an_end_is_given_up_after_some_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(raw, "MAX_LINE_BYTES", 1000)
     data = b'a,b\n1,"2\n' + b"3,4\n" * 400

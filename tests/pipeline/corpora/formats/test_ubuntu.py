@@ -113,8 +113,8 @@ def test_every_record_of_any_text_is_an_example_or_counted(tmp_path_factory, hea
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("only one", "not 3 fields"),
-        ("a,b,1,1", "not 3 fields"),
+        ("only one", "more or fewer fields than columns"),
+        ("a,b,1,1", "more or fewer fields than columns"),
         ('"a"b,c,1', "not CSV: ',' expected after '\"'"),
     ],
 )
