@@ -64,13 +64,15 @@ kuberay: .venv/installed
 clean:
 	rm -rf .demo .demo-data .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# The lock is complete, so nothing is resolved. All cores compile; pip would take one, and some files of others'
-# tests do not compile.
+# The lock is complete, so nothing is resolved, but for the libraries of CUDA: it was made with torch's CPU build,
+# and the usual index has the one for GPUs, which needs them. All cores compile; pip would take one, and some
+# files of others' tests do not compile.
 # The mark is made last, so that an install that was cut off is done again.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c requirements.lock torch
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	$(INSTALL) -e .
 	touch $@
