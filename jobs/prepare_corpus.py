@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jobs import cluster, program
 from pipeline import cost, fingerprints, storage
 from pipeline.artifact import Artifact
-from pipeline.config import NOT_IDENTITY, BadInput
+from pipeline.config import NOT_IDENTITY, BadInput, read_when
 from pipeline.corpora import published_counts, raw, reddit
 from pipeline.corpora.author_key import author_key
 from pipeline.corpora.formats import (
@@ -31,6 +31,11 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft
 from pipeline.records import TaskRecord, sum_counts
+
+
+def _read_by(format_name: str) -> Mapping[str, Any]:
+    """The metadata of options that no other format reads."""
+    return read_when({"format": (format_name,)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +70,35 @@ class Config:
     """Print sizes, tasks, requests and hours, and write nothing."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
     """Damaged input."""
-    reddit: reddit.Options = field(default_factory=reddit.Options)
+    reddit: reddit.Options = field(default_factory=reddit.Options, metadata=_read_by("reddit"))
     """Rules for reddit."""
-    convai2: convai2.Options = field(default_factory=convai2.Options)
+    convai2: convai2.Options = field(default_factory=convai2.Options, metadata=_read_by("convai2"))
     """Options for convai2."""
-    dstc7: dstc7.Options = field(default_factory=dstc7.Options)
+    dstc7: dstc7.Options = field(default_factory=dstc7.Options, metadata=_read_by("dstc7"))
     """Options for dstc7."""
-    ubuntu: ubuntu.Options = field(default_factory=ubuntu.Options)
+    ubuntu: ubuntu.Options = field(default_factory=ubuntu.Options, metadata=_read_by("ubuntu"))
     """Options for ubuntu."""
-    wikipedia: wikipedia.Options = field(default_factory=wikipedia.Options)
+    wikipedia: wikipedia.Options = field(
+        default_factory=wikipedia.Options, metadata=_read_by("wikipedia")
+    )
     """Options for wikipedia."""
-    starspace: starspace.Options = field(default_factory=starspace.Options)
+    starspace: starspace.Options = field(
+        default_factory=starspace.Options, metadata=_read_by("starspace")
+    )
     """Options for starspace."""
-    amazonqa: amazonqa.Options = field(default_factory=amazonqa.Options)
+    amazonqa: amazonqa.Options = field(
+        default_factory=amazonqa.Options, metadata=_read_by("amazonqa")
+    )
     """Rules for amazonqa."""
-    opensubtitles: opensubtitles.Options = field(default_factory=opensubtitles.Options)
+    opensubtitles: opensubtitles.Options = field(
+        default_factory=opensubtitles.Options, metadata=_read_by("opensubtitles")
+    )
     """Rules for opensubtitles."""
-    banking77: intents.Options = field(default_factory=intents.Options)
+    banking77: intents.Options = field(
+        default_factory=intents.Options, metadata=_read_by("banking77")
+    )
     """Rules for banking77."""
-    pairs: pairs.Options = field(default_factory=pairs.Options)
+    pairs: pairs.Options = field(default_factory=pairs.Options, metadata=_read_by("pairs"))
     """Columns and splits of pairs."""
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from jobs import program, tokenize_corpus
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import NOT_IDENTITY, BadInput, flatten, require, to_dict
+from pipeline.config import NOT_IDENTITY, BadInput, flatten, read_when, require, to_dict
 from pipeline.drafts import draft
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
@@ -44,7 +44,7 @@ class Config:
     shape stay."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the encoder: a plain `transformers` directory, curves.png and manifest.json."""
-    shape: Shape = field(default_factory=Shape)
+    shape: Shape = field(default_factory=Shape, metadata=read_when({"start": ("",)}))
     """The shape of a new encoder; `--encoder.*`, its earlier name, means the same."""
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     """The task."""

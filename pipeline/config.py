@@ -18,7 +18,7 @@ import types
 import typing
 import warnings
 from argparse import ArgumentError
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -35,6 +35,16 @@ ConfigT = TypeVar("ConfigT")
 NOT_IDENTITY: Mapping[str, Any] = MappingProxyType({"identity": False})
 """The `metadata` of a field that does not change a job's output: two jobs that differ in such fields
 alone are the same job. On a field that is a dataclass it holds for the whole group."""
+
+_CONDITIONS = "conditions"
+
+
+def read_when(*conditions: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Any]:
+    """The `metadata` of a field that nothing reads under some settings: in each of `conditions`, one of the
+    options, by its dotted name, has to have one of its values. On a field that is a dataclass it holds for
+    the whole group.
+    """
+    return MappingProxyType({_CONDITIONS: conditions})
 
 
 class BadInput(Exception):
@@ -81,7 +91,9 @@ def variants_of(hint: Any) -> Variants | None:
     raise TypeError(f"{hint}: no Literal field tells these dataclasses apart")
 
 
-def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> ConfigT:
+def parse(
+    config_class: type[ConfigT], argv: Sequence[str], prog: str, allow_unread: bool = False
+) -> ConfigT:
     """Returns the configuration that `argv` describes.
 
     On the command line `--max-steps 3` and `--max_steps=3` are the same, a list field takes several
@@ -95,6 +107,10 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
 
     A field may be a union of dataclasses (see `Variants`): files and command line say by its tag which one
     is meant, its default says so where they do not, and only the options of that one are known.
+
+    An option that nothing reads (see `read_when`) is refused on the command line, if its value is not the
+    default. A file may serve several models, so its options are only named on standard error.
+    `allow_unread`: neither, for options that several configurations share.
 
     `--progress` is no field: it is an option of every job, see `pipeline.progress`.
 
@@ -136,7 +152,10 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], prog: str) -> Config
         os.environ[progress.VARIABLE] = values.pop(
             "progress"
         )  # jobs that this one runs show the same
-        return from_dict(config_class, values)
+        config = from_dict(config_class, values)
+        if not allow_unread:
+            _require_read(config, normal, files)
+        return config
     except ArgumentError as error:
         raise BadInput(_in_file(option_errors.one_line(error), normal, files)) from None
     except BadInput as error:
@@ -358,6 +377,50 @@ def _require_known_options(
         for name in options:
             if name not in fields and name not in groups:
                 raise BadInput(option_errors.unknown_key(file, name, fields))
+
+
+def _require_read(config: Any, argv: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises BadInput for an option that nothing reads; prints a line with those that only files have."""
+    of_files = set().union(*files.values()) - {word.removeprefix("--") for word in argv}
+    unread = list(_unread_options(config))
+    for name, fault in unread:
+        if name not in of_files:
+            raise BadInput(fault)
+    if unread:
+        names = ", ".join(name for name, _ in unread)
+        print(f"without effect under the other settings: {names}", file=sys.stderr, flush=True)
+
+
+def _unread_options(config: Any) -> Iterator[tuple[str, str]]:
+    """The options that have another value than their default and that nothing reads; why."""
+    values = flatten(to_dict(config))
+    for name, value, conditions in _conditional_options(config):
+        for condition in conditions:
+            if not any(values.get(other) in allowed for other, allowed in condition.items()):
+                needs = " or ".join(
+                    f"{other} {', '.join(map(repr, allowed))} (here {values.get(other)!r})"
+                    for other, allowed in condition.items()
+                )
+                yield name, f"{name}: {value!r} has no effect; it is read with {needs}"
+                break
+
+
+def _conditional_options(
+    config: Any, defaults: Any = None, prefix: str = "", outer: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """(name, value, conditions) of each option that has conditions and another value than its default.
+
+    `defaults`: a group as the job has it by default; None: its own defaults.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = getattr(defaults, field.name, _default(type(config), field.name))
+        conditions = (*outer, *field.metadata.get(_CONDITIONS, ()))
+        if dataclasses.is_dataclass(value):
+            same_kind = default if type(default) is type(value) else None
+            yield from _conditional_options(value, same_kind, f"{prefix}{field.name}.", conditions)
+        elif conditions and value != default:
+            yield f"{prefix}{field.name}", value, conditions
 
 
 def _in_file(text: str, argv: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import re
@@ -10,9 +11,10 @@ import runpy
 import shlex
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jsonschema
 import pytest
@@ -80,6 +82,28 @@ def test_a_later_config_wins_and_leaves_what_it_does_not_name(tmp_path):
     assert (swapped.ranker.m, swapped.loop.seed) == (8, 1)
 
 
+def fields_of(config_class: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The name, the type and the metadata of each option and group."""
+    hints = get_type_hints(config_class)
+    for each in dataclasses.fields(config_class):
+        hint, name = hints[each.name], prefix + each.name
+        yield name, hint, each.metadata
+        for group in filter(dataclasses.is_dataclass, (hint, *get_args(hint))):
+            yield from fields_of(group, f"{name}.")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_an_option_is_read_with_are_options_and_values_of_its_job(verb):
+    fields = list(fields_of(config_of(verb)))
+    for name, _, metadata in fields:
+        for condition in metadata.get("conditions", ()):
+            for option, values in condition.items():
+                types = [hint for other, hint, _ in fields if other == option]
+                choices = [choice for hint in types for choice in get_args(hint)]
+                assert isinstance(values, tuple), name
+                assert all(value in choices or type(value) in types for value in values), name
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_every_recipe_is_a_config_of_its_job(recipe):
     verb = "pretrain" if recipe.parent.name == "pretrain" else "finetune"
@@ -101,6 +125,13 @@ def assert_has(config, written):
             assert_has(getattr(config, name), value)
         else:
             assert getattr(config, name) == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_every_option_of_the_recipes_of_a_ranker_is_read(capsys):
+    required = ["--corpus", "c", "--output", "o", "--encoder", "e"]
+    for key in RANKERS:
+        parse(config_of("finetune"), [*recipe_of(*key), *required], "test")
+        assert capsys.readouterr().err == "", key
 
 
 def test_every_recipe_is_used_or_documented():

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
-from pipeline.config import BadInput, Variants, from_dict, require, variants_of
+from pipeline.config import BadInput, Variants, from_dict, read_when, require, variants_of
 
 SETTINGS = "ranker.json"
 
@@ -21,6 +21,10 @@ HeadAttention = Literal["dot", "scaled_dot", "multi_head"]
 ContextCodes = Literal["learnt", "first_m", "last_m", "last_m_and_first"]
 Activation = Literal["relu", "fast_gelu"]
 
+_HAS_CODES = read_when({"ranker.context_codes": ("learnt",)})
+_HAS_HEADS = read_when(
+    {"ranker.code_attention": ("multi_head",), "ranker.candidate_attention": ("multi_head",)}
+)
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -113,7 +117,9 @@ class DualConfig(OnEncoderConfig):
 
     reduction: Reduction = "mean"
     """Token outputs to one vector: mean for sentence-encoder and Reddit weights, first for BERT's."""
-    reduction_m: int = 64
+    reduction_m: int = field(
+        default=64, metadata=read_when({"ranker.reduction": ("mean_first_m",)})
+    )
     """mean_first_m: tokens that the mean is over."""
     share_towers: bool = False
     """One encoder for both sides."""
@@ -167,13 +173,13 @@ class PolyConfig(DualConfig):
     one, which makes m + 1."""
     m: int = 64
     """Context vectors."""
-    code_attention: HeadAttention = "dot"
+    code_attention: HeadAttention = field(default="dot", metadata=_HAS_CODES)
     """Attention of the codes over tokens."""
     candidate_attention: HeadAttention = "dot"
     """Attention of a candidate over context vectors; pools cannot be searched by multi_head."""
-    attention_heads: int = 4
+    attention_heads: int = field(default=4, metadata=_HAS_HEADS)
     """multi_head: heads, each with its share of the width."""
-    code_init_std: float = 0.05
+    code_init_std: float = field(default=0.05, metadata=_HAS_CODES)
     """Codes start as N(0, std). Small ones start at mean pooling; ParlAI's uniform(0, 1) needs weights
     made for it (ConvAI2, all-MiniLM, one epoch: R@1/20 0.675 against 0.583)."""
 
@@ -268,7 +274,7 @@ class ConvertConfig(ScorerConfig):
     block_weights: Literal["float16", "int8"] = "float16"
     """Of the blocks' linear layers in a saved model, where it is quantised. int8: with a scale for each
     output; CPUs multiply them with inputs of 8 bits."""
-    range_every_steps: int = 100
+    range_every_steps: int = field(default=100, metadata=read_when({"ranker.quantised": (True,)}))
     """Training sets the range of 8-bit tables so often."""
 
     ABOVE_0 = (

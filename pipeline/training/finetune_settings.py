@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import require
+from pipeline.config import read_when, require
 from pipeline.models.shape import TrainLayers
 
 NegativesFrom = Literal["batch", "given", "both", "mined"]
 Taught = Literal["candidates", "batch"]
 """What a teacher scores for each context: its own candidates, or the responses of the global batch."""
+
+_DISTILS = read_when({"finetune.distill.loss": ("kl", "margin_mse", "cosine")})
+_DRAWS_NEGATIVES = read_when(
+    {"finetune.negatives_from": ("given", "both", "mined"), "ranker.architecture": ("cross",)}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +50,16 @@ class Distillation:
     """kl: the teacher's distribution over what `over` says. margin_mse: its margins between the right
     one and each other. cosine, over batch: that each text's vector points where the teacher's does; both
     have as many numbers (with matryoshka: all of them), and a context has one vector."""
-    over: Taught = "candidates"
+    over: Taught = field(default="candidates", metadata=_DISTILS)
     """candidates: those that the corpus gives a context. batch, for bi, poly and convert: the responses
     of the batch over all workers, by the teacher's vectors (--teaching.over batch)."""
-    weight: float = 1.0
+    weight: float = field(default=1.0, metadata=_DISTILS)
     """Factor on that loss; that of the right answers has 1."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=read_when({"finetune.distill.loss": ("kl",)}))
     """kl: both scores are divided by it."""
-    teacher_scale: float = 1.0
+    teacher_scale: float = field(
+        default=1.0, metadata=read_when({"finetune.distill.loss": ("kl", "margin_mse")})
+    )
     """kl, margin_mse: factor on the teacher's scores. 20 for one of sentence-transformers, whose scores are
     cosines: its own losses take 20 times as much."""
 
@@ -75,7 +82,7 @@ class FinetuneConfig:
     """bi and poly: a context's wrong candidates are all other responses of the batch, or `negatives`
     of those that the corpus gives it, or both; mined: the batch's, and `negatives` of those in all of
     train that the model scores highest."""
-    negatives: int = 15
+    negatives: int = field(default=15, metadata=_DRAWS_NEGATIVES)
     """cross, given, both and mined: wrong candidates per example, of those given or mined; where they
     are too few, other examples' responses."""
     label_smoothing: float = 0.0
@@ -83,7 +90,9 @@ class FinetuneConfig:
     share_negatives: bool = False
     """given, both and mined: wrong candidates count for every context of the global batch, not only for
     their own."""
-    mine: Mining = field(default_factory=Mining)
+    mine: Mining = field(
+        default_factory=Mining, metadata=read_when({"finetune.negatives_from": ("mined",)})
+    )
     """mined: how they are found."""
     distill: Distillation = field(default_factory=Distillation)
     """Learning from another ranker's scores; needs candidates that are given."""
@@ -116,8 +125,6 @@ class FinetuneConfig:
         require(not self.share_negatives or self.negatives_from != "batch",
                 "finetune.share_negatives", True, "false with finetune.negatives_from 'batch', which "
                 "shares all that there are")  # fmt: skip
-        require(self.negatives_from == "mined" or self.mine == Mining(), "finetune.mine", self.mine,
-                "the defaults, unless finetune.negatives_from is 'mined'")  # fmt: skip
         require(0 <= self.label_smoothing < 1, "finetune.label_smoothing", self.label_smoothing,
                 "0 to below 1")  # fmt: skip
         require(self.folds >= 1, "finetune.folds", self.folds, ">= 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import NOT_IDENTITY, require
+from pipeline.config import NOT_IDENTITY, read_when, require
 
 TOKENS = "tokens"
 """The kind of artifact that a tokenized corpus is."""
@@ -48,7 +48,9 @@ class PretrainConfig:
     max_response_tokens: int = 72
     """Second text of a pair: its first tokens, as many as fit with [CLS] and [SEP] where it stands alone.
     A pair shares the [CLS], so it has at most max_context_tokens + max_response_tokens - 1 tokens."""
-    random_share: float = 0.5
+    random_share: float = field(
+        default=0.5, metadata=read_when({"pretrain.objective": ("joint", "alternate")})
+    )
     """Share of the pairs that have the response of another example (next utterance, next sentence)."""
     window_rows: int = 16_384
     """Examples that are shuffled together and cut into micro-batches of similar length."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import NOT_IDENTITY, require
+from pipeline.config import NOT_IDENTITY, read_when, require
 from pipeline.training.finetune_settings import Taught
 
 TRAINING_STATE = "training_state"
@@ -29,11 +29,13 @@ class OptimizationConfig:
     inverse_sqrt: with 1/sqrt(step). wsd: stays at the peak, then falls linearly in the last
     `decay_share` of the steps. constant: stays. plateau: by `plateau_decay` whenever the validation
     loss is not lower than ever (the paper's)."""
-    final_rate_share: float = 0.0
+    final_rate_share: float = field(
+        default=0.0, metadata=read_when({"loop.schedule": ("linear", "cosine", "wsd")})
+    )
     """linear, cosine, wsd: the last rate as a share of the peak."""
-    decay_share: float = 0.1
+    decay_share: float = field(default=0.1, metadata=read_when({"loop.schedule": ("wsd",)}))
     """wsd: share of the steps in which the rate falls."""
-    plateau_decay: float = 0.4
+    plateau_decay: float = field(default=0.4, metadata=read_when({"loop.schedule": ("plateau",)}))
     """plateau: factor on the rate."""
     optimizer: Literal["adamw", "adamax", "adadelta"] = "adamw"
     """AdamW for BERT-like weights; the Poly-encoder paper used Adamax for its own, ConveRT AdaDelta."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
@@ -102,6 +103,12 @@ def test_distillation_has_what_it_is_compared_with(plan):
         ("batch", "none"), ("both", "none"), ("both", "kl"), ("both", "margin_mse")
     ]  # fmt: skip
     assert plan("distill", "poly-64").evaluation == plan(4, "poly-64").evaluation
+
+
+def test_an_option_for_all_rows_may_be_one_that_some_do_not_read(plan, setting):
+    shared = replace(setting, overrides=("--finetune.negatives", "7"))
+    for name in ("poly-64", "poly-64-both"):
+        assert plan("distill", name, setting=shared).train.finetune.negatives == 7
 
 
 def test_more_negatives_are_larger_batches_in_chunks_of_the_same_size(plan):

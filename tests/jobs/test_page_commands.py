@@ -26,7 +26,7 @@ from tests.helpers import Finished
 ROOT = Path(__file__).parents[2]
 
 _SMALL_TRAINING = (
-    "--finetune.max-steps", 2, "--finetune.batch-examples", 8, "--finetune.negatives", 2,
+    "--finetune.max-steps", 2, "--finetune.batch-examples", 8,
     "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32, "--loop.precision", "fp32",
     "--loop.validate-every-epochs", 0, "--resources.workers", 1, "--resources.gpu", "false",
     "--resources.cpus-per-worker", 1,

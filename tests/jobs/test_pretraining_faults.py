@@ -48,8 +48,10 @@ pytestmark = pytest.mark.timeout(
 )  # some tests train three times, and Ray starts each in seconds
 
 STEPS = 90
-SETTINGS = (
+SHAPE = (
     "--encoder.layers", 1, "--encoder.width", 16, "--encoder.heads", 2, "--encoder.positions", 96,
+)  # fmt: skip
+SETTINGS = (
     "--pretrain.batch-tokens", 480, "--pretrain.micro-batch-tokens", 120,
     "--pretrain.max-context-tokens", 40, "--pretrain.max-response-tokens", 20,
     "--pretrain.window-rows", 16, "--pretrain.valid-examples", 20,
@@ -100,10 +102,13 @@ def other_tokens(tokens, tokenize_in_process, tmp_path_factory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def command(tokens) -> Callable[..., list[str]]:
-    """`command(output, workers=2, …)`: the job's arguments; later ones replace earlier ones."""
+    """`command(output, workers=2, …)`: the job's arguments; later ones replace earlier ones. `new=False`: the
+    encoder has its shape from a published one."""
 
-    def arguments(output: Path, *more: object, workers: int = 2, steps: int = STEPS) -> list[str]:
-        given = ("--corpus", tokens.uri, "--output", output, *SETTINGS,
+    def arguments(
+        output: Path, *more: object, workers: int = 2, steps: int = STEPS, new: bool = True
+    ) -> list[str]:
+        given = ("--corpus", tokens.uri, "--output", output, *(SHAPE if new else ()), *SETTINGS,
                  "--resources.workers", workers, "--pretrain.steps", steps, *more)  # fmt: skip
         return [str(argument) for argument in given]
 
@@ -443,9 +448,10 @@ def test_a_run_from_a_published_encoder_continues_as_that_encoder(
     special = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
     Encoder.new(shape, len(tokenizer), special).save(tmp_path / "published")
     tokenizer.save(tmp_path / "published")
-    first = command(tmp_path / "first", "--start", tmp_path / "published", workers=1, steps=3)
+    of_published = functools.partial(command, workers=1, new=False)
+    first = of_published(tmp_path / "first", "--start", tmp_path / "published", steps=3)
     assert run_job_here("pretrain", *first).code == 0
-    again = command(tmp_path / "again", "--continue-from", tmp_path / "first", workers=1, steps=6)
+    again = of_published(tmp_path / "again", "--continue-from", tmp_path / "first", steps=6)
     assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 6
     configs = [
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "again")
@@ -519,6 +525,10 @@ def test_a_published_run_continues_with_more_steps(
         ),
         (["--loop.new-weights-factor", 3], ["loop.new_weights_factor: 3", "one learning rate"]),
         (["--start", "x", "--continue-from", "y"], ["start: 'x'", "--continue-from"]),
+        (
+            ["--pretrain.objective", "mlm", "--pretrain.random-share", 0.3],
+            ["pretrain.random_share: 0.3 has no effect", "'joint', 'alternate' (here 'mlm')"],
+        ),
         (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
         (
             [
@@ -539,7 +549,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     more = ["--pretrain.batch-tokens", 480, "--pretrain.micro-batch-tokens", 120]
     if "--pretrain.max-context-tokens" in options:
         more = ["--pretrain.micro-batch-tokens", 0]
-    refusal = run_job_here("pretrain", *command(tmp_path / "out", *more, *options)).refusal
+    argv = command(tmp_path / "out", *more, *options, new="--start" not in options)
+    refusal = run_job_here("pretrain", *argv).refusal
     assert [part for part in parts if part not in refusal] == []
     assert list(tmp_path.iterdir()) == []
 

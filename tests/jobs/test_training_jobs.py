@@ -29,9 +29,10 @@ from pipeline.models.ranker import load_ranker
 STEPS = {"bi": 4, "poly": 5, "cross": 3}
 COMMON = (
     "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
-    "--finetune.batch-examples", 8, "--finetune.negatives", 2, "--finetune.epochs", 9,
+    "--finetune.batch-examples", 8, "--finetune.epochs", 9,
     "--loop.precision", "fp32", "--loop.log-every-steps", 1, "--resources.cpus-per-worker", 1,
 )  # fmt: skip
+OWN = {"bi": (), "poly": ("--ranker.m", 3), "cross": ("--finetune.negatives", 2)}
 
 
 def arguments(
@@ -40,7 +41,7 @@ def arguments(
     given = (
         "--corpus", corpus, "--encoder", encoder, "--output", output,
         "--ranker.architecture", architecture, "--finetune.max-steps", STEPS[architecture],
-        *COMMON, *(["--ranker.m", 3] if architecture == "poly" else []), *more,
+        *COMMON, *OWN[architecture], *more,
     )  # fmt: skip
     return [str(argument) for argument in given]
 
@@ -263,7 +264,36 @@ def refused(run_job_here, convai2_corpus, encoder, tmp_path):
             ["--ranker.architecture", "cross", "--finetune.negatives-from", "given"],
             ["negatives_from: 'given'", "gives no candidates"],
         ),
-        (["--finetune.mine.top-k", 9], ["finetune.mine: ", "the defaults, unless"]),
+        (
+            ["--finetune.negatives", 7],
+            [
+                "finetune.negatives: 7 has no effect; it is read with finetune.negatives_from 'given', "
+                "'both', 'mined' (here 'batch') or ranker.architecture 'cross' (here 'bi')"
+            ],
+        ),
+        (
+            ["--finetune.mine.top-k", 9],
+            ["finetune.mine.top_k: 9 has no effect", "finetune.negatives_from 'mined'"],
+        ),
+        (
+            ["--finetune.distill.weight", 20],
+            ["finetune.distill.weight: 20.0 has no effect", "finetune.distill.loss 'kl', "],
+        ),
+        (
+            ["--loop.plateau-decay", 0.3],
+            ["loop.plateau_decay: 0.3 has", "loop.schedule 'plateau' (here 'linear')"],
+        ),
+        (
+            [
+                "--ranker.architecture",
+                "poly",
+                "--ranker.context-codes",
+                "first_m",
+                "--ranker.code-attention",
+                "scaled_dot",
+            ],
+            ["ranker.code_attention: 'scaled_dot' has", "'learnt' (here 'first_m')"],
+        ),
         (
             [
                 "--ranker.architecture",

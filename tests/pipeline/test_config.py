@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import BadInput, digest, flatten, from_dict, parse, require, to_dict
+from pipeline.config import (
+    BadInput,
+    digest,
+    flatten,
+    from_dict,
+    parse,
+    read_when,
+    require,
+    to_dict,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,3 +416,92 @@ def test_options_of_another_job_are_passed_on_unread():
 def test_what_is_not_in_their_groups_is_refused(argument):
     with pytest.raises(BadInput):
         parse(Sweep, ["--name", "x", argument, "1"], "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fall:
+    """A group."""
+
+    kind: Literal["none", "linear", "steps"] = "none"
+    """A choice."""
+    end: float = field(default=0.0, metadata=read_when({"fall.kind": ("linear", "steps")}))
+    """A number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A job."""
+
+    source: Literal["batch", "mined", "given"] = "batch"
+    """A choice."""
+    count: int = field(
+        default=9, metadata=read_when({"source": ("mined", "given"), "shape.kind": ("circle",)})
+    )
+    """A number."""
+    mine: Inner = field(default_factory=Inner, metadata=read_when({"source": ("mined",)}))
+    """A group that is read as a whole, or not at all."""
+    shape: Circle | Polygon = field(default_factory=Circle)
+    """A union."""
+    fall: Fall = field(default_factory=lambda: Fall(kind="steps", end=0.5))
+    """A group with other defaults here."""
+
+
+def train(*argv: str, **more: bool) -> Training:
+    return parse(Training, argv, "python -m jobs.test", **more)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--count 5 --shape.kind polygon",
+            "count: 5 has no effect; it is read with source 'mined', 'given' (here 'batch') or "
+            "shape.kind 'circle' (here 'polygon')",
+        ),
+        (
+            "--mine.share 0.25 --source given",
+            "mine.share: 0.25 has no effect; it is read with source 'mined' (here 'given')",
+        ),
+        (
+            "--fall.kind none --fall.end 0.1",
+            "fall.end: 0.1 has no effect; it is read with fall.kind 'linear', 'steps' (here 'none')",
+        ),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused_naming_when_it_is_read(line, message):
+    with pytest.raises(BadInput) as caught:
+        train(*line.split())
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--count 5",
+        "--count 5 --shape.kind polygon --source given",
+        "--mine.share 0.25 --source mined",
+        "--count 9 --shape.kind polygon",  # the default
+        "--fall.kind none",
+        "--fall.kind none --fall.end 0.5",
+        "--fall.end 0.1",
+    ],
+)
+def test_an_option_that_something_reads_or_that_is_the_default_is_taken(line, capsys):
+    train(*line.split())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_s_options_that_nothing_reads_are_named_in_one_line(yaml, capsys):
+    """A file may serve several models."""
+    file = str(yaml("count: 5\nmine: {share: 0.25}\nfall: {end: 0.1}"))
+    config = train("--config", file, "--shape.kind", "polygon")
+    assert (config.count, config.mine.share, config.fall.end) == (5, 0.25, 0.1)
+    assert capsys.readouterr().err == "without effect under the other settings: count, mine.share\n"
+    with pytest.raises(BadInput, match=r"^count: 7 has no effect"):
+        train("--config", file, "--shape.kind", "polygon", "--count", "7")
+
+
+def test_options_that_configurations_share_may_be_unread(capsys):
+    found = train("--count", "5", "--shape.kind", "polygon", allow_unread=True)
+    assert found.count == 5
+    assert capsys.readouterr().err == ""

@@ -140,7 +140,10 @@ def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting)
     changes = {"encoder": setting.encoders[0], **trial.changes}
     arguments = [*files, "--corpus", corpus.uri, f"--encoder={changes.pop('encoder')}",
              "--output", "not yet known"]  # fmt: skip
-    parse_config = functools.partial(parse, finetune.Config, prog="jobs.finetune")
+    # A trial reads only some of the options for all trials.
+    parse_config = functools.partial(
+        parse, finetune.Config, prog="jobs.finetune", allow_unread=True
+    )
     if batch := changes.get("finetune.batch_examples"):
         defaults = parse_config(arguments)
         changes["loop.learning_rate"] = defaults.loop.learning_rate * math.sqrt(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import require
+from pipeline.config import read_when, require
 from pipeline.corpora.schema import SPLITS, Split
+
+_NEAR = {"dedup.near": (True,)}
+_IS_NEAR = read_when(_NEAR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +24,18 @@ class Options:
     """Drop examples whose words are the same."""
     near: bool = True
     """Drop examples whose shingles are mostly the same."""
-    unit: Literal["word", "character"] = "word"
+    unit: Literal["word", "character"] = field(default="word", metadata=_IS_NEAR)
     """What a shingle is made of; characters for languages that are written without spaces."""
-    shingle: int = 3
+    shingle: int = field(default=3, metadata=_IS_NEAR)
     """Words, or characters, in a shingle; 5 suits characters."""
-    bands: int = 14
+    bands: int = field(default=14, metadata=_IS_NEAR)
     """Bands of the LSH: more find more pairs."""
-    rows_per_band: int = 8
+    rows_per_band: int = field(default=8, metadata=_IS_NEAR)
     """MinHashes that agree in a band; more find fewer pairs."""
-    check: bool = True
+    check: bool = field(default=True, metadata=_IS_NEAR)
     """Compare the shingles of the pairs found. False: each is taken for a duplicate, and so are
     different answers to one long context."""
-    threshold: float = 0.75
+    threshold: float = field(default=0.75, metadata=read_when(_NEAR, {"dedup.check": (True,)}))
     """Jaccard similarity of a duplicate's context to the other's, and of its response."""
 
     def __post_init__(self) -> None:
