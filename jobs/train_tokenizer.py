@@ -10,7 +10,6 @@ from jobs import program
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY
-from pipeline.corpora.schema import example_files
 from pipeline.drafts import draft, folder_entries
 from pipeline.training.settings import TokenizerConfig
 
@@ -33,7 +32,10 @@ class Config:
 def run(config: Config) -> program.Summary:
     corpora = {uri: open_artifact(uri, "corpus") for uri in config.corpus}
     if config.dry_run:
-        return cost.show("train_tokenizer", _estimate(config, list(corpora.values())))
+        from pipeline.training import tokenizer
+
+        estimate = tokenizer.estimate(list(corpora.values()), config.tokenizer)
+        return cost.show("train_tokenizer", estimate)
     inputs = {f"corpus.{number}": corpus for number, corpus in enumerate(corpora.values())}
     out = draft(config.output, "tokenizer", config, inputs)
     if isinstance(out, Artifact):
@@ -50,22 +52,6 @@ def run(config: Config) -> program.Summary:
         artifact = out.publish(folder_entries(Path(folder)), counts, run_id=tracked.run_id)
         tracking.finish(tracked, artifact)
     return program.artifact_summary(artifact, already_there=False)
-
-
-def _estimate(config: Config, corpora: list[Artifact]) -> cost.Estimate:
-    """The cost of one process that reads at most `max_examples` examples of the train splits."""
-    entries = [entry for corpus in corpora for entry in example_files(corpus, "train")]
-    sizes = [entry["bytes"] for entry in entries]
-    rows = min(sum(entry["rows"] for entry in entries), config.tokenizer.max_examples)
-    return cost.Estimate(
-        input_files=len(sizes),
-        input_bytes=sum(sizes),
-        rows=rows,
-        tasks=1,
-        requests=cost.reads(sizes),
-        cpu_hours=cost.core_hours(rows, "tokenizer examples"),
-        basis=cost.MEASURED["tokenizer examples"].source,
-    )
 
 
 if __name__ == "__main__":

@@ -24,12 +24,17 @@ class Rate:
 
 _CORPORA = "jobs.benchmark corpora, 2 cores of a cloud CPU"
 _CLEAN = "347,540 Reddit pairs, 2 busy cores of a cloud CPU"
+_FIT = (
+    "102,400 Reddit texts of 28 of 20,000 subwords, vectors of 384 numbers, a core of an AMD EPYC"
+)
 MEASURED = {
     "reddit comments": Rate(33_000, _CORPORA),
     "exact duplicates": Rate(95_000, _CLEAN),
     "evaluation texts": Rate(61_000, _CLEAN),
     "tokenizer examples": Rate(3_100, "311,291 Reddit pairs of 94 tokens, 2 cores of a cloud CPU"),
     "near duplicates": Rate(15_000, _CLEAN),
+    "taught texts": Rate(23_000, _FIT),
+    "fitted numbers": Rate(130e6, _FIT),  # numbers of subwords' vectors, in each step of the fit
 }
 
 

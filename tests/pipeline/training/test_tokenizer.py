@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import string
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from pipeline import cost
 from pipeline.config import BadInput
+from pipeline.models.convert import bag
 from pipeline.models.convert.files import VECTORS
 from pipeline.models.convert.tokenizer import Subwords, load_vocabulary
 from pipeline.models.tokens import Tokenizer
-from pipeline.training.tokenizer import TokenizerConfig, learn, save
+from pipeline.training.tokenizer import TokenizerConfig, estimate, learn, save
 
 ROWS = [
     {"context": ["Older turns stay out: xylophone", "The cat sat on the mat."],
@@ -230,6 +233,33 @@ def test_vectors_are_of_texts_that_the_teacher_encoded_alone(tiny):
         everything = tiny.corpus(corpus + rows, rows_per_file=10)
         found = learnt([everything], "subwords", vectors=True, max_examples=len(corpus))
         assert torch.equal(found.vectors_VE, expected)
+
+
+def test_an_estimate_counts_the_fit_of_the_vectors(tiny):
+    """Each step of the fit moves all vectors; the texts are the contexts and the responses."""
+    config = TokenizerConfig(kind="subwords", vocabulary=400, max_examples=6)
+    corpora = [tiny.corpus(with_vectors(ROWS)) for _ in range(2)]
+    plain, fitted = estimate(corpora, config), estimate(corpora, replace(config, vectors=True))
+    assert plain.rows == fitted.rows == 6 and plain.memory_bytes is None
+    numbers = bag.steps(12) * 400 * 8
+    hours = cost.core_hours(12, "taught texts") + cost.core_hours(numbers, "fitted numbers")
+    assert fitted.cpu_hours - plain.cpu_hours == pytest.approx(hours)
+    assert fitted.basis.startswith(plain.basis) and "vectors of 384 numbers" in fitted.basis
+    more = replace(config, vectors=True, vocabulary=10_400)
+    assert estimate(corpora, more).memory_bytes - fitted.memory_bytes == 36 * 10_000 * 8
+
+
+@pytest.mark.parametrize("texts", [5, 1025])
+def test_a_fit_takes_the_steps_that_an_estimate_counts(monkeypatch, texts):
+    taken, step = [], torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda adam: (taken.append(1), step(adam)))
+    bag.fit([[n % 3] for n in range(texts)], torch.ones(texts, 2), torch.zeros(3))
+    assert len(taken) == bag.steps(texts)
+
+
+def test_an_estimate_refuses_what_would_not_be_learnt_from(tiny, corpus):
+    with pytest.raises(BadInput, match="nothing of jobs"):
+        estimate([corpus], TokenizerConfig(kind="subwords", vectors=True))
 
 
 def test_teachers_of_several_lengths_are_refused(tiny):
