@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import program
-from pipeline import cost, fingerprints, storage
+from pipeline import cost, storage
 from pipeline.artifact import Artifact
 from pipeline.classification import texts as intent_texts
 from pipeline.classification.settings import KIND, PLOT, REPORT, EncodeConfig, HeadConfig
@@ -18,6 +18,7 @@ from pipeline.config import NOT_IDENTITY, require
 from pipeline.corpora.formats import intents
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import draft
+from pipeline.files import fingerprints
 from pipeline.models.sources import open_text_encoder
 
 

@@ -13,7 +13,7 @@ from pipeline.corpora import dedup
 from pipeline.corpora.dedup import decontaminate, evaluation_sets, options
 from pipeline.corpora.schema import example_files
 from pipeline.drafts import draft
-from pipeline.records import sum_counts
+from pipeline.tasks.records import sum_counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline import executors
 from pipeline.config import BadInput
+from pipeline.tasks import executors
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def session(
     `cpus`: logical CPUs of a cluster of our own; by default as many as the machine has. Ray gives
     each task and actor as many threads (OMP_NUM_THREADS) as CPUs, so nothing is oversubscribed.
     `for_tasks`: only tasks, actors and trainings will use it, so that nothing is started while those run
-    in this process (`pipeline.executors`).
+    in this process (`pipeline.tasks.executors`).
 
     `ray job submit` sets RAY_ADDRESS, so a submitted job runs on the cluster it was sent to.
     """

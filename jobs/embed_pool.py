@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass, field, replace
 
 from jobs import cluster, program
 from pipeline import cost, storage
-from pipeline.actors import Actors
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, Stopped, require, to_dict
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft, request_of
 from pipeline.models.precision import NUMERICS
-from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import (
     build,
     candidates,
@@ -36,6 +34,8 @@ from pipeline.retrieval.pools.lock import Lock, locked
 from pipeline.retrieval.pools.pool import KIND, current_uri
 from pipeline.retrieval.pools.unfinished import find_shards, shards_of_version
 from pipeline.retrieval.pools.versions import Version
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.records import TaskRecord, sum_counts
 
 _MEASURED_ROWS = 1000  # a rate from fewer rows says little
 
@@ -220,7 +220,7 @@ def _judge_changes(config: Config, changes: Changes, rows: int) -> tuple[gate.Sh
 
 def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Version | None]:
     """(what `embed.prepare` returns, the version before), and prints the plan."""
-    from pipeline.resources import precision_of_tasks
+    from pipeline.tasks.resources import precision_of_tasks
 
     previous = versions.open_current(config.pools, config.name)
     precision = precision_of_tasks(config.embed.precision, config.resources.gpu)
@@ -388,7 +388,7 @@ def _embed(
 
 def _dry_run(config: Config, job: _Job) -> program.Summary:
     """Makes the plan alone, and removes its files."""
-    from pipeline.resources import cpus_each
+    from pipeline.tasks.resources import cpus_each
 
     with cluster.session(for_tasks=True), _scratch(config, job) as out:
         plan_record, previous = _plan(config, job, out)

@@ -13,7 +13,6 @@ from typing import Literal
 
 from jobs import cluster, program
 from pipeline import cost, storage
-from pipeline.actors import HERE, Actors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.evaluation import none, protocols
@@ -23,7 +22,8 @@ from pipeline.evaluation.results import Measurement, Result, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.settings import RankerConfig
-from pipeline.resources import best_device, precision_of_tasks
+from pipeline.tasks.actors import HERE, Actors
+from pipeline.tasks.resources import best_device, precision_of_tasks
 
 Files = dict[str, tuple[str, bytes]]
 """By the name in MLflow: (the user's URI or path, "" for none; the contents)."""

@@ -69,7 +69,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
     from jobs import cluster
     from pipeline import tracking
-    from pipeline.resources import best_device
+    from pipeline.tasks.resources import best_device
     from pipeline.training import launch
     from pipeline.training.estimate import estimate_finetuning
     from pipeline.training.finetuning import Finetuning

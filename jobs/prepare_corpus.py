@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jobs import cluster, program
-from pipeline import cost, fingerprints, storage
+from pipeline import cost, storage
 from pipeline.artifact import Artifact
-from pipeline.config import NOT_IDENTITY, BadInput, read_when
+from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, raw, reddit
 from pipeline.corpora.author_key import author_key
 from pipeline.corpora.formats import (
@@ -30,7 +30,9 @@ from pipeline.corpora.formats import (
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft
-from pipeline.records import TaskRecord, sum_counts
+from pipeline.files import fingerprints
+from pipeline.options.unread import read_when
+from pipeline.tasks.records import TaskRecord, sum_counts
 
 
 def _read_by(format_name: str) -> Mapping[str, Any]:

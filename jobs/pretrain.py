@@ -9,10 +9,11 @@ from types import MappingProxyType
 from jobs import program, tokenize_corpus
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import NOT_IDENTITY, BadInput, flatten, read_when, require, to_dict
+from pipeline.config import NOT_IDENTITY, BadInput, flatten, require, to_dict
 from pipeline.drafts import draft
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
+from pipeline.options.unread import read_when
 from pipeline.training.pretraining_settings import TOKENS, PretrainConfig, TokenizeConfig
 from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
 
@@ -80,7 +81,7 @@ def run(config: Config) -> program.Summary:
 
     from jobs import cluster
     from pipeline import tracking
-    from pipeline.resources import best_device
+    from pipeline.tasks.resources import best_device
     from pipeline.training import curves, launch
     from pipeline.training.estimate import estimate_pretraining
     from pipeline.training.loop import validation_steps

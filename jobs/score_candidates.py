@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from jobs import cluster, program
 from pipeline import cost
-from pipeline.actors import Actors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
-from pipeline.records import sum_counts
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.records import sum_counts
 from pipeline.training.settings import TeachingConfig
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import node_cache, storage
+from pipeline import storage
 from pipeline.config import BadInput
+from pipeline.files import node_cache
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

@@ -18,14 +18,16 @@ import types
 import typing
 import warnings
 from argparse import ArgumentError
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
-from pipeline import arguments, option_errors, option_help, progress
+from pipeline.options import arguments, faults, help_text
+from pipeline.options.unread import default_of, unread_options
+from pipeline.tasks import progress
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -35,16 +37,6 @@ ConfigT = TypeVar("ConfigT")
 NOT_IDENTITY: Mapping[str, Any] = MappingProxyType({"identity": False})
 """The `metadata` of a field that does not change a job's output: two jobs that differ in such fields
 alone are the same job. On a field that is a dataclass it holds for the whole group."""
-
-_CONDITIONS = "conditions"
-
-
-def read_when(*conditions: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Any]:
-    """The `metadata` of a field that nothing reads under some settings: in each of `conditions`, one of the
-    options, by its dotted name, has to have one of its values. On a field that is a dataclass it holds for
-    the whole group.
-    """
-    return MappingProxyType({_CONDITIONS: conditions})
 
 
 class BadInput(Exception):
@@ -108,15 +100,15 @@ def parse(
     A field may be a union of dataclasses (see `Variants`): files and command line say by its tag which one
     is meant, its default says so where they do not, and only the options of that one are known.
 
-    An option that nothing reads (see `read_when`) is refused on the command line, if its value is not the
-    default. A file may serve several models, so its options are only named on standard error.
+    An option that nothing reads (see `pipeline.options.unread`) is refused on the command line, if its value
+    is not the default. A file may serve several models, so its options are only named on standard error.
     `allow_unread`: neither, for options that several configurations share.
 
-    `--progress` is no field: it is an option of every job, see `pipeline.progress`.
+    `--progress` is no field: it is an option of every job, see `pipeline.tasks.progress`.
 
     Raises BadInput in one line; `--help` and `--help GROUP` print and exit with 0.
     """
-    argv, help_topic = option_help.take_help(argv)
+    argv, help_topic = help_text.take_help(argv)
     if (after_dashes := getattr(config_class, "AFTER_DASHES", "")) and "--" in argv:
         position = list(argv).index("--")
         argv = [*argv[:position], f"--{after_dashes}", json.dumps(argv[position + 1 :])]
@@ -137,12 +129,12 @@ def parse(
         _require_known_options(normal, files, fields)
         option_values = _option_values(normal, unions)
         chosen_kinds = {
-            name: _chosen_kind(name, union, _default(config_class, name), option_values)
+            name: _chosen_kind(name, union, default_of(config_class, name), option_values)
             for name, union in unions.items()
         }
         parser = _parser((config_class, prog, progress.mode(), tuple(chosen_kinds.items())))
         if help_topic is not None:
-            print(option_help.text(parser, help_topic, fields, positional, after_dashes))
+            print(help_text.text(parser, help_topic, fields, positional, after_dashes))
             sys.exit(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jsonargparse's own deprecations are not the user's
@@ -157,7 +149,7 @@ def parse(
             _require_read(config, normal, files)
         return config
     except ArgumentError as error:
-        raise BadInput(_in_file(option_errors.one_line(error), normal, files)) from None
+        raise BadInput(_in_file(faults.one_line(error), normal, files)) from None
     except BadInput as error:
         raise BadInput(_in_file(str(error), normal, files)) from None
 
@@ -185,7 +177,7 @@ def _parser(
     unions = _unions(config_class)
     parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
     for name, kind in chosen_kinds:
-        _add_kind(parser, name, unions[name], kind, _default(config_class, name))
+        _add_kind(parser, name, unions[name], kind, default_of(config_class, name))
     return parser
 
 
@@ -207,7 +199,7 @@ def _from_plain(config_class: type, name: str, hint: Any, value: Any) -> Any:
         return value
     if union := variants_of(hint):
         tag = value.get(union.tag)
-        return from_dict(union.kinds[tag] if tag else type(_default(config_class, name)), value)
+        return from_dict(union.kinds[tag] if tag else type(default_of(config_class, name)), value)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return from_dict(hint, value)
     return value
@@ -290,14 +282,6 @@ def _unions(config_class: type) -> dict[str, Variants]:
     return {name: union for name, union in variants.items() if union}
 
 
-def _default(config_class: type, name: str) -> Any:
-    """A field's default, None where it has none."""
-    (field,) = (field for field in dataclasses.fields(config_class) if field.name == name)
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
-
-
 def _chosen_kind(name: str, union: Variants, default: Any, option_values: Mapping[str, Any]) -> str:
     """Which dataclass of a union is meant. Raises BadInput for another's option."""
     tag_option = f"{name}.{union.tag}"
@@ -356,7 +340,7 @@ def _options_by_file(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     options_by_file = {}
     for name, value in itertools.pairwise(argv):
         if name == "--config":
-            mapping, fault = option_errors.read_mapping(value)
+            mapping, fault = faults.read_mapping(value)
             if fault:
                 raise BadInput(fault)
             options_by_file[value] = flatten(mapping)
@@ -372,55 +356,23 @@ def _require_known_options(
     for argument in argv:
         name = argument[2:].partition("=")[0]
         if argument.startswith("--") and name not in {*fields, *groups, *general_options}:
-            raise BadInput(option_errors.unknown_option(name, fields))
+            raise BadInput(faults.unknown_option(name, fields))
     for file, options in files.items():
         for name in options:
             if name not in fields and name not in groups:
-                raise BadInput(option_errors.unknown_key(file, name, fields))
+                raise BadInput(faults.unknown_key(file, name, fields))
 
 
 def _require_read(config: Any, argv: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises BadInput for an option that nothing reads; prints a line with those that only files have."""
     of_files = set().union(*files.values()) - {word.removeprefix("--") for word in argv}
-    unread = list(_unread_options(config))
+    unread = list(unread_options(config, flatten(to_dict(config))))
     for name, fault in unread:
         if name not in of_files:
             raise BadInput(fault)
     if unread:
         names = ", ".join(name for name, _ in unread)
         print(f"without effect under the other settings: {names}", file=sys.stderr, flush=True)
-
-
-def _unread_options(config: Any) -> Iterator[tuple[str, str]]:
-    """The options that have another value than their default and that nothing reads; why."""
-    values = flatten(to_dict(config))
-    for name, value, conditions in _conditional_options(config):
-        for condition in conditions:
-            if not any(values.get(other) in allowed for other, allowed in condition.items()):
-                needs = " or ".join(
-                    f"{other} {', '.join(map(repr, allowed))} (here {values.get(other)!r})"
-                    for other, allowed in condition.items()
-                )
-                yield name, f"{name}: {value!r} has no effect; it is read with {needs}"
-                break
-
-
-def _conditional_options(
-    config: Any, defaults: Any = None, prefix: str = "", outer: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """(name, value, conditions) of each option that has conditions and another value than its default.
-
-    `defaults`: a group as the job has it by default; None: its own defaults.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        default = getattr(defaults, field.name, _default(type(config), field.name))
-        conditions = (*outer, *field.metadata.get(_CONDITIONS, ()))
-        if dataclasses.is_dataclass(value):
-            same_kind = default if type(default) is type(value) else None
-            yield from _conditional_options(value, same_kind, f"{prefix}{field.name}.", conditions)
-        elif conditions and value != default:
-            yield f"{prefix}{field.name}", value, conditions
 
 
 def _in_file(text: str, argv: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> str:

@@ -21,12 +21,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import locks, storage
+from pipeline import storage
 from pipeline.artifact import FORMAT_VERSION, MANIFEST, REQUEST, Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, digest, flatten, to_dict
+from pipeline.files import locks
 from pipeline.job_request import describe_request, difference
 from pipeline.provenance import git_revision, library_versions
-from pipeline.records import FileEntry, RecordT, TaskRecord, from_json, to_json
+from pipeline.tasks.records import FileEntry, RecordT, TaskRecord, from_json, to_json
 
 RUN = "_run.json"
 """The file in a draft that names the tracking run of the job that makes it (see pipeline.tracking)."""

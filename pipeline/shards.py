@@ -1,10 +1,10 @@
 """Work cut into named tasks that run on the cluster once each, however often the job is killed.
 
-A task is tried again after an error of the network or the object store (`pipeline.retries`), and started
-again where its process or its node died, 3 times. One that still fails stops no other: those go on to the
-end, and then the failed ones are named with their inputs.
+A task is tried again after an error of the network or the object store (`pipeline.files.retries`), and
+started again where its process or its node died, 3 times. One that still fails stops no other: those go on
+to the end, and then the failed ones are named with their inputs.
 
-Tasks run on the cluster, by Ray Data, or in this process (`pipeline.executors`).
+Tasks run on the cluster, by Ray Data, or in this process (`pipeline.tasks.executors`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import executors, progress, task_costs
-from pipeline.actors import Actors
 from pipeline.config import BadInput, Stopped
 from pipeline.drafts import Draft
-from pipeline.failures import storage_failure
-from pipeline.records import RecordT, TaskCost, TaskRecord
-from pipeline.resources import await_node, cpus_each, largest_memory
-from pipeline.retries import DELAYS_S, is_transient, with_retries
+from pipeline.files.retries import DELAYS_S, is_transient, with_retries
+from pipeline.tasks import costs, executors, progress
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.failures import storage_failure
+from pipeline.tasks.records import RecordT, TaskCost, TaskRecord
+from pipeline.tasks.resources import await_node, cpus_each, largest_memory
 
 Work = Callable[[Draft, str, Any], RecordT]
 
@@ -144,7 +144,7 @@ def _run_task(
         return {**outcome, "failure": f"its process died {_MAX_STARTS} times; {advice}"}
 
     def do_and_mark() -> TaskRecord:
-        record = task_costs.measured(lambda: work(draft, task, row["argument"]))
+        record = costs.measured(lambda: work(draft, task, row["argument"]))
         draft.mark(task, record)
         return record
 
@@ -253,8 +253,8 @@ def _run(
             failed = _failures(outcomes, label, lambda task: bar.update(sizes[task]))
             marks = draft.marks()
     records = marks.records((name for name in tasks if name in marks), kind)
-    costs = {name: record.cost for name, record in records.items()}
-    task_costs.report(task_costs.Stage(label, costs, failed, died_on))
+    cost_by_task = {name: record.cost for name, record in records.items()}
+    costs.report(costs.Stage(label, cost_by_task, failed, died_on))
     if failed:
         raise Stopped(_describe(failed, tasks, label))
     return [records[name] for name in tasks]
@@ -305,12 +305,12 @@ def _failures(
                     f"{label}: {row['storage']}; the same command resumes when it can write"
                 )
             if not row["failure"]:
-                task_costs.count_done(label, TaskCost(**json.loads(row["cost"])))
+                costs.count_done(label, TaskCost(**json.loads(row["cost"])))
                 on_end(row["task"])
                 continue
             if row["traceback"] and not failed:
                 print(row["traceback"], file=sys.stderr, flush=True)
-            task_costs.count_failed(label)
+            costs.count_failed(label)
             progress.event("task_failed", stage=label, task=row["task"], why=row["failure"])
             failed[row["task"]] = row["failure"]
             if len(failed) >= _MAX_FAILED:

@@ -24,11 +24,12 @@ from mlflow.entities import LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
-from pipeline import storage, task_costs
+from pipeline import storage
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, flatten
 from pipeline.drafts import RUN, Draft
 from pipeline.provenance import git_revision
+from pipeline.tasks import costs
 
 _SQLITE = "sqlite:///"
 local_store = ""
@@ -156,7 +157,7 @@ def _open(
         # MLflow refuses a second value of a parameter: those of the first attempt stay.
         mlflow.log_params({k: v for k, v in params.items() if k not in active_run.data.params})
         run = Run(active_run.info.run_id, mlflow.get_tracking_uri())
-        with task_costs.collect_stages() as stages:
+        with costs.collect_stages() as stages:
             try:
                 yield run
             finally:
@@ -164,7 +165,7 @@ def _open(
         run.flush()
 
 
-def _attach_stages(run: Run, stages: Sequence[task_costs.Stage]) -> None:
+def _attach_stages(run: Run, stages: Sequence[costs.Stage]) -> None:
     """Keeps what tasks cost and which failed, also of a job that fails."""
     if not stages:
         return

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import node_cache
 from pipeline.arrays import Bools, Floats, Ints
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
+from pipeline.files import node_cache
 from pipeline.models import explanation, inference
 from pipeline.models.explanation import Explained
 from pipeline.models.polyencoder import Attention

@@ -10,7 +10,7 @@ from pipeline.classification.classifier import Classified, open_classifier
 from pipeline.classification.encoder import FrozenEncoder
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker
-from pipeline.resources import best_device
+from pipeline.tasks.resources import best_device
 from serve.scheduling import Kind
 
 

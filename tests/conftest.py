@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerFast
 
 # `jobs` sets Ray's defaults before ray is there
 from jobs import cluster, finetune, prepare_corpus, tokenize_corpus
-from pipeline import executors, storage
+from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.made_up import sample
 from pipeline.drafts import Draft, draft, folder_entries
@@ -57,6 +57,7 @@ from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
 from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.vector_format import encode
+from pipeline.tasks import executors
 from pipeline.training import tokenized_corpus
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus, Vocabulary

@@ -35,7 +35,7 @@ from pipeline.config import BadInput, parse, require
 from pipeline.evaluation.ranking import load_scorer
 from pipeline.evaluation.results import Result, compare_all
 from pipeline.models.transformer import set_dropout
-from pipeline.resources import best_device
+from pipeline.tasks.resources import best_device
 from pipeline.training.optimization import warmup_of
 
 Precision = Literal["bf16", "fp32"]

@@ -29,13 +29,13 @@ from pipeline.corpora.schema import example_files
 from pipeline.drafts import Draft, draft
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.records import FileEntry
 from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 from pipeline.retrieval.search import Method, top_rows
 from pipeline.retrieval.search.bounds import in_parallel
+from pipeline.tasks.records import FileEntry
 
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}
 _EMBEDDED = {"small": 5_000, "full": 100_000}

@@ -21,8 +21,8 @@ from pipeline.classification.settings import PLOT, EncodeConfig, HeadConfig
 from pipeline.classification.texts import Labelled, Texts, draw, labels_of
 from pipeline.drafts import Draft
 from pipeline.models.sources import Source
-from pipeline.records import TaskRecord
-from pipeline.resources import best_device
+from pipeline.tasks.records import TaskRecord
+from pipeline.tasks.resources import best_device
 
 _VECTORS = "_vectors.npy"
 _PROGRESS_S = 10.0

@@ -20,7 +20,7 @@ from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import SPLITS
 from pipeline.drafts import Draft
-from pipeline.records import FileEntry, TaskRecord
+from pipeline.tasks.records import FileEntry, TaskRecord
 
 ROWS_PER_SHARD = 50_000  # jobs.score_candidates and others take a shard as one task
 

@@ -27,7 +27,7 @@ from pipeline import shards, storage
 from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.privacy import Privacy
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 SCHEMA = pa.schema(
     [pa.field("id", pa.string(), nullable=False), pa.field("text", pa.string(), nullable=False)]

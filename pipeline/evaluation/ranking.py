@@ -20,7 +20,7 @@ from pipeline.evaluation.questions import NO_TEXT, Question, Questions
 from pipeline.models import inference
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.resources import best_device
+from pipeline.tasks.resources import best_device
 
 TOP = 5
 _QUESTIONS_AT_ONCE = 256

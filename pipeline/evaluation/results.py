@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from pipeline.actors import HERE, Actors
 from pipeline.evaluation import none, significance
 from pipeline.evaluation.metrics import summarise
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.questions import Questions
 from pipeline.evaluation.significance import Comparison, Interval
-from pipeline.resources import cpus_each
+from pipeline.tasks.actors import HERE, Actors
+from pipeline.tasks.resources import cpus_each
 
 if TYPE_CHECKING:
     from pipeline.evaluation.ranking import Latency, Ranking, Scorer

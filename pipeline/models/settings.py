@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
-from pipeline.config import BadInput, Variants, from_dict, read_when, require, variants_of
+from pipeline.config import BadInput, Variants, from_dict, require, variants_of
+from pipeline.options.unread import read_when
 
 SETTINGS = "ranker.json"
 

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from huggingface_hub import snapshot_download
 
-from pipeline import fingerprints, node_cache, storage
+from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, digest
 from pipeline.drafts import folder_entries
+from pipeline.files import fingerprints, node_cache
 from pipeline.models.settings import SETTINGS, parse_settings
 
 SENTENCE_TRANSFORMERS = "modules.json"

@@ -328,7 +328,7 @@ def _prepare(module: RankerModule, precision: Precision, device: str) -> RankerM
     import torch
 
     from pipeline.models import inference
-    from pipeline.resources import best_device
+    from pipeline.tasks.resources import best_device
 
     require(precision in ("auto", "bf16", "fp32"), "precision", precision, "auto, bf16, fp32")
     if device == "auto":

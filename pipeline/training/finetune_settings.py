@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import read_when, require
+from pipeline.config import require
 from pipeline.models.shape import TrainLayers
+from pipeline.options.unread import read_when
 
 NegativesFrom = Literal["batch", "given", "both", "mined"]
 Taught = Literal["candidates", "batch"]

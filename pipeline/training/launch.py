@@ -21,17 +21,19 @@ import torch
 from ray.train import CheckpointUploadMode
 from ray.util.queue import Queue
 
-from pipeline import executors, node_cache, progress, storage
+from pipeline import storage
 from pipeline.config import BadInput, Stopped
 from pipeline.drafts import Draft, folder_entries
-from pipeline.failures import cause_of
+from pipeline.files import node_cache
 from pipeline.models import cpu
 from pipeline.models.flops import peak_flops
 from pipeline.models.placement import prepare_for_training
 from pipeline.models.precision import resolve_precision
-from pipeline.records import FileEntry
-from pipeline.resources import best_device, cpus_each
-from pipeline.task_messages import listening
+from pipeline.tasks import executors, progress
+from pipeline.tasks.failures import cause_of
+from pipeline.tasks.messages import listening
+from pipeline.tasks.records import FileEntry
+from pipeline.tasks.resources import best_device, cpus_each
 from pipeline.training.checkpoints import (
     is_sharded,
     tensors_in,

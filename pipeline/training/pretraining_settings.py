@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import NOT_IDENTITY, read_when, require
+from pipeline.config import NOT_IDENTITY, require
+from pipeline.options.unread import read_when
 
 TOKENS = "tokens"
 """The kind of artifact that a tokenized corpus is."""

@@ -15,8 +15,9 @@ from typing import Any
 
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
-from pipeline import node_cache, storage
+from pipeline import storage
 from pipeline.config import BadInput
+from pipeline.files import node_cache
 from pipeline.training.checkpoints import read_state, write_state
 from pipeline.training.loop import Cursor, Saved
 

@@ -23,7 +23,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import cost, storage
-from pipeline.actors import Actors
 from pipeline.artifact import Artifact, corpora_of
 from pipeline.config import require
 from pipeline.drafts import Draft
@@ -31,9 +30,10 @@ from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
-from pipeline.records import TaskRecord
-from pipeline.resources import best_device
 from pipeline.shards import Work, run_tasks_on_actors
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.records import TaskRecord
+from pipeline.tasks.resources import best_device
 from pipeline.training.batches import ExampleRow
 from pipeline.training.examples import TEACHER, TEACHER_COLUMNS, TEACHER_CONTEXT, TEACHER_RESPONSE
 from pipeline.training.settings import TeachingConfig

@@ -35,7 +35,7 @@ from pipeline.corpora.schema import Split, example_files
 from pipeline.drafts import Draft, file_entry, folder_entries
 from pipeline.models.sources import External, Source
 from pipeline.models.tokens import Tokenizer
-from pipeline.records import FileEntry, TaskRecord, sum_counts
+from pipeline.tasks.records import FileEntry, TaskRecord, sum_counts
 from pipeline.training.pretraining_settings import TOKENS, TokenizeConfig
 
 _COUNTS = "token_counts.npy"

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from pipeline import resources
-from pipeline.actors import Actors
 from pipeline.config import BadInput
+from pipeline.tasks import resources
+from pipeline.tasks.actors import Actors
 
 DRIVER = """
 import sys
 from jobs import cluster, prepare_corpus
-from pipeline import resources
-from pipeline.actors import Actors
+from pipeline.tasks import resources
+from pipeline.tasks.actors import Actors
 from pipeline.config import BadInput
 with cluster.session():
     for ask in (lambda: resources.await_node(1, 8), lambda: Actors(gpu=True).count(3),

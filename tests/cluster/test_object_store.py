@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from jobs import program
-from pipeline import node_cache, storage
+from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.config import Stopped
 from pipeline.drafts import Draft, draft
-from pipeline.records import TaskRecord
+from pipeline.files import node_cache
 from pipeline.retrieval.pools.lock import locked
+from pipeline.tasks.records import TaskRecord
 from tests.helpers import free_port
 
 
@@ -116,7 +117,7 @@ def test_reading_ahead_may_be_given_up(bucket):
 
 COPY = """
 import sys
-from pipeline import node_cache
+from pipeline.files import node_cache
 print(node_cache.local_folder(sys.argv[1], "v1"))
 """
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import prepare_corpus
-from pipeline import executors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.corpora.dedup import near
+from pipeline.tasks import executors
 from tests.helpers import rejected
 
 

@@ -36,11 +36,11 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs import finetune
-from pipeline import executors
 from pipeline.artifact import open_artifact
 from pipeline.config import parse
 from pipeline.models.placement import prepare_for_training
 from pipeline.models.sources import open_encoder
+from pipeline.tasks import executors
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, train
 from tests.helpers import (

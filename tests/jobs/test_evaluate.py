@@ -12,7 +12,6 @@ import pytest
 
 from jobs import evaluate as evaluate_job
 from jobs import prepare_corpus
-from pipeline import executors
 from pipeline.artifact import open_artifact
 from pipeline.corpora.formats import wikipedia
 from pipeline.evaluation import protocols
@@ -22,6 +21,7 @@ from pipeline.evaluation.questions import questions
 from pipeline.evaluation.ranking import rank
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
+from pipeline.tasks import executors
 
 METRICS = ["R@1/20", "R@2/20", "R@5/20", "R@10/20", "MRR"]
 QUICK = ("--latency-queries", 0, "--baselines", "false")

@@ -387,7 +387,7 @@ def test_a_dry_run_whose_unfinished_build_is_published_meanwhile_answers_in_one_
 KILLED_DRY_RUN = """
 import os, sys
 from jobs import embed_pool
-from pipeline import executors
+from pipeline.tasks import executors
 
 embed_pool.rows_to_embed = lambda *_: os._exit(9)
 model, candidates, pools = sys.argv[1:]

@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import embed_pool
-from pipeline import executors, tracking
+from pipeline import tracking
 from pipeline.artifact import open_artifact
 from pipeline.retrieval.pools.embed import EmbedConfig
+from pipeline.tasks import executors
 from tests.helpers import Finished
 
 ROOT = Path(__file__).parents[2]

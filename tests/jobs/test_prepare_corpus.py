@@ -18,11 +18,11 @@ import pytest
 import zstandard
 
 from jobs.benchmarks.measure import workers_of
-from pipeline import fingerprints
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import schema
 from pipeline.corpora.raw import Reading, read_lines
+from pipeline.files import fingerprints
 from tests.helpers import rejected, rows_of, wait_until
 
 PLAIN = ("--redact", "off", "--authors", "plain")

@@ -27,7 +27,6 @@ import torch
 from safetensors.torch import load_file
 
 from jobs import pretrain
-from pipeline import executors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse
 from pipeline.corpora.schema import EXAMPLE
@@ -36,6 +35,7 @@ from pipeline.models.shape import Shape
 from pipeline.models.sources import External
 from pipeline.models.tokens import Tokenizer
 from pipeline.models.transformer import Encoder
+from pipeline.tasks import executors
 from pipeline.training.checkpoints import read_state
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.restarts import RetryMachinesOnly

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file
 
 from jobs import finetune
-from pipeline import executors
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.drafts import draft
 from pipeline.models.ranker import load_ranker
+from pipeline.tasks import executors
 
 STEPS = {"bi": 4, "poly": 5, "cross": 3}
 COMMON = (

@@ -16,7 +16,7 @@ from pipeline.artifact import Artifact, open_artifact, read_artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import (
-    BadInput,
-    digest,
-    flatten,
-    from_dict,
-    parse,
-    read_when,
-    require,
-    to_dict,
-)
+from pipeline.config import BadInput, digest, flatten, from_dict, parse, require, to_dict
+from pipeline.options.unread import read_when
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from jobs import cluster, program
-from pipeline import executors, shards
-from pipeline.actors import Actors
+from pipeline import shards
 from pipeline.config import BadInput, Stopped
 from pipeline.drafts import Draft, draft
-from pipeline.records import TaskRecord
 from pipeline.shards import run_tasks, run_tasks_on_actors
+from pipeline.tasks import executors
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.records import TaskRecord
 
 TASKS = {"c": 3, "a": 1, "b": 2, "d": 4}
 BEFORE = TaskRecord(counts={"square": -1, "argument": -1})

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from pipeline import node_cache, storage
+from pipeline import storage
 from pipeline.config import BadInput
+from pipeline.files import node_cache
 
 
 def write(folder: Path, *names: str) -> list[str]:

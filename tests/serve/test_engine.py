@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from jobs import embed_pool
-from pipeline import node_cache, storage
+from pipeline import storage
 from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.drafts import draft
+from pipeline.files import node_cache
 from pipeline.models import inference
 from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker

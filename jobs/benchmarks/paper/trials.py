@@ -28,18 +28,18 @@ from tqdm import tqdm
 from jobs import cluster, evaluate, finetune
 from jobs.benchmarks.paper.tables import Trial
 from pipeline import storage, tracking
-from pipeline.actors import Actors
 from pipeline.arrays import Ints
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse, to_dict
 from pipeline.drafts import draft, request_of
 from pipeline.evaluation import protocols
 from pipeline.evaluation.ranking import RankerScorer, load_scorer
-from pipeline.failures import cause_of
 from pipeline.models.precision import Precision
 from pipeline.models.sources import Source, open_encoder
-from pipeline.resources import cpus_each
-from pipeline.task_messages import listening
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.failures import cause_of
+from pipeline.tasks.messages import listening
+from pipeline.tasks.resources import cpus_each
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
 _RANKS = "ranks.parquet"

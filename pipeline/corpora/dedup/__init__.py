@@ -32,7 +32,7 @@ from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import example_files
 from pipeline.cost import Estimate
 from pipeline.drafts import Draft
-from pipeline.records import FileEntry, TaskRecord
+from pipeline.tasks.records import FileEntry, TaskRecord
 
 _BUCKET_BYTES = 128 << 20  # of keys; some 1 GB while they are sorted
 _SAMPLE_CHARACTERS = 2000

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import executors, shards, storage
+from pipeline import shards, storage
 from pipeline.arrays import Bools, Ints
 from pipeline.config import BadInput, require
 from pipeline.corpora import buckets
@@ -51,8 +51,9 @@ from pipeline.corpora.dedup.examples import (
 )
 from pipeline.corpora.dedup.hashing import Hashes
 from pipeline.drafts import Draft
-from pipeline.executors import Shared
-from pipeline.records import TaskRecord
+from pipeline.tasks import executors
+from pipeline.tasks.executors import Shared
+from pipeline.tasks.records import TaskRecord
 
 _GRAMS = pa.schema(
     [("gram", pa.uint64()), ("set", pa.int32()), ("group", pa.uint64()), ("id", pa.string())]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import fingerprints, storage
+from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora import raw
@@ -19,6 +19,7 @@ from pipeline.corpora.dedup import hashing
 from pipeline.corpora.dedup.examples import read_pieces, sides
 from pipeline.corpora.dedup.hashing import Hashes, Tokens
 from pipeline.corpora.schema import Split
+from pipeline.files import fingerprints
 
 ComparedText = Literal["example", "response"]
 """All turns and the response of an example, or the response alone."""

@@ -27,7 +27,7 @@ from pipeline.corpora.dedup.examples import (
     sides,
 )
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 KEY_BYTES = 48  # of one example: hash, place, split, id
 

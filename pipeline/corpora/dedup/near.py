@@ -36,7 +36,7 @@ from pipeline.corpora.dedup.examples import (
 )
 from pipeline.corpora.dedup.hashing import Tokens
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 KEY_BYTES = 24  # of one band of one example
 

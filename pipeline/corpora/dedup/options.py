@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.config import read_when, require
+from pipeline.config import require
 from pipeline.corpora.schema import SPLITS, Split
+from pipeline.options.unread import read_when
 
 _NEAR = {"dedup.near": (True,)}
 _IS_NEAR = read_when(_NEAR)

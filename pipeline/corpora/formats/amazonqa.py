@@ -34,7 +34,7 @@ from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.reddit.threads import split_of
 from pipeline.corpora.schema import schema_with
 from pipeline.drafts import Draft
-from pipeline.records import FileEntry, TaskRecord
+from pipeline.tasks.records import FileEntry, TaskRecord
 
 _SCHEMA = schema_with(("product_id", pa.string()))
 _PAIRS = pa.schema([(name, pa.string()) for name in ("key", "product", "question", "answer")])

@@ -26,7 +26,7 @@ from pipeline.corpora.formats import json_array
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 CANDIDATES = 20
 _SELF = "your persona: "

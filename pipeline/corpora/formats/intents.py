@@ -39,7 +39,7 @@ from pipeline.corpora.schema import (
     split_by_name_or_group,
 )
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord, sum_counts
+from pipeline.tasks.records import TaskRecord, sum_counts
 
 Corpus = Literal["banking77", "clinc150", "hwu64", "snips"]
 CORPORA: tuple[Corpus, ...] = ("banking77", "clinc150", "hwu64", "snips")

@@ -37,7 +37,7 @@ from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, Split, hash_split, named_split
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}(\.0*)?")
 

@@ -25,7 +25,7 @@ from pipeline.corpora.formats import articles
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 _PREFIX = re.compile(r"^wikipedia_(shuf_)?", re.IGNORECASE)
 _BASE = "basedocs"

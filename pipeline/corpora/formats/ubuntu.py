@@ -30,7 +30,7 @@ from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import EXAMPLE, split_by_name_or_group
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 _TRAIN = ["Context", "Utterance", "Label"]
 _RANKED = ["Context", "Ground Truth Utterance", *(f"Distractor_{n}" for n in range(9))]

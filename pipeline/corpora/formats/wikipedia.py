@@ -23,7 +23,7 @@ from pipeline.corpora.formats import articles, wikipedia_extracted, wikipedia_xm
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.schema import hash_split, schema_with
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 _SPLIT = (900, 50, 50)
 _SCHEMA = schema_with(("title", pa.string()))

@@ -26,10 +26,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
 
-from pipeline import executors, progress, storage
+from pipeline import storage
 from pipeline.arrays import Ints
 from pipeline.config import BadInput, require, to_dict
 from pipeline.corpora.made_up.dump_text import bodies, quantiles, vocabulary
+from pipeline.tasks import executors, progress
 
 COMMENTS_PER_FILE = 2_000_000
 _LEAST_PER_FILE = 100

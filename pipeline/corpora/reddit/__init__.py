@@ -28,7 +28,7 @@ from pipeline.corpora.reddit.shuffle import Shuffle, merge_blocks
 from pipeline.corpora.reddit.threads import build_bucket
 from pipeline.cost import Estimate
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 __all__ = ["Options", "estimate", "prepare"]
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import executors, progress, resources, task_costs
 from pipeline.arrays import Ints
 from pipeline.corpora import buckets, raw
 from pipeline.corpora.file_tasks import redacted_count
@@ -22,8 +21,9 @@ from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord, from_json, to_json
-from pipeline.retries import with_retries
+from pipeline.files.retries import with_retries
+from pipeline.tasks import costs, executors, progress, resources
+from pipeline.tasks.records import TaskRecord, from_json, to_json
 
 _WAITING_BYTES = 256 << 20  # of decompressed lines, per core
 # Readers need no core of their own. But with 0 they would run on the head, which has no core either, and
@@ -76,7 +76,7 @@ def read_dumps(
             else:
                 block_counts[file] += 1
                 cost = from_json(TaskRecord, row["record"]).cost
-                task_costs.count_done(_LABEL, cost)
+                costs.count_done(_LABEL, cost)
                 bar.update(cost.rows)
             # A file is done when all its blocks are; only then is its own mark true.
             if file in file_records and block_counts[file] == file_records[file].blocks:
@@ -90,8 +90,8 @@ def read_dumps(
             raise raw.truncated_input(raw.Truncated(dump.cut_off), dump.lines)
     names = sorted(task for task in marks if task.startswith("block"))
     blocks = marks.records(names, TaskRecord)
-    costs = {task: record.cost for task, record in blocks.items()}
-    task_costs.report(task_costs.Stage(_LABEL, costs))
+    cost_by_task = {task: record.cost for task, record in blocks.items()}
+    costs.report(costs.Stage(_LABEL, cost_by_task))
     return {**blocks, **dump_records}
 
 
@@ -209,7 +209,7 @@ def _parse_and_retry(
     if row["lines"] is not None:
 
         def parse_and_mark() -> TaskRecord:
-            block_record = task_costs.measured(
+            block_record = costs.measured(
                 lambda: _parse_block(draft, bucket_count, options, privacy, row)
             )
             draft.mark(row["task"], block_record)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipeline import shards
 from pipeline.corpora import buckets
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 _READ_REQUESTS = 3
 _MERGED_FROM = 1_000_000  # reads of a bucket from a block: minutes

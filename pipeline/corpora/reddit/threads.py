@@ -20,7 +20,7 @@ from pipeline.corpora.reddit.options import Options
 from pipeline.corpora.reddit.partition import thread_hashes
 from pipeline.corpora.schema import schema_with
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 _SCHEMA = schema_with(
     ("subreddit", pa.string()), ("context_author", pa.string()), ("response_author", pa.string())

@@ -20,12 +20,12 @@ from pipeline import shards, storage
 from pipeline.arrays import Floats
 from pipeline.config import BadInput
 from pipeline.drafts import Draft
-from pipeline.records import FileEntry, TaskRecord
 from pipeline.retrieval.pools.candidates import arrow_file, npy_file
 from pipeline.retrieval.pools.pool import ROTATION
 from pipeline.retrieval.pools.sketch import MISSED, fit_rotation, sketch
 from pipeline.retrieval.pools.vector_format import LENGTH, Layer, decode
 from pipeline.retrieval.pools.verdict_tasks import ahead
+from pipeline.tasks.records import FileEntry, TaskRecord
 
 # The rotation of 65,536 rows misses as much of a pool as that of all its rows does.
 _SAMPLE_SHARDS, _SAMPLE_ROWS = 64, 1024

@@ -33,8 +33,8 @@ from pipeline.corpora.file_tasks import Account, redacted_count
 from pipeline.corpora.formats import tables
 from pipeline.corpora.privacy import Privacy
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
 from pipeline.retrieval.pools.changes import RowSet
+from pipeline.tasks.records import TaskRecord
 
 ROWS = pa.schema(
     [

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import node_cache
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, digest, require
-from pipeline.records import FileEntry
+from pipeline.files import node_cache
+from pipeline.tasks.records import FileEntry
 
 Check = Literal["once", "always", "never"]
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline import storage
-from pipeline.actors import Actors
 from pipeline.config import NOT_IDENTITY, BadInput, digest, require, to_dict
 from pipeline.corpora import raw
 from pipeline.corpora.formats import tables
@@ -23,7 +22,6 @@ from pipeline.corpora.privacy import Privacy
 from pipeline.drafts import Draft
 from pipeline.models.precision import NUMERICS, Precision, Resolved
 from pipeline.models.sources import Source
-from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.candidates import ROWS as ROWS
 from pipeline.retrieval.pools.changes import RowSet
@@ -34,6 +32,8 @@ from pipeline.retrieval.pools.vector_format import FILE_DTYPES, Dtype
 from pipeline.retrieval.pools.verdict_tasks import PlanInput, TextQuery
 from pipeline.retrieval.pools.versions import Version, files_of_rows
 from pipeline.shards import Work, run_tasks_on_actors
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.records import TaskRecord, sum_counts
 
 _PLAN = PLAN
 # Of an actor: while one is in the model, the one before is checked and written, and the next one read.

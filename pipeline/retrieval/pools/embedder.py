@@ -29,7 +29,6 @@ from pipeline.drafts import Draft
 from pipeline.models import inference
 from pipeline.models.precision import Precision
 from pipeline.models.ranker import load_ranker
-from pipeline.resources import best_device
 from pipeline.retrieval.pools import build, candidates, verdicts
 from pipeline.retrieval.pools.embed import CheckRecord, EmbedRecord
 from pipeline.retrieval.pools.gate import (
@@ -44,6 +43,7 @@ from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.unfinished import UnfinishedShard, UnfinishedVectors
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 from pipeline.retrieval.pools.verdict_tasks import NEW
+from pipeline.tasks.resources import best_device
 
 _SCORED_ROWS = 2048  # at once: 8 MB of products with 16 canaries of 64 vectors
 _ORDINARY = "an ordinary text"

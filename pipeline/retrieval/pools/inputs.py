@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import fingerprints, storage
+from pipeline import storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import digest
 from pipeline.corpora.privacy import REDACTION_RULES
 from pipeline.corpora.schema import example_files
+from pipeline.files import fingerprints
 from pipeline.models.precision import NUMERICS
 from pipeline.models.settings import SETTINGS, parse_settings
 from pipeline.retrieval.pools import build

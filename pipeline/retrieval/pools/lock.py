@@ -1,6 +1,6 @@
 """Who works on a pool, and who serves which of its versions: files that their owners keep fresh.
 
-<pools>/_locks/<name>/00000017.json             versions are made or removed; see `pipeline.locks`
+<pools>/_locks/<name>/00000017.json             versions are made or removed; see `pipeline.files.locks`
 <pools>/_locks/<name>/current/00000017.json     CURRENT, PREVIOUS or PINNED is changed
 <pools>/_leases/<name>/<version>/<owner>.json   somebody has this version open
 """
@@ -12,9 +12,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from pipeline import locks, storage
+from pipeline import storage
 from pipeline.config import Stopped
-from pipeline.locks import Beat, Lock
+from pipeline.files import locks
+from pipeline.files.locks import Beat, Lock
 
 __all__ = ["Beat", "Lock", "current_locked", "is_leased", "lease", "locked"]
 

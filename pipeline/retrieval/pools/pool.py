@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from pipeline import node_cache, storage
+from pipeline import storage
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput
+from pipeline.files import node_cache
 from pipeline.retrieval.pools import checksums
 from pipeline.retrieval.pools.checksums import Check
 from pipeline.retrieval.pools.shard import (

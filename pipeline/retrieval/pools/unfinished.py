@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import node_cache, storage
+from pipeline import storage
 from pipeline.arrays import Floats, Ints
 from pipeline.artifact import Artifact
 from pipeline.config import digest
 from pipeline.drafts import read_request, task_marks
+from pipeline.files import node_cache
 from pipeline.retrieval.pools.plan import SHARD_PREFIX
 from pipeline.retrieval.pools.vector_format import Layer, decode
 

@@ -16,9 +16,9 @@ from pipeline.arrays import Bools, Ints, Keys
 from pipeline.config import BadInput, digest
 from pipeline.corpora import buckets, raw
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord
 from pipeline.retrieval.pools import candidates
 from pipeline.retrieval.pools.changes import RowSet
+from pipeline.tasks.records import TaskRecord
 
 NEW, SAME_TEXT, SAME_ID = -1, -2, -3
 REASONS = {SAME_TEXT: "the same text again", SAME_ID: "the same id again"}

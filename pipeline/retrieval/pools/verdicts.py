@@ -35,11 +35,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline import executors, shards, storage
+from pipeline import shards, storage
 from pipeline.arrays import Ints
 from pipeline.corpora import raw
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord, sum_counts
 from pipeline.retrieval.pools.changes import Changes, RowSet
 from pipeline.retrieval.pools.verdict_tasks import (
     FOLDER,
@@ -59,6 +58,8 @@ from pipeline.retrieval.pools.verdict_tasks import (
     texts_task,
     verdicts_task,
 )
+from pipeline.tasks import executors
+from pipeline.tasks.records import TaskRecord, sum_counts
 
 
 @dataclass(frozen=True)

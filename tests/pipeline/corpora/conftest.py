@@ -11,12 +11,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import executors, storage
+from pipeline import storage
 from pipeline.corpora.privacy import Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.drafts import Draft
-from pipeline.records import TaskRecord, sum_counts
+from pipeline.tasks import executors
+from pipeline.tasks.records import TaskRecord, sum_counts
 
 
 @dataclass(frozen=True)

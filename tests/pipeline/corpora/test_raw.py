@@ -16,7 +16,7 @@ from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.raw import Reading, Rejects, Truncated, line_blocks, read_lines
 from pipeline.drafts import Draft, draft
-from pipeline.records import TaskRecord
+from pipeline.tasks.records import TaskRecord
 
 
 def zstd_of_dumps(data: bytes) -> bytes:

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline import task_costs
 from pipeline.config import BadInput
 from pipeline.corpora import raw, reddit
 from pipeline.corpora.privacy import Privacy
@@ -23,6 +22,7 @@ from pipeline.corpora.reddit.comments import normalise, trim
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.threads import build_examples, split_of
 from pipeline.drafts import draft
+from pipeline.tasks import costs
 
 PLAIN = Privacy(redact=False, authors="plain", salt="")
 Comment = dict[str, Any]
@@ -583,7 +583,7 @@ def test_the_blocks_of_a_dump_are_tasks_with_a_cost(sample_files, tmp_path, acto
     files = [str(file) for file in sorted((sample_files / "reddit_dump").iterdir())]
     out = draft(str(tmp_path / "out"), "corpus", Options(), {})
     privacy = Privacy(redact=False, authors="plain", salt="")
-    with task_costs.collect_stages() as stages:
+    with costs.collect_stages() as stages:
         records = reddit.prepare(out, files, Options(), raw.Reading(), privacy)
     (stage,) = (stage for stage in stages if stage.name == "reddit: dump files to threads")
     assert list(stage.costs) == [task for task in out.marks() if task.startswith("block")]

@@ -7,7 +7,6 @@ import functools
 import numpy as np
 import pytest
 
-from pipeline.actors import Actors
 from pipeline.evaluation import ranking, results
 from pipeline.evaluation.baselines import Chance
 from pipeline.evaluation.metrics import pessimistic_ranks
@@ -15,6 +14,7 @@ from pipeline.evaluation.protocols import PROTOCOLS
 from pipeline.evaluation.questions import Question, Questions
 from pipeline.evaluation.ranking import RankerScorer, join_rankings, latency, own_scores, rank
 from pipeline.evaluation.results import Measurement
+from pipeline.tasks.actors import Actors
 
 ASKED = [
     Question("a", ["w1 w2"], ["w3", "w4 w5", "w6"], 0),

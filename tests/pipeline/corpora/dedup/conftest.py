@@ -17,7 +17,7 @@ from pipeline.corpora.dedup.evaluation_sets import EvaluationSet
 from pipeline.corpora.dedup.options import Options
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.drafts import draft
-from pipeline.records import sum_counts
+from pipeline.tasks.records import sum_counts
 
 Row = dict[str, Any]
 

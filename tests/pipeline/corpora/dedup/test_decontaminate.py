@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import executors
 from pipeline.config import BadInput
 from pipeline.corpora import buckets
 from pipeline.corpora.dedup import hashing
@@ -19,6 +18,7 @@ from pipeline.corpora.dedup.decontaminate import Layout, Options
 from pipeline.corpora.dedup.evaluation_sets import open_set, own_sets
 from pipeline.corpora.dedup.options import Options as Duplicates
 from pipeline.drafts import draft
+from pipeline.tasks import executors
 
 ONLY = Duplicates(exact=False, near=False)
 RULE = Options(ngram_words=4, min_words=2)

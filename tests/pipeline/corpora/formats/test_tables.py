@@ -17,12 +17,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import retries, storage
+from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.corpora import raw
 from pipeline.corpora.file_tasks import Account
 from pipeline.corpora.formats import tables
 from pipeline.corpora.raw import Reading
+from pipeline.files import retries
 
 WANTED = {"pairs.a_column": "a", "pairs.b_column": "b"}
 ROWS = [{"a": "one", "b": "two"}, {"a": "three, four", "b": 'a "word" of five'}]

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline.actors import Actors
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped
 from pipeline.corpora.privacy import Privacy
@@ -24,11 +23,12 @@ from pipeline.models import inference
 from pipeline.models.precision import resolve_precision, use_bf16
 from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import External
-from pipeline.records import sum_counts
 from pipeline.retrieval.pools import build, candidates, embed
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.gate import GateConfig
 from pipeline.retrieval.pools.pool import Pool
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.records import sum_counts
 
 PRECISION = resolve_precision("auto", torch.device("cpu"))
 RECORDS = [{"id": n, "text": f"text {n}"} for n in range(7)]

@@ -16,12 +16,12 @@ import torch
 from pipeline.models import inference
 from pipeline.models.precision import use_bf16
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.records import to_json
 from pipeline.retrieval.pools import candidates, embedder, gate, plan
 from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.embed import EmbedRecord
 from pipeline.retrieval.pools.embedder import Embedder
 from pipeline.retrieval.pools.verdict_tasks import PlanInput, TextQuery
+from pipeline.tasks.records import to_json
 
 from .conftest import stage_rows, write_version_before
 

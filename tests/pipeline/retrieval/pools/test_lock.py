@@ -13,8 +13,9 @@ from contextlib import ExitStack
 import fsspec
 import pytest
 
-from pipeline import locks, storage
+from pipeline import storage
 from pipeline.config import Stopped
+from pipeline.files import locks
 from pipeline.retrieval.pools import lock
 from pipeline.retrieval.pools.lock import current_locked, is_leased, lease, locked
 

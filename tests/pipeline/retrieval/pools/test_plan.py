@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import executors, storage
+from pipeline import storage
 from pipeline.config import from_dict, to_dict
 from pipeline.drafts import Draft, task_marks
 from pipeline.retrieval.pools import candidates, plan, verdict_tasks, verdicts
@@ -23,6 +23,7 @@ from pipeline.retrieval.pools.candidates import ROWS, content_hash
 from pipeline.retrieval.pools.changes import Changes
 from pipeline.retrieval.pools.plan import Plan
 from pipeline.retrieval.pools.verdict_tasks import NEW, PlanInput, TextQuery
+from pipeline.tasks import executors
 
 from .conftest import stage_rows, write_version_before
 

@@ -9,9 +9,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline import node_cache, storage
+from pipeline import storage
 from pipeline.config import BadInput
 from pipeline.drafts import Draft, draft
+from pipeline.files import node_cache
 from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.embed import EmbedConfig

@@ -29,7 +29,7 @@ class FileEntry(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCost:
-    """The cost of a task; see `pipeline.task_costs`."""
+    """The cost of a task; see `pipeline.tasks.costs`."""
 
     seconds: float = 0.0
     rows: int = 0

@@ -7,7 +7,7 @@ import threading
 import pytest
 import ray
 
-from pipeline.task_messages import listening
+from pipeline.tasks.messages import listening
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def normalise(argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import fingerprints
+from pipeline.files import fingerprints
 
 
 def write(folder: Path, *names: str) -> list[str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from pipeline.failures import storage_failure, store_refusal
+from pipeline.tasks.failures import storage_failure, store_refusal
 
 DELAYS_S = (1.0, 4.0, 16.0)
 """Before the second, third and fourth try: an object store that is overloaded, or a network that is away

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline import executors, resources
 from pipeline.config import require
+from pipeline.tasks import executors, resources
 
 
 @dataclass(frozen=True, kw_only=True)

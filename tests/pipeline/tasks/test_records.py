@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pipeline.records import FileEntry, TaskRecord, from_json, sum_counts, to_json
+from pipeline.tasks.records import FileEntry, TaskRecord, from_json, sum_counts, to_json
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from pipeline.resources import best_device
+from pipeline.tasks.resources import best_device
 
 
 def device_on_a_node_with_a_gpu(assigned: list[int]) -> str:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-from pipeline import executors
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision, Resolved, resolve_precision
+from pipeline.tasks import executors
 
 # An autoscaler that starts no node in this time will start none: it looks every 5 s.
 _GRACE_S = 30.0

@@ -9,13 +9,14 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from pipeline import executors, progress, task_costs, tracking
-from pipeline.actors import Actors
+from pipeline import tracking
 from pipeline.config import Stopped
 from pipeline.drafts import draft
-from pipeline.records import TaskCost, TaskRecord, from_json, to_json
 from pipeline.shards import run_tasks
-from pipeline.task_costs import Stage
+from pipeline.tasks import costs, executors, progress
+from pipeline.tasks.actors import Actors
+from pipeline.tasks.costs import Stage
+from pipeline.tasks.records import TaskCost, TaskRecord, from_json, to_json
 
 
 def test_a_task_is_measured_where_it_runs():
@@ -25,10 +26,10 @@ def test_a_task_is_measured_where_it_runs():
         file = {"path": "a", "rows": 7, "bytes": 90, "sha256": ""}
         return TaskRecord(files=[file], counts={"records": 50})
 
-    cost = task_costs.measured(work).cost
+    cost = costs.measured(work).cost
     assert (cost.rows, cost.bytes, cost.host) == (7, 90, socket.gethostname())
     assert cost.seconds >= 0 and cost.peak_memory_bytes > 80 << 20
-    assert task_costs.measured(lambda: TaskRecord(counts={"records": 50})).cost.rows == 50
+    assert costs.measured(lambda: TaskRecord(counts={"records": 50})).cost.rows == 50
 
 
 def test_a_record_keeps_its_cost_and_old_ones_have_none():
@@ -38,24 +39,24 @@ def test_a_record_keeps_its_cost_and_old_ones_have_none():
     assert from_json(TaskRecord, json.dumps(old)).cost == TaskCost()
 
 
-def costs(*seconds: float) -> dict[str, TaskCost]:
+def costs_of(*seconds: float) -> dict[str, TaskCost]:
     return {f"t{n}": TaskCost(seconds=each, host=f"h{n}") for n, each in enumerate(seconds)}
 
 
 def test_a_straggler_takes_three_times_the_median_and_ten_seconds():
-    assert list(Stage("s", costs(5, 6, 5, 40, 100)).stragglers()) == ["t4", "t3"]
-    assert Stage("s", costs(1, 1, 1, 9)).stragglers() == {}
-    assert Stage("s", costs(1, 100)).stragglers() == {}  # too few to say
+    assert list(Stage("s", costs_of(5, 6, 5, 40, 100)).stragglers()) == ["t4", "t3"]
+    assert Stage("s", costs_of(1, 1, 1, 9)).stragglers() == {}
+    assert Stage("s", costs_of(1, 100)).stragglers() == {}  # too few to say
     assert Stage("s", {}).stragglers() == {}
 
 
 def test_the_end_of_a_stage_is_told_and_kept(monkeypatch, capsys):
     monkeypatch.setenv(progress.VARIABLE, "json")
-    stage = Stage("embed", costs(5, 6, 5, 40), {"t9": "full"}, {"t1": ["h7"]})
-    with task_costs.collect_stages() as stages:
-        task_costs.report(stage)
+    stage = Stage("embed", costs_of(5, 6, 5, 40), {"t9": "full"}, {"t1": ["h7"]})
+    with costs.collect_stages() as stages:
+        costs.report(stage)
     assert stages == [stage]
-    task_costs.report(stage)  # where nothing is collected
+    costs.report(stage)  # where nothing is collected
     text = capsys.readouterr().err
     assert "embed: t1 was started again: its process died on h7" in text
     assert "embed: straggler t3: 40 s on h3, median 6 s" in text

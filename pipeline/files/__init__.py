@@ -1,0 +1,1 @@
+"""What `pipeline.storage` and artifacts stand on: locks, retries, copies on a node, names for contents."""

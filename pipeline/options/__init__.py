@@ -1,0 +1,1 @@
+"""What `pipeline.config` reads a command line with: its words, its help, and the faults in it."""
