@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from pipeline.config import require
 from pipeline.models.shape import TrainLayers
@@ -13,7 +13,9 @@ NegativesFrom = Literal["batch", "given", "both", "mined"]
 Taught = Literal["candidates", "batch"]
 """What a teacher scores for each context: its own candidates, or the responses of the global batch."""
 
-_DISTILS = read_when({"finetune.distill.loss": ("kl", "margin_mse", "cosine")})
+TeachingLoss = Literal["none", "kl", "margin_mse", "cosine"]
+
+_DISTILS = read_when({"finetune.distill.loss": get_args(TeachingLoss)[1:]})
 _DRAWS_NEGATIVES = read_when(
     {"finetune.negatives_from": ("given", "both", "mined"), "ranker.architecture": ("cross",)}
 )
@@ -47,7 +49,7 @@ class Mining:
 class Distillation:
     """What is learnt from a teacher's scores (of jobs.score_candidates), beside the right answers."""
 
-    loss: Literal["none", "kl", "margin_mse", "cosine"] = "none"
+    loss: TeachingLoss = "none"
     """kl: the teacher's distribution over what `over` says. margin_mse: its margins between the right
     one and each other. cosine, over batch: that each text's vector points where the teacher's does; both
     have as many numbers (with matryoshka: all of them), and a context has one vector."""
