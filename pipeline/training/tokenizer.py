@@ -23,7 +23,7 @@ from pipeline.corpora.schema import example_files
 from pipeline.models.convert import bag
 from pipeline.models.convert.files import save_counts, save_vectors
 from pipeline.models.convert.start import rarity
-from pipeline.models.convert.tokenizer import Subwords, runs, save_vocabulary
+from pipeline.models.convert.tokenizer import LONGEST_PIECE, Subwords, runs, save_vocabulary
 from pipeline.models.tokens import set_template
 from pipeline.training.examples import (
     TEACHER_CONTEXT,
@@ -206,6 +206,7 @@ def _subwords(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> li
         min_frequency=config.min_frequency,
         initial_alphabet=common,
         limit_alphabet=len(common),
+        max_token_length=LONGEST_PIECE + 1,  # the trainer's are shorter than that
         show_progress=False,
     )
     tokenizer.train_from_iterator((_BETWEEN_RUNS.join(runs(text)) for text in texts()), trainer)

@@ -28,6 +28,9 @@ from pipeline.models.tokens import Tokens
 VOCABULARY = "vocabulary.json"
 MARK = "﹏"
 """U+FE4F, at the beginning of every run of word characters or of others."""
+LONGEST_PIECE = 10
+"""Characters of a learnt piece at most, with its mark: PolyAI's tokenizer finds no longer ones. Ours finds
+those that vocabularies of earlier versions have, as their models were trained with them."""
 _LOWER = str.maketrans({chr(code): chr(code + 32) for code in range(ord("A"), ord("Z") + 1)})
 _LONGEST_RUN_BYTES = 65_536  # a longer one, its mark included, is one piece that no vocabulary has
 _KEPT_RUNS = 1 << 18  # their ids are remembered: Reddit's 262,144 commonest cover 98 % of its runs

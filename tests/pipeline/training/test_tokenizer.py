@@ -18,7 +18,7 @@ from pipeline import cost
 from pipeline.config import BadInput
 from pipeline.models.convert import bag
 from pipeline.models.convert.files import VECTORS
-from pipeline.models.convert.tokenizer import Subwords, load_vocabulary
+from pipeline.models.convert.tokenizer import Subwords, load_vocabulary, runs
 from pipeline.models.tokens import Tokenizer
 from pipeline.training.tokenizer import TokenizerConfig, estimate, learn, save
 
@@ -266,6 +266,20 @@ def test_teachers_of_several_lengths_are_refused(tiny):
     corpora = [tiny.corpus(with_vectors(ROWS, (length,))) for length in (8, 4)]
     with pytest.raises(BadInput, match="several lengths together"):
         learnt(corpora, "subwords", vectors=True)
+
+
+def test_subwords_have_no_more_characters_than_polyais_tokenizer_finds(tiny):
+    """10, the mark among them; a longer word is several pieces."""
+    row = {
+        "context": ["an encyclopedia"],
+        "response": "encyclopedias, understandable and dictionary",
+    }
+    subwords = learnt([tiny.corpus([row] * 5)], "subwords")
+    assert max(map(len, subwords.pieces)) == 10
+    found = Subwords(subwords.pieces, 1)
+    pieces = [list(found.pieces(run)) for run in runs("dictionary and")]
+    assert len(pieces[0]) > 1 and "".join(pieces[0]) == "﹏dictionary"
+    assert pieces[1] == ["﹏and"]
 
 
 def test_subwords_are_bounded_and_saved(corpus, tmp_path):

@@ -67,6 +67,12 @@ def test_words_marks_and_single_spaces():
     assert list(runs(" a ")) == ["﹏ ", "﹏a", "﹏ "]
 
 
+def test_a_vocabulary_of_an_earlier_version_keeps_its_long_pieces():
+    """Its model was trained with them."""
+    subwords = Subwords([MARK, f"{MARK}understand", "understand"], 3)
+    assert subwords.ids("Understand") == [1]
+
+
 @given(st.text(max_size=40))
 def test_every_text_has_ids_below_the_pad_and_its_pieces_are_the_text(text):
     subwords = Subwords(SUBWORDS, 3)
