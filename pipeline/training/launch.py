@@ -338,6 +338,7 @@ class _Reports:
         self._tidied_step = step
         self.metrics = {"step": float(step)}
         if saved:  # a finished run that was killed before it published trains no further step
+            self.metrics["skipped_steps"] = float(saved.skipped_steps)
             self.metrics |= Selection.of(saved.state["selection"]).best
         self._pace = Pace(self._rank.device, step)
         return saved

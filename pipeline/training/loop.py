@@ -119,6 +119,11 @@ class Saved:
     state: dict[str, Any]
     cursors: list[Cursor]
 
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that changed no weights; states of earlier code do not count them."""
+        return int(self.state.get("skipped_steps", 0))
+
 
 @dataclass(frozen=True)
 class Listener:
@@ -168,11 +173,11 @@ def train(
     validate_every = validation_steps(task, config)
     decay = config.plateau_decay if config.schedule == "plateau" else 1.0
     selection = Selection(decay, config.stop_after_validations)
-    step, cursors = _resume(task, optimization.optimizer, selection, resume)
+    step, skipped_steps, cursors = _resume(task, optimization.optimizer, selection, resume)
     batches = task.batches.start(cursors)
     bf16 = resolve_precision(config.precision, device) == "bf16"
     model.train()
-    meter, skipped = Meter(device), 0
+    meter, skipped_in_a_row = Meter(device, skipped_steps), 0
     while step < steps and not selection.stop:
         batch, cursor = meter.time_wait(next, batches)
         rate = optimization.learning_rate * optimization.rate_share(step) * selection.share
@@ -185,17 +190,17 @@ def train(
         if _is_finite_on_all_ranks(loss, norm):
             optimization.optimizer.step()
             meter.add({"loss": loss, "gradient_norm": norm, **step_metrics}, task.work(batch))
-            skipped = 0
+            skipped_in_a_row = 0
         else:
-            skipped += 1
+            skipped_in_a_row += 1
             meter.skip()
         optimization.optimizer.zero_grad(set_to_none=True)
         step += 1
-        if skipped == config.max_skipped_steps:
+        if skipped_in_a_row == config.max_skipped_steps:
             uri = listener.save_bad_batch(step, batch)
-            raise Stopped(f"step {step}: the loss or the gradient was not finite {skipped} times in a "
-                          f"row (loss {loss.item()}, gradient norm {norm.item()}); the last batch: "
-                          f"{uri}")  # fmt: skip
+            raise Stopped(f"step {step}: the loss or the gradient was not finite {skipped_in_a_row} times "
+                          f"in a row (loss {loss.item()}, gradient norm {norm.item()}); the last "
+                          f"batch: {uri}")  # fmt: skip
         if task.refresh is not None and step % task.refresh.every_steps == 0 and step < steps:
             task.refresh()
             batches.close()  # it has prepared some ahead
@@ -217,6 +222,7 @@ def train(
                 **training_state(module, optimization.optimizer),
                 "selection": selection.state(),
                 "refresh": task.refresh.state() if task.refresh is not None else {},
+                "skipped_steps": meter.skipped,
                 "step": step,
             }
             listener.checkpoint(state, cursor)
@@ -232,17 +238,17 @@ def _resume(
     optimizer: torch.optim.Optimizer,
     selection: Selection,
     resume: Callable[[], Saved | None],
-) -> tuple[int, list[Cursor]]:
-    """Loads the saved state; returns the steps done and the cursors. Nothing of it stays referenced:
-    the state is twice the model, and more with the optimizer's moments."""
+) -> tuple[int, int, list[Cursor]]:
+    """Loads the saved state; returns the steps done, those of them that were skipped, and the cursors.
+    Nothing of it stays referenced: the state is twice the model, and more with the optimizer's moments."""
     saved = resume()
     if saved is None:
-        return 0, []
+        return 0, 0, []
     load_training_state(task.module, optimizer, saved.state)
     selection.load(saved.state["selection"])
     if task.refresh is not None:
         task.refresh.load(saved.state["refresh"])
-    return saved.state["step"], saved.cursors
+    return saved.state["step"], saved.skipped_steps, saved.cursors
 
 
 def _is_finite_on_all_ranks(loss: Tensor, norm: Tensor) -> bool:

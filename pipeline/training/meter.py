@@ -31,6 +31,8 @@ class Meter:
     """Means of numbers over steps and ranks, without waiting for the device at each step."""
 
     device: torch.device
+    skipped: int = 0
+    """Steps of the whole run that changed nothing."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
     _weights: dict[str, float] = field(default_factory=dict)
     _work: dict[str, float] = field(default_factory=dict)
@@ -45,7 +47,7 @@ class Meter:
 
     def restart(self) -> None:
         self._sums, self._weights, self._work = {}, {}, {}
-        self._steps = self._skipped = 0
+        self._steps = 0
         self._waited_s = 0.0
         self._began = time.perf_counter()
 
@@ -69,10 +71,11 @@ class Meter:
     def skip(self) -> None:
         """A step that changed nothing."""
         self._steps += 1
-        self._skipped += 1
+        self.skipped += 1
 
     def read(self) -> dict[str, float]:
-        """The means since the last call, rates per second, and minutes since `mark_saved`.
+        """The means and the rates per second since the last call, all skipped steps, and the minutes since
+        `mark_saved`.
 
         A collective call; ranks may have shown different names.
         """
@@ -97,7 +100,7 @@ class Meter:
         means = {name: values[i] / values[n + i] for i, name in enumerate(names) if values[n + i]}
         rates = {f"{name}_per_s": values[2 * n + i] / seconds for i, name in enumerate(work)}
         speed = {"steps_per_s": self._steps / seconds, "data_wait_share": self._waited_s / seconds}
-        skipped = {"skipped_steps": float(self._skipped)}
+        skipped = {"skipped_steps": float(self.skipped)}
         self.restart()
         return {**means, **rates, **speed, **skipped, UNSAVED: values[-1] / ranks}
 

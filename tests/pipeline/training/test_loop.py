@@ -487,8 +487,21 @@ def test_the_run_goes_on_after_fewer_such_steps():
 
     run = Run(toy(loss), 8, max_skipped_steps=3)
     assert run.progress[-1].step == 8
-    assert sum(run.shown("skipped_steps")) == 2
+    assert run.progress[-1].metrics["skipped_steps"] == 2
     assert run.bad_batches == []
+
+
+def test_skipped_steps_are_counted_over_the_whole_run():
+    """Over all reports, and over a kill between the two steps."""
+
+    def loss(module, batch):
+        return zero(module, batch) + torch.where((batch == 1) | (batch == 5), math.nan, 1.0)
+
+    counts = [0, 1, 1, 1, 1, 2, 2]
+    whole = Run(toy(loss), 7, checkpoint_every_steps=3)
+    assert whole.shown("skipped_steps") == counts
+    resumed = Run(toy(loss), 7, checkpoint=whole.checkpoints[3])
+    assert resumed.shown("skipped_steps") == counts[3:]
 
 
 def test_decay_spares_biases_and_new_weights_learn_faster():
