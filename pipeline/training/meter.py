@@ -99,7 +99,10 @@ class Meter:
         n = len(names)
         means = {name: values[i] / values[n + i] for i, name in enumerate(names) if values[n + i]}
         rates = {f"{name}_per_s": values[2 * n + i] / seconds for i, name in enumerate(work)}
-        speed = {"steps_per_s": self._steps / seconds, "data_wait_share": self._waited_s / seconds}
+        waited = zero + self._waited_s / seconds
+        if dist.is_initialized():  # all ranks wait for the one whose data comes last
+            dist.all_reduce(waited, dist.ReduceOp.MAX)
+        speed = {"steps_per_s": self._steps / seconds, "data_wait_share": waited.item()}
         skipped = {"skipped_steps": float(self.skipped)}
         self.restart()
         return {**means, **rates, **speed, **skipped, UNSAVED: values[-1] / ranks}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifact import Artifact
 from pipeline.models.ranker import load_ranker
-from pipeline.training import mining
+from pipeline.training import meter, mining
 from pipeline.training.batches import Epoch, Rows
 from pipeline.training.caching import backward, cached_backward
 from pipeline.training.distributed import gather, gather_with_gradient, rank
@@ -124,6 +125,20 @@ def mined(folder, own_rank, world, state=None):
     return {"first": first, "second": second, "state": state, "contexts": contexts}
 
 
+def waited_share(seconds):
+    """What a meter reads after 10 seconds on a clock of its own, of which the rank waited for data."""
+    now = [0.0]
+
+    def pass_time(duration):
+        now[0] += duration
+
+    with patch.object(meter, "time", SimpleNamespace(perf_counter=lambda: now[0])):
+        of_rank = meter.Meter(torch.device("cpu"))
+        of_rank.time_wait(pass_time, seconds)
+        pass_time(10 - seconds)
+        return of_rank.read()["data_wait_share"]
+
+
 def work(folder, own_rank):
     """One of the two processes."""
     found = {
@@ -148,6 +163,7 @@ def work(folder, own_rank):
         "gradient": rows.grad,
     }
     found["mined"] = mined(folder, own_rank, WORLD)
+    found["waited"] = waited_share((1.0, 4.0)[own_rank])
     torch.save(found, folder / f"{own_rank}.pt")
 
 
@@ -211,6 +227,11 @@ def test_gradient_of_gathered_rows_is_the_sum_over_ranks(ranks):
     for number, found in enumerate(ranks):
         rows = torch.tensor([[0.0], [1.0]]) + 2 * number
         assert torch.equal(found["gather"]["gradient"], (3 * rows).expand(2, 3))
+
+
+def test_the_share_of_waiting_is_that_of_the_rank_that_waits_longest(ranks):
+    """The first rank, which reports to the driver, waits a tenth of the time."""
+    assert [found["waited"] for found in ranks] == [0.4, 0.4]
 
 
 def test_ranks_mine_together_what_one_process_mines(folder, ranks):
