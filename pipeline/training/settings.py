@@ -134,7 +134,8 @@ class Workers:
     """jobs.pretrain: weights, gradients and optimizer state are sharded over the workers (FSDP2), for
     encoders that do not fit on one GPU; else every worker holds all of them."""
     max_restarts: int = 3
-    """Times that dead workers are replaced and go on from the last checkpoint."""
+    """Times in the whole run that dead workers are replaced and go on from the last checkpoint. The same
+    command, started again, counts from 0."""
 
     def __post_init__(self) -> None:
         require(self.workers >= 1, "resources.workers", self.workers, ">= 1")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
+from jobs import pretrain
+from pipeline.config import parse
 from pipeline.training import estimate
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,15 @@ def smaller(verb: str, argv: list[str]) -> list[object]:
     steps = 4 if "--continue-from" in argv else 2
     shape = () if "--start" in argv else _SHAPE
     return [*_PRETRAIN, *shape, "--pretrain.steps", steps]
+
+
+@pytest.mark.parametrize("recipe", ["modern-base", "reddit-base", "wikipedia-base"])
+def test_each_machine_of_a_long_run_may_die_more_than_once(recipe):
+    """Ray Train counts the deaths over the whole run, and a run of 14 days on 32 machines has many."""
+    file = ROOT / "jobs" / "configs" / "pretrain" / f"{recipe}.yaml"
+    argv = ["--config", str(file), "--corpus", "tokens", "--output", "encoder"]
+    resources = parse(pretrain.Config, argv, "pretrain").resources
+    assert resources.max_restarts > 2 * resources.workers
 
 
 @pytest.fixture
