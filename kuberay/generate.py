@@ -32,7 +32,7 @@ def manifests() -> dict[str, str]:
     cluster = yaml.safe_load((_HERE / "raycluster.yaml").read_text())
     serve = yaml.safe_load((_HERE.parent / "serve" / "config.cluster.yaml").read_text())
     for application in serve["applications"]:
-        application.pop("runtime_env", None)  # the image has the code
+        del application["runtime_env"]["working_dir"]  # the image has the code
     job = {
         "entrypoint": _JOB,
         "submissionMode": "K8sJobMode",

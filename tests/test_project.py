@@ -6,10 +6,12 @@ import copy
 import dataclasses
 import functools
 import json
+import os
 import re
 import runpy
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
@@ -28,6 +30,7 @@ from ray.serve.schema import ServeDeploySchema
 import jobs
 from jobs.benchmarks.paper.trials import recipe as recipe_of
 from pipeline.config import BadInput, flatten, identity, parse, to_dict
+from serve.guard import PROXY_CALLBACK
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -271,16 +274,63 @@ def test_the_onpremise_form_is_a_config_of_ray_up():
     assert prepared["max_workers"] == len(ON_PREMISE["provider"]["worker_ips"])
 
 
+def start_line(config: Any, node: str) -> str:
+    """How a head or a worker starts Ray."""
+    (line,) = [line for line in config[f"{node}_start_ray_commands"] if "ray start" in line]
+    return str(line)
+
+
+def environment_of_ray(config: Any, node: str, home: Path) -> dict[str, str]:
+    """What a started Ray finds in its environment: the line runs in a home with the mounted files, and a
+    program that prints its environment stands in for Ray."""
+    for remote, local in config["file_mounts"].items():
+        if (ROOT / local).exists():
+            mounted = home / Path(remote).relative_to("~")
+            mounted.parent.mkdir(parents=True, exist_ok=True)
+            mounted.symlink_to(ROOT / local)
+    ray_program = home / "venv" / "bin" / "ray"
+    ray_program.parent.mkdir(parents=True)
+    ray_program.write_text("#!/bin/sh\nenv -0\n")
+    ray_program.chmod(0o755)
+    environment = {"HOME": str(home), "PATH": os.environ["PATH"], "RAY_HEAD_IP": "10.0.0.10"}
+    printed = subprocess.run(["bash", "-c", start_line(config, node)], env=environment,
+                             capture_output=True, text=True, check=True).stdout  # fmt: skip
+    return dict(pair.split("=", 1) for pair in printed.split("\0") if pair)
+
+
 @pytest.mark.parametrize("config", [CLUSTER, ON_PREMISE], ids=["aws", "onpremise"])
 def test_nodes_get_the_lock_and_the_token_that_clients_need(config):
     mounts = config["file_mounts"]
     assert (ROOT / mounts["~/polyrank.lock"]).is_file()
     assert any("polyrank.lock" in command for command in config["setup_commands"])
     assert mounts["~/.ray/auth_token"] == "~/.ray/auth_token"
-    for which in ("head", "worker"):
-        (start,) = [line for line in config[f"{which}_start_ray_commands"] if "ray start" in line]
-        assert " RAY_AUTH_MODE=token " in start
-        assert "--dashboard-host=127.0.0.1" in start or which == "worker"
+    assert "--dashboard-host=127.0.0.1" in start_line(config, "head")
+
+
+@pytest.mark.parametrize("node", ["head", "worker"])
+@pytest.mark.parametrize("config", [CLUSTER, ON_PREMISE], ids=["aws", "onpremise"])
+def test_the_proxies_of_a_node_find_the_guard_before_an_application_brings_code(
+    config, node, tmp_path
+):
+    environment = environment_of_ray(config, node, tmp_path)
+    assert environment["RAY_AUTH_MODE"] == "token"
+    module, _, function = environment[PROXY_CALLBACK].partition(":")
+    script = f"import {module} as found; print(found.__file__, *found.{function}())"
+    found = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path,
+                           capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert found.startswith(f"{tmp_path}/polyrank/serve/guard.py Middleware(Guard")
+
+
+def test_pods_start_ray_in_the_same_environment_as_nodes(tmp_path):
+    """But for paths, which are those of the image, and the token, which KubeRay mounts."""
+    on_nodes = environment_of_ray(CLUSTER, "worker", tmp_path)
+    names = re.findall(r"^(\w+)=", (ROOT / "ray.env").read_text(), re.MULTILINE)
+    expected = {name: on_nodes[name] for name in names if name != "RAY_AUTH_MODE"}
+    expected |= {"PYTHONPATH": "/srv/polyrank", "POLYRANK_CACHE": "/scratch/cache"}
+    spec = manifest("raycluster")["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert {pair["name"]: pair["value"] for pair in container["env"]} == expected
 
 
 def test_nodes_have_an_image_a_role_and_resources_that_are_known_before_they_are_up():
@@ -317,7 +367,9 @@ def test_the_manifests_are_made_of_the_cluster_and_the_service_s_config():
         assert (ROOT / "kuberay" / name).read_text() == text
     served = yaml.safe_load(manifest("rayservice")["spec"]["serveConfigV2"])
     ServeDeploySchema.model_validate(served)
-    assert served["applications"][0]["import_path"] == "serve.app:build"
+    (application,) = served["applications"]
+    assert application["import_path"] == "serve.app:build"
+    assert application["runtime_env"].keys() == {"env_vars"}, "the image has the code"
     program, *argv = shlex.split(manifest("rayjob")["spec"]["entrypoint"])[2:]
     parse(config_of(program.removeprefix("jobs.")), argv, "test")
 

@@ -19,7 +19,9 @@ from ray.serve.schema import (
     ServeDeploySchema,
 )
 
+from pipeline.registry import REGISTRY
 from serve import app
+from serve.guard import TOKENS, token_hashes
 
 CONFIGS = {
     name: yaml.safe_load(Path(app.__file__).with_name(name).read_text())
@@ -84,3 +86,13 @@ def test_a_config_names_what_there_is_to_deploy(config):
 
 def test_the_config_for_one_machine_lets_nobody_else_in():
     assert CONFIGS["config.yaml"]["http_options"]["host"] == "127.0.0.1"
+
+
+def test_replicas_on_a_cluster_get_the_registry_s_address_and_refuse_to_start_without_tokens():
+    """`serve deploy` sends no variables of the terminal in which it is typed."""
+    (application,) = CONFIGS["config.cluster.yaml"]["applications"]
+    assert application["args"]["model"].startswith(REGISTRY)
+    variables = application["runtime_env"]["env_vars"]
+    assert variables["MLFLOW_TRACKING_URI"].startswith("http")
+    with pytest.raises(ValueError, match="SHA-256 in hex"):
+        token_hashes(variables[TOKENS])
