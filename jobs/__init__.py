@@ -15,6 +15,8 @@ _LOCAL_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # It asks for a token, and clients send theirs only if told to. A cluster's own setting stands.
     "RAY_AUTH_MODE": "token",
+    # The files of what its processes print are rotated at this size; else they grow until the disk is full.
+    "RAY_ROTATION_MAX_BYTES": str(256 << 20),
     # Nobody announces that he takes this machine away; watching for it costs a process per training.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }

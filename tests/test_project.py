@@ -321,6 +321,16 @@ def test_the_proxies_of_a_node_find_the_guard_before_an_application_brings_code(
     assert found.startswith(f"{tmp_path}/polyrank/serve/guard.py Middleware(Guard")
 
 
+def test_the_files_of_what_processes_print_do_not_grow_for_ever(tmp_path):
+    """A replica prints a line for each request. Ray rotates these files only if a size is set."""
+    name = "RAY_ROTATION_MAX_BYTES"
+    script = f"import jobs, os; print(os.environ[{name!r}])"
+    printed = subprocess.run([sys.executable, "-c", script], env={"PATH": os.environ["PATH"]}, cwd=ROOT,
+                             capture_output=True, text=True, check=True).stdout  # fmt: skip
+    on_nodes = environment_of_ray(CLUSTER, "worker", tmp_path)
+    assert 0 < int(on_nodes[name]) == int(printed) <= 2**30
+
+
 def test_pods_start_ray_in_the_same_environment_as_nodes(tmp_path):
     """But for paths, which are those of the image, and the token, which KubeRay mounts."""
     on_nodes = environment_of_ray(CLUSTER, "worker", tmp_path)
