@@ -34,6 +34,7 @@ from serve.errors import REFUSALS, Refusal, error_responses
 from serve.fields import FilledText, Integer, Text
 from serve.guard import Guard
 from serve.limits import MAX_CANDIDATES, MAX_POOL_NAME, MAX_REQUESTS, MAX_TOP_K, MAX_TURNS, Limits
+from serve.masks import RowFilter
 from serve.service import CandidateText, RankAnswer, RankQuery, Service
 
 
@@ -84,6 +85,9 @@ class RankRequest(Strict):
     allow: list[Text] | None = Field(
         default=None, max_length=MAX_CANDIDATES, description="With a pool: the only ids that count."
     )
+    deny: list[Text] | None = Field(
+        default=None, max_length=MAX_CANDIDATES, description="With a pool: ids that do not count."
+    )
     explain: StrictBool = Field(
         default=False,
         description="Say which tokens the context's vectors attend to, and how much each vector counts in "
@@ -96,7 +100,7 @@ class RankRequest(Strict):
             raise ValueError("context: every turn is empty")
         if (self.candidates is None) == (self.pool is None):
             raise ValueError("candidates, pool: exactly one of them is needed")
-        for name in ("where", "allow"):
+        for name in ("where", "allow", "deny"):
             if self.pool is None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: allowed: only with a pool")
         return self
@@ -114,9 +118,12 @@ class RankRequest(Strict):
                 else CandidateText(candidate.id, candidate.text)
                 for place, candidate in enumerate(self.candidates)
             ]
-        where = tuple((name, tuple(values)) for name, values in (self.where or {}).items())
-        allow = None if self.allow is None else tuple(self.allow)
-        return RankQuery(self.turns, candidates, self.pool, self.top_k, where, allow, self.explain)
+        rows = RowFilter(
+            where=tuple((name, tuple(values)) for name, values in (self.where or {}).items()),
+            allow=None if self.allow is None else tuple(self.allow),
+            deny=tuple(self.deny or ()),
+        )
+        return RankQuery(self.turns, candidates, self.pool, self.top_k, rows, self.explain)
 
 
 class Result(BaseModel):

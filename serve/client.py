@@ -74,6 +74,8 @@ class Question:
     """With a pool: columns, and the values that count."""
     allow: Sequence[str] | None = None
     """With a pool: the ids that count."""
+    deny: Sequence[str] | None = None
+    """With a pool: the ids that do not count."""
 
     def body(self) -> dict[str, Any]:
         """The question as JSON."""
@@ -131,6 +133,7 @@ class Client:
         top_k: int = 10,
         where: Mapping[str, Sequence[str]] | None = None,
         allow: Sequence[str] | None = None,
+        deny: Sequence[str] | None = None,
         *,
         request_id: str = "",
     ) -> Ranking:
@@ -139,7 +142,7 @@ class Client:
         `request_id`: for the service's log; "": a new one. Raises ServiceError.
         """
         ranking = self._client.rank(
-            context, candidates, pool, top_k, where, allow, request_id=request_id
+            context, candidates, pool, top_k, where, allow, deny, request_id=request_id
         )
         return _result(ranking)
 
@@ -189,10 +192,11 @@ class AsyncClient:
         top_k: int = 10,
         where: Mapping[str, Sequence[str]] | None = None,
         allow: Sequence[str] | None = None,
+        deny: Sequence[str] | None = None,
         *,
         request_id: str = "",
     ) -> Ranking:
-        question = Question(context, candidates, pool, top_k, where, allow)
+        question = Question(context, candidates, pool, top_k, where, allow, deny)
         return await self._call("POST", "/rank", _ranking, question.body(), request_id)
 
     async def rank_many(

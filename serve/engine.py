@@ -45,8 +45,6 @@ _PRODUCTS = 2.0e8  # multiplications in a batch of scores, some 10 ms of a core
 _CANARIES = 8  # rows of a pool that are embedded again to check its vectors
 _NEAR = 0.05  # tolerated distance of such a vector, relative to its length: bf16 against float32
 
-Where = tuple[tuple[str, tuple[str, ...]], ...]
-
 
 class PoolQuery(NamedTuple):
     """A search of a pool."""
@@ -151,7 +149,7 @@ class Engine:
             self.searches = {
                 name: search_kind(pool, attention) for name, pool in self.pools.items()
             }
-        self._masks = Masks()
+        self.masks = Masks()
         self._warm_up()
         for pool in self.pools.values():
             self._check(pool)
@@ -198,18 +196,6 @@ class Engine:
         vectors_KD = np.empty((len(places_K), self.pools[pool].dimensions), np.float32)
         vectors_KD[order_K] = self.pools[pool].vectors_at(places_K[order_K])
         return torch.from_numpy(vectors_KD)
-
-    async def allowed_rows(
-        self, pool: str, where: Where, allow: tuple[str, ...] | None
-    ) -> Bools | None:
-        """The mask of a pool's rows that pass a filter; None: all rows.
-
-        Raises BadInput for a column that the pool does not keep.
-        """
-        if not where and allow is None:
-            return None
-        select = functools.partial(filters.select, self.pools[pool], allow, where=dict(where))
-        return await self._masks.get((pool, where, allow), select)
 
     def info(self) -> dict[str, Any]:
         """The description for /info. It contains no paths."""

@@ -1,19 +1,37 @@
-"""A cache of filters' row masks."""
+"""Filters of a pool's rows, and a cache of their masks."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from pipeline.arrays import Bools
+from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.search import filters
 
 _BYTES = 64 << 20  # 64 masks of a pool of a million rows
 # Of an entry beside its mask: the digest, the array object and the place in the dictionary. Python's objects
 # were 260 bytes; the allocator rounds up.
 ENTRY_BYTES = 512
+
+
+class RowFilter(NamedTuple):
+    """Which rows of a pool a search may answer with; by default all."""
+
+    where: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Columns, and the values that a row may have there."""
+    allow: tuple[str, ...] | None = None
+    """The only ids that count; None: any."""
+    deny: tuple[str, ...] = ()
+    """Ids that do not count."""
+
+
+ALL_ROWS = RowFilter()
 
 
 class Masks:
@@ -26,6 +44,16 @@ class Masks:
         self._lock = threading.Lock()
         self.bytes = 0
         """Size of all entries."""
+
+    async def allowed_rows(self, pool: Pool, rows: RowFilter) -> Bools | None:
+        """The mask of a pool's rows that pass a filter; None: all rows.
+
+        Raises BadInput for a column that the pool does not keep.
+        """
+        if rows == ALL_ROWS:
+            return None
+        select = functools.partial(filters.select, pool, rows.allow, rows.deny, dict(rows.where))
+        return await self.get((pool.artifact.uri, rows), select)
 
     async def get(self, filter_key: Hashable, make: Callable[[], Bools]) -> Bools:
         """The mask of a filter; it is made beside the event loop, because it reads all rows of a pool."""

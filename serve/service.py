@@ -20,9 +20,10 @@ from pipeline.classification.classifier import Classified
 from pipeline.models.explanation import Explained
 from pipeline.ranking.results import Result, best_results
 from pipeline.ranking.search import results_at
-from serve.engine import Engine, ExplainableRanking, PoolQuery, SecondStage, Where
+from serve.engine import Engine, ExplainableRanking, PoolQuery, SecondStage
 from serve.errors import CODES, Refusal
 from serve.intents import Intents
+from serve.masks import ALL_ROWS, RowFilter
 from serve.scheduling import Batch, WorkQueue
 
 ResultT = TypeVar("ResultT")
@@ -45,8 +46,8 @@ class RankQuery:
     candidates: Sequence[CandidateText] | None
     pool: str | None
     top_k: int
-    where: Where = ()
-    allow: tuple[str, ...] | None = None
+    rows: RowFilter = ALL_ROWS
+    """Of the pool."""
     explain: bool = False
     in_admitted_list: bool = False
     """Whether the query is a further one of a list whose first one is asked before it."""
@@ -282,7 +283,7 @@ class Service:
     ) -> _PoolResults:
         """Searches a pool that this replica has mapped."""
         pool = engine.pools[name]
-        row_mask = await engine.allowed_rows(name, query.where, query.allow)
+        row_mask = await engine.masks.allowed_rows(pool, query.rows)
         if row_mask is not None and not row_mask.any():
             return _PoolResults([], True, pool.version)
         ((vectors_MD, mask_M),) = await self.queue.run(engine.contexts, [row], [len(row)], deadline)
@@ -306,8 +307,7 @@ class Service:
             mask_M.numpy(),
             engine.ranker.config.search_attention,
             _search_depth(engine, query),
-            query.where,
-            query.allow,
+            query.rows,
             query.explain,
             deadline,
             query.in_admitted_list,

@@ -29,9 +29,9 @@ from pipeline.retrieval.pools.lock import Beat, lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.pools.shard import Share
 from pipeline.retrieval.search import filters
-from serve.engine import PoolQuery, Where, canary_places, search_kind
+from serve.engine import PoolQuery, canary_places, search_kind
 from serve.errors import Refusal
-from serve.masks import Masks
+from serve.masks import Masks, RowFilter
 from serve.scheduling import Batch, Kind, WorkQueue
 
 OnMissingShard = Literal["refuse", "answer"]
@@ -52,8 +52,7 @@ class ShardQuery:
     mask_M: Bools
     attention: Attention
     top_k: int
-    where: Where
-    allow: tuple[str, ...] | None
+    rows: RowFilter
     with_vectors: bool
     timeout_s: float
     """A later answer is of no use."""
@@ -177,7 +176,7 @@ class PoolShard:
     async def _search(self, shard: _OpenShard, query: ShardQuery, deadline: float) -> ShardAnswer:
         if not len(shard.pool):
             return ShardAnswer([], True)
-        row_mask = await shard.allowed_rows(query.where, query.allow)
+        row_mask = await shard.masks.allowed_rows(shard.pool, query.rows)
         if row_mask is not None and not row_mask.any():
             return ShardAnswer([], True)
         pool_query = PoolQuery(
@@ -209,7 +208,7 @@ class _OpenShard:
         """The place of its first row in the whole pool."""
         self.columns = filters.columns(pool)
         self._lease: Beat | None = lease(pool.artifact.uri)
-        self._masks = Masks()
+        self.masks = Masks()
         self.searches = functools.cache(self._kind)
         """A kind of work for each attention."""
 
@@ -220,13 +219,6 @@ class _OpenShard:
 
     def _kind(self, attention: Attention) -> Kind:
         return search_kind(self.pool, attention)
-
-    async def allowed_rows(self, where: Where, allow: tuple[str, ...] | None) -> Bools | None:
-        """The mask of rows that pass a filter; None: all. Raises BadInput for a column not in the pool."""
-        if not where and allow is None:
-            return None
-        select = functools.partial(filters.select, self.pool, allow, where=dict(where))
-        return await self._masks.get((where, allow), select)
 
     def facts(self) -> ShardFacts:
         places = canary_places(len(self.pool))
@@ -303,8 +295,7 @@ class ShardedPool:
         mask_M: Bools,
         attention: Attention,
         top_k: int,
-        where: Where,
-        allow: tuple[str, ...] | None,
+        rows: RowFilter,
         with_vectors: bool,
         deadline: float,
         in_admitted_list: bool = False,
@@ -320,8 +311,7 @@ class ShardedPool:
             mask_M,
             attention,
             top_k,
-            where,
-            allow,
+            rows,
             with_vectors,
             timeout_s,
             in_admitted_list,

@@ -154,6 +154,20 @@ def test_a_pool_answers_among_the_ids_that_are_allowed(client):
     assert {r["id"] for r in results} == {"r03", "r07"}
 
 
+def test_a_pool_answers_without_the_ids_that_are_denied(client):
+    """As for a second page of results."""
+
+    def ids(**rows: Any) -> list[str]:
+        asked = {"context": CONTEXT, "pool": "replies", "top_k": 4, **rows}
+        return [r["id"] for r in client.post("/rank", json=asked).json()["results"]]
+
+    every = ids(top_k=50)
+    assert ids(deny=every[:4]) == every[4:8]
+    assert ids(deny=["nobody"]) == ids() == every[:4]
+    assert ids(allow=every[:3], deny=every[:1]) == every[1:3]
+    assert ids(deny=every) == []
+
+
 def test_top_k_bounds_the_results_and_is_10_by_default(client):
     def results(**request: Any) -> list[Any]:
         return client.post("/rank", json={"context": CONTEXT, **request}).json()["results"]
@@ -224,6 +238,8 @@ MANY = ["x"] * 1001
         ({"top_k": 10**30}, "top_k", "1000"),
         ({"top_k": 2.5}, "top_k", "integer"),
         ({"where": {"language": ["en"]}}, None, "where: allowed: only with a pool"),
+        ({"deny": ["r03"]}, None, "deny: allowed: only with a pool"),
+        ({"deny": MANY}, "deny", "at most 1000"),
         ({"candidates": [{"id": "a"}]}, "candidates.0.text", "required"),
         ({"candidates": [{"id": "a", "text": " "}]}, "candidates.0.text", "empty"),
         ({"top_k": True}, "top_k", "integer"),
@@ -274,6 +290,7 @@ def test_a_body_that_is_no_json_object_is_refused(client, body, status):
         (rb'{"context": ["a"], "pool": "\ud800"}', "pool"),
         (rb'{"context": ["a"], "candidates": [{"id": "\ud800", "text": "b"}]}', "candidates.0.id"),
         (rb'{"context": ["a"], "pool": "replies", "allow": ["\ud800"]}', "allow.0"),
+        (rb'{"context": ["a"], "pool": "replies", "deny": ["\ud800"]}', "deny.0"),
         (rb'{"context": ["a"], "pool": "replies", "where": {"lang": ["\ud800"]}}', "where.lang.0"),
     ],
 )

@@ -155,6 +155,8 @@ def test_a_pool_is_ranked(ask, url):
     assert (ranking.pool, ranking.pool_version, ranking.certified) == ("replies", "v-1", True)
     allowed = ask(url, "rank", "hello", pool="replies", allow=["r03", "r07"])
     assert {result.id for result in allowed.results} == {"r03", "r07"}
+    denied = ask(url, "rank", "hello", pool="replies", deny=["r03", "r07"], top_k=50)
+    assert {result.id for result in denied.results} == set(REPLIES) - {"r03", "r07"}
 
 
 def test_several_questions_have_their_answers_in_order(ask, url):

@@ -33,6 +33,7 @@ from pipeline.retrieval.pools.shard import Share
 from serve import app
 from serve.engine import Engine
 from serve.errors import Refusal
+from serve.masks import RowFilter
 from serve.scheduling import Batch, WorkQueue
 from serve.service import CandidateText, RankQuery, Service
 from serve.shards import PoolShard
@@ -338,11 +339,11 @@ def test_a_filter_leaves_the_best_of_what_it_allows(tiny_ranker, tiny_pool, aski
     one = asking(model, tiny_pool(model))
     every = one.rank_pool(CONTEXT, "replies", 50)
     allowed = tuple(sorted(REPLIES))[::3]
-    found = one.rank_pool(CONTEXT, "replies", 2, allow=allowed)
+    found = one.rank_pool(CONTEXT, "replies", 2, rows=RowFilter(allow=allowed))
     assert [r.id for r in found] == [r.id for r in every if r.id in allowed][:2]
-    assert one.rank_pool(CONTEXT, "replies", 2, allow=("nobody",)) == []
+    assert one.rank_pool(CONTEXT, "replies", 2, rows=RowFilter(allow=("nobody",))) == []
     with pytest.raises(BadInput, match="where: 'language' is not allowed"):
-        one.rank_pool(CONTEXT, "replies", 2, where=(("language", ("en",)),))
+        one.rank_pool(CONTEXT, "replies", 2, rows=RowFilter(where=(("language", ("en",)),)))
 
 
 # What cannot be served is said in one line, before the start (`build`) and in a replica (`Engine`)

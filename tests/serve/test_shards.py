@@ -19,6 +19,7 @@ from pipeline.retrieval.pools.shard import Share
 from serve import api
 from serve.engine import Engine
 from serve.errors import Refusal
+from serve.masks import ALL_ROWS, RowFilter
 from serve.shards import PoolShard, ShardedPool, ShardUnavailable
 
 from .conftest import REPLIES, Asking
@@ -118,10 +119,18 @@ def test_the_work_of_a_list_does_not_refuse_it_in_a_shard(shards, sharded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 5, 50])
-@pytest.mark.parametrize("allow", [None, ("r01", "r02", "r11", "r99"), ("r99",)])
-def test_shards_answer_as_the_whole_pool(model, version, sharded, asking, top_k, allow):
-    whole = asking(model, version).rank_pool(CONTEXT, "replies", top_k, allow=allow)
-    found = sharded().rank_pool(CONTEXT, "replies", top_k, allow=allow)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ALL_ROWS,
+        RowFilter(allow=("r01", "r02", "r11", "r99")),
+        RowFilter(allow=("r99",)),
+        RowFilter(deny=("r01", "r02", "r11", "r99")),
+    ],
+)
+def test_shards_answer_as_the_whole_pool(model, version, sharded, asking, top_k, rows):
+    whole = asking(model, version).rank_pool(CONTEXT, "replies", top_k, rows=rows)
+    found = sharded().rank_pool(CONTEXT, "replies", top_k, rows=rows)
     assert [(one.index, one.id, one.text) for one in found] == [
         (one.index, one.id, one.text) for one in whole
     ]
