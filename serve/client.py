@@ -76,6 +76,8 @@ class Question:
     """With a pool: the ids that count."""
     deny: Sequence[str] | None = None
     """With a pool: the ids that do not count."""
+    explain: bool = False
+    """Ask for the ranking's explanation, and the weights of its results. Not with a cross-encoder."""
 
     def body(self) -> dict[str, Any]:
         """The question as JSON."""
@@ -94,6 +96,18 @@ class Result:
     text: str
     score: float
     columns: Mapping[str, Any] = field(default_factory=dict)
+    weights: Sequence[float] | None = None
+    """With `explain`: the share of each of the context's vectors in the score; they add up to 1."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a ranking comes from."""
+
+    tokens: Sequence[str]
+    """The context as the model read it."""
+    vectors: Sequence[Sequence[float]]
+    """For each of the context's vectors its attention to each token."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,38 @@ class Ranking:
     """The service's time."""
     missing_shards: Sequence[int] = ()
     """Parts of the pool that did not answer: better rows may be there."""
+    explanation: Explanation | None = None
+    """Only with `explain`, and if there are results."""
+
+
+@dataclass(frozen=True)
+class Intent:
+    """An intent and its probability."""
+
+    intent: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Classification:
+    """A text's most probable intents, best first."""
+
+    intents: list[Intent]
+    out_of_scope: bool
+    """Even the best intent is too improbable."""
+
+
+@dataclass(frozen=True)
+class Classifications:
+    """One for each text, in order."""
+
+    results: list[Classification]
+    classifier: str
+    """Fingerprint of the classifier."""
+    encoder: str
+    """Fingerprint of the encoder that it reads texts with."""
+    milliseconds: float
+    """The service's time."""
 
 
 class Client:
@@ -134,6 +180,7 @@ class Client:
         where: Mapping[str, Sequence[str]] | None = None,
         allow: Sequence[str] | None = None,
         deny: Sequence[str] | None = None,
+        explain: bool = False,
         *,
         request_id: str = "",
     ) -> Ranking:
@@ -142,13 +189,19 @@ class Client:
         `request_id`: for the service's log; "": a new one. Raises ServiceError.
         """
         ranking = self._client.rank(
-            context, candidates, pool, top_k, where, allow, deny, request_id=request_id
+            context, candidates, pool, top_k, where, allow, deny, explain, request_id=request_id
         )
         return _result(ranking)
 
     def rank_many(self, questions: Sequence[Question], *, request_id: str = "") -> list[Ranking]:
         """Answers several questions by the same versions of model and pools. Raises ServiceError."""
         return _result(self._client.rank_many(questions, request_id=request_id))
+
+    def classify(
+        self, texts: Sequence[str], top_k: int = 3, *, request_id: str = ""
+    ) -> Classifications:
+        """The intents of texts, of each the `top_k` most probable. Raises ServiceError."""
+        return _result(self._client.classify(texts, top_k, request_id=request_id))
 
     def info(self) -> dict[str, Any]:
         """The served model and pools. Raises ServiceError."""
@@ -193,10 +246,11 @@ class AsyncClient:
         where: Mapping[str, Sequence[str]] | None = None,
         allow: Sequence[str] | None = None,
         deny: Sequence[str] | None = None,
+        explain: bool = False,
         *,
         request_id: str = "",
     ) -> Ranking:
-        question = Question(context, candidates, pool, top_k, where, allow, deny)
+        question = Question(context, candidates, pool, top_k, where, allow, deny, explain)
         return await self._call("POST", "/rank", _ranking, question.body(), request_id)
 
     async def rank_many(
@@ -204,6 +258,12 @@ class AsyncClient:
     ) -> list[Ranking]:
         bodies = [question.body() for question in questions]
         return await self._call("POST", "/rank", _rankings, bodies, request_id)
+
+    async def classify(
+        self, texts: Sequence[str], top_k: int = 3, *, request_id: str = ""
+    ) -> Classifications:
+        body = {"texts": list(texts), "top_k": top_k}
+        return await self._call("POST", "/classify", _classifications, body, request_id)
 
     async def info(self) -> dict[str, Any]:
         return await self._call("GET", "/info", dict[str, Any])
@@ -338,13 +398,27 @@ def _ranking(answer: Any) -> Ranking:
     """Fields that a later service adds are left out."""
     pool = answer["pool"] or {"name": None, "version": None}
     results = [
-        Result(row["id"], row["text"], row["score"], row["columns"]) for row in answer["results"]
+        Result(row["id"], row["text"], row["score"], row["columns"], row.get("weights"))
+        for row in answer["results"]
     ]
+    explained = answer.get("explanation")
+    explanation = Explanation(explained["tokens"], explained["vectors"]) if explained else None
     return Ranking(
         results, answer["certified"], answer["model"], pool["name"], pool["version"],
-        answer["milliseconds"], pool.get("missing_shards", ()),
+        answer["milliseconds"], pool.get("missing_shards", ()), explanation,
     )  # fmt: skip
 
 
 def _rankings(answer: Any) -> list[Ranking]:
     return [_ranking(ranking) for ranking in answer]
+
+
+def _classifications(answer: Any) -> Classifications:
+    results = [
+        Classification(
+            [Intent(intent["intent"], intent["probability"]) for intent in result["intents"]],
+            result["out_of_scope"],
+        )
+        for result in answer["results"]
+    ]
+    return Classifications(results, answer["classifier"], answer["encoder"], answer["milliseconds"])

@@ -8,15 +8,18 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pipeline import Ranker
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from serve.api import create_app
@@ -66,9 +69,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_ranker, tiny_pool) -> Iterator[Engine]:
+def engine(tiny_ranker, tiny_pool, tiny_classifier) -> Iterator[Engine]:
     model = tiny_ranker("poly")
-    engine = Engine(model.uri, [tiny_pool(model)])
+    engine = Engine(model.uri, [tiny_pool(model)], classifier=tiny_classifier(model))
     yield engine
     engine.close()
 
@@ -164,6 +167,26 @@ def test_several_questions_have_their_answers_in_order(ask, url):
     rankings = ask(url, "rank_many", questions)
     assert [len(ranking.results) for ranking in rankings] == [4, 2]
     assert [ranking.pool for ranking in rankings] == [None, "replies"]
+
+
+@pytest.mark.parametrize("candidates", [{"candidates": TEXTS}, {"pool": "replies"}])
+def test_a_ranking_is_explained_if_the_caller_asks_for_it(ask, url, engine, candidates):
+    ranking = ask(url, "rank", CONTEXT, **candidates, top_k=2, explain=True)
+    expected = Ranker.load(engine.model.uri).explain(CONTEXT, [r.text for r in ranking.results])
+    assert ranking.explanation.tokens == expected.tokens
+    np.testing.assert_allclose(ranking.explanation.vectors, expected.attention, atol=1e-5)
+    weights = [result.weights for result in ranking.results]
+    np.testing.assert_allclose(weights, expected.weights, atol=1e-5)
+    plain = ask(url, "rank_many", [Question(CONTEXT, **candidates, top_k=2)])[0]
+    assert (plain.explanation, plain.results[0].weights) == (None, None)
+
+
+def test_texts_are_classified(ask, url):
+    texts = ["please pay my bill", "££ øø"]
+    classified = ask(url, "classify", texts, top_k=2)
+    expected = httpx2.post(f"{url}/classify", json={"texts": texts, "top_k": 2}).json()
+    assert {**asdict(classified), "milliseconds": expected["milliseconds"]} == expected
+    assert classified.milliseconds > 0
 
 
 def test_what_is_served_is_told(ask, url, engine):

@@ -16,6 +16,8 @@ from serve import api, metrics
 from serve.errors import CODES
 from serve.service import Service
 
+from .live import serving
+
 PAGE = Path(api.__file__).with_name("README.md").read_text()
 CURLS = [
     "\n".join(line.strip() for line in block.splitlines())
@@ -45,6 +47,14 @@ def test_a_request_of_the_page_is_answered(service, command):
     answer = client.post(path.removeprefix("localhost:8000"), content=body, headers=headers)
     assert answer.status_code == 200, answer.text
     assert json.loads(answer.content)
+
+
+def test_the_program_of_the_page_runs(service, capsys):
+    (program,) = re.findall(r"(?s)```python\n(.*?)```", PAGE)
+    with serving(api.create_app(service)) as url:
+        exec(program.replace("http://localhost:8000", url), {})
+    reply, intents = capsys.readouterr().out.splitlines()
+    assert "[CLS]" in reply and "probability=" in intents
 
 
 def test_the_table_of_errors_is_the_codes():
