@@ -155,13 +155,15 @@ class PoolVersion(BaseModel):
 
 
 class RankResponse(BaseModel):
-    """The results, best first. `model`: the ranker's fingerprint. `certified`: whether this is provably the
-    exact top k. `milliseconds`: the replica's time. `explanation`: only with `explain`, and if there are
-    results."""
+    """The results, best first. `model`: the ranker's fingerprint. `second_stage`: that of the model that
+    scored the best 50 rows of a pool again. `certified`: whether this is provably the exact top k; with a
+    second stage: whether it scored provably the exact best 50. `milliseconds`: the replica's time.
+    `explanation`: only with `explain`, and if there are results."""
 
     results: list[Result]
     certified: bool
     model: str
+    second_stage: str | None = None
     pool: PoolVersion | None
     milliseconds: float
     explanation: Explanation | None = None
@@ -339,6 +341,7 @@ def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:
         ],
         certified=answer.certified,
         model=engine.model.fingerprint,
+        second_stage=answer.second_stage,
         pool=_pool_version(answer) if answer.pool else None,
         milliseconds=round(milliseconds, 3),
         explanation=explanation,

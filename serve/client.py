@@ -116,7 +116,7 @@ class Ranking:
 
     results: list[Result]
     certified: bool
-    """Whether this is provably the exact top k."""
+    """Whether this is provably the exact top k; with a second stage: whether it scored the exact best 50."""
     model: str
     """Fingerprint of the ranker."""
     pool: str | None
@@ -127,6 +127,8 @@ class Ranking:
     """Parts of the pool that did not answer: better rows may be there."""
     explanation: Explanation | None = None
     """Only with `explain`, and if there are results."""
+    second_stage: str | None = None
+    """Fingerprint of the model that scored the best rows of the pool again."""
 
 
 @dataclass(frozen=True)
@@ -406,6 +408,7 @@ def _ranking(answer: Any) -> Ranking:
     return Ranking(
         results, answer["certified"], answer["model"], pool["name"], pool["version"],
         answer["milliseconds"], pool.get("missing_shards", ()), explanation,
+        answer.get("second_stage"),
     )  # fmt: skip
 
 

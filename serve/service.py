@@ -59,7 +59,8 @@ class RankAnswer:
 
     results: list[Result]
     certified: bool
-    """Whether this is provably the exact top k; with a second stage: whether it scored the exact best."""
+    """Whether this is provably the exact top k; with a second stage: whether that one scored the exact best
+    rows of the first."""
     engine: Engine
     pool: str = ""
     """"": the candidates were in the query."""
@@ -70,6 +71,12 @@ class RankAnswer:
     """Shards of the pool whose rows are not among the results."""
     candidates: int = 0
     """Number of ranked candidates: those in the query, or the pool's rows."""
+
+    @property
+    def second_stage(self) -> str | None:
+        """Fingerprint of the model that scored the best rows again, which it does for pools only."""
+        stage = self.engine.second_stage if self.pool else None
+        return stage.model.fingerprint if stage else None
 
 
 class _PoolResults(NamedTuple):

@@ -124,10 +124,12 @@ export class Column {
       this.status.replaceChildren(text);
       return;
     }
-    const count = answer.results.length;
+    const proved = answer.second_stage
+      ? "the second stage scored the exact best rows"
+      : `provably the exact top ${answer.results.length}`;
     this.status.replaceChildren(
       answer.certified
-        ? element("span", { class: "certified" }, `certified: provably the exact top ${count}`)
+        ? element("span", { class: "certified" }, `certified: ${proved}`)
         : element("span", {}, "not certified: a better one may be missing"),
       element("span", { class: "time", title: `${milliseconds.format(answer.round)} ms with the way there and back` },
         `${milliseconds.format(answer.milliseconds)} ms`));

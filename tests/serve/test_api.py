@@ -78,6 +78,16 @@ def test_a_pool_is_ranked(client, engine):
     assert body["certified"] is True
 
 
+def test_an_answer_of_two_stages_names_both(tiny_ranker, tiny_pool, asking):
+    model, cross = tiny_ranker("poly"), tiny_ranker("cross")
+    two_stages = asking(model, tiny_pool(model), second_stage=cross.uri)
+    client = TestClient(api.create_app(two_stages.service))
+    answer = client.post("/rank", json={"context": CONTEXT, "pool": "replies"}).json()
+    assert (answer["model"], answer["second_stage"]) == (model.fingerprint, cross.fingerprint)
+    answer = client.post("/rank", json={"context": CONTEXT, "candidates": TEXTS}).json()
+    assert (answer["model"], answer["second_stage"]) == (model.fingerprint, None)
+
+
 def test_the_work_of_a_list_does_not_refuse_it(engine):
     service = Service(lambda: engine.engine, most_waiting_s=2.0)
     service.queue._request_s["rank"].value = 0.05

@@ -334,6 +334,24 @@ def test_a_second_stage_scores_the_best_anew(tiny_ranker, tiny_pool, asking):
         Engine(model.uri, second_stage=model.uri)
 
 
+def test_with_a_second_stage_the_certificate_is_that_of_the_first(
+    tiny_ranker, tiny_pool, asking, monkeypatch
+):
+    """The cross-encoder would prefer a row that the first stage does not hand on."""
+    monkeypatch.setattr("serve.service._SECOND_STAGE", 3)
+    model, cross = tiny_ranker("poly"), tiny_ranker("cross", 1)
+    handed_on = [row.id for row in asking(model, tiny_pool(model)).rank_pool(CONTEXT, "replies", 3)]
+    scores = dict(zip(REPLIES, own_scores(cross.uri, CONTEXT, list(REPLIES.values())), strict=True))
+    best = max(scores, key=lambda name: scores[name])
+    assert best not in handed_on
+    one = asking(model, tiny_pool(model), second_stage=cross.uri)
+    answer = one.answer(RankQuery(CONTEXT, None, "replies", 2))
+    expected = sorted(handed_on, key=lambda name: -scores[name])[:2]
+    assert [result.id for result in answer.results] == expected
+    assert answer.certified
+    assert answer.second_stage == cross.fingerprint
+
+
 def test_a_filter_leaves_the_best_of_what_it_allows(tiny_ranker, tiny_pool, asking):
     model = tiny_ranker("poly")
     one = asking(model, tiny_pool(model))

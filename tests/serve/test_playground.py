@@ -220,6 +220,21 @@ def test_a_dialogue_is_ranked_as_it_is_typed(page, port):
     assert page.run("document.querySelector('#speaker').textContent") == "B"
 
 
+def test_with_a_second_stage_the_page_promises_no_more_than_the_certificate(
+    chromium, tiny_ranker, tiny_pool, asking
+):
+    model = tiny_ranker("poly")
+    served = asking(model, tiny_pool(model), second_stage=tiny_ranker("cross").uri)
+    with serving(api.create_app(served.service)) as port:
+        page = chromium.page()
+        page.open(f"http://127.0.0.1:{port}/")
+        page.until(POOL_IS_THERE)
+        page.type("hi , what do you do ?")
+        page.until("document.querySelector('.certified')")
+        said = page.run("document.querySelector('.certified').textContent")
+    assert said == "certified: the second stage scored the exact best rows"
+
+
 def test_turns_are_edited_and_deleted(page, port):
     for turn in ("one", "two", "three"):
         page.type(turn)
