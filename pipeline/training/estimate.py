@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.cost import Estimate
 from pipeline.models.flops import TrainingFlops
@@ -20,9 +23,6 @@ from pipeline.training.settings import LoopConfig, Workers
 
 # Bytes of float32 weights, gradients and the two moments of Adam.
 _BYTES_PER_PARAMETER = 16
-# bf16 activations kept for the way back, per token, layer and unit of width, without the attention's
-# weights, which fused kernels do not keep: Korthikanti et al., 2022 (arXiv 2205.05198), section 4.1.
-_ACTIVATION_BYTES = 34
 _MEASURED_SECONDS = 5.0
 
 
@@ -31,14 +31,15 @@ def estimate_pretraining(
 ) -> tuple[Estimate, dict[str, Any]]:
     """Computes a few micro-batches on `device` to measure its rate; (estimate, what else there is to say)."""
     config = recipe.pretrain
-    task = recipe.build(0, 1)
+    # Steps of one micro-batch each: on a CPU, a step of all of them may take more than an hour.
+    lane = config.lane_tokens
+    short_steps = replace(config, batch_tokens=lane, micro_batch_tokens=lane)
+    task = replace(recipe, pretrain=short_steps).build(0, 1)
     model, start_note = recipe.model()
     parameters = sum(value.numel() for value in model.parameters())
-    layers = 1 if config.gradient_checkpointing else int(model.encoder.hf.config.num_hidden_layers)
     sharded = workers.workers if workers.shard_weights else 1
-    factor = 2 if resolve_precision(recipe.loop.precision, device) == "fp32" else 1
-    activations = _ACTIVATION_BYTES * factor * config.lane_tokens * model.encoder.width * layers
-    pace = _measure(task, recipe.loop, device, workers)
+    pace = _measure(task, recipe.loop, device, workers, -(-config.lanes // workers.workers))
+    memory, memory_is = _pretraining_memory(pace, parameters, sharded, device)
     rate = pace.work["tokens"] / pace.seconds
     tokens = config.steps * config.batch_tokens
     cpu_hours, gpu_hours = _hours(tokens / rate / 3600, pace, device)
@@ -47,19 +48,20 @@ def estimate_pretraining(
         input_files=len(entries),
         input_bytes=sum(entry["bytes"] for entry in entries),
         steps=config.steps,
-        memory_bytes=round(parameters * _BYTES_PER_PARAMETER / sharded + activations),
+        memory_bytes=memory,
         cpu_hours=cpu_hours,
         gpu_hours=gpu_hours,
-        basis=_basis(pace, workers, device),
+        basis=_basis(pace, "micro-batches", workers, device),
     )
     return estimate, {
+        "memory_is": memory_is,
         "parameters": parameters,
         "start": start_note,
         "corpus_tokens": recipe.tokens(),
         "batch_tokens": config.batch_tokens,
         "micro_batches_per_step": config.lanes,
         "tokens_to_train": tokens,
-        "epochs": round(config.steps / task.batches.steps_per_epoch, 2),
+        "epochs": round(tokens / recipe.tokens(), 2),
         "tokens_per_s_per_worker": round(rate),
         "flops_per_token": _flops_per_token(recipe),
         "workers": workers.workers,
@@ -88,7 +90,7 @@ def estimate_finetuning(
         else parameters * _BYTES_PER_PARAMETER,
         cpu_hours=cpu_hours,
         gpu_hours=gpu_hours,
-        basis=_basis(pace, workers, device),
+        basis=_basis(pace, "steps", workers, device),
     )
     return estimate, {
         "memory_is": "the peak of these steps"
@@ -107,8 +109,20 @@ def _hours(hours: float, pace: _Pace, device: torch.device) -> tuple[float | Non
     return (None, hours) if device.type == "cuda" else (hours * pace.threads, None)
 
 
-def _basis(pace: _Pace, workers: Workers, device: torch.device) -> str:
-    basis = f"{pace.steps} steps, measured on {device} ({pace.threads} threads)"
+def _pretraining_memory(
+    pace: _Pace, parameters: int, sharded: int, device: torch.device
+) -> tuple[int, str]:
+    """(bytes of a worker whose weights are sharded over so many, what they are)"""
+    weights = parameters * _BYTES_PER_PARAMETER
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        return peak - weights + weights // sharded, "the peak of these micro-batches"
+    kept = weights // sharded + pace.kept_bytes
+    return kept, "of weights, gradients, moments and the activations kept for the way back"
+
+
+def _basis(pace: _Pace, unit: str, workers: Workers, device: torch.device) -> str:
+    basis = f"{pace.steps} {unit}, measured on {device} ({pace.threads} threads)"
     on_cpu = workers.gpu and device.type != "cuda"
     return f"{basis}; GPUs take less" if on_cpu else basis
 
@@ -121,37 +135,52 @@ class _Pace:
     work: dict[str, float]
     seconds: float
     threads: int
+    kept_bytes: int
+    """Memory of the tensors that the first step kept for its way back, the weights not counted."""
 
 
-def _measure(task: Task, loop: LoopConfig, device: torch.device, workers: Workers) -> _Pace:
-    """The pace of one worker with its share of this machine's cores, from the second step on."""
+def _measure(
+    task: Task, loop: LoopConfig, device: torch.device, workers: Workers, update_every: int = 1
+) -> _Pace:
+    """The pace of one worker with its share of this machine's cores, from the second step on.
+
+    `update_every`: steps whose gradients are added up before they change the weights.
+    """
     cores = torch.get_num_threads()
     threads = workers.cpus_per_worker or max(1, cores // workers.workers)
     torch.set_num_threads(threads)
     try:
-        steps, work, seconds = _compute(task, loop, device)
+        return _compute(task, loop, device, threads, update_every)
     finally:
         torch.set_num_threads(cores)
-    return _Pace(steps, work, seconds, threads)
 
 
 def _compute(
-    task: Task, loop: LoopConfig, device: torch.device
-) -> tuple[int, dict[str, float], float]:
-    """Computes for some seconds: steps, their work and their seconds, all without the first step."""
+    task: Task, loop: LoopConfig, device: torch.device, threads: int, update_every: int
+) -> _Pace:
+    """Computes for some seconds, and one step more than the first at least, which is not counted."""
     module = task.module.to(device).train()
     prepare_for_training(module, device, loop.precision)
     bf16 = resolve_precision(loop.precision, device) == "bf16"
     optimization = task.optimize()
     batches = task.batches.start(())
     work, began, number = Counter[str](), time.perf_counter(), 0
+    kept_by_address = dict[int, int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        kept_by_address[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
     try:
         for number, (batch, _) in enumerate(batches):
             autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-            task.backward(module, batch.to(device), autocast)
-            optimization.clip()
-            optimization.optimizer.step()
-            optimization.optimizer.zero_grad(set_to_none=True)
+            with saved_tensors_hooks(note, lambda kept: kept) if number == 0 else nullcontext():
+                task.backward(module, batch.to(device), autocast)
+            if number % update_every == 0:
+                optimization.clip()
+                optimization.optimizer.step()
+                optimization.optimizer.zero_grad(set_to_none=True)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if number == 0:  # makes the optimizer's moments and takes memory for the first time
@@ -162,7 +191,10 @@ def _compute(
                 break
     finally:
         batches.close()
-    return number, dict(work), time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    for parameter in module.parameters():
+        kept_by_address.pop(parameter.untyped_storage().data_ptr(), None)
+    return _Pace(number, dict(work), seconds, threads, sum(kept_by_address.values()))
 
 
 def _flops_per_token(recipe: Pretraining) -> int:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import mlflow
 import numpy as np
@@ -31,11 +32,13 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, parse
 from pipeline.corpora.schema import EXAMPLE
 from pipeline.drafts import draft
+from pipeline.models.pretraining_heads import PretrainingModel
 from pipeline.models.shape import Shape
 from pipeline.models.sources import External
-from pipeline.models.tokens import Tokenizer
+from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.models.transformer import Encoder
 from pipeline.tasks import executors
+from pipeline.training import estimate
 from pipeline.training.checkpoints import read_state
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.restarts import RetryMachinesOnly
@@ -565,17 +568,79 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
 ):
     monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.2)
     finished = run_job_here("pretrain", *command(tmp_path / "out", "--dry-run", "true"))
-    said, estimate = finished.summary, finished.summary["estimate"]
+    said, cost = finished.summary, finished.summary["estimate"]
     assert "pretrain: nothing is written; the job would take about" in finished.stdout
     assert {"parameters", "corpus_tokens", "epochs", "tokens_per_s_per_worker", "hours"} <= set(
         said
     )
-    assert (estimate["steps"], said["batch_tokens"], said["workers"]) == (STEPS, 480, 2)
-    assert estimate["input_bytes"] > 0 and estimate["memory_bytes"] > 16 * said["parameters"]
+    assert (cost["steps"], said["batch_tokens"], said["workers"]) == (STEPS, 480, 2)
+    assert cost["input_bytes"] > 0 and cost["memory_bytes"] > 16 * said["parameters"]
     threads = max(1, torch.get_num_threads() // 2)  # of each of two workers
     hours = said["tokens_to_train"] / said["tokens_per_s_per_worker"] / 3600
-    assert estimate["cpu_hours"] == pytest.approx(hours * threads, rel=0.01)
-    assert f"steps, measured on cpu ({threads} threads)" in estimate["basis"]
+    assert cost["cpu_hours"] == pytest.approx(hours * threads, rel=0.01)
+    assert f"micro-batches, measured on cpu ({threads} threads)" in cost["basis"]
     assert said["tokens_to_train"] == STEPS * 480
     assert said["micro_batches_per_step"] == 4
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[torch.Size]:
+    """[pairs, tokens of the longest] of each micro-batch that is computed; a dry run computes few."""
+    forward, shapes = PretrainingModel.forward, list[torch.Size]()
+
+    def noted(model: PretrainingModel, tokens: Tokens, *more: torch.Tensor) -> object:
+        shapes.append(tokens.ids_BT.shape)
+        return forward(model, tokens, *more)
+
+    monkeypatch.setattr(PretrainingModel, "forward", noted)
+    monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.0)
+    return shapes
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_dry_run_of_large_steps_computes_two_micro_batches(
+    run_job_here, command, tmp_path, computed, workers
+):
+    """A step of reddit-base has 32 of 32,000 tokens each, so a CPU takes long for one step."""
+    argv = command(tmp_path / "out", "--dry-run", "true", "--pretrain.batch-tokens", 3840,
+                   workers=workers)  # fmt: skip
+    said = run_job_here("pretrain", *argv).summary
+    assert said["micro_batches_per_step"] == 32
+    assert said["tokens_to_train"] == STEPS * 3840
+    assert len(computed) == 2
+    assert all(pairs * tokens <= 120 for pairs, tokens in computed)
+
+
+def test_the_memory_of_a_dry_run_has_all_that_the_way_back_needs(
+    run_job_here, command, tmp_path, computed
+):
+    """A layer keeps the inputs of its six matrices, and on CPUs the weights of attention before and after
+    dropout, in float32."""
+    layers, heads, width = 6, 8, 16
+    shape = ("--encoder.layers", layers, "--encoder.heads", heads)
+
+    def said(*more: object) -> dict[str, Any]:
+        argv = command(tmp_path / "out", "--dry-run", "true", *shape, *more)
+        return run_job_here("pretrain", *argv).summary
+
+    whole = said()
+    pairs, tokens = computed[0]
+    inputs_of_matrices = 4 * pairs * tokens * (5 * width + 4 * width)
+    weights_of_attention = 4 * 2 * pairs * heads * tokens**2
+    weights = 16 * whole["parameters"]
+    activations = whole["estimate"]["memory_bytes"] - weights
+    assert activations > layers * (inputs_of_matrices + weights_of_attention)
+    sharded = said("--resources.shard-weights", "true")["estimate"]["memory_bytes"]
+    assert sharded == weights // 2 + activations
+    fewer = said("--pretrain.gradient-checkpointing", "true")["estimate"]["memory_bytes"]
+    assert fewer - weights < activations / 3
+
+
+def test_on_a_gpu_the_memory_of_a_dry_run_is_the_peak(monkeypatch):
+    """Of one GPU that holds all weights; sharded, each of four has a quarter of them."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10_000)
+    pace = estimate._Pace(1, {}, 1.0, 1, kept_bytes=77)
+    memory = functools.partial(estimate._pretraining_memory, pace, 100, device=torch.device("cuda"))
+    assert memory(sharded=1)[0] == 10_000
+    assert memory(sharded=4)[0] == 10_000 - 1_600 + 400
