@@ -13,8 +13,12 @@ from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
 from pipeline.models.settings import ConvertConfig, PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
+from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.finetune_settings import FinetuneConfig
 from pipeline.training.settings import LoopConfig, Workers
+
+# The settings of the task that a run which goes on may change.
+_MAY_CHANGE = ("finetune.epochs", "finetune.max_steps", "finetune.chunk_examples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,9 @@ class Config:
     encoder: str
     """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers.
     ConveRT: subwords of jobs.train_tokenizer, or a ConveRT model to train on."""
+    continue_from: str = ""
+    """A ranker of this job, whose run goes on with more --finetune.epochs or --finetune.max-steps: its
+    corpus, encoder, task, optimizer and model stay."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the ranker."""
     ranker: RankerConfig = field(default_factory=PolyConfig)
@@ -34,6 +41,9 @@ class Config:
     """The task."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """The optimisation."""
+    keep_training_state: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Keep the optimizer's moments and the place in the corpus with the ranker, for --continue-from. They
+    take up to four times as much room as the ranker, and every node that loads it copies them, too."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print sizes, steps, memory and hours, measured on this machine, and train nothing."""
     resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
@@ -66,6 +76,10 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     corpus = open_artifact(config.corpus, "corpus")
     source, encoder = open_encoder(config.encoder)
     _require_encoder(config, encoder)
+    inputs: dict[str, Artifact | dict[str, Any]] = {"corpus": corpus, "encoder": encoder}
+    earlier: Artifact | None = None
+    if config.continue_from:
+        inputs["continue_from"] = earlier = _open_earlier(config, corpus, encoder)
 
     from jobs import cluster
     from pipeline import tracking
@@ -77,10 +91,14 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
     recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
+    if earlier:
+        _require_more_steps(config, task.steps, earlier.counts["steps"])
     validation_steps(task, config.loop)
     if config.dry_run:
         return cost.show("finetune", *estimate_finetuning(recipe, config.resources, best_device()))
-    out = draft(config.output, "ranker", config, {"corpus": corpus, "encoder": encoder})
+    # Empty it is no part of the identity, so that rankers of earlier versions are still known.
+    unused = () if earlier else ("continue_from",)
+    out = draft(config.output, "ranker", config, inputs, unused)
     if isinstance(out, Artifact):
         _register(config, out)  # the job that made it may have been killed before that
         return program.artifact_summary(out, already_there=True)
@@ -89,12 +107,14 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     with cluster.session(for_tasks=True), tracking.start("finetune", out) as tracked:
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
-            recipe, config.loop, task.steps, config.resources, out, tracked, label, watch
-        )
+            recipe, config.loop, task.steps, config.resources, out, tracked, label, watch,
+            start=state_uri(earlier),
+        )  # fmt: skip
         metrics = trained.metrics
         parameters = sum(value.numel() for value in task.ranker.parameters())
         counts = {"steps": int(metrics["step"]), "parameters": parameters}
-        files = launch.collect_model(out)
+        state = trained.checkpoint if config.keep_training_state else ""
+        files = launch.collect_model(out, state)
         ranker = out.publish(
             files, counts, run_id=tracked.run_id, metrics=metrics, held_out=recipe.unseen()
         )
@@ -112,6 +132,27 @@ def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
         raise BadInput(f"--encoder {config.encoder}: is a tokenizer; allowed: an encoder (of jobs.pretrain, "
                        "a transformers directory or a hub id), or --ranker.architecture convert, which "
                        "starts from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
+
+
+def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) -> Artifact:
+    """The ranker whose run goes on. Raises BadInput where it has no training state, or is of another run."""
+    earlier = open_with_state(config.continue_from, "ranker", "jobs.finetune")
+    require_same_run(
+        earlier, config, {"corpus": [corpus.fingerprint], "encoder": [encoder["fingerprint"]]},
+        fixed=("corpus", "encoder", "ranker.", "finetune."), may_change=_MAY_CHANGE,
+        otherwise=f"--encoder {earlier.uri} for a new run, which starts from its encoders",
+    )  # fmt: skip
+    return earlier
+
+
+def _require_more_steps(config: Config, steps: int, steps_done: int) -> None:
+    """Raises BadInput where nothing is left to train."""
+    task = config.finetune
+    name, value = (
+        ("max_steps", task.max_steps) if steps == task.max_steps else ("epochs", task.epochs)
+    )
+    require(steps > steps_done, f"finetune.{name}", value,
+            f"more: that is {steps} steps, and --continue-from has {steps_done}")  # fmt: skip
 
 
 def _print_validation(question_count: int, left_out: Mapping[str, int]) -> None:

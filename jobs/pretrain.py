@@ -7,21 +7,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jobs import program, tokenize_corpus
-from pipeline import cost, storage
+from pipeline import cost
 from pipeline.artifact import Artifact, open_artifact
-from pipeline.config import NOT_IDENTITY, BadInput, flatten, require, to_dict
+from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source, open_encoder, open_tokenizer
 from pipeline.options.unread import read_when
+from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.pretraining_settings import TOKENS, PretrainConfig, TokenizeConfig
-from pipeline.training.settings import TRAINING_STATE, LoopConfig, Workers
+from pipeline.training.settings import LoopConfig, Workers
 
-# What a run which goes on cannot change beside `pretrain` and `shape`; and what of these two it can.
-_FIXED = ("corpus", "weights", *(
-    f"loop.{name}" for name in
-    ("optimizer", "betas", "epsilon", "weight_decay", "token_tables", "seed")
-))  # fmt: skip
+# The settings of the task that a run which goes on may change.
 _MAY_CHANGE = ("pretrain.steps", "pretrain.gradient_checkpointing")
 
 
@@ -74,10 +71,11 @@ def run(config: Config) -> program.Summary:
     input_corpora = [open_artifact(uri, TOKENS, "corpus") for uri in config.corpus]
     inputs: dict[str, Artifact | dict[str, object]] = {}
     start: Shape | Source = config.shape
+    earlier: Artifact | None = None
     if config.start:
         start, inputs["start"] = open_encoder(config.start, "--start")
     if config.continue_from:
-        inputs["continue_from"] = start = _open_with_state(config)
+        inputs["continue_from"] = start = earlier = _open_earlier(config)
 
     from jobs import cluster
     from pipeline import tracking
@@ -93,8 +91,8 @@ def run(config: Config) -> program.Summary:
         for number, input_corpus in enumerate(input_corpora)
     )
     inputs |= {f"corpus.{number}": corpus.artifact for number, corpus in enumerate(corpora)}
-    if isinstance(start, Artifact) and config.continue_from:
-        _require_same_task(start, config, [corpus.artifact for corpus in corpora])
+    if earlier:
+        _require_same_run(earlier, config, [corpus.artifact for corpus in corpora])
     weights = config.weights or tuple(float(corpus.train_tokens) for corpus in corpora)
     recipe = Pretraining(corpora, weights, start, config.pretrain, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
@@ -107,9 +105,7 @@ def run(config: Config) -> program.Summary:
     with cluster.session(for_tasks=True), tracking.start("pretrain", out) as tracked:
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
-            start=storage.join(storage.absolute(config.continue_from), TRAINING_STATE)
-            if config.continue_from
-            else "",  # absolute: workers have another working directory
+            start=state_uri(earlier),
         )  # fmt: skip
         parameters = sum(value.numel() for value in task.module.parameters())
         counts = {"steps": int(trained.metrics["step"]), "parameters": parameters}
@@ -180,37 +176,22 @@ def _open_tokens(config: Config, number: int, corpus: Artifact) -> Artifact:
     return open_artifact(output, TOKENS)
 
 
-def _open_with_state(config: Config) -> Artifact:
+def _open_earlier(config: Config) -> Artifact:
     """The encoder whose run goes on. Raises BadInput where it has no training state, or as many steps."""
-    artifact = open_artifact(config.continue_from, "encoder")
-    if not artifact.paths(f"{TRAINING_STATE}/"):
-        raise BadInput(f"--continue-from {artifact.uri}: has no {TRAINING_STATE}; allowed: an "
-                       "encoder of jobs.pretrain --keep-training-state true")  # fmt: skip
+    artifact = open_with_state(config.continue_from, "encoder", "jobs.pretrain")
     steps_done = artifact.counts["steps"]
     require(config.pretrain.steps > steps_done, "pretrain.steps", config.pretrain.steps,
             f"above {steps_done}, the steps of --continue-from")  # fmt: skip
     return artifact
 
 
-def _require_same_task(earlier: Artifact, config: Config, corpora: Sequence[Artifact]) -> None:
-    """Raises BadInput for a setting that a run which goes on cannot change.
-
-    Its place in the corpora, the optimizer's state and its best validation loss go on, too: with other data
-    or another task they would mean nothing. Learning rates, schedules and lengths may change.
-    """
-    then, now = flatten(earlier.manifest["config"]), flatten(to_dict(config))
-    inputs = earlier.manifest["inputs"]
-    then["corpus"] = [
-        inputs[f"corpus.{number}"]["fingerprint"]
-        for number in range(len(earlier.manifest["config"]["corpus"]))
-    ]
-    now["corpus"] = [corpus.fingerprint for corpus in corpora]
-    shape = () if then["start"] else ("shape.",)
-    for name, value in now.items():
-        is_fixed = name in _FIXED or name.startswith(("pretrain.", *shape))
-        if is_fixed and name not in _MAY_CHANGE and then.get(name, value) != value:
-            raise BadInput(f"--continue-from {earlier.uri}: {name} is {then[name]!r} there, {value!r} here; "
-                           f"allowed: as there, or --start {earlier.uri} for a new run")  # fmt: skip
+def _require_same_run(earlier: Artifact, config: Config, corpora: Sequence[Artifact]) -> None:
+    shape = () if earlier.manifest["config"]["start"] else ("shape.",)
+    require_same_run(
+        earlier, config, {"corpus": [corpus.fingerprint for corpus in corpora]},
+        fixed=("corpus", "weights", "pretrain.", *shape), may_change=_MAY_CHANGE,
+        otherwise=f"--start {earlier.uri} for a new run",
+    )  # fmt: skip
 
 
 def _require_same_steps(encoder: Artifact, config: Config) -> Artifact:

@@ -178,7 +178,14 @@ def train(
     bf16 = resolve_precision(config.precision, device) == "bf16"
     model.train()
     meter, skipped_in_a_row = Meter(device, skipped_steps), 0
+    cursor: Cursor = None
     while step < steps and not selection.stop:
+        # Before a step, not after one: a longer run that goes on from the last step does it, too.
+        if task.refresh is not None and step > 0 and step % task.refresh.every_steps == 0:
+            task.refresh()
+            batches.close()  # it has prepared some ahead
+            batches = task.batches.start(cursors if cursor is None else _gather_cursors(cursor))
+            model.train()
         batch, cursor = meter.time_wait(next, batches)
         rate = optimization.learning_rate * optimization.rate_share(step) * selection.share
         optimization.set_rate(rate)
@@ -201,11 +208,6 @@ def train(
             raise Stopped(f"step {step}: the loss or the gradient was not finite {skipped_in_a_row} times "
                           f"in a row (loss {loss.item()}, gradient norm {norm.item()}); the last "
                           f"batch: {uri}")  # fmt: skip
-        if task.refresh is not None and step % task.refresh.every_steps == 0 and step < steps:
-            task.refresh()
-            batches.close()  # it has prepared some ahead
-            batches = task.batches.start(_gather_cursors(cursor))
-            model.train()
         validate = validate_every > 0 and (step % validate_every == 0 or step == steps)
         save = step % config.checkpoint_every_steps == 0 or step == steps
         if not (validate or save or step % config.log_every_steps == 0):

@@ -53,7 +53,7 @@ EXCLUDED = {
                    "embed.repeated_ids"}
     | GATE | READING | ACTORS,
     "evaluate": {"dry_run"} | ACTORS,
-    "finetune": {"output", "register_as", "dry_run"} | LOOP | WORKERS,
+    "finetune": {"output", "register_as", "dry_run", "keep_training_state"} | LOOP | WORKERS,
     "prepare_corpus": {"output", "expect", "dry_run"} | READING,
     "pretrain": {"output", "dry_run", "keep_training_state", "pretrain.steps"} | LOOP | WORKERS,
     "score_candidates": {"output", "dry_run"} | ACTORS,

@@ -193,6 +193,8 @@ def test_the_commands_of_a_section_run(section, home, inputs, request, tracking_
             pytest.importorskip("onnx")
         is_taught = any("convert_taught" in argument for argument in arguments)
         sizes = (*_SMALL.get(verb, ()), *(_SMALL_TAUGHT if is_taught else ()))
+        if "--continue-from" in arguments:
+            sizes = (*sizes, "--finetune.max-steps", 3)
         done: Finished = run(verb, *arguments, *sizes)
         assert done.code == 0, (verb, arguments, done.stderr[-2000:])
         if "--html" in arguments:

@@ -403,3 +403,69 @@ def test_pretraining_refuses_what_does_not_fit(
     refusal = run_job_here("pretrain", *(part for pair in given.items() for part in pair)).refusal
     assert said in refusal
     assert list(tmp_path.iterdir()) == []
+
+
+# More steps
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    left, right = (
+        {f"{file.relative_to(folder)} {name}": value
+         for file in sorted(folder.rglob("*.safetensors")) if "training_state" not in file.parts
+         for name, value in load_file(file).items()}
+        for folder in (one, other)
+    )  # fmt: skip
+    assert left.keys() == right.keys() and left
+    return all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+@pytest.mark.slow
+def test_a_published_ranker_continues_with_more_steps(
+    run_job_here, convai2_corpus, reddit_corpus, encoder, tiny_ranker, tmp_path
+):
+    """To the weights of one long run, learnt codes and the best validation included."""
+
+    def argv(name: str, steps: int, *more: object) -> list[str]:
+        return arguments(
+            "poly", convai2_corpus.uri, encoder, tmp_path / name, "--loop.schedule", "constant",
+            "--loop.warmup-steps", 2, "--loop.validate-every-steps", 3,
+            "--finetune.max-steps", steps, "--keep-training-state", "true", *more,
+        )  # fmt: skip
+
+    assert run_job_here("finetune", *argv("short", 6)).summary["counts"]["steps"] == 6
+    more = ("--continue-from", tmp_path / "short")
+    going_on = run_job_here("finetune", *argv("long", 10, *more)).summary
+    whole = run_job_here("finetune", *argv("whole", 10)).summary
+    assert going_on["counts"] == whole["counts"] and going_on["counts"]["steps"] == 10
+    assert same_weights(tmp_path / "long", tmp_path / "whole")
+    assert not same_weights(tmp_path / "short", tmp_path / "whole")
+    best = {name: value for name, value in whole["metrics"].items() if name.startswith("best_")}
+    assert best.items() <= going_on["metrics"].items() and best
+    long, short, complete = (
+        open_artifact(str(tmp_path / name), "ranker") for name in ("long", "short", "whole")
+    )
+    assert {**curve(short), **curve(long)} == curve(complete)
+    assert long.manifest["inputs"]["continue_from"] == short.reference()
+    again = run_job_here("finetune", *argv("long", 12, "--continue-from", tmp_path / "long"))
+    assert "holds the result of another job" in again.refusal
+
+    def refusal(steps: int = 10, *options: object) -> str:
+        refused = run_job_here("finetune", *argv("no", steps, *more, *options)).refusal
+        assert not list(tmp_path.glob("no*"))
+        return refused
+
+    assert "finetune.max_steps: 6" in refusal(6)
+    few = refusal(0, "--finetune.epochs", 0.01)
+    assert "finetune.epochs: 0.01" in few and "--continue-from has 6" in few
+    assert "ranker.m is 3 there, 4 here" in refusal(10, "--ranker.m", 4)
+    assert "finetune.batch_examples is 8" in refusal(10, "--finetune.batch-examples", 4)
+    assert "loop.new_weights_factor is 10.0" in refusal(10, "--loop.new-weights-factor", 1)
+    assert "corpus is [" in refusal(10, "--corpus", reddit_corpus.uri)
+    assert "encoder is [" in refusal(10, "--encoder", tiny_ranker("bi").uri)
+
+
+def test_a_ranker_without_its_training_state_cannot_be_continued(refused, trained):
+    without = trained("poly").artifact
+    assert not without.paths("training_state/")
+    refusal = refused("--continue-from", without.uri)
+    assert "has no training_state" in refusal and "--keep-training-state true" in refusal

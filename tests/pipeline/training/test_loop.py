@@ -373,6 +373,19 @@ def test_what_was_mined_survives_a_kill(tiny):
     assert losses[5:] != whole.shown("loss")[5:]
 
 
+@pytest.mark.slow
+def test_a_run_that_ended_when_mining_was_due_goes_on_as_a_longer_one(tiny):
+    """It had no use for what it would have found, but its continuation has."""
+    finetune = {"negatives_from": "mined", "mine": Mining(every_epochs=0.6, top_k=6, max_share=1.0)}
+    make = finetuning(tiny, echoes(tiny), architecture="poly", finetune=finetune)
+    config = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 1}
+    short, whole = Run(make, 6, **config), Run(make, 8, **config)
+    assert short.task.refresh.every_steps == 3
+    longer = Run(make, 8, checkpoint=short.checkpoints[6], **config)
+    assert longer.shown("loss") == whole.shown("loss")[6:]
+    assert same(longer.weights, whole.weights)
+
+
 def told(*measured):
     """Validations find what they are told to, (R@1, loss), one after the other; one each step."""
     answers = iter(measured)
