@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -263,10 +264,7 @@ def create_app(
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
             return _response(answer, 1000 * (time.monotonic() - began))
-        queries = [
-            replace(ranking_request.query(), in_admitted_list=place > 0)
-            for place, ranking_request in enumerate(body)
-        ]
+        queries = _list_of([ranking_request.query() for ranking_request in body])
         rankings = [
             asyncio.ensure_future(ranker.rank(query, deadline, engine)) for query in queries
         ]
@@ -318,6 +316,17 @@ def create_app(
 
     wire.add_routes(app, require_service)
     return app
+
+
+def _list_of(queries: Sequence[RankQuery]) -> list[RankQuery]:
+    """The queries as one list, which is admitted by its first one."""
+    earlier_units: Counter[str | None] = Counter()
+    listed: list[RankQuery] = []
+    for query in queries:
+        units = earlier_units[query.pool] if listed else None
+        listed.append(replace(query, earlier_units=units))
+        earlier_units[query.pool] += query.units
+    return listed
 
 
 def _response(answer: RankAnswer, milliseconds: float) -> RankResponse:

@@ -33,5 +33,5 @@ class Limits(BaseModel):
     waiting_s: float = Field(
         default=2.0,
         gt=0,
-        description="Seconds of work that may wait in a replica; more is refused with 429.",
+        description="Seconds of work that a request may wait for in a replica; else it is refused with 429.",
     )

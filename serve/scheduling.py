@@ -1,13 +1,23 @@
 """The work queue of a replica: one thread computes the rows of all requests in batches.
 
 A request hands in rows: contexts to encode, pairs to score, searches of a pool. Rows of one kind are computed
-together. Rows are ordered by their request's deadline. Each further row of a request counts as later, by the
-time that the request's earlier rows take, so a small request passes between the rows of a large one. The
-thread never waits for a batch to fill: rows that arrive during a batch form the next one.
+together. Rows are ordered by their turn: the request's deadline for its first row, and for each further row
+later by the time that the request's earlier rows take. So a small request passes between the rows of a large
+one. The thread never waits for a batch to fill: rows that arrive during a batch form the next one.
 
 Admission (`admit`) is by request, not by row. The rows of a request arrive stage by stage, so a limit on the
-rows in the queue accepted four times the work that could be done. A list of requests is admitted as a whole,
-by its first one: otherwise its own work would refuse it, on an idle replica, too.
+rows in the queue accepted four times the work that could be done. A request waits for the work whose turn is
+before that of its own last row, and for nothing else. So this work, not all work, decides whether it is
+admitted: a large request in progress refuses other large ones, and lets small ones pass. Requests of one size
+and one timeout wait for all that came before them. Serve's `max_ongoing_requests` limits the memory.
+
+A list of requests is admitted as a whole, by its first one: otherwise its own work would refuse it, on an
+idle replica, too. The further ones have later turns, as if the list were one large request.
+
+A request's own expected work does not refuse it. The mean is coarse (a candidate may have 5 tokens or 500),
+and a mean that is too high would refuse every such request, so no measurement would ever correct it. Instead
+the first rows of a request are computed, and the request is given up as soon as their speed shows that the
+others would be too late.
 """
 
 from __future__ import annotations
@@ -67,12 +77,23 @@ class Batch:
 
 @dataclass(eq=False)
 class _Request:
-    """An admitted request."""
+    """An admitted request, whose work has the turns from `first_turn` on."""
 
+    first_turn: float
     expected_s: float = 0.0
     """Seconds of work that it is expected to take."""
     spent_s: float = 0.0
     """Seconds of work that it has taken so far."""
+    next_turn: float = field(init=False)
+    """The turn of the next row that is handed in."""
+
+    def __post_init__(self) -> None:
+        self.next_turn = self.first_turn
+
+    def seconds_before(self, turn: float) -> float:
+        """Seconds of work that it has left before this turn."""
+        end = min(turn - self.first_turn, self.expected_s)
+        return max(0.0, end - self.spent_s)
 
 
 _current: ContextVar[_Request | None] = ContextVar("request", default=None)
@@ -84,10 +105,19 @@ class _Call:
 
     results: list[Any]
     pending_rows: int
+    pending_units: float
     deadline: float
     request: _Request
     future: asyncio.Future[list[Any]]
     loop: asyncio.AbstractEventLoop
+    computed_units: float = 0.0
+    spent_s: float = 0.0
+
+    def left_s(self, unit_s: float) -> float:
+        """Seconds that its other rows take at least: at this speed or at its own, whichever is faster; 0
+        before its first rows are computed. Units in a small batch take longer than in a large one."""
+        own_unit_s = self.spent_s / self.computed_units if self.computed_units else 0.0
+        return self.pending_units * min(unit_s, own_unit_s)
 
 
 @dataclass(order=True)
@@ -111,8 +141,8 @@ class WorkQueue:
         watch: Callable[[Batch], None] = lambda batch: None,
         batch_rows: int = 1024,
     ) -> None:
-        """`most_waiting_s`: seconds of work that may wait; more is refused. `batch_rows`: most rows of a
-        batch. `watch` is called after each batch."""
+        """`most_waiting_s`: seconds of work for which a request may wait. `batch_rows`: most rows of a batch.
+        `watch` is called after each batch."""
         self._most_s, self._watch, self._batch_rows = most_waiting_s, watch, batch_rows
         self._changed = threading.Condition()
         self._rows: dict[Kind, list[_Row]] = {}
@@ -132,36 +162,37 @@ class WorkQueue:
             self._closed = True
             self._changed.notify()
 
-    @property
-    def waiting_s(self) -> float:
-        """Seconds of work left for the admitted requests, estimated from earlier requests."""
-        return sum(max(0.0, request.expected_s - request.spent_s) for request in self._requests)
+    def seconds_before(self, turn: float) -> float:
+        """Seconds of the admitted requests' work that is left before this turn; an estimate."""
+        return sum(request.seconds_before(turn) for request in self._requests)
 
-    def refusal(self, deadline: float) -> Refusal | None:
-        """The refusal that a request with this deadline would get now, or None."""
-        left_s, waiting_s = deadline - time.monotonic(), self.waiting_s
+    def refusal(self, deadline: float, expected_s: float = 0.0) -> Refusal | None:
+        """The refusal that a request with this deadline and expected time would get now, or None."""
+        left_s = deadline - time.monotonic()
         if left_s <= 0:
             return too_late_refusal()
-        if waiting_s > self._most_s:
-            return overload_refusal(waiting_s, self._most_s)
-        if waiting_s > left_s:
-            return overload_refusal(waiting_s, 0.0)  # other requests may have later deadlines
-        return None
+        waiting_s = self.seconds_before(deadline + expected_s)
+        if waiting_s <= min(self._most_s, left_s):
+            return None
+        is_full = self.seconds_before(deadline) > self._most_s  # or smaller requests may pass
+        return overload_refusal(waiting_s, self._most_s if is_full else 0.0)
 
     @contextmanager
     def admit(
-        self, name: str, units: float, deadline: float, in_admitted_list: bool = False
+        self, name: str, units: float, deadline: float, earlier_units: float | None = None
     ) -> Iterator[None]:
         """Admits a request, whose rows are handed in inside the `with` block.
 
         Requests with the same name are expected to take the same time for each unit. Raises Refusal
-        (overloaded) if so much work is waiting that the request would miss its deadline, and (too_late)
-        after its deadline; a further request of a list that was admitted (`in_admitted_list`) is only
-        counted.
+        (overloaded) if the request would have to wait for too much work, or beyond its deadline, and
+        (too_late) after its deadline. A further request of a list that was admitted is not refused; the
+        requests of this name before it in the list have `earlier_units`.
         """
-        if not in_admitted_list and (refusal := self.refusal(deadline)):
+        unit_s = self._request_s[name].value
+        expected_s = units * unit_s
+        if earlier_units is None and (refusal := self.refusal(deadline, expected_s)):
             raise refusal
-        request = _Request(units * self._request_s[name].value)
+        request = _Request(deadline + (earlier_units or 0.0) * unit_s, expected_s)
         self._requests.add(request)
         token = _current.set(request)
         try:
@@ -178,16 +209,18 @@ class WorkQueue:
         if not rows:
             return []
         loop = asyncio.get_running_loop()
-        request = _current.get() or _Request()
-        call = _Call([None] * len(rows), len(rows), deadline, request, loop.create_future(), loop)
-        now, turn = time.monotonic(), deadline
+        request = _current.get() or _Request(deadline)
+        results = [None] * len(rows)
+        call = _Call(results, len(rows), sum(units), deadline, request, loop.create_future(), loop)
+        now = time.monotonic()
         unit_s = self._unit_s[kind.name].value
         with self._changed:
             heap = self._rows.setdefault(kind, [])
             for place, (row, size) in enumerate(zip(rows, units, strict=True)):
                 number = next(self._numbers)
+                turn = request.next_turn
                 heapq.heappush(heap, _Row(turn, number, kind, row, size, place, call, now))
-                turn += size * unit_s
+                request.next_turn += size * unit_s
             self._changed.notify()
         return await call.future
 
@@ -217,8 +250,8 @@ class WorkQueue:
         return batch
 
     def _timely_rows(self, rows: list[_Row]) -> list[_Row]:
-        now = time.monotonic()
-        late_calls = {row.call for row in rows if row.call.deadline < now}
+        now, unit_s = time.monotonic(), self._unit_s[rows[0].kind.name].value
+        late_calls = {row.call for row in rows if row.call.deadline < now + row.call.left_s(unit_s)}
         for call in late_calls:
             _deliver(call.loop, [(call, too_late_refusal())])
         return [row for row in rows if row.call not in late_calls and not row.call.future.done()]
@@ -236,11 +269,15 @@ class WorkQueue:
         self._watch(Batch(kind.name, len(rows), units, waited_s, seconds))
         finished_calls: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Exception | None]]] = {}
         for row, result in zip(rows, results, strict=True):
-            row.call.results[row.place] = result
-            row.call.pending_rows -= 1
-            row.call.request.spent_s += seconds * row.units / units
-            if not row.call.pending_rows:
-                finished_calls.setdefault(row.call.loop, []).append((row.call, None))
+            call, row_s = row.call, seconds * row.units / units
+            call.results[row.place] = result
+            call.pending_rows -= 1
+            call.pending_units -= row.units
+            call.computed_units += row.units
+            call.spent_s += row_s
+            call.request.spent_s += row_s
+            if not call.pending_rows:
+                finished_calls.setdefault(call.loop, []).append((call, None))
         for loop, calls in finished_calls.items():
             _deliver(loop, calls)
 

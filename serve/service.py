@@ -49,8 +49,14 @@ class RankQuery:
     rows: RowFilter = ALL_ROWS
     """Of the pool."""
     explain: bool = False
-    in_admitted_list: bool = False
-    """Whether the query is a further one of a list whose first one is asked before it."""
+    earlier_units: float | None = None
+    """In a list: the units of the earlier queries of the same pool, or with texts of their own. None for the
+    first one, which is admitted for all."""
+
+    @property
+    def units(self) -> int:
+        """Its size, for the admission: a search of a pool takes as long for any query."""
+        return 1 if self.candidates is None else 1 + len(self.candidates)
 
 
 @dataclass(frozen=True)
@@ -148,11 +154,11 @@ class Service:
         if query.explain and not engine.has_vectors:
             raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
                           "allowed: false", "explain")  # fmt: skip
-        name, units = "rank", 1 + len(query.candidates or [])
+        name = "rank"
         if query.pool is not None:
             _require_pool(engine, query.pool)
-            name, units = f"search {query.pool}", 1
-        with self.queue.admit(name, units, deadline, query.in_admitted_list):
+            name = f"search {query.pool}"
+        with self.queue.admit(name, query.units, deadline, query.earlier_units):
             if query.pool is not None:
                 answer = await self._search(engine, query, query.pool, deadline)
             else:
@@ -317,7 +323,7 @@ class Service:
             query.rows,
             query.explain,
             deadline,
-            query.in_admitted_list,
+            query.earlier_units,
         )
         results = [
             Result(hit.place, hit.id, hit.text, hit.score, hit.columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from serve import api
 from serve.errors import CODES, REFUSALS
 from serve.limits import Limits
 from serve.scheduling import Kind
-from serve.service import Service
+from serve.service import CandidateText, RankQuery, Service
 
 from .conftest import REPLIES, Asking, ask, run, serving
 
@@ -96,9 +97,17 @@ def test_the_work_of_a_list_does_not_refuse_it(engine):
         answer = client.post("/rank", json=[question] * 5)  # 5.25 s are expected
         assert (answer.status_code, len(answer.json())) == (200, 5)
         service.queue._request_s["rank"].value = 0.05  # not what the five took
-        with service.queue.admit("rank", 41, time.monotonic() + 60):  # of somebody else
+        with service.queue.admit("rank", 41, time.monotonic() + 5):  # of somebody else
             assert error_of(client.post("/rank", json=[question]), 429)["code"] == "overloaded"
     service.close()
+
+
+def test_the_requests_of_a_list_have_their_turns_one_after_the_other():
+    """As the rows of one large request; each source of candidates has a time of its own for a unit."""
+    three, two = (RankQuery(CONTEXT, [CandidateText("a", "b")] * size, None, 1) for size in (2, 1))
+    pool = RankQuery(CONTEXT, None, "replies", 1)
+    listed = api._list_of([three, pool, two, pool, two])
+    assert [query.earlier_units for query in listed] == [None, 0, 3, 1, 5]
 
 
 def test_a_list_with_a_refused_request_leaves_no_work(engine):
@@ -115,7 +124,7 @@ def test_a_list_with_a_refused_request_leaves_no_work(engine):
             assert client.post("/rank", json=good).status_code == 200
         thread.submit(run, waiting)
         refused = client.post("/rank", json=[good, {"context": CONTEXT, "pool": "nope"}])
-        left_s = queue.waiting_s
+        left_s = queue.seconds_before(math.inf)
         may_end.set()
     assert (refused.status_code, left_s) == (404, 0.0)
 

@@ -260,7 +260,7 @@ def test_a_pool_that_is_not_served_leaves_nothing_in_the_work_queue(
 ):
     """It keeps the time of a request for each name that it admits."""
     one = asking(tiny_ranker("poly"))
-    monkeypatch.setattr(WorkQueue, "waiting_s", 1e6)  # it admits nothing
+    monkeypatch.setattr(WorkQueue, "seconds_before", lambda queue, turn: 1e6)  # it admits nothing
     with pytest.raises(Refusal) as refused:
         one.rank_pool(CONTEXT, "nope", 1)
     assert refused.value.code == "unknown_pool"

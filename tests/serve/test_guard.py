@@ -146,7 +146,7 @@ def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkey
     clock = iter(range(0, 10**6, 100))  # each look at the clock is 100 s later
     monkeypatch.setattr("serve.guard.time.monotonic", lambda: float(next(clock)))
     for waiting_s in (0.0, 61.5):
-        monkeypatch.setattr(WorkQueue, "waiting_s", waiting_s)
+        monkeypatch.setattr(WorkQueue, "seconds_before", lambda *_, s=waiting_s: s)
         response = client.post("/rank", content=b"{", headers={"content-type": "application/json"})
         assert (response.status_code, response.json()["error"]["code"]) == (504, "too_late")
         assert "retry-after" not in response.headers
@@ -155,7 +155,7 @@ def test_a_request_whose_time_is_over_is_no_overload(tiny_ranker, asking, monkey
 def test_overload_is_refused_at_once_with_a_time_to_come_again(tiny_ranker, asking, monkeypatch):
     one = asking(tiny_ranker("poly"))
     client = TestClient(api.create_app(one.service))
-    monkeypatch.setattr(WorkQueue, "waiting_s", 61.5)
+    monkeypatch.setattr(WorkQueue, "seconds_before", lambda queue, turn: 61.5)
     response = client.post("/rank", json=GOOD)
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
     assert response.headers["retry-after"] == "62"
@@ -475,7 +475,7 @@ def test_a_replica_refuses_what_it_cannot_answer_before_it_reads_the_request(
     tiny_ranker, asking, monkeypatch, waiting_s, asked_ms, retry_after
 ):
     client = TestClient(api.create_app(asking(tiny_ranker("poly")).service))
-    monkeypatch.setattr(WorkQueue, "waiting_s", waiting_s)
+    monkeypatch.setattr(WorkQueue, "seconds_before", lambda queue, turn: waiting_s)
     headers = {"content-type": "application/json", "x-timeout-ms": asked_ms}
     response = client.post("/rank", content=b"{", headers=headers)
     assert (response.status_code, response.headers["retry-after"]) == (429, retry_after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 import tracemalloc
@@ -152,7 +153,7 @@ def test_so_much_work_is_accepted_and_no_more(queue):
 
     async def fill() -> None:
         waiting = await let_in(gate, queue, 70)
-        assert queue.waiting_s == pytest.approx(61)
+        assert queue.seconds_before(soon() + 1001) == pytest.approx(61)
         with pytest.raises(Refusal) as refused, queue.admit("request", 1, soon() + 1000):
             pass
         assert refused.value.code == "overloaded"
@@ -160,7 +161,7 @@ def test_so_much_work_is_accepted_and_no_more(queue):
         gate.opened.set()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [isinstance(one, Refusal) for one in results] == [False] * 61 + [True] * 9
-        assert queue.waiting_s == 0.0
+        assert queue.seconds_before(math.inf) == 0.0
         with queue.admit("request", 1, soon()):  # all is done: nothing of it counts any more
             pass
 
@@ -171,10 +172,10 @@ def test_a_request_counts_before_its_rows_are_there(queue):
     """They come one stage after the other: 200 clients who came at once were all let in."""
     queue._request_s["request"].value = 30.0
     with queue.admit("request", 1, soon()), queue.admit("request", 1.5, soon()):
-        assert queue.waiting_s == pytest.approx(75.0)
+        assert queue.seconds_before(math.inf) == pytest.approx(75.0)
         with pytest.raises(Refusal), queue.admit("request", 1, soon()):
             pass
-    assert queue.waiting_s == 0.0
+    assert queue.seconds_before(math.inf) == 0.0
 
 
 def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(queue):
@@ -182,7 +183,7 @@ def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(queue)
     for waiting_s in (0.0, 100.0):
         queue._request_s["request"].value = waiting_s
         with queue.admit("request", 1, soon()):
-            assert queue.waiting_s == waiting_s
+            assert queue.seconds_before(math.inf) == waiting_s
             over = queue.admit("request", 1, time.monotonic())
             with pytest.raises(Refusal) as refused, over:
                 pass
@@ -190,20 +191,17 @@ def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(queue)
 
 
 def test_a_request_that_would_be_late_is_refused_at_once(queue):
-    gate = Gate(units=1)
-    queue._request_s["request"].value = 1.0
-
-    async def fill() -> None:
-        waiting = await let_in(gate, queue, 10)
-        with queue.admit("request", 1, time.monotonic() + 30):
+    queue._request_s["request"].value = 10.0
+    now = time.monotonic()
+    with queue.admit("request", 1, now + 15), queue.admit("request", 1, now + 15):
+        with queue.admit("request", 1, now + 30):  # 20 s of work come before it
             pass
-        soon_over = queue.admit("request", 1, time.monotonic() + 3)
-        with pytest.raises(Refusal, match="are waiting"), soon_over:
+        late = queue.admit("request", 1, now + 18)
+        with pytest.raises(Refusal, match="are waiting") as refused, late:
             pass
-        gate.opened.set()
-        await asyncio.gather(*waiting)
-
-    run(fill())
+        with queue.admit("request", 1, now + 4):  # it comes before both
+            pass
+    assert (refused.value.code, refused.value.full_for_s) == ("overloaded", 0.0)
 
 
 def test_what_requests_took_is_what_the_next_are_expected_to_take(queue, monkeypatch):
@@ -224,7 +222,7 @@ def test_what_requests_took_is_what_the_next_are_expected_to_take(queue, monkeyp
         run(ask())
     assert queue._request_s["request"].value == pytest.approx((0.2 + 0.4) / 4)
     with queue.admit("request", 100, clock.now + 60):
-        assert queue.waiting_s == pytest.approx(15.0)
+        assert queue.seconds_before(math.inf) == pytest.approx(15.0)
 
 
 def test_the_watch_hears_of_every_batch():

@@ -452,7 +452,7 @@ def test_all_but_the_page_of_the_playground_ask_for_the_token():
 
 def test_too_much_work_and_too_little_time_are_refused_in_the_one_shape(live, monkeypatch):
     one, body = live("bi"), {"query": QUERY, "texts": TEXTS}
-    monkeypatch.setattr("serve.scheduling.WorkQueue.waiting_s", 3600.0)
+    monkeypatch.setattr("serve.scheduling.WorkQueue.seconds_before", lambda queue, turn: 3600.0)
     for path, asked in (("/rerank", body), ("/embed", {"inputs": "a"})):
         response = one.post(path, asked)
         assert refusal(response, 429)["code"] == "overloaded"
