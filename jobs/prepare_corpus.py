@@ -15,7 +15,7 @@ from pipeline import cost, storage
 from pipeline.artifact import Artifact
 from pipeline.config import NOT_IDENTITY, BadInput
 from pipeline.corpora import published_counts, raw, reddit
-from pipeline.corpora.author_key import author_key
+from pipeline.corpora.author_key import author_key, require_author_key
 from pipeline.corpora.formats import (
     amazonqa,
     convai2,
@@ -103,6 +103,16 @@ class Config:
     pairs: pairs.Options = field(default_factory=pairs.Options, metadata=_read_by("pairs"))
     """Columns and splits of pairs."""
 
+    @property
+    def needs_author_key(self) -> bool:
+        """Whether author names become keyed hashes."""
+        return self.format == "reddit" and self.authors == "hash"
+
+    def check_environment(self) -> None:
+        """Raises BadInput where this job needs a variable that the environment lacks."""
+        if self.needs_author_key:
+            require_author_key(self.output)
+
 
 FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], Sequence[TaskRecord]]] = {
     "reddit": reddit.prepare,
@@ -119,6 +129,7 @@ FORMATS: dict[str, Callable[[Draft, list[str], Any, Reading, Privacy], Sequence[
 
 
 def run(config: Config) -> program.Summary:
+    config.check_environment()
     files = storage.expand(config.input)
     if config.format == "pairs":
         pairs.require_columns(files, config.pairs, config.reading)
@@ -129,7 +140,7 @@ def run(config: Config) -> program.Summary:
         "input": {"uri": " ".join(config.input), "kind": "raw", "fingerprint": fingerprint}
     }
     key = ""
-    if config.format == "reddit" and config.authors == "hash":
+    if config.needs_author_key:
         key = author_key(config.output)
         # Enough of the key's hash to notice another key, too little to find the key by.
         key_fingerprint = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]

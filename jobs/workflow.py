@@ -90,6 +90,8 @@ def run(config: Config) -> program.Summary:
     skipped = names[: names.index(config.start_at)] if config.start_at else []
     for step in steps:
         check(step)
+    for step in steps[len(skipped) :]:
+        _check_environment(step)
     summaries: list[dict[str, Any]] = []
     for number, step in enumerate(steps, 1):
         if step.name in skipped:
@@ -180,6 +182,16 @@ def check(step: Step) -> None:
         step.config()
     except BadInput as error:
         raise BadInput(f"steps.{step.name}: {error}") from None
+
+
+def _check_environment(step: Step) -> None:
+    """Raises BadInput where a job needs a variable that the environment lacks. `check` does not look: the
+    cluster that a workflow is sent to may have the variable."""
+    if step.verb and (check_environment := getattr(step.config(), "check_environment", None)):
+        try:
+            check_environment()
+        except BadInput as error:
+            raise BadInput(f"steps.{step.name}: {error}") from None
 
 
 def _run_step(config: Config, step: Step) -> dict[str, Any]:

@@ -19,19 +19,24 @@ def author_key(output: str) -> str:
     That key is made once, in `polyrank/author_key` below the user's configuration ($XDG_CONFIG_HOME or
     ~/.config), readable by its owner alone. It never lies beside a corpus, and nothing public tells it.
 
-    Raises BadInput for an output elsewhere without POLYRANK_AUTHOR_SALT: the machine that runs the job may be
-    gone tomorrow, and its key with it.
+    Raises BadInput as `require_author_key`.
     """
     if key := os.environ.get(VARIABLE):
         return key
-    if not storage.is_local(output):
-        raise BadInput(
-            f"{VARIABLE} is not set: authors of {output} need a secret of yours, the same for all corpora "
-            f"that are to be joined; with jobs.submit: --env {VARIABLE}; or --authors plain"
-        )
+    require_author_key(output)
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     file = config / "polyrank" / "author_key"
     if storage.create_bytes(str(file), secrets.token_hex(32).encode()):
         print(f"authors are hashed with a new random key, {file}", file=sys.stderr, flush=True)
     file.chmod(0o600)
     return file.read_text()
+
+
+def require_author_key(output: str) -> None:
+    """Raises BadInput for a remote output without POLYRANK_AUTHOR_SALT: the machine that runs the job may be
+    gone tomorrow, and a key of its own with it."""
+    if not os.environ.get(VARIABLE) and not storage.is_local(output):
+        raise BadInput(
+            f"{VARIABLE} is not set: authors of {output} need a secret of yours, the same for all corpora "
+            f"that are to be joined; with jobs.submit: --env {VARIABLE}; or --authors plain"
+        )

@@ -268,10 +268,11 @@ def test_the_key_of_authors_is_random_and_its_owner_s(prepare, dump, tmp_path, m
     assert not found[0] & found[2]
 
 
-def test_for_an_output_elsewhere_the_key_has_to_be_said(run_job_here, dump, tmp_path):
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_for_an_output_elsewhere_the_key_has_to_be_said(run_job_here, dump, tmp_path, more):
     (tmp_path / "RC").write_bytes(dump)
     refusal = run_job_here("prepare_corpus", "--corpus", "reddit", "--input", tmp_path / "RC",
-                      "--output", "memory://bucket/out").refusal  # fmt: skip
+                      "--output", "memory://bucket/out", *more).refusal  # fmt: skip
     assert (
         "POLYRANK_AUTHOR_SALT is not set: authors of memory://bucket/out need a secret" in refusal
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from jobs import workflow
 from jobs.workflow import read_steps
 from pipeline.config import BadInput, Stopped
+from pipeline.corpora import author_key
 
 ROOT = Path(__file__).parents[2]
 THREE = """
@@ -119,6 +121,25 @@ def test_the_workflows_that_are_shipped_are_commands(file, monkeypatch):
     verbs = [step.verb for step in steps]
     path = ["prepare_corpus", "pretrain", "finetune", "embed_pool", "promote"]
     assert [verb for verb in dict.fromkeys(verbs) if verb in path] == path
+
+
+def test_a_key_that_is_missing_is_named_before_a_step_runs(three, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv(author_key.VARIABLE, raising=False)
+    dialogue = ROOT / "jobs" / "workflows" / "dialogue.yaml"
+    refusal = r"^steps\.reddit: POLYRANK_AUTHOR_SALT is not set: authors of s3://lake/reddit"
+    for dry_run in (False, True):
+        with pytest.raises(BadInput, match=refusal):
+            run(dialogue, "lake=s3://lake", dry_run=dry_run)
+    reddit = "polyrank prepare_corpus --format reddit --input s3://dumps --output s3://reddit"
+    three.write_text(f"steps:\n  made: {reddit}\n  last: 'true'\n")
+    assert len(run(three, start_at="last")["steps"]) == 1  # the step that needs the key is skipped
+
+
+@pytest.mark.parametrize("page", ["CLUSTER.md", "jobs/workflows/dialogue.yaml"])
+def test_the_documented_command_sends_the_key_with_the_workflow(page):
+    sent = re.findall(r"python -m jobs\.submit .* workflow jobs/.*", (ROOT / page).read_text())
+    assert len(sent) == 1 and f"--env {author_key.VARIABLE} " in sent[0]
 
 
 @pytest.mark.long
