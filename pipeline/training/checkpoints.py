@@ -37,11 +37,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """The whole weights by name. A collective call where they are sharded."""
-    if not is_sharded(module):
-        return module.state_dict()
+    """Copies of the whole weights by name, on the CPU. A collective call where they are sharded: the device
+    holds one whole tensor at a time."""
     return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
+        name: (value.full_tensor() if isinstance(value, DTensor) else value)
+        .detach()
+        .to("cpu", copy=True)
         for name, value in module.state_dict().items()
     }
 

@@ -14,14 +14,14 @@ def distribute(module: nn.Module, device: torch.device, shard: bool) -> nn.Modul
     """Moves the module and wraps it for its ranks.
 
     Whole: DistributedDataParallel, where there are several ranks. Sharded: FSDP2, which makes new parameters
-    of the module's own, layer by layer, so that one layer at a time is whole.
+    of the module's own. It moves and shards one layer after the other, so the device never holds the whole
+    module.
     """
     if not dist.is_initialized():
         return module.to(device)
     if not shard:
         wrapped: nn.Module = ray.train.torch.prepare_model(module, move_to_device=device)
         return wrapped
-    module.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for part in list(module.modules()):
         if isinstance(part, nn.ModuleList):  # the Transformer's layers

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,7 +217,7 @@ def train(
         unsaved = metrics.pop(UNSAVED)
         save |= 0 < config.checkpoint_every_minutes <= unsaved
         if validate and task.validation is not None:
-            metrics |= selection.judge(task.validation(), step, weights_of(module))
+            metrics |= selection.judge(task.validation(), step, partial(weights_of, module))
             model.train()
         listener.progress(Progress(step, {**metrics, "learning_rate": rate}))
         if save or selection.stop:

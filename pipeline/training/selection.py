@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,9 +59,13 @@ class Selection:
         return 0 < self.patience <= self.without_better
 
     def judge(
-        self, measured: Measured, step: int, weights: Mapping[str, Tensor]
+        self, measured: Measured, step: int, weights: Callable[[], dict[str, Tensor]]
     ) -> dict[str, float]:
-        """Takes a validation in, and the weights that it measured; returns what is to be shown."""
+        """Takes a validation in; returns what is to be shown.
+
+        `weights` copies the measured weights. It is called if they are the best so far; all ranks decide that
+        alike.
+        """
         if measured.metrics["loss"] < self.lowest_loss:
             self.lowest_loss = measured.metrics["loss"]
         else:
@@ -70,9 +74,7 @@ class Selection:
         if measured.merit > self.best_merit:
             self.best_merit, self.best_metrics = measured.merit, dict(measured.metrics)
             self.best_step, self.without_better = step, 0
-            self.weights = {
-                name: value.detach().to("cpu", copy=True) for name, value in weights.items()
-            }
+            self.weights = weights()
         metrics = {f"valid_{name}": value for name, value in measured.metrics.items()}
         return {**metrics, **self.best}
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import weakref
 from dataclasses import replace
 from itertools import islice
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForMaskedLM
@@ -46,7 +50,8 @@ def trained(recipe, rank, world, *, shard=False, disk=None, start=None):
     """The whole weights after the last step, and the losses by step."""
     task, losses = recipe.build(rank, world), {}
     if shard:
-        model = distribute(task.module, CPU, shard=True)
+        with patch.object(nn.Module, "to", side_effect=AssertionError("moved as a whole")):
+            model = distribute(task.module, CPU, shard=True)
         assert is_sharded(model)
     else:
         model = DistributedDataParallel(task.module) if world > 1 else task.module
@@ -69,6 +74,23 @@ def trained(recipe, rank, world, *, shard=False, disk=None, start=None):
     return {"weights": {k: v.clone() for k, v in weights_of(task.module).items()}, "shown": losses}
 
 
+def gathered_at_once(recipe, rank):
+    """The most whole tensors on the device while the weights of sharded ones are copied."""
+    module = distribute(recipe.build(rank, WORLD).module, CPU, shard=True)
+    gather, gathered, counts = DTensor.full_tensor, weakref.WeakSet(), []
+
+    def counted(tensor):
+        whole = gather(tensor)
+        gathered.add(whole)
+        counts.append(len(gathered))
+        return whole
+
+    with patch.object(DTensor, "full_tensor", counted):
+        weights = weights_of(module)
+    assert len(weights) == len(counts) > 10
+    return max(counts)
+
+
 def work(folder, rank):
     """One of the two processes."""
     recipes = pickle.loads((folder / "recipes").read_bytes())
@@ -84,6 +106,7 @@ def work(folder, rank):
             found[f"{name} from {start}"] = trained(
                 recipes["dropout"], rank, WORLD, shard=shard, start=folder / start / str(HALF)
             )
+    found["gathered at once"] = gathered_at_once(recipes["dropout"], rank)
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -220,6 +243,11 @@ def test_two_ranks_train_what_one_does(ranks, alone, name):
                 if metric in shown:
                     found = rank[name]["shown"][step][metric]
                     assert found == pytest.approx(shown[metric], abs=1e-4), (step, metric)
+
+
+def test_sharded_weights_are_copied_tensor_by_tensor(ranks):
+    """For encoders that do not fit on one GPU."""
+    assert [rank["gathered at once"] for rank in ranks] == [1, 1]
 
 
 @pytest.mark.parametrize("start", ["whole", "sharded"])

@@ -20,9 +20,9 @@ from pipeline.models.placement import prepare_for_training
 from pipeline.models.settings import ranker_config
 from pipeline.models.shape import Shape
 from pipeline.models.sources import External
-from pipeline.training import meter
+from pipeline.training import loop, meter
 from pipeline.training.caching import backward
-from pipeline.training.checkpoints import read_state, write_state
+from pipeline.training.checkpoints import read_state, weights_of, write_state
 from pipeline.training.finetune_settings import FinetuneConfig, Mining
 from pipeline.training.finetuning import Finetuning
 from pipeline.training.loop import Listener, Task, train
@@ -432,6 +432,15 @@ def test_stops_after_so_many_validations_without_a_better_one(found, patience, s
     again = Run(told(), 6, checkpoint=disk[stops], **config)
     assert again.progress == []
     assert same(again.weights, run.weights)
+
+
+def test_weights_are_copied_when_a_validation_is_better(monkeypatch):
+    """To copy sharded weights, all ranks gather them."""
+    copied = []
+    monkeypatch.setattr(loop, "weights_of", lambda module: copied.append(1) or weights_of(module))
+    found = [(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)]
+    Run(told(*found), 6, validate_every_epochs=1)
+    assert len(copied) == 3
 
 
 def test_checkpoints_and_reports_come_when_they_are_due():
