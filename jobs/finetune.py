@@ -11,7 +11,7 @@ from pipeline import cost
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
-from pipeline.models.settings import ConvertConfig, PolyConfig, RankerConfig
+from pipeline.models.settings import PolyConfig, RankerConfig
 from pipeline.models.sources import open_encoder
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.finetune_settings import FinetuneConfig
@@ -57,15 +57,7 @@ class Config:
                 "false where finetune.chunk_examples is not 0")  # fmt: skip
         require(not self.resources.shard_weights, "resources.shard_weights", True,
                 "false, as only jobs.pretrain shards weights")  # fmt: skip
-        if isinstance(self.ranker, ConvertConfig):
-            is_int8, is_numbered = (
-                self.ranker.block_weights == "int8",
-                self.ranker.number_earlier_turns,
-            )
-            require(self.ranker.quantised or not is_int8, "ranker.block_weights", "int8",
-                    "'float16' with ranker.quantised false, which saves float32")  # fmt: skip
-            require(self.ranker.earlier_turns > 0 or not is_numbered, "ranker.number_earlier_turns", True,
-                    "false with ranker.earlier_turns 0")  # fmt: skip
+        self.ranker.check_training()
         workers, examples = self.resources.workers, self.finetune.batch_examples
         require(examples % workers == 0, "finetune.batch_examples", examples,
                 f"a multiple of the {workers} workers")  # fmt: skip

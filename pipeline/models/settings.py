@@ -80,6 +80,10 @@ class ScorerConfig:
         """Whether a tokenizer is enough to start from; the others start from an encoder."""
         return False
 
+    def check_training(self) -> None:
+        """Raises BadInput for settings that do not fit each other in a new ranker. Older rankers may have
+        them, and still load."""
+
     @property
     def search_attention(self) -> SearchAttention:
         """How the search of a pool weighs a context's vectors.
@@ -297,6 +301,12 @@ class ConvertConfig(ScorerConfig):
         for name in ("position_tables", "windows", "hidden"):
             value = getattr(self, name)
             require(len(value) > 0 and min(value) >= 1, f"ranker.{name}", value, "numbers >= 1")
+
+    def check_training(self) -> None:
+        require(self.quantised or self.block_weights != "int8", "ranker.block_weights", "int8",
+                "'float16' with ranker.quantised false, which saves float32")  # fmt: skip
+        require(self.earlier_turns > 0 or not self.number_earlier_turns, "ranker.number_earlier_turns",
+                True, "false with ranker.earlier_turns 0")  # fmt: skip
 
     @property
     def starts_from_tokenizer(self) -> bool:
