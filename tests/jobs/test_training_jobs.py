@@ -469,3 +469,46 @@ def test_a_ranker_without_its_training_state_cannot_be_continued(refused, traine
     assert not without.paths("training_state/")
     refusal = refused("--continue-from", without.uri)
     assert "has no training_state" in refusal and "--keep-training-state true" in refusal
+
+
+# Compiled
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler hides it otherwise
+def test_a_compiled_run_that_was_killed_ends_with_the_same_weights(
+    convai2_corpus, encoder, tmp_path, monkeypatch
+):
+    """And has the losses of a run that was not compiled. Only the compiler's first half, which makes the graphs,
+    takes part: the kernels of its second half would take minutes."""
+    compiled, compile_model = [], torch.compile
+
+    def compile_graphs(model: torch.nn.Module) -> object:
+        compiled.append(model)
+        return compile_model(model, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile_graphs)
+
+    def run(name: str, *more: object, stop_at: int = 0) -> Path:
+        def watch(step: int, steps: int) -> None:
+            if step == stop_at:
+                raise KeyboardInterrupt
+
+        argv = arguments(
+            "bi", convai2_corpus.uri, encoder, tmp_path / name, "--finetune.dropout", 0,
+            "--loop.checkpoint-every-steps", 2, "--loop.validate-every-epochs", 0, *more,
+        )  # fmt: skip
+        with executors.in_this_process():
+            finetune.run(parse(finetune.Config, argv, "test"), watch)
+        return tmp_path / name
+
+    plain = run("plain")
+    assert compiled == []
+    whole = run("whole", "--loop.compile", "true")
+    with pytest.raises(KeyboardInterrupt):
+        run("killed", "--loop.compile", "true", stop_at=3)
+    killed = run("killed", "--loop.compile", "true")
+    assert len(compiled) == 3
+    assert same_weights(killed, whole)
+    losses = [curve(open_artifact(str(folder), "ranker")) for folder in (plain, whole, killed)]
+    assert losses[1] == losses[2] == pytest.approx(losses[0], abs=1e-4)
