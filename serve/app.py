@@ -10,9 +10,11 @@ more than most rankings. Replicas of one node share the pools' pages. Pools that
 
 # No `from __future__ import annotations`: Ray reads the class of `build`'s argument from its signature,
 # and would pass a plain dictionary where it finds a string.
+import asyncio
 import logging
 import os
 import random
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -63,6 +65,7 @@ from serve.versions import (
 
 _DECIDER, _CANDIDATE = "versions", "candidate"
 _ANSWER_S = 30.0  # the decider may have to list an object store
+_REHEARSAL_S = 60.0  # later than the deadlines of clients, whose requests come first
 _OPEN_S = 600.0  # a shard may have to download its part first
 _HEALTH_CHECK_S = 2.0  # a dead replica is replaced after so long; Serve's default is 10 s
 
@@ -151,12 +154,6 @@ class Ranker:
         self._args = args
         self._shards = [_DeployedShard(handle) for handle in shards]
         self._metrics = metrics = Metrics()
-        self._follower = self._make_follower(_DECIDER)
-        self._follower.start()
-        self._candidate = self._make_follower(_CANDIDATE)
-        if args.candidate:
-            # The champion answers until the candidate is loaded.
-            self._candidate.start(until_loaded=False)
         limits = args.limits
         self._service = Service(
             lambda: self._follower.engine,
@@ -166,6 +163,12 @@ class Ranker:
             limits.batch_rows,
             self._draw_candidate,
         )
+        self._follower = self._make_follower(_DECIDER)
+        self._follower.start()
+        self._candidate = self._make_follower(_CANDIDATE)
+        if args.candidate:
+            # The champion answers until the candidate is loaded.
+            self._candidate.start(until_loaded=False)
 
     def _make_follower(self, decider: str) -> Follower:
         replica = serve.get_replica_context().replica_id.unique_id
@@ -210,10 +213,14 @@ class Ranker:
         engine = Engine(
             versions.model, local_pools, args.precision, args.second_stage, args.classifier, sharded
         )
-        if engine.model.fingerprint != versions.fingerprint:
+        try:
+            if engine.model.fingerprint != versions.fingerprint:
+                raise BadInput(f"{versions.model}: is {engine.model.fingerprint} now, not "
+                               f"{versions.fingerprint}")  # fmt: skip
+            asyncio.run(self._service.rehearse(engine, time.monotonic() + _REHEARSAL_S))
+        except BaseException:
             engine.close()
-            raise BadInput(f"{versions.model}: is {engine.model.fingerprint} now, not "
-                           f"{versions.fingerprint}")  # fmt: skip
+            raise
         _log.warning("loaded %s with %s", versions.model, ", ".join(versions.pools) or "no pools")
         return engine
 

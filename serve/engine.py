@@ -197,6 +197,13 @@ class Engine:
         vectors_KD[order_K] = self.pools[pool].vectors_at(places_K[order_K])
         return torch.from_numpy(vectors_KD)
 
+    def sample_texts(self) -> list[str]:
+        """Some texts of a pool, or made-up ones without a pool."""
+        for pool in self.pools.values():
+            if len(pool):
+                return [pool.row(place).text for place in canary_places(len(pool)).tolist()]
+        return [f"text number {number}" for number in range(_CANARIES)]
+
     def info(self) -> dict[str, Any]:
         """The description for /info. It contains no paths."""
         config = self.ranker.config

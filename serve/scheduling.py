@@ -80,8 +80,9 @@ class _Request:
     """An admitted request, whose work has the turns from `first_turn` on."""
 
     first_turn: float
-    expected_s: float = 0.0
-    """Seconds of work that it is expected to take."""
+    units: float = 0.0
+    unit_s: _Mean = field(default_factory=_Mean)
+    """Seconds of a unit, as measured by now: when it was admitted, none may have been measured yet."""
     spent_s: float = 0.0
     """Seconds of work that it has taken so far."""
     next_turn: float = field(init=False)
@@ -92,7 +93,7 @@ class _Request:
 
     def seconds_before(self, turn: float) -> float:
         """Seconds of work that it has left before this turn."""
-        end = min(turn - self.first_turn, self.expected_s)
+        end = min(turn - self.first_turn, self.units * self.unit_s.value)
         return max(0.0, end - self.spent_s)
 
 
@@ -188,16 +189,16 @@ class WorkQueue:
         (too_late) after its deadline. A further request of a list that was admitted is not refused; the
         requests of this name before it in the list have `earlier_units`.
         """
-        unit_s = self._request_s[name].value
-        expected_s = units * unit_s
+        unit_s = self._request_s[name]
+        expected_s = units * unit_s.value
         if earlier_units is None and (refusal := self.refusal(deadline, expected_s)):
             raise refusal
-        request = _Request(deadline + (earlier_units or 0.0) * unit_s, expected_s)
+        request = _Request(deadline + (earlier_units or 0.0) * unit_s.value, units, unit_s)
         self._requests.add(request)
         token = _current.set(request)
         try:
             yield
-            self._request_s[name].add(request.spent_s / units)
+            unit_s.add(request.spent_s / units)
         finally:
             _current.reset(token)
             self._requests.discard(request)

@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -150,7 +151,25 @@ class Service:
     ) -> RankAnswer:
         """Raises Refusal where too much is waiting, the deadline is over, there is no such pool, or the
         model cannot explain."""
-        engine = engine or self.engine
+        answer = await self._answer(query, deadline, engine or self.engine)
+        self._record_answer(answer)
+        return answer
+
+    async def rehearse(self, engine: Engine, deadline: float) -> None:
+        """Ranks some texts of an engine's pools before clients ask it. Otherwise a new replica would admit
+        any burst of requests, because its queue would not know how long one takes.
+
+        It asks three times, as the queue ignores the first measurement. A busy queue, which knows the times,
+        may refuse."""
+        texts = engine.sample_texts()
+        candidates = [CandidateText(text, text) for text in texts]
+        queries = [RankQuery(texts[:1], candidates, None, len(texts))]
+        queries += [RankQuery(texts[:1], None, pool, len(texts)) for pool in engine.pools]
+        for query in queries * 3:
+            with suppress(Refusal):
+                await self._answer(query, deadline, engine)
+
+    async def _answer(self, query: RankQuery, deadline: float, engine: Engine) -> RankAnswer:
         if query.explain and not engine.has_vectors:
             raise Refusal("invalid_request", "explain: the model is a cross-encoder, which has no vectors; "
                           "allowed: false", "explain")  # fmt: skip
@@ -160,11 +179,8 @@ class Service:
             name = f"search {query.pool}"
         with self.queue.admit(name, query.units, deadline, query.earlier_units):
             if query.pool is not None:
-                answer = await self._search(engine, query, query.pool, deadline)
-            else:
-                answer = await self._rank_candidates(engine, query, deadline)
-        self._record_answer(answer)
-        return answer
+                return await self._search(engine, query, query.pool, deadline)
+            return await self._rank_candidates(engine, query, deadline)
 
     async def _rank_candidates(
         self, engine: Engine, query: RankQuery, deadline: float

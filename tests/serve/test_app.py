@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,36 @@ from ray.serve.schema import (
 from pipeline.registry import REGISTRY
 from serve import app
 from serve.guard import TOKENS, token_hashes
+from serve.service import RankAnswer, Service
+from serve.versions import Versions
 
 CONFIGS = {
     name: yaml.safe_load(Path(app.__file__).with_name(name).read_text())
     for name in ("config.yaml", "config.cluster.yaml")
 }
+
+
+# Loading
+
+
+def test_a_replica_knows_how_long_requests_take_before_the_first_one_comes(tiny_ranker, tiny_pool):
+    """It does not count its own questions as answers."""
+    model, answers = tiny_ranker("poly"), list[RankAnswer]()
+    pool = tiny_pool(model)
+
+    def no_engine() -> Any:
+        raise AssertionError("the loaded engine is meant")
+
+    service = Service(no_engine, most_waiting_s=2.0, record_answer=answers.append)
+    args = app.Args(model=model.uri, pools=[pool])
+    replica = SimpleNamespace(_args=args, _shards=[], _metrics=None, _service=service)
+    load = app.Ranker.func_or_class._load
+    engine = load(replica, Versions(model.uri, model.fingerprint, (pool,)))
+    engine.close()
+    service.close()
+    for name in ("rank", "search replies"):
+        assert service.queue._request_s[name].value > 0.0
+    assert answers == []
 
 
 # Arguments

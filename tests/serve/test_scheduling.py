@@ -178,6 +178,16 @@ def test_a_request_counts_before_its_rows_are_there(queue):
     assert queue.seconds_before(math.inf) == 0.0
 
 
+def test_a_request_counts_as_is_measured_while_it_waits(queue):
+    """All that came to a new replica before its first answers counted as no work."""
+    with queue.admit("request", 1, soon()), queue.admit("request", 1.5, soon()):
+        assert queue.seconds_before(math.inf) == 0.0
+        queue._request_s["request"].value = 30.0
+        assert queue.seconds_before(math.inf) == pytest.approx(75.0)
+        with pytest.raises(Refusal), queue.admit("request", 1, soon()):
+            pass
+
+
 def test_a_request_whose_time_is_over_is_too_late_however_much_is_waiting(queue):
     """A refusal as overloaded would invite it to come again."""
     for waiting_s in (0.0, 100.0):
