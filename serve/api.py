@@ -30,6 +30,7 @@ from starlette.middleware.cors import CORSMiddleware
 from torch import Tensor
 
 from serve import errors, playground, wire
+from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, error_responses
 from serve.fields import FilledText, Integer, Text
@@ -209,7 +210,7 @@ class Health(BaseModel):
 def create_app(
     service: Service | None,
     limits: Limits | None = None,
-    token_hashes: Sequence[str] = (),
+    tokens: BearerTokens | None = None,
     origins: Sequence[str] = (),
     state: Callable[[], dict[str, Any]] = dict,
     close: Callable[[], None] = lambda: None,
@@ -234,7 +235,7 @@ def create_app(
     errors.install(app)
     playground.install(app)
     refusal = service.queue.refusal if service else lambda deadline: None
-    app.add_middleware(Guard, limits=limits, token_hashes=token_hashes, refusal=refusal)
+    app.add_middleware(Guard, limits=limits, tokens=tokens, refusal=refusal)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],

@@ -36,9 +36,10 @@ from pipeline.models.precision import Precision
 from pipeline.registry import REGISTRY
 from pipeline.retrieval.pools.shard import Share
 from serve.api import create_app
+from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine, open_pools
 from serve.follower import Follower
-from serve.guard import log_to_stderr, token_hashes
+from serve.guard import log_to_stderr
 from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.service import Service
@@ -229,7 +230,7 @@ class Ranker:
         return create_app(
             self._service,
             args.limits,
-            token_hashes(),
+            BearerTokens.of_environment(),
             args.origins,
             self._state,
             self._close,
@@ -312,7 +313,7 @@ def application(args: Args, **options: Any) -> serve.Application:
     versions, _ = resolve(champion)
     for pool in open_pools(versions.model, versions.pools[: len(args.pools)]).values():
         pool.close()
-    token_hashes()
+    BearerTokens.of_environment()
     second_stage = _absolute(args.second_stage)
     if second_stage:
         read_settings(open_artifact(second_stage, "ranker")).require_pairs()

@@ -12,15 +12,13 @@ after a replica was overloaded, gives up if no replica is alive, and rewrites Ra
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import os
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import quote
 
@@ -28,12 +26,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve.bearer_tokens import BearerTokens
 from serve.errors import CODES, FULL_FOR, Refusal, too_late_refusal
 from serve.limits import MAX_TIMEOUT_MS, Limits
 
-TOKENS = "POLYRANK_TOKENS_SHA256"
-"""Environment variable: SHA-256 hashes of the accepted tokens, in hex, separated by commas. Without it nobody
-needs a token."""
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
 _PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
@@ -85,13 +81,13 @@ class Guard:
         self,
         app: ASGIApp,
         limits: Limits | None = None,
-        token_hashes: Sequence[str] = (),
+        tokens: BearerTokens | None = None,
         is_proxy: bool = False,
         refusal: Callable[[float], Refusal | None] = lambda deadline: None,
     ) -> None:
         """`refusal`: returns the refusal if the replica accepts no request with this deadline now."""
         self._app, self._limits = app, limits or Limits()
-        self._tokens, self._is_proxy = tuple(token_hashes), is_proxy
+        self._tokens, self._is_proxy = tokens or BearerTokens(), is_proxy
         self._refusal = refusal
         self._overloaded_until: dict[str, float] = {}
         """In a proxy, by path: the end of the refusals after a replica was overloaded."""
@@ -137,14 +133,9 @@ class Guard:
             )  # fmt: skip
 
     def _check_token(self, scope: Scope, headers: Headers) -> None:
-        if not self._tokens or _needs_no_token(scope["method"], _route(scope)):
+        if _needs_no_token(scope["method"], _route(scope)):
             return
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        token_hash = hashlib.sha256(token.strip().encode()).hexdigest()
-        matches = [
-            hmac.compare_digest(token_hash, accepted_hash) for accepted_hash in self._tokens
-        ]  # as long for any token
-        if scheme.lower() != "bearer" or not any(matches):
+        if not self._tokens.accept(headers.get("authorization", "")):
             raise Refusal("unauthorized", CODES["unauthorized"].text)
 
     def _early_refusal(self, scope: Scope) -> Refusal | None:
@@ -368,15 +359,6 @@ class _Answer:
         await self._send(start)
         body = b"" if self._head_only else response.body
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def token_hashes(environment: str | None = None) -> list[str]:
-    """The SHA-256 hashes of the accepted tokens. Raises ValueError if one is not a hash."""
-    hashes_text = os.environ.get(TOKENS, "") if environment is None else environment
-    hashes = [part.strip().lower() for part in hashes_text.split(",") if part.strip()]
-    if not all(re.fullmatch(r"[0-9a-f]{64}", token_hash) for token_hash in hashes):
-        raise ValueError(f"{TOKENS}: allowed: SHA-256 in hex, 64 digits each, with commas")
-    return hashes
 
 
 def log_to_stderr() -> logging.Handler:

@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 from jobs import serve as serve_job
+from serve.bearer_tokens import FILE, HASHES
 from tests.helpers import free_port
 
 
@@ -37,3 +38,11 @@ def test_a_port_that_is_taken_and_a_model_that_is_none_are_refused(
         assert f"--port {port}: in use; choose another" in refusal
     refusal = run_job_here("serve", "--model", convai2_corpus.uri, "--port", free_port()).refusal
     assert "kind is 'corpus'; needed here: ranker" in refusal
+
+
+@pytest.mark.parametrize("name", [HASHES, FILE])
+def test_wrong_tokens_are_one_line(run_job_here, tiny_ranker, monkeypatch, name):
+    monkeypatch.setenv(name, "sesame")
+    model = tiny_ranker("bi").uri
+    refusal = run_job_here("serve", "--model", model, "--port", free_port()).refusal
+    assert f"{name}: " in refusal

@@ -479,8 +479,8 @@ def test_a_ranker_without_its_training_state_cannot_be_continued(refused, traine
 def test_a_compiled_run_that_was_killed_ends_with_the_same_weights(
     convai2_corpus, encoder, tmp_path, monkeypatch
 ):
-    """And has the losses of a run that was not compiled. Only the compiler's first half, which makes the graphs,
-    takes part: the kernels of its second half would take minutes."""
+    """And has the losses of a run that was not compiled. Only the compiler's first half, which makes the
+    graphs, takes part: the kernels of its second half would take minutes."""
     compiled, compile_model = [], torch.compile
 
     def compile_graphs(model: torch.nn.Module) -> object:

@@ -20,9 +20,10 @@ from ray.serve.schema import (
     ServeDeploySchema,
 )
 
+from pipeline.config import BadInput
 from pipeline.registry import REGISTRY
 from serve import app
-from serve.guard import TOKENS, token_hashes
+from serve.bearer_tokens import HASHES, BearerTokens
 from serve.service import RankAnswer, Service
 from serve.versions import Versions
 
@@ -114,11 +115,14 @@ def test_the_config_for_one_machine_lets_nobody_else_in():
     assert CONFIGS["config.yaml"]["http_options"]["host"] == "127.0.0.1"
 
 
-def test_replicas_on_a_cluster_get_the_registry_s_address_and_refuse_to_start_without_tokens():
+def test_replicas_on_a_cluster_get_the_registry_s_address_and_refuse_to_start_without_tokens(
+    monkeypatch,
+):
     """`serve deploy` sends no variables of the terminal in which it is typed."""
     (application,) = CONFIGS["config.cluster.yaml"]["applications"]
     assert application["args"]["model"].startswith(REGISTRY)
     variables = application["runtime_env"]["env_vars"]
     assert variables["MLFLOW_TRACKING_URI"].startswith("http")
-    with pytest.raises(ValueError, match="SHA-256 in hex"):
-        token_hashes(variables[TOKENS])
+    monkeypatch.setenv(HASHES, variables[HASHES])
+    with pytest.raises(BadInput, match="SHA-256 in hex"):
+        BearerTokens.of_environment()

@@ -23,6 +23,7 @@ from pipeline import Ranker
 from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from serve.api import create_app
+from serve.bearer_tokens import BearerTokens
 from serve.client import AsyncClient, Client, Question, Ranking, ServiceError
 from serve.engine import Engine
 from serve.errors import CODES, Refusal
@@ -218,7 +219,7 @@ def test_a_refusal_says_what_is_wrong(ask, url, waits):
 
 def test_the_token_is_sent(ask, engine):
     service = Service(lambda: engine, most_waiting_s=60.0)
-    app = create_app(service, token_hashes=[hashlib.sha256(b"open sesame").hexdigest()])
+    app = create_app(service, tokens=BearerTokens([hashlib.sha256(b"open sesame").hexdigest()]))
     with serving(app) as url:
         assert ask(url, "info", client={"token": "open sesame"}) == engine.info()
         error = error_of(lambda: ask(url, "info", client={"token": "barley"}))

@@ -13,6 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from serve import api, metrics
+from serve.bearer_tokens import BearerTokens
 from serve.errors import CODES
 from serve.service import Service
 
@@ -43,7 +44,7 @@ def test_a_request_of_the_page_is_answered(service, command):
     values = [value for option, value in itertools.pairwise(words) if option == "-H"]
     headers = dict(value.split(": ", 1) for value in values)
     tokens = [hashlib.sha256(b"open sesame").hexdigest()] if "authorization" in headers else []
-    client = TestClient(api.create_app(service, token_hashes=tokens))
+    client = TestClient(api.create_app(service, tokens=BearerTokens(tokens)))
     answer = client.post(path.removeprefix("localhost:8000"), content=body, headers=headers)
     assert answer.status_code == 200, answer.text
     assert json.loads(answer.content)

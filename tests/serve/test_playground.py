@@ -15,6 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from serve import api
+from serve.bearer_tokens import BearerTokens
 from serve.service import Service
 
 from . import browser as browsers
@@ -143,7 +144,7 @@ def test_pages_that_load_scripts_from_elsewhere_are_off(client):
 
 
 def test_the_page_needs_no_token_and_rankings_do(asked):
-    client = TestClient(api.create_app(asked.service, token_hashes=["0" * 64]))
+    client = TestClient(api.create_app(asked.service, tokens=BearerTokens(["0" * 64])))
     assert [client.get(path).status_code for path in ("/", "/playground/main.js")] == [200, 200]
     assert [client.get("/info").status_code, client.post("/", json={}).status_code] == [401, 401]
 
@@ -462,7 +463,9 @@ def test_an_older_answer_never_replaces_a_newer_one(asked, chromium):
 
 
 def test_a_token_is_asked_for_and_kept_in_the_tab_only(asked, chromium):
-    app = api.create_app(asked.service, token_hashes=[hashlib.sha256(TOKEN.encode()).hexdigest()])
+    app = api.create_app(
+        asked.service, tokens=BearerTokens([hashlib.sha256(TOKEN.encode()).hexdigest()])
+    )
     with serving(app) as port:
         page = chromium.page()
         page.open(f"http://127.0.0.1:{port}/")
@@ -509,7 +512,7 @@ def test_models_stand_side_by_side(page, port, tiny_ranker, tiny_pool, asking):
     model = tiny_ranker("bi")
     other = asking(model, tiny_pool(model, "other"), tiny_pool(model))
     seen: list[str] = []
-    inner = api.create_app(other.service, token_hashes=[hashlib.sha256(TOKEN.encode()).hexdigest()],
+    inner = api.create_app(other.service, tokens=BearerTokens([hashlib.sha256(TOKEN.encode()).hexdigest()]),
                            origins=[f"http://127.0.0.1:{port}"])  # fmt: skip
 
     async def listening(scope: Any, receive: Any, send: Any) -> None:

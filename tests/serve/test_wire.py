@@ -21,6 +21,7 @@ from pipeline.artifact import Artifact
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
 from serve.api import create_app
+from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
 from serve.service import Service
 
@@ -440,7 +441,7 @@ def test_what_means_nothing_here_changes_nothing(live, path, body, ignored):
 
 
 def test_all_but_the_page_of_the_playground_ask_for_the_token():
-    app = create_app(None, token_hashes=[hashlib.sha256(b"open sesame").hexdigest()])
+    app = create_app(None, tokens=BearerTokens([hashlib.sha256(b"open sesame").hexdigest()]))
     paths = ["/", "/rerank", "/v1/rerank", "/v2/rerank", "/embed", "/v1/embeddings"]
     with serving(app) as url:
         for path in paths:
