@@ -62,6 +62,7 @@ from serve.versions import (
     problem_of,
     read_settings,
     resolve,
+    without_folders,
 )
 
 _DECIDER, _CANDIDATE = "versions", "candidate"
@@ -192,7 +193,11 @@ class Ranker:
     def _state(self) -> dict[str, Any]:
         candidate = self._candidate.loaded
         candidate_fingerprint = candidate.model.fingerprint if candidate else None
-        problems = [*self._follower.problems, *self._candidate.problems]
+        pools = [*self._args.pools, *self._args.sharded_pools]
+        problems = [
+            without_folders(problem, pools)
+            for problem in (*self._follower.problems, *self._candidate.problems)
+        ]
         return {"candidate": candidate_fingerprint, "problems": problems}
 
     def _load(self, versions: Versions) -> Engine:
@@ -308,7 +313,7 @@ def build(args: Args) -> serve.Application:
 
 def application(args: Args, **options: Any) -> serve.Application:
     """As `build`, with options for the deployment, such as `num_replicas`."""
-    pools = tuple(storage.absolute(uri) for uri in [*args.pools, *args.sharded_pools])
+    pools = tuple(storage.absolute(uri.rstrip("/")) for uri in [*args.pools, *args.sharded_pools])
     champion = Targets(_absolute(args.model), pools)
     versions, _ = resolve(champion)
     for pool in open_pools(versions.model, versions.pools[: len(args.pools)]).values():
@@ -340,6 +345,7 @@ def application(args: Args, **options: Any) -> serve.Application:
         update={
             "second_stage": second_stage,
             "classifier": classifier,
+            "pools": list(pools[: len(args.pools)]),
             "sharded_pools": list(pools[len(args.pools) :]),
         }
     )

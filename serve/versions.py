@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -252,12 +253,16 @@ class Decider:
         refused_pools = [pool for refusal in self._refused.values() for pool in refusal.pools]
         try:
             served_pools = self._decided.pools if self._decided else ()
-            wanted, self._problems = resolve(self._targets, refused_pools, served_pools)
+            wanted, problems = resolve(self._targets, refused_pools, served_pools)
         except Exception as error:
             if [problem_of(error)] != self._problems:
                 log_failure("cannot resolve the wanted versions", error)
             self._problems = [problem_of(error)]
             return
+        for problem in problems:
+            if problem not in self._problems:
+                _log.warning("%s", problem)
+        self._problems = problems
         is_served = wanted.key == getattr(self._decided, "key", "")
         if is_served and not self._problems:  # the refused versions are not wanted any longer
             self._refused = {}
@@ -281,6 +286,22 @@ def problem_of(error: Exception) -> str:
     """An error in one line."""
     is_for_people = isinstance(error, (BadInput, OSError)) and str(error)
     return (str(error) if is_for_people else repr(error)).splitlines()[0]
+
+
+def without_folders(problem: str, pools: Sequence[str]) -> str:
+    """A problem for /info: paths begin with the name of one of `pools`, or are the name of their file.
+
+    Folders say where a site keeps its files, and have ids of runs. The log has the whole paths.
+    """
+
+    def shortened(match: re.Match[str]) -> str:
+        path = match[0]
+        folder = next((pool for pool in pools if path.startswith(pool)), path.rstrip("/:"))
+        return storage.name_of(folder) + path[len(folder) :]
+
+    rest = r"[^\s'\"]*"
+    paths = [*(re.escape(pool) + rest for pool in pools), f"{rest}/{rest}/{rest}"]
+    return re.sub("|".join(paths), shortened, problem)
 
 
 def log_failure(action: str, error: Exception) -> None:

@@ -241,6 +241,7 @@ def test_a_new_version_is_taken_by_all_and_a_bad_one_by_none(port, pools):
         matrix.write_bytes(matrix.read_bytes()[:-64])
         make_current(str(pools), "replies", "v-3")
         until(lambda: any("v-3" in problem for problem in info(port)["problems"]))
+        assert not any(str(pools) in problem for problem in info(port)["problems"])
         heard = len(load.versions)
         until(lambda: len(load.versions) > heard + 20)
     assert set(load.statuses) <= {200, 429}, load.statuses

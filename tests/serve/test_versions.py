@@ -24,7 +24,7 @@ from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import make_current
 from serve.engine import Engine
 from serve.follower import Follower, _close_later
-from serve.versions import Decider, Decision, Report, Targets, Versions, resolve
+from serve.versions import Decider, Decision, Report, Targets, Versions, resolve, without_folders
 
 
 @pytest.fixture
@@ -121,6 +121,40 @@ def test_an_error_of_the_storage_is_no_damage(model, pools, publish, monkeypatch
     monkeypatch.setattr("serve.versions.storage.read_bytes", failing_once("CURRENT"))
     with pytest.raises(OSError, match="connection reset"):
         resolve(targets(model, pools))
+
+
+@pytest.mark.parametrize(
+    ("problem", "shown"),
+    [
+        ("/srv/my pools/replies/v-2: damaged", "replies/v-2: damaged"),
+        ("/srv/my pools/replies/v-2/ids.npy: gone; v-1 is served",
+         "replies/v-2/ids.npy: gone; v-1 is served"),
+        ("s3://bucket/articles/v-1: no version", "articles/v-1: no version"),
+        ("/mlruns/1/4f0c/artifacts/ranker: is ab now, not cd", "ranker: is ab now, not cd"),
+        ("gs://models/4f0c/ranker/: no manifest", "ranker/: no manifest"),
+        ("[Errno 2] No such file: '/mlruns/1/4f0c/manifest.json'",
+         "[Errno 2] No such file: 'manifest.json'"),
+        ("reading key 'mlflow/1/4f0c/manifest.json' in bucket 'b': denied",
+         "reading key 'manifest.json' in bucket 'b': denied"),
+        ("model: models:/dialogue@champion: no such alias",
+         "model: models:/dialogue@champion: no such alias"),
+    ],
+)  # fmt: skip
+def test_a_problem_is_shown_without_folders_and_ids_of_runs(problem, shown):
+    assert without_folders(problem, ["/srv/my pools/replies", "s3://bucket/articles"]) == shown
+
+
+def test_the_log_has_the_problem_with_its_paths(tiny_ranker, model, pools, publish, clock, caplog):
+    publish(model, "v-1")
+    new = publish(tiny_ranker("poly", 1), "v-2")
+    decider = Decider(targets(model, pools), poll_s=1.0)
+    for _ in range(3):
+        clock.now += 1
+        (problem,) = decider.follow(Report("one", None)).problems
+    assert caplog.messages == [problem]
+    assert new in problem
+    shown = without_folders(problem, [str(pools / "replies")])
+    assert shown.startswith("replies/v-2: embedded by the model") and str(pools) not in shown
 
 
 def test_no_version_at_all_is_said_in_one_line(tiny_ranker, model, pools, publish):
