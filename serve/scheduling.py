@@ -165,7 +165,8 @@ class WorkQueue:
 
     def seconds_before(self, turn: float) -> float:
         """Seconds of the admitted requests' work that is left before this turn; an estimate."""
-        return sum(request.seconds_before(turn) for request in self._requests)
+        # A copy: an engine that is loaded in the background rehearses on a thread of its own.
+        return sum(request.seconds_before(turn) for request in list(self._requests))
 
     def refusal(self, deadline: float, expected_s: float = 0.0) -> Refusal | None:
         """The refusal that a request with this deadline and expected time would get now, or None."""
