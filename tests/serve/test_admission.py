@@ -64,9 +64,8 @@ class Simulation:
             if not self._asking:
                 await asyncio.to_thread(self._pass_time, self._arrivals[0].at)
             if self._asking:
-                _, self._asking = await asyncio.wait(
-                    self._asking, return_when=asyncio.FIRST_COMPLETED
-                )
+                done, _ = await asyncio.wait(self._asking, return_when=asyncio.FIRST_COMPLETED)
+                self._asking -= done
 
     def _compute(self, rows: list[str]) -> list[str]:
         self.computed_rows.update(rows)
