@@ -49,6 +49,7 @@ class Simulation:
         """From a request's arrival to its answer or refusal."""
         self.computed_rows: Counter[str] = Counter()
         self._arrivals: list[Arrival] = []
+        self._passing = threading.RLock()
 
     def run(self, arrivals: Iterable[Arrival]) -> Simulation:
         self._arrivals = list(arrivals)
@@ -68,18 +69,20 @@ class Simulation:
                 self._asking -= done
 
     def _compute(self, rows: list[str]) -> list[str]:
-        self.computed_rows.update(rows)
-        self._pass_time(self.clock.now + ROW_S * len(rows))
+        with self._passing:  # not before all who come at the same time are there
+            self.computed_rows.update(rows)
+            self._pass_time(self.clock.now + ROW_S * len(rows))
         return rows
 
     def _pass_time(self, until: float) -> None:
         """Lets those in who arrive until then."""
-        while self._arrivals and self._arrivals[0].at <= until:
-            arrival, entered = heapq.heappop(self._arrivals), threading.Event()
-            self.clock.now = max(self.clock.now, arrival.at)
-            self._loop.call_soon_threadsafe(self._enter, arrival, entered)
-            assert entered.wait(60)
-        self.clock.now = max(self.clock.now, until)
+        with self._passing:
+            while self._arrivals and self._arrivals[0].at <= until:
+                arrival, entered = heapq.heappop(self._arrivals), threading.Event()
+                self.clock.now = max(self.clock.now, arrival.at)
+                self._loop.call_soon_threadsafe(self._enter, arrival, entered)
+                assert entered.wait(60)
+            self.clock.now = max(self.clock.now, until)
 
     def _enter(self, arrival: Arrival, entered: threading.Event) -> None:
         task = self._loop.create_task(self._ask(arrival, entered))
