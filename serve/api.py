@@ -30,6 +30,7 @@ from starlette.middleware.cors import CORSMiddleware
 from torch import Tensor
 
 from serve import errors, playground, wire
+from serve.answered_by import MODEL, Answered, AnsweredBy, name_engine
 from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, error_responses
@@ -214,9 +215,10 @@ def create_app(
     origins: Sequence[str] = (),
     state: Callable[[], dict[str, Any]] = dict,
     close: Callable[[], None] = lambda: None,
+    record_answer: Callable[[Answered], None] = lambda answered: None,
 ) -> FastAPI:
     """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
-    the versions. `close` is called at the end."""
+    the versions. `close` is called at the end. `record_answer` is for metrics."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -227,7 +229,8 @@ def create_app(
         lifespan=lifespan,
         title="polyrank",
         version="2",
-        description="Ranks candidate texts for a context: replies for a dialogue, articles for a sentence.",
+        description="Ranks candidate texts for a context: replies for a dialogue, articles for a sentence. "
+        f"Every answer of a model has its fingerprint in the header {MODEL}.",
         redirect_slashes=False,  # to the caller's Host
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
@@ -235,11 +238,12 @@ def create_app(
     errors.install(app)
     playground.install(app)
     refusal = service.queue.refusal if service else lambda deadline: None
+    app.add_middleware(AnsweredBy, record=record_answer)
     app.add_middleware(Guard, limits=limits, tokens=tokens, refusal=refusal)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
-            allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after", MODEL],
         )  # fmt: skip
 
     def require_service() -> Service:
@@ -260,7 +264,7 @@ def create_app(
     ) -> RankResponse | list[RankResponse]:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         ranker, began = require_service(), time.monotonic()
-        engine = ranker.engine
+        engine = name_engine(request, ranker.engine)
         deadline: float = request.state.deadline
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
@@ -281,7 +285,8 @@ def create_app(
     async def classify(body: ClassifyRequest, request: Request) -> ClassifyResponse:
         """Classifies texts by intent."""
         ranker, began = require_service(), time.monotonic()
-        intents, classified = await ranker.classify(body.texts, request.state.deadline)
+        engine = name_engine(request, ranker.engine)
+        intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)
         results = [
             Classification(
                 intents=[

@@ -239,6 +239,7 @@ class Ranker:
             args.origins,
             self._state,
             self._close,
+            self._metrics.record_answered,
         )
 
     def _close(self) -> None:

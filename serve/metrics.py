@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.serve import metrics
 
+from serve.answered_by import Answered
 from serve.scheduling import Batch
 from serve.service import RankAnswer
 
@@ -48,7 +49,12 @@ class Metrics:
             description="Questions answered, by model and pool version.",
             tag_keys=("model", "pool", "version", "certified"),
         )
-
+        self._answer_seconds = metrics.Histogram(
+            "polyrank_answer_seconds",
+            description="Seconds until a model's answer, in the replica.",
+            boundaries=_SECONDS,
+            tag_keys=("model", "route", "status"),
+        )
         self._candidates = metrics.Counter(
             "polyrank_candidates_total",
             description="Candidates ranked: given with the questions, or rows of pools.",
@@ -84,6 +90,11 @@ class Metrics:
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
         self._candidates.inc(answer.candidates, {"pool": answer.pool})
+
+    def record_answered(self, answered: Answered) -> None:
+        """Records the time of an answer, or of a failure."""
+        tags = {"model": answered.model, "route": answered.route, "status": str(answered.status)}
+        self._answer_seconds.observe(answered.seconds, tags)
 
     def record_missing_shard(self, pool: str, shard: int) -> None:
         """Records that a shard did not answer in time."""

@@ -264,12 +264,12 @@ class Service:
         return vectors, sum(map(len, rows))
 
     async def classify(
-        self, texts: Sequence[str], deadline: float
+        self, texts: Sequence[str], deadline: float, engine: Engine | None = None
     ) -> tuple[Intents, list[Classified]]:
         """(the classifier, its answer for each text); equal texts are read once.
 
         Raises Refusal where none is served, too much is waiting, or the deadline is over."""
-        intents = self.engine.intents
+        intents = (engine or self.engine).intents
         if intents is None:
             raise Refusal("no_classifier", CODES["no_classifier"].text)
         distinct_texts = list(dict.fromkeys(texts))

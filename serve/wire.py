@@ -7,7 +7,8 @@ Rules for all of them:
 - Results are sorted by the model's scores. Formats that promise scores in [0, 1] get the score's sigmoid. It
   keeps the order but is no probability: the scores of a bi- or poly-encoder are products of vectors, and a
   score above 37 becomes 1.0. `raw_scores` returns the score itself.
-- There is one model, whatever `model` the request names. The answer names its fingerprint.
+- There is one model, whatever `model` the request names. The header of `answered_by.py` names its
+  fingerprint, and so does the body, where the format has a field for it.
 - Texts are always truncated to the model's maximum, which /info names.
 - Unknown fields are ignored, because the clients send some that have no meaning here:
   `model` (all of them), `truncate` (TEI), `max_tokens_per_doc`, `max_chunks_per_doc`, `relevant_spans`,
@@ -29,6 +30,7 @@ from fastapi import FastAPI, Request
 from torch import Tensor
 from torch.nn import functional as F
 
+from serve.answered_by import name_engine
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, error_responses
 from serve.service import Service
@@ -141,7 +143,7 @@ class _Scores(NamedTuple):
 
 
 async def _score(service: Service, query: str, texts: Sequence[str], request: Request) -> _Scores:
-    engine, deadline = service.engine, request.state.deadline
+    engine, deadline = name_engine(request, service.engine), request.state.deadline
     scores, tokens = await service.scores(engine, [query], texts, deadline)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
     return _Scores(engine, scores, order, tokens)
@@ -200,7 +202,7 @@ async def _encode_texts(
     They are always the champion's: clients compare vectors of several requests, and those of two models have
     nothing in common. Raises Refusal for what this model has not.
     """
-    engine, deadline = service.champion, request.state.deadline
+    engine, deadline = name_engine(request, service.champion), request.state.deadline
     config = engine.ranker.config
     if not config.has_vectors:
         raise Refusal("invalid_request", "model: a cross-encoder has no vectors; allowed: /rank, "

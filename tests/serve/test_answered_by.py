@@ -1,0 +1,93 @@
+"""Every answer of a model names it, and is recorded with its time: so a slow or failing candidate is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from serve.answered_by import MODEL, Answered
+from serve.api import create_app
+from serve.service import Service
+
+from .conftest import Asking
+
+RANK = ("/rank", {"context": "hi", "candidates": ["a", "b"]})
+CHAMPIONS = [
+    ("/embed", {"inputs": ["a"]}),
+    ("/v1/embeddings", {"input": "a"}),
+    ("/", {"inputs": "a"}),
+]
+ANYBODYS = [
+    RANK,
+    ("/rank", [RANK[1], RANK[1]]),
+    ("/rerank", {"query": "hi", "texts": ["a", "b"]}),
+    ("/rerank", {"query": "hi", "documents": ["a", "b"]}),
+    ("/v1/rerank", {"query": "hi", "documents": ["a", "b"]}),
+    ("/v2/rerank", {"query": "hi", "documents": ["a", "b"]}),
+    ("/", {"inputs": {"source_sentence": "hi", "sentences": ["a"]}}),
+    ("/classify", {"texts": ["a"]}),
+]
+
+
+@pytest.fixture(scope="module")
+def champion(tiny_ranker, tiny_classifier, asking) -> Asking:
+    model = tiny_ranker("poly")
+    return asking(model, classifier=tiny_classifier(model))
+
+
+@pytest.fixture(scope="module")
+def candidate(tiny_ranker, tiny_classifier, asking) -> Asking:
+    return asking(tiny_ranker("poly", 1), classifier=tiny_classifier(tiny_ranker("poly")))
+
+
+@pytest.fixture
+def answered() -> list[Answered]:
+    return []
+
+
+@pytest.fixture
+def client(champion, candidate, answered):
+    """A service whose candidate answers all that it may."""
+    service = Service(lambda: champion.engine, 60.0, candidate=lambda: candidate.engine)
+    app = create_app(service, record_answer=answered.append)
+    yield TestClient(app, raise_server_exceptions=False)
+    service.close()
+
+
+@pytest.mark.parametrize(("path", "body"), ANYBODYS)
+def test_an_answer_of_the_candidate_names_it(client, candidate, answered, path, body):
+    answer = client.post(path, json=body)
+    fingerprint = candidate.engine.model.fingerprint
+    assert (answer.status_code, answer.headers[MODEL]) == (200, fingerprint)
+    (one,) = answered
+    assert (one.model, one.route, one.status) == (fingerprint, path, 200)
+    assert 0 < one.seconds < 60
+
+
+@pytest.mark.parametrize(("path", "body"), CHAMPIONS)
+def test_vectors_name_the_champion(client, champion, answered, path, body):
+    answer = client.post(path, json=body)
+    assert answer.headers[MODEL] == champion.engine.model.fingerprint == answered[0].model
+
+
+def test_what_no_model_answers_names_none(client, answered):
+    for answer in (client.get("/info"), client.get("/health"), client.post("/rank", json={})):
+        assert MODEL not in answer.headers
+    assert answered == []
+
+
+def test_a_refusal_and_a_failure_are_recorded_with_the_model(
+    client, candidate, answered, monkeypatch
+):
+    def fail(rows: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    refused = client.post("/rank", json={"context": "hi", "pool": "nope"})
+    monkeypatch.setattr(candidate.engine.ranker, "candidate_rows", fail)
+    failed = client.post("/rank", json=RANK[1])
+    assert (refused.status_code, failed.status_code) == (404, 500)
+    fingerprint = candidate.engine.model.fingerprint
+    assert refused.headers[MODEL] == fingerprint
+    assert [(one.model, one.status) for one in answered] == [(fingerprint, 404), (fingerprint, 500)]
