@@ -68,7 +68,36 @@ def cpus_each(processes: int, gpu: bool = False, chosen: int = 0) -> int:
         shares = [node["CPU"] // node["GPU"] for node in nodes if node.get("GPU")]
         return max(1, int(min(shares)))
     cores = [node.get("CPU", 0) for node in nodes]
-    return max(1, min(int(sum(cores)) // processes, int(max(cores))))
+    share = min(int(sum(cores)) // processes, int(max(cores)))
+    while share > 1 and fitting(share) < processes:  # 2 of 4 cores do not fit on nodes of 3 and 5
+        share -= 1
+    return max(1, share)
+
+
+def require_room(processes: int, cpus: float, gpus: int = 0) -> None:
+    """Says that the cluster starts nodes first, where so many processes that wait for each other do not fit
+    on those that are up.
+
+    Raises BadInput where it starts none: they would wait for ever.
+    """
+    fit_now = fitting(cpus, gpus)
+    if fit_now >= processes:
+        return
+    given_up_at = time.monotonic() + _GRACE_S
+    while not (autoscaler := _autoscaler({})).has_reported and time.monotonic() < given_up_at:
+        time.sleep(0.5)
+    text = _text({"CPU": cpus, "GPU": gpus})
+    if not autoscaler.may_grow:
+        raise BadInput(
+            f"--resources: {processes} workers need {text} each; {fit_now} of them fit on the cluster, which "
+            "starts no more nodes; fewer --resources.workers, or --resources.min-workers 1 to train on those "
+            "that fit"
+        )
+    print(
+        f"waiting for nodes: {processes} workers need {text} each, and {fit_now} of them fit now",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def fitting(cpus: float, gpus: int = 0) -> int:

@@ -23,6 +23,7 @@ with cluster.session():
             ask()
         except BadInput as error:
             print(error)
+    resources.require_room(3, 2)
     import ray
     print("nodes:", len(ray.nodes()))
     print("now the job", file=sys.stderr)
@@ -50,6 +51,10 @@ def test_requests_that_no_node_type_satisfies_are_refused_before_anything_is_sta
     assert no_gpu.startswith("--resources: a process needs 1 CPU, 1 GPU; no node")
     assert no_cores.startswith("--resources: a process needs 64 CPUs; no node")
     assert "waiting for a node with 64 CPUs" in driven.stderr.partition("now the job")[0]
+    assert (
+        "waiting for nodes: 3 workers need 2 CPUs each, and 0 of them fit now"
+        in driven.stderr.partition("now the job")[0]
+    )
 
 
 def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(driven, reddit_corpus):
@@ -72,6 +77,28 @@ def test_processes_share_the_cores_of_the_nodes_that_are_up(local_ray):
     assert resources.cpus_each(4, chosen=2) == 2
     assert (resources.fitting(1), resources.fitting(2), resources.fitting(1, 1)) == (2, 1, 0)
     assert (Actors().max_count(9), Actors(max_actors=5).max_count(9)) == (2, 5)
+
+
+def test_a_share_of_the_cores_is_one_that_all_processes_get(monkeypatch):
+    monkeypatch.setattr(resources, "_nodes", lambda: [{"CPU": 3.0}, {"CPU": 5.0}])
+    assert [resources.cpus_each(number) for number in (1, 2, 4, 9)] == [5, 3, 1, 1]
+
+
+@pytest.mark.parametrize(("workers", "more"), [(4, ()), (8, ("--resources.min-workers", 3))])
+def test_more_workers_than_a_cluster_holds_that_cannot_grow_are_refused(
+    run_job, convai2_corpus, tiny_ranker, tmp_path, workers, more
+):
+    options = (
+        "--finetune.max-steps", 1, "--finetune.batch-examples", 8, "--loop.validate-every-epochs", 0,
+        "--ranker.max-context-tokens", 48, "--ranker.max-candidate-tokens", 32,
+    )  # fmt: skip
+    refusal = run_job(
+        "finetune", "--corpus", convai2_corpus.uri, "--encoder", tiny_ranker("bi").uri,
+        "--output", tmp_path / "ranker", "--resources.workers", workers, *more, *options,
+    ).refusal  # fmt: skip
+    needed = 3 if more else workers
+    assert f"--resources: {needed} workers need 1 CPU each; 2 of them fit on the cluster" in refusal
+    assert "--resources.min-workers 1" in refusal
 
 
 def test_a_gpu_process_gets_the_cores_that_a_node_has_for_each_gpu(monkeypatch):
