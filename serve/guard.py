@@ -6,8 +6,8 @@ It runs in each replica. It also runs in Serve's proxies, if their environment s
 
 A proxy with it reads the body before a replica hears of the request, so slow senders occupy no replica. It
 sends a request a second time if the replica died or was overloaded: requests change nothing, and Serve's
-router prefers replicas with less to do. It refuses requests for a moment if the second one was overloaded, too,
-gives up if no replica is alive, and rewrites Ray's own errors in our format.
+router prefers replicas with less to do. It refuses requests for a moment if the second one was overloaded,
+too, gives up if no replica is alive, and rewrites Ray's own errors in our format.
 """
 
 from __future__ import annotations
