@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from jobs.benchmarks.paper import trials
 from jobs.benchmarks.pretraining_peers import bare_step
 from pipeline import storage
 from pipeline.artifact import open_artifact
+from pipeline.config import BadInput
 from pipeline.models import inference
 from pipeline.models.flops import TrainingFlops, peak_flops
 from pipeline.models.placement import prepare_for_training
@@ -40,6 +41,7 @@ Device = Literal["cuda", "cpu"]
 
 _ROOT = Path(__file__).parents[2]
 _LENGTHS = (128, 512)
+_ARCHITECTURES = ("bi", "poly", "cross")
 _MASKED_SHARE = 0.15
 _WARM_UP_STEPS = 3
 _JOB_TOKENS = 65_536  # of a step of jobs.pretrain, one micro-batch
@@ -65,8 +67,8 @@ class _Scale:
 
 _SCALES: dict[Device, _Scale] = {
     "cuda": _Scale(
-        Shape(), 30_522, (16_384, 32_768, 65_536, 131_072), seconds=5.0, steps=100, texts=200_000,
-        compiler="inductor",
+        Shape(), 30_522, (4_096, 16_384, 32_768, 65_536, 131_072), seconds=5.0, steps=100,
+        texts=200_000, compiler="inductor",
     ),
     "cpu": _Scale(
         Shape(layers=2, width=64, heads=2), 300, (1_024,), seconds=0.0, steps=4, texts=50,
@@ -76,7 +78,8 @@ _SCALES: dict[Device, _Scale] = {
 
 
 def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> list[BenchmarkRow]:
-    """Rows of one GPU; none, and a line that says so, where there is none.
+    """Rows of one GPU; none, and a line that says so, where there is none. A part that fails is a row that
+    says why, and the other parts count nevertheless.
 
     `corpus`: for pre-training and fine-tuning; none: the sample corpora. `encoder` is fine-tuned; "": the
     output of jobs.pretrain.
@@ -89,16 +92,38 @@ def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> 
     rows = [_run_gpu_tests()] if device == "cuda" else []
     for length in _LENGTHS:
         rows.append(_utilisation(length, torch.device(device), scale))
+    trained_encoder = work / "encoder"
     tokens = pretrain.tokens(sizes, corpus[0] if corpus else "", work)
-    trained_encoder, row = _pretraining_job(tokens, device, scale, work)
-    rows.append(row)
-    conversations = corpus[0] if corpus else pretrain.sample_corpora(sizes, work)["convai2"]
-    ranker, finetuning_rows = _finetuning(
-        encoder or trained_encoder, conversations, device, scale, work
+    rows += _attempt(
+        "gpu.pretrain.job_mfu", _pretraining_job, tokens, trained_encoder, device, scale
     )
-    rows += finetuning_rows
-    rows.append(_embedding(ranker, conversations, torch.device(device), scale))
+    conversations = corpus[0] if corpus else pretrain.sample_corpora(sizes, work)["convai2"]
+    start = encoder or str(trained_encoder)
+    for name in _ARCHITECTURES:
+        rows += _attempt(
+            f"gpu.finetune.{name}",
+            _finetuning,
+            name,
+            start,
+            conversations,
+            work / name,
+            device,
+            scale,
+        )
+    rows += _attempt(
+        "gpu.embed.texts_per_s", _embedding, work / "bi", conversations, torch.device(device), scale
+    )
     return rows
+
+
+def _attempt(
+    name: str, part: Callable[..., list[BenchmarkRow]], *arguments: object
+) -> list[BenchmarkRow]:
+    """The part's rows; a row of this name that says why, where its job fails or the device refuses."""
+    try:
+        return part(*arguments)
+    except (BadInput, RuntimeError) as problem:
+        return [BenchmarkRow(name, None, "", detail={"failed": str(problem)})]
 
 
 def _run_gpu_tests() -> BenchmarkRow:
@@ -121,25 +146,30 @@ def _run_gpu_tests() -> BenchmarkRow:
 def _utilisation(length: int, device: torch.device, scale: _Scale) -> BenchmarkRow:
     """MFU of joint pre-training on made-up texts of exactly `length` tokens, without Ray.
 
-    The micro-batches double until one does not fit; the fastest is measured with torch.compile, too.
+    The micro-batches grow until one does not fit; the fastest is measured with torch.compile, too.
     """
-    measurements: dict[str, dict[str, float]] = {}
-    for tokens in scale.micro_batch_tokens:
+    rates, failures = dict[str, dict[str, float]](), dict[str, str]()
+
+    def attempt(tokens: int, compiled: bool) -> None:
+        name = f"{'compiled' if compiled else 'eager'}, {tokens:,} tokens"
         try:
-            measurements[f"eager, {tokens:,} tokens"] = _rate(tokens, length, device, scale, False)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+            rates[name] = _rate(tokens, length, device, scale, compiled)
+        except RuntimeError as problem:  # it does not fit, or cannot be compiled here
+            failures[name] = f"failed: {problem}"
+        torch.cuda.empty_cache()
+
+    for tokens in scale.micro_batch_tokens:
+        attempt(tokens, compiled=False)
+        if failures:
             break
-    fastest = max(measurements.values(), key=lambda values: values["mfu"])
-    micro_batch_tokens = int(fastest["micro_batch_tokens"])
-    measurements[f"compiled, {micro_batch_tokens:,} tokens"] = _rate(
-        micro_batch_tokens, length, device, scale, True
-    )
+    if rates:
+        fastest = max(rates.values(), key=lambda values: values["mfu"])
+        attempt(int(fastest["micro_batch_tokens"]), compiled=True)
     peak = peak_flops(device, "bf16")
     return BenchmarkRow(
-        f"gpu.pretrain.mfu_bert_base_{length}", max(values["mfu"] for values in measurements.values()),
-        "MFU", floor=1.0,
-        detail={**measurements, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
+        f"gpu.pretrain.mfu_bert_base_{length}",
+        max((values["mfu"] for values in rates.values()), default=None), "MFU", floor=1.0,
+        detail={**rates, **failures, "peak, TFLOPS": round(peak.flops / 1e12, 1), "peak is": peak.source,
                 "device": _device_name(device)},
     )  # fmt: skip
 
@@ -200,10 +230,9 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _pretraining_job(
-    corpus: str, device: Device, scale: _Scale, work: Path
-) -> tuple[str, BenchmarkRow]:
-    """(the encoder of jobs.pretrain, its row)"""
-    output, shape = work / "encoder", scale.shape
+    corpus: str, output: Path, device: Device, scale: _Scale
+) -> list[BenchmarkRow]:
+    shape = scale.shape
     shutil.rmtree(output, ignore_errors=True)
     tokens = min(_JOB_TOKENS, max(scale.micro_batch_tokens))
     run = run_job(
@@ -218,7 +247,7 @@ def _pretraining_job(
     metrics = run.summary["metrics"]
     names = ("tokens_per_s", "data_wait_share", "peak_memory_mib")
     detail: dict[str, Any] = {name: metrics[name] for name in names}
-    return str(output), BenchmarkRow("gpu.pretrain.job_mfu", metrics["mfu"], "MFU", detail=detail)
+    return [BenchmarkRow("gpu.pretrain.job_mfu", metrics["mfu"], "MFU", detail=detail)]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -226,14 +255,13 @@ def _pretraining_job(
 
 
 def _finetuning(
-    encoder: str, corpus: str, device: Device, scale: _Scale, work: Path
-) -> tuple[str, list[BenchmarkRow]]:
-    """(a bi-encoder, its rows)"""
-    output = work / "ranker"
+    architecture: str, encoder: str, corpus: str, output: Path, device: Device, scale: _Scale
+) -> list[BenchmarkRow]:
     shutil.rmtree(output, ignore_errors=True)
     run = run_job(
-        "finetune", *trials.recipe("convai2", "bi", "small"), "--corpus", corpus, "--encoder", encoder,
-        "--output", output, "--finetune.max-steps", scale.steps, *_resource_options(device),
+        "finetune", *trials.recipe("convai2", architecture, "small"), "--corpus", corpus,
+        "--encoder", encoder, "--output", output, "--finetune.max-steps", scale.steps,
+        *_resource_options(device),
     )  # fmt: skip
     batch = int(
         open_artifact(str(output), "ranker").manifest["config"]["finetune"]["batch_examples"]
@@ -241,15 +269,20 @@ def _finetuning(
     metrics = run.summary["metrics"]
     rate = float(metrics["mean_steps_per_s"]) * batch
     detail = {"steps": metrics["step"], "batch": batch}
-    return str(output), [
-        BenchmarkRow("gpu.finetune.samples_per_s", rate, "samples/s", detail=detail),
-        BenchmarkRow("gpu.finetune.valid_r1", metrics["best_valid_r1"], "R@1"),
+    return [
+        BenchmarkRow(
+            f"gpu.finetune.{architecture}.samples_per_s", rate, "samples/s", detail=detail
+        ),
+        BenchmarkRow(f"gpu.finetune.{architecture}.valid_r1", metrics["best_valid_r1"], "R@1"),
     ]
 
 
-def _embedding(ranker_uri: str, corpus: str, device: torch.device, scale: _Scale) -> BenchmarkRow:
+def _embedding(
+    bi_encoder: Path, corpus: str, device: torch.device, scale: _Scale
+) -> list[BenchmarkRow]:
     """Responses of the train split, tokenizing included."""
-    ranker = inference.place(load_ranker(open_artifact(ranker_uri, "ranker").local()), device)
+    artifact = open_artifact(str(bi_encoder), "ranker")
+    ranker = inference.place(load_ranker(artifact.local()), device)
     texts = list[str]()
     for uri in open_artifact(corpus, "corpus").files("train/", ".parquet"):
         with storage.open_input(uri) as stream:
@@ -259,9 +292,8 @@ def _embedding(ranker_uri: str, corpus: str, device: torch.device, scale: _Scale
     began = time.perf_counter()
     inference.candidate_vectors(ranker, texts)
     seconds = time.perf_counter() - began
-    return BenchmarkRow(
-        "gpu.embed.texts_per_s", len(texts) / seconds, "texts/s", detail={"texts": len(texts)}
-    )
+    detail = {"texts": len(texts)}
+    return [BenchmarkRow("gpu.embed.texts_per_s", len(texts) / seconds, "texts/s", detail=detail)]
 
 
 def _resource_options(device: Device) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +16,7 @@ from jobs import pretrain as pretrain_job
 from jobs.benchmarks import gpu, growth, pretrain, pretraining_peers
 from jobs.benchmarks.measure import Run
 from jobs.benchmarks.pretraining_peers import bare_step
+from pipeline.config import BadInput
 from pipeline.training.optimization import optimization
 from pipeline.training.pretraining import Pretraining
 from pipeline.training.tokenized_corpus import TokenizedCorpus
@@ -197,14 +198,67 @@ def test_what_a_gpu_runs_runs_on_a_cpu(in_process, convai2_corpus, tmp_path):
         "gpu.pretrain.mfu_bert_base_128",
         "gpu.pretrain.mfu_bert_base_512",
         "gpu.pretrain.job_mfu",
-        "gpu.finetune.samples_per_s",
-        "gpu.finetune.valid_r1",
+        "gpu.finetune.bi.samples_per_s",
+        "gpu.finetune.bi.valid_r1",
+        "gpu.finetune.poly.samples_per_s",
+        "gpu.finetune.poly.valid_r1",
+        "gpu.finetune.cross.samples_per_s",
+        "gpu.finetune.cross.valid_r1",
         "gpu.embed.texts_per_s",
     ]
     for row in rows.values():
         assert row.ours is not None and row.ours >= 0
     kinds = [name for name in rows["gpu.pretrain.mfu_bert_base_512"].detail if "tokens" in name]
     assert kinds == ["eager, 1,024 tokens", "compiled, 1,024 tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fits", "rate", "names"),
+    [
+        (lambda tokens, compiled: False, None, ["eager, 512 tokens"]),
+        (
+            lambda tokens, compiled: tokens < 2048 and not compiled,
+            1024,
+            [
+                "eager, 512 tokens",
+                "eager, 1,024 tokens",
+                "eager, 2,048 tokens",
+                "compiled, 1,024 tokens",
+            ],
+        ),
+    ],
+)
+def test_what_does_not_fit_on_a_gpu_is_named_beside_what_does(monkeypatch, fits, rate, names):
+    def measured(tokens, length, device, scale, compiled):
+        if not fits(tokens, compiled):
+            raise torch.OutOfMemoryError("no memory")
+        return {"mfu": tokens, "micro_batch_tokens": tokens}
+
+    monkeypatch.setattr(gpu, "_rate", measured)
+    scale = replace(gpu._SCALES["cpu"], micro_batch_tokens=(512, 1024, 2048, 4096))
+    row = gpu._utilisation(128, torch.device("cpu"), scale)
+    assert row.ours == rate
+    tried = {name: value for name, value in row.detail.items() if name.endswith("tokens")}
+    assert sorted(tried) == sorted(names)
+    failed = [name for name, value in tried.items() if value == "failed: no memory"]
+    assert len(failed) == (1 if rate is None else 2)
+
+
+def test_the_rows_that_a_gpu_made_are_kept_when_a_later_part_fails(
+    monkeypatch, tmp_path, convai2_corpus
+):
+    def fail(verb, *options):
+        raise BadInput(f"jobs.{verb}: it failed")
+
+    monkeypatch.setattr(gpu, "run_job", fail)
+    monkeypatch.setattr(pretrain, "tokens", lambda size, corpus, work: "tokens")
+    monkeypatch.setattr(gpu, "_rate", lambda *more: {"mfu": 0.5, "micro_batch_tokens": 1024})
+    rows = {row.row: row for row in gpu.measure("cpu", "", [convai2_corpus.uri], tmp_path)}
+    assert rows["gpu.pretrain.mfu_bert_base_512"].ours == 0.5
+    for name in ("bi", "poly", "cross"):
+        assert rows[f"gpu.finetune.{name}"].ours is None
+        assert rows[f"gpu.finetune.{name}"].detail == {"failed": "jobs.finetune: it failed"}
+    assert str(tmp_path) in rows["gpu.embed.texts_per_s"].detail["failed"]
 
 
 def test_made_up_micro_batches_are_full():
