@@ -73,7 +73,7 @@ def _bare_loop(arm: Arm, rank: int, world: int, wait: Callable[[], object]) -> R
     walk = PretrainingBatches.of(
         recipe.corpora, recipe.weights, recipe.pretrain, rank, world, recipe.loop.seed
     ).start()
-    batches = [next(walk)[0] for _ in range(steps)]
+    batches = [next(walk)[0].parts for _ in range(steps)]
     walk.close()
     device = torch.device("cpu")
     model, _ = recipe.model()

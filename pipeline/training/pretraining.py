@@ -6,7 +6,7 @@ of all workers, divided by what is predicted in them, so the number of workers d
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,39 +30,13 @@ from pipeline.training.optimization import optimization
 from pipeline.training.pretraining_batches import (
     MicroBatch,
     PretrainingBatches,
+    StepBatch,
     validation_batches,
 )
 from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.selection import Measured
 from pipeline.training.settings import LoopConfig
 from pipeline.training.tokenized_corpus import TokenizedCorpus
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One worker's micro-batches of a step, with the numbers of their lanes."""
-
-    lanes: tuple[int, ...]
-    parts: list[MicroBatch]
-
-    def to(self, device: torch.device) -> StepBatch:
-        return StepBatch(self.lanes, [part.to(device) for part in self.parts])
-
-
-@dataclass(frozen=True)
-class _StepBatches:
-    """`PretrainingBatches` as the loop takes them."""
-
-    batches: PretrainingBatches
-    steps_per_epoch: float
-
-    def start(self, cursors: Sequence[Any]) -> Generator[tuple[StepBatch, Any]]:
-        walk = self.batches.start(cursors)
-        try:
-            for parts, cursor in walk:
-                yield StepBatch(self.batches.lanes, parts), cursor
-        finally:
-            walk.close()
 
 
 class _Accumulation:
@@ -233,7 +207,6 @@ class Pretraining:
         config, seed = self.pretrain, self.loop.seed
         model, _ = self.model()
         tokenizer = Tokenizer.load(self.corpora[0].tokenizer().local())
-        batches = PretrainingBatches.of(self.corpora, self.weights, config, rank, world, seed)
         valid_batches = validation_batches(self.corpora, self.weights, config, 0, 1, seed)
         cost = TrainingFlops.of(model.encoder, model.mlm)
         accumulation = _Accumulation(seed)
@@ -252,7 +225,7 @@ class Pretraining:
 
         return Task(
             module=model,
-            batches=_StepBatches(batches, self.tokens() / config.batch_tokens),
+            batches=PretrainingBatches.of(self.corpora, self.weights, config, rank, world, seed),
             steps=config.steps,
             optimize=lambda: optimization(self.loop, model, config.steps),
             backward=accumulation,

@@ -75,8 +75,6 @@ class MicroBatch:
     """The true ids of the predicted tokens, int64; None as `predicted_N`."""
     is_next_B: Tensor | None
     """bool: whether the second text is the context's own; None: this step does not ask."""
-    unswapped: int = 0
-    """Pairs that were drawn to be random and are true, because no other response was found."""
 
     @property
     def token_count(self) -> int:
@@ -116,8 +114,19 @@ class MicroBatch:
             change_optional(self.predicted_N),
             change_optional(self.labels_N),
             change_optional(self.is_next_B),
-            self.unswapped,
         )
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One worker's micro-batches of a step, with the numbers of their lanes."""
+
+    lanes: tuple[int, ...]
+    parts: list[MicroBatch]
+
+    def to(self, device: torch.device) -> StepBatch:
+        """The batch on a device."""
+        return StepBatch(self.lanes, [part.to(device) for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,6 @@ class _Collator:
             None if predicted_N is None else torch.from_numpy(predicted_N),
             None if labels_N is None else torch.from_numpy(labels_N),
             torch.from_numpy(pairs.is_next_R[rows_B]) if asks_next else None,
-            int(pairs.unswapped_R[rows_B].sum()) if asks_next else 0,
         )
 
 
@@ -183,6 +191,8 @@ class PretrainingBatches:
     lanes: tuple[int, ...]
     """The lanes of this worker."""
     seed: int
+    steps_per_epoch: float
+    """Steps in which as many tokens are read as the corpora have."""
 
     @classmethod
     def of(
@@ -205,12 +215,12 @@ class PretrainingBatches:
         )
         shares = np.cumsum(weights) / np.sum(weights)
         lanes = tuple(range(rank, config.lanes, world))
-        return cls(readers, shares, _Collator.of(corpora, weights, config), lanes, seed)
+        steps_per_epoch = sum(corpus.train_tokens for corpus in corpora) / config.batch_tokens
+        collator = _Collator.of(corpora, weights, config)
+        return cls(readers, shares, collator, lanes, seed, steps_per_epoch)
 
-    def start(
-        self, cursors: Sequence[LaneCursor] = ()
-    ) -> Generator[tuple[list[MicroBatch], LaneCursor]]:
-        """(the micro-batches of a step, the cursor after it) for ever, prepared in a thread of their own.
+    def start(self, cursors: Sequence[LaneCursor] = ()) -> Generator[tuple[StepBatch, LaneCursor]]:
+        """(the batch of a step, the cursor after it) for ever, prepared in a thread of their own.
 
         `cursors`: those of all workers of the run that saved them, of whatever number; none: from the
         beginning. Raises BadInput where they are not of as many lanes.
@@ -236,9 +246,7 @@ class PretrainingBatches:
                                f"{len(self.readers)}; resume with the same ones")  # fmt: skip
         return {lane: saved[lane] for lane in self.lanes}
 
-    def _walk(
-        self, positions: dict[int, LanePosition]
-    ) -> Iterator[tuple[list[MicroBatch], LaneCursor]]:
+    def _walk(self, positions: dict[int, LanePosition]) -> Iterator[tuple[StepBatch, LaneCursor]]:
         threads = ThreadPoolExecutor(1, thread_name_prefix="windows")
         try:
             streams = {
@@ -261,7 +269,7 @@ class PretrainingBatches:
                     )
                     for lane in self.lanes
                 }
-                yield batches, cursor
+                yield StepBatch(self.lanes, batches), cursor
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 

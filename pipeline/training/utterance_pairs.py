@@ -61,8 +61,6 @@ class Pairs:
     second_starts_R: Ints
     second_lengths_R: Ints
     is_next_R: Bools
-    unswapped_R: Bools
-    """Drawn to have another response, and true because none was found that differs."""
     keys_R: Keys
     """The keys of the examples in this epoch."""
 
@@ -76,7 +74,8 @@ class Pairs:
 def make_pairs(
     contexts: Texts, responses: Texts, pool: Texts | None, keys_R: Keys, random_share: float
 ) -> Pairs:
-    """Gives a share of the contexts a response out of the `pool` that is not equal to its own.
+    """Gives a share of the contexts a response out of the `pool` that is not equal to its own; where none is
+    found, the pair stays true.
 
     Which ones and which response follows from `keys_R`. Without a `pool` all pairs are true.
     """
@@ -109,7 +108,6 @@ def make_pairs(
         second_starts_R,
         second_lengths_R,
         ~is_swapped_R,
-        is_drawn_R & ~is_swapped_R,
         keys_R,
     )
 

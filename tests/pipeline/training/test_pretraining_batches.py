@@ -57,8 +57,12 @@ def corpus_of(tmp_path_factory):
         counts = np.bincount(FIRST + numbers[:count], minlength=SIZE)
         np.save(folder / "token_counts.npy", counts)
         limits = {"max_context_tokens": kept, "max_response_tokens": kept}
+        lengths = {"tokens.train.context": sum(1 + 5 * n % 7 for n in numbers[:count].tolist()),
+                   "tokens.train.response": sum(1 if same_response else 1 + n % 3
+                                                for n in numbers[:count].tolist())}  # fmt: skip
         manifest = {"kind": "tokens", "fingerprint": folder.name, "files": files, "vocabulary": FACTS,
-                    "tokenizer_version": tokenizer, "config": {"tokenize": limits}}  # fmt: skip
+                    "counts": lengths, "tokenizer_version": tokenizer,
+                    "config": {"tokenize": limits}}  # fmt: skip
         made[key] = TokenizedCorpus(Artifact(str(folder), manifest))
         return made[key]
 
@@ -81,7 +85,7 @@ def take(batches, steps, cursors=()):
     """[(micro-batches, cursor after them)]"""
     walk = batches.start(cursors)
     try:
-        return list(itertools.islice(walk, steps))
+        return [(batch.parts, cursor) for batch, cursor in itertools.islice(walk, steps)]
     finally:
         walk.close()
 
@@ -168,8 +172,8 @@ def test_an_epoch_reads_every_row_once_over_the_lanes(corpus_of, lanes, objectiv
     epochs = [0] * lanes
     walk = batches_of(corpus_of(70), **config).start()
     while min(epochs) < 2:
-        batches, cursor = next(walk)
-        for lane, batch in enumerate(batches):
+        step_batch, cursor = next(walk)
+        for lane, batch in enumerate(step_batch.parts):
             if epochs[lane] < 2:
                 read[lane][epochs[lane]] += [context for context, _ in numbers(batch)]
             epochs[lane] = cursor[str(lane)]["corpora"][0][0]
@@ -234,7 +238,6 @@ def test_random_responses_are_never_the_true_ones_nor_of_the_window(corpus_of, w
     for (batch,), cursor in take(batches_of(corpus_of(70), **settings), 60):
         pairs = numbers(batch)
         assert [context == response for context, response in pairs] == batch.is_next_B.tolist()
-        assert batch.unswapped == 0
         windows.setdefault(tuple(at[:2]), []).extend(pairs)
         labels += batch.is_next_B.tolist()
         at = cursor["0"]["corpora"][0]
@@ -248,12 +251,16 @@ def test_random_responses_are_never_the_true_ones_nor_of_the_window(corpus_of, w
     assert len(everywhere) > 30
 
 
-def test_pairs_without_another_response_stay_true_and_are_counted(corpus_of):
+def test_an_epoch_has_as_many_steps_as_its_tokens_fill(corpus_of):
+    one, other = corpus_of(70), corpus_of(20, first=70)
+    batches = batches_of([one, other], rank=1, world=2)
+    assert batches.steps_per_epoch == (one.train_tokens + other.train_tokens) / 160
+
+
+def test_pairs_without_another_response_stay_true(corpus_of):
     found = [batch for batches, _ in take(batches_of(corpus_of(70, same_response=True)), 10)
              for batch in batches]  # fmt: skip
     assert all(batch.is_next_B.all() for batch in found)
-    drawn = sum(batch.unswapped for batch in found)
-    assert drawn / sum(batch.pair_count for batch in found) == pytest.approx(0.5, abs=0.15)
     single = take(batches_of(corpus_of(1), batch_tokens=40), 3)
     assert all(batch.is_next_B.tolist() == [True] for (batch,), _ in single)
 

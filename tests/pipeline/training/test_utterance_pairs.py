@@ -44,7 +44,6 @@ def test_a_random_response_is_of_the_others_and_never_the_true_one(responses, ot
     for text, own, is_next in zip(second_texts(pairs), responses, pairs.is_next_R, strict=True):
         assert (text == own[:keep]) == is_next
         assert is_next or text in kept
-    assert not (pairs.unswapped_R & ~pairs.is_next_R).any()
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
@@ -56,14 +55,12 @@ def test_random_pairs_are_as_frequent_as_asked_and_come_from_everywhere(share):
     swapped = [text[1] - 5 for text in second_texts(pairs) if text[0] == 7]
     assert set(swapped) == set(range(90))
     assert max(np.bincount(swapped)) < 3 * len(swapped) / 90
-    assert not pairs.unswapped_R.any()
 
 
 @pytest.mark.parametrize("others", [None, [], [[6, 7]], [[6, 7], [6, 7]]])
-def test_without_another_response_pairs_stay_true_and_are_counted(others):
+def test_without_another_response_pairs_stay_true(others):
     pairs = made([[5]] * 200, [[6, 7]] * 200, others)
     assert pairs.is_next_R.all()
-    assert 60 < pairs.unswapped_R.sum() < 140
     assert second_texts(pairs) == [[6, 7]] * 200
 
 
