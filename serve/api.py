@@ -216,9 +216,11 @@ def create_app(
     state: Callable[[], dict[str, Any]] = dict,
     close: Callable[[], None] = lambda: None,
     record_answer: Callable[[Answered], None] = lambda answered: None,
+    record_error: Callable[[int], None] = lambda status: None,
 ) -> FastAPI:
     """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
-    the versions. `close` is called at the end. `record_answer` is for metrics."""
+    the versions. `close` is called at the end. For metrics: `record_answer`, and `record_error`, which takes
+    the status of each error."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -239,7 +241,9 @@ def create_app(
     playground.install(app)
     refusal = service.queue.refusal if service else lambda deadline: None
     app.add_middleware(AnsweredBy, record=record_answer)
-    app.add_middleware(Guard, limits=limits, tokens=tokens, refusal=refusal)
+    app.add_middleware(
+        Guard, limits=limits, tokens=tokens, refusal=refusal, record_error=record_error
+    )
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],

@@ -41,7 +41,7 @@ from serve.engine import Engine, open_pools
 from serve.follower import Follower
 from serve.guard import log_to_stderr
 from serve.limits import Limits
-from serve.metrics import Metrics
+from serve.metrics import Metrics, count_errors
 from serve.service import Service
 from serve.shards import (
     OnMissingShard,
@@ -240,6 +240,7 @@ class Ranker:
             self._state,
             self._close,
             self._metrics.record_answered,
+            count_errors("replica"),
         )
 
     def _close(self) -> None:

@@ -85,11 +85,14 @@ class Guard:
         tokens: BearerTokens | None = None,
         is_proxy: bool = False,
         refusal: Callable[[float], Refusal | None] = lambda deadline: None,
+        record_error: Callable[[int], None] = lambda status: None,
     ) -> None:
-        """`refusal`: returns the refusal if the replica accepts no request with this deadline now."""
+        """`refusal`: returns the refusal if the replica accepts no request with this deadline now.
+        `record_error`, for metrics: takes the status of an error that is said here, not passed on by a proxy.
+        """
         self._app, self._limits = app, limits or Limits()
         self._tokens, self._is_proxy = tokens or BearerTokens(), is_proxy
-        self._refusal = refusal
+        self._refusal, self._record_error = refusal, record_error
         self._overloaded_until: dict[str, float] = {}
         """In a proxy, by path: the end of the refusals after a replica was overloaded."""
         self._has_lowered_priority = False
@@ -127,7 +130,9 @@ class Guard:
                 await self._pass_on(scope, receive, body, answer)
                 if answer.full_for_s:
                     self._refuse_for(scope["path"], answer.full_for_s)
-        if not self._is_proxy:
+        if not answer.is_passed_on:
+            if answer.status >= 400:
+                self._record_error(answer.status)
             _access.info(
                 "%s %s %s %s %.1f ms", request_id, scope["method"], _logged_path(scope),
                 answer.status, 1000 * (time.monotonic() - began),
@@ -311,6 +316,8 @@ class _Answer:
         self._overload: list[Message] = []
         """The answer of a replica that is overloaded, while another one is asked."""
         self.status = 0
+        self.is_passed_on = False
+        """Whether this is a proxy, and a replica gave the answer."""
         self.full_for_s = 0.0
         """For how long the replica accepts no more requests, see FULL_FOR."""
 
@@ -351,6 +358,7 @@ class _Answer:
         for message in self._overload:
             await self._send(message)
         if self.status and self._ray_error is None:
+            self.is_passed_on = True
             return
         status, headers = self._ray_error or (500, Headers())
         code = _CODE_OF_RAY_STATUS.get(status, "internal" if status >= 500 else "invalid_request")
@@ -364,6 +372,7 @@ class _Answer:
         )
         response = Refusal(code, CODES[code].text, None, retry_after_s).response()
         response.headers["x-request-id"] = self._request_id
+        self.status = response.status_code
         start = {
             "type": "http.response.start",
             "status": response.status_code,
@@ -375,7 +384,7 @@ class _Answer:
 
 
 def log_to_stderr() -> logging.Handler:
-    """Lets a replica write its log, with the access lines, to where Ray collects what it prints."""
+    """Lets a replica or proxy write its log, with the access lines, to where Ray collects what it prints."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     _log.addHandler(handler)
@@ -385,5 +394,11 @@ def log_to_stderr() -> logging.Handler:
 
 def in_proxy() -> list[Middleware]:
     """The middleware for Serve's proxies, which import it by the name of this function."""
+    from serve.metrics import (
+        count_errors,
+    )  # imports Ray, which knows this function by its name only
+
+    log_to_stderr()
     # A proxy does not know the limits of the applications behind it. So it waits as long as any may allow.
-    return [Middleware(Guard, limits=Limits(timeout_ms=MAX_TIMEOUT_MS), is_proxy=True)]
+    limits = Limits(timeout_ms=MAX_TIMEOUT_MS)
+    return [Middleware(Guard, limits=limits, is_proxy=True, record_error=count_errors("proxy"))]

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.serve import metrics
+from ray.util.metrics import Counter
 
-from serve.answered_by import Answered
-from serve.scheduling import Batch
-from serve.service import RankAnswer
+if TYPE_CHECKING:  # a proxy loads this module, and no torch
+    from serve.answered_by import Answered
+    from serve.scheduling import Batch
+    from serve.service import RankAnswer
 
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 _ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def count_errors(where: str) -> Callable[[int], None]:
+    """Counts the answers with an error, by status, that a replica or a proxy (`where`) gives itself."""
+    errors = Counter(  # with the same labels in both, so not Serve's, which has more in replicas
+        "polyrank_errors_total",
+        description="Answers with an error, by HTTP status and by who refused: replica or proxy.",
+        tag_keys=("status", "where"),
+    )
+    return lambda status: errors.inc(1, {"status": str(status), "where": where})
 
 
 class Metrics:

@@ -7,12 +7,15 @@ import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
@@ -329,7 +332,7 @@ def test_a_proxy_does_not_wait_for_replicas_that_are_gone(
         said.extend(map(float, request.headers.getlist("x-request-timeout-seconds")))
         return PlainTextResponse("Request timed out", 408)
 
-    (middleware,) = guard.in_proxy()
+    (middleware,) = in_proxy_without_its_log()
     routes = [Route("/rank", ray_says, methods=[method])]
     app = middleware.cls(Starlette(routes=routes), **middleware.kwargs)
     monkeypatch.setattr("serve.guard.time", Clock())
@@ -507,6 +510,57 @@ def test_a_replica_refuses_what_it_cannot_answer_before_it_reads_the_request(
     headers = {"content-type": "application/json", "x-timeout-ms": asked_ms}
     response = client.post("/rank", content=b"{", headers=headers)
     assert (response.status_code, response.headers["retry-after"]) == (429, retry_after)
+
+
+def test_errors_are_counted_and_logged_once_by_who_gives_them(service, caplog):
+    """A proxy refused in silence, and its refusals were in no metric."""
+    caplog.set_level("INFO", "polyrank.serve.access")
+    errors: dict[str, list[int]] = {"replica": [], "proxy": []}
+    replica = api.create_app(service, record_error=errors["replica"].append)
+
+    async def serve_says(scope: Any, receive: Any, send: Any) -> None:
+        ray = PlainTextResponse("Not found", 404)
+        await (ray if scope["path"] == "/starting" else replica)(scope, receive, send)
+
+    proxy = Guard(serve_says, is_proxy=True, record_error=errors["proxy"].append)
+    client = TestClient(proxy)
+    assert client.post("/rank", json=GOOD).status_code == 200
+    assert client.post("/rank", content=b"x").status_code == 415  # of the proxy
+    assert client.post("/nope", json=GOOD).status_code == 404  # of the replica
+    assert client.get("/starting").status_code == 503  # the proxy's words for Ray's
+    proxy._refuse_for("/rank", 60.0)
+    assert client.post("/rank", json=GOOD).status_code == 429
+    assert errors == {"replica": [404], "proxy": [415, 503, 429]}
+    lines = [entry.getMessage() for entry in caplog.records if entry.name.endswith(".access")]
+    assert [line.split()[3] for line in lines] == ["200", "415", "404", "503", "429"]
+
+
+def test_a_proxy_counts_its_errors_in_rays_metrics(monkeypatch):
+    counted: list[tuple[float, dict[str, str]]] = []
+
+    def inc(counter: Any, value: float, tags: dict[str, str]) -> None:
+        counted.append((value, tags))
+
+    monkeypatch.setattr("ray.util.metrics.Counter.inc", inc)
+    (middleware,) = in_proxy_without_its_log()
+    app = middleware.cls(says_nothing, **middleware.kwargs)
+    assert TestClient(app).post("/rank", content=b"x").status_code == 415
+    assert counted == [(1, {"status": "415", "where": "proxy"})]
+
+
+def test_a_proxy_loads_no_torch():
+    code = "import sys, serve.guard; serve.guard.in_proxy(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def in_proxy_without_its_log() -> list[Middleware]:
+    log = logging.getLogger("polyrank.serve")
+    handlers, level = list(log.handlers), log.level
+    try:
+        return guard.in_proxy()
+    finally:
+        log.handlers[:] = handlers
+        log.setLevel(level)
 
 
 def test_an_error_of_ours_is_no_reason_to_ask_again(failing_once):
