@@ -226,6 +226,34 @@ def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shar
     assert set(map(tuple, load.missing_shards)) == {(), (0,)}
 
 
+def test_a_killed_shard_with_a_second_replica_is_not_noticed(port, model, pools):
+    """So even if answers without the rows of a shard are refused."""
+    args = app.Args(
+        model=model.uri,
+        sharded_pools=[str(pools / "parts")],
+        shards=1,
+        shard_cpus=0,
+        shard_replicas=2,
+        on_missing_shard="refuse",
+        name="pair",
+    )
+    application = app.application(args, num_replicas=1, ray_actor_options={"num_cpus": 0})
+    serve.run(application, name="pair", route_prefix="/pair", logging_config=QUIET)
+    try:
+        with steady_load(port, "/pair", "parts") as load:
+            until(lambda: load.answers > 20)
+            before = set(pids("pair-shard-0"))
+            os.kill(min(before), signal.SIGKILL)
+            until(lambda: len(set(pids("pair-shard-0")) - before) >= 1)  # there is another one
+            heard = load.answers
+            until(lambda: load.answers > heard + 20)
+    finally:
+        serve.delete("pair")
+    assert len(before) == 2
+    assert set(load.statuses) <= {200, 429}, load.statuses
+    assert load.uncertified == 0 and not any(load.missing_shards)
+
+
 def info(port: int) -> Any:
     return ask(port, "GET", "/info")[1]
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from ray.exceptions import RayActorError
 
 from pipeline.config import BadInput
 from pipeline.retrieval.pools.lock import is_leased
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.pools.shard import Share
 from serve import api
+from serve.app import _DeployedShard
 from serve.engine import Engine
 from serve.errors import Refusal
 from serve.masks import ALL_ROWS, RowFilter
@@ -268,3 +270,22 @@ def test_info_counts_all_shards(sharded, shards):
     (pool,) = json.loads(json.dumps(sharded().engine.info()["pools"]))
     assert pool["candidates"] == len(REPLIES) == sum(pool["candidates_of_shards"])
     assert len(pool["candidates_of_shards"]) == len(shards)
+
+
+class DyingReplicas:
+    """A handle to a shard's deployment, whose replicas die under the first searches."""
+
+    def __init__(self, deaths: int) -> None:
+        self.search, self.deaths = self, deaths
+
+    async def remote(self, query):
+        self.deaths -= 1
+        if self.deaths >= 0:
+            raise RayActorError
+        return "answer"
+
+
+def test_a_search_whose_replica_died_is_tried_on_another_one():
+    assert asyncio.run(_DeployedShard(DyingReplicas(1)).search(None)) == "answer"
+    with pytest.raises(ShardUnavailable):
+        asyncio.run(_DeployedShard(DyingReplicas(2)).search(None))
