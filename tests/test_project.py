@@ -321,6 +321,16 @@ def test_the_proxies_of_a_node_find_the_guard_before_an_application_brings_code(
     assert found.startswith(f"{tmp_path}/polyrank/serve/guard.py Middleware(Guard")
 
 
+def test_a_proxy_of_a_node_asks_the_replicas_of_all_nodes(tmp_path):
+    """Else a full replica of its own node refuses what an idle one could answer."""
+    name = "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"
+    script = f"from ray.serve._private.constants import {name}; print({name})"
+    environment = environment_of_ray(CLUSTER, "worker", tmp_path)
+    found = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path,
+                           capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert found == "False\n"
+
+
 def test_the_files_of_what_processes_print_do_not_grow_for_ever(tmp_path):
     """A replica prints a line for each request. Ray rotates these files only if a size is set."""
     name = "RAY_ROTATION_MAX_BYTES"
