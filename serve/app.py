@@ -33,7 +33,7 @@ from pipeline.artifact import open_artifact
 from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
-from pipeline.registry import REGISTRY
+from pipeline.registry import REGISTRY, model_uri
 from pipeline.retrieval.pools.shard import Share
 from serve.api import create_app
 from serve.bearer_tokens import BearerTokens
@@ -103,10 +103,12 @@ class Args(BaseModel):
         description="refuse: answer 503; answer: without that shard's rows, and say so.",
     )
     second_stage: str = Field(
-        default="", description="A cross-encoder that scores the best 50 rows of a pool again."
+        default="",
+        description="A cross-encoder that scores the best 50 of a pool again. An alias is resolved once.",
     )
     classifier: str = Field(
-        default="", description="A classifier (of jobs.classify_intents), for /classify."
+        default="",
+        description="A classifier (of jobs.classify_intents), for /classify. An alias is resolved once.",
     )
     candidate: str = Field(
         default="",
@@ -321,10 +323,10 @@ def application(args: Args, **options: Any) -> serve.Application:
     for pool in open_pools(versions.model, versions.pools[: len(args.pools)]).values():
         pool.close()
     BearerTokens.of_environment()
-    second_stage = _absolute(args.second_stage)
+    second_stage = _resolved(args.second_stage)
     if second_stage:
         read_settings(open_artifact(second_stage, "ranker")).require_pairs()
-    classifier = _absolute(args.classifier)
+    classifier = _resolved(args.classifier)
     if classifier:
         open_classifier(classifier)[1].open_encoder()
     targets = {_DECIDER: champion}
@@ -369,6 +371,11 @@ def _shard(number: int, args: Args) -> serve.Application:
     )
     bound_app: serve.Application = deployment.bind(number, args)
     return bound_app
+
+
+def _resolved(model: str) -> str:
+    """The URI that an alias means now: the service follows the aliases of `model` and `candidate` alone."""
+    return _absolute(model_uri(model))
 
 
 def _absolute(model: str) -> str:

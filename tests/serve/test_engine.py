@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import mlflow
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -414,6 +416,25 @@ def test_a_second_stage_that_scores_no_pairs_is_refused_before_the_start(tiny_ra
     model = tiny_ranker("poly").uri
     with pytest.raises(BadInput, match="architecture: 'poly' scores no pairs"):
         app.build(app.Args(model=model, second_stage=model))
+
+
+@pytest.mark.parametrize("argument", ["second_stage", "classifier"])
+def test_an_alias_of_a_further_model_is_resolved_once_at_the_start(
+    tiny_ranker, tiny_classifier, tracking_uri, argument
+):
+    model = tiny_ranker("bi")
+    served = tiny_ranker("cross").uri if argument == "second_stage" else tiny_classifier(model)
+    registry = mlflow.MlflowClient()
+    registry.create_registered_model(argument)
+    version = registry.create_model_version(argument, served).version
+    registry.set_registered_model_alias(argument, "champion", version)
+    options: dict[str, Any] = {"model": model.uri, argument: f"models:/{argument}@champion"}
+    (args, _) = app.build(app.Args(**options))._bound_deployment.init_args
+    assert getattr(args, argument) == served
+    options[argument] = f"models:/{argument}@nobody"
+    with pytest.raises(BadInput, match=f"{argument}@nobody: .*alias nobody not found") as refused:
+        app.build(app.Args(**options))
+    assert "\n" not in str(refused.value)
 
 
 def test_a_candidate_that_cannot_be_served_yet_is_logged_before_the_start(tiny_ranker, caplog):
