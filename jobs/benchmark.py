@@ -61,6 +61,12 @@ class Config:
     only: tuple[str, ...] = ()
     """For paper: names of the table's rows; for embed: rate, night, kills, length; for finetune: bf16 or
     fp32; for serve: overhead, throughput, clients, load, burst, scaling, rerank, embed; none: all."""
+    url: str = ""
+    """For serve: measure the service that is already there, such as https://ranker.example, instead of one
+    that is started for it: clients and load, with three times as many requests as it answers. Its token is
+    read from the variable POLYRANK_TOKEN."""
+    pool: str = ""
+    """For serve, with a URL: the name of the pool that is asked."""
     seeds: int = 1
     """For paper: trainings of each row, from seeds 0, 1, …; more can be added later."""
     split: Literal["valid", "test"] = "valid"
@@ -93,10 +99,22 @@ class Config:
             self.encoder,
             "one, but for --table encoders",
         )
+        require(self.part == "serve" or not self.url, "url", self.url, "none, but for serve")
+        is_url = self.url.startswith(("http://", "https://"))
+        require(is_url or not self.url, "url", self.url, "http://… or https://…")
+        require(bool(self.pool) == bool(self.url), "pool", self.pool,
+                "the name of a pool, with url and only there")  # fmt: skip
         if self.part in ("profile", "search", "serve"):
-            for name in ("model", "corpus"):
+            for name in ("corpus",) if self.url else ("model", "corpus"):
                 value = getattr(self, name)
                 require(bool(value), name, value, f"its URI, for {self.part}")
+        if self.url:
+            require(
+                set(self.only) <= {"clients", "load"},
+                "only",
+                self.only,
+                "clients, load, with a URL",
+            )
         if self.part == "convert":
             require(len(self.corpus) == 1, "corpus", self.corpus, "its URI, for convert")
         takes_only = self.part in ("embed", "finetune") or (
@@ -153,6 +171,13 @@ def run(config: Config) -> program.Summary:
         from jobs.benchmarks import hot_paths
 
         rows = hot_paths.measure(config.size, model, query_corpora, work)
+    elif config.part == "serve" and config.url:
+        query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
+
+        from jobs.benchmarks.serving import parts
+
+        url = config.url.rstrip("/")
+        rows = parts.measure_url(config.size, url, config.pool, query_corpora, config.only, work)
     elif config.part == "serve":
         model = open_artifact(config.model, "ranker")
         query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]

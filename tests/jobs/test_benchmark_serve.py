@@ -115,6 +115,79 @@ def test_percentiles_are_of_the_seconds():
     assert [result.ms(q) for q in (0, 50, 99)] == pytest.approx([1.0, 51.0, 100.0])
 
 
+class Ranking:
+    """A service that is already there, and asks for a token."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+
+    async def rank(self, request: Request) -> Response:
+        if request.headers.get("authorization") != "Bearer let me in":
+            return Response(status_code=401)
+        self.bodies.append(await request.body())
+        return Response(status_code=200)
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200)
+
+    @property
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[Route("/rank", self.rank, methods=["POST"]), Route("/health", self.health)]
+        )
+
+
+@pytest.fixture
+def measure_there(run_job_here, convai2_corpus, tmp_path, monkeypatch):
+    """`measure_there(url, …)`: the job on a service that is already there."""
+    size = parts.Size(300, 20, 0.2, 1, 0.2, 0.2)
+    monkeypatch.setattr(parts, "_SIZES", {"small": size})
+    monkeypatch.setattr(parts.by_clients, "COUNTS", (1, 4))
+
+    def measure(url: str, *options: object):
+        return run_job_here(
+            "benchmark", "serve", "--url", url, "--corpus", convai2_corpus.uri, "--work", tmp_path,
+            "--json", tmp_path / "rows.json", *options,
+        )  # fmt: skip
+
+    return measure
+
+
+def test_a_service_that_is_already_there_is_measured(measure_there, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYRANK_TOKEN", "let me in")
+    service = Ranking()
+    with serving(service.app) as url:
+        summary = measure_there(f"{url}/", "--pool", "replies").summary
+    assert sorted(summary["rows"]) == [
+        "serve.by_clients", "serve.load.300_percent.goodput", "serve.load.70_percent.p99_over_p50",
+        "serve.load.curve",
+    ]  # fmt: skip
+    assert {json.loads(body)["pool"] for body in service.bodies} == {"replies"}
+    rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert set(rows["serve.by_clients"]["detail"]["statuses"][0]) == {"200"}
+    assert rows["serve.load.300_percent.goodput"]["detail"]["MiB before"] == {}
+
+
+def test_a_service_that_refuses_the_first_requests_is_not_measured(measure_there, monkeypatch):
+    monkeypatch.delenv("POLYRANK_TOKEN", raising=False)
+    with serving(Ranking().app) as url:
+        refusal = measure_there(url, "--pool", "replies").refusal
+    assert "the service answered {'401': " in refusal
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--url", "localhost:8000", "--pool", "a"), "url: 'localhost:8000' is not allowed"),
+        (("--url", "http://localhost:8000"), "pool: '' is not allowed"),
+        (("--url", "http://localhost:8000", "--pool", "a", "--only", "burst"), "only: ('burst',)"),
+        (("--pool", "a", "--model", "m"), "pool: 'a' is not allowed"),
+    ],
+)
+def test_options_of_a_service_that_is_already_there(run_job_here, options, said):
+    assert said in run_job_here("benchmark", "serve", "--corpus", "c", *options).refusal
+
+
 @pytest.mark.long
 def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
     size = parts.Size(300, 20, 1.0, 1, 2.0, 2.0, quiet_s=3.0, burst_s=1.0, burst_clients=20)

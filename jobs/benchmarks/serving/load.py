@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +25,8 @@ from pipeline.config import BadInput
 Ask = Callable[[float], Awaitable[None]]
 NO_ANSWER = 0
 """In place of a status: the connection broke."""
+TOKEN = "POLYRANK_TOKEN"
+"""Environment variable: the bearer token of a service that asks for one."""
 _WAIT_S = 70.0  # longer than any deadline of the service
 
 
@@ -160,6 +163,8 @@ async def _open_session(
     """Sends the next body, and returns the answer's status."""
     ring = itertools.cycle(bodies)
     headers = {"content-type": "application/json"} if bodies else {}
+    if token := os.environ.get(TOKEN):
+        headers["authorization"] = f"Bearer {token}"
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=_WAIT_S)
     async with aiohttp.ClientSession(

@@ -15,8 +15,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from pipeline.config import BadInput, require
 from serve.app import Args
 from serve.limits import Limits
 
+PARTS_OF_ANY_SERVICE = ("clients", "load")
 PARTS = ("overhead", "throughput", "clients", "load", "burst", "scaling", "rerank", "embed")
 _POOL = "candidates"
 _TOP_K = 10
@@ -83,13 +84,19 @@ def measure(
             "one of sentence-transformers, for rerank and embed")  # fmt: skip
     contexts, texts = contexts_and_texts(corpora, sizes.questions, sizes.candidates)
     args = Args(model=model.uri, pools=[embed_texts(model, texts, _POOL, work)], name="rank")
-    bodies = [
-        json.dumps({"context": context, "pool": _POOL, "top_k": _TOP_K}).encode()
-        for context in contexts
-    ]
     report_rows = list[BenchmarkRow]()
     with services.session() as port:
-        service = _Service(port, args, bodies, contexts, sizes, work)
+        running = functools.partial(services.ranking, port, args)
+        service = _OwnService(
+            _bodies(contexts, _POOL),
+            sizes,
+            work,
+            running,
+            services.memory_mib,
+            port,
+            args,
+            contexts,
+        )
         for part in PARTS:
             if part not in selected:
                 continue
@@ -108,21 +115,45 @@ def measure(
     return report_rows
 
 
+def measure_url(
+    size: str, url: str, pool: str, corpora: Sequence[Artifact], only: Sequence[str], work: Path
+) -> list[BenchmarkRow]:
+    """Measures a service that is already there. Raises BadInput if it does not answer."""
+    sizes, work = _SIZES[size], work / "serve"
+    work.mkdir(parents=True, exist_ok=True)
+    contexts, _ = contexts_and_texts(corpora, sizes.questions, 0)
+    service = _Service(_bodies(contexts, pool), sizes, work, lambda: nullcontext(url), dict)
+    _require_answers(clients(f"{url}/rank", service.bodies, 1, 0.1))
+    report_rows = list[BenchmarkRow]()
+    for part in only or PARTS_OF_ANY_SERVICE:
+        print(f"{part} …", flush=True)
+        report_rows += getattr(service, part)()
+    return report_rows
+
+
+def _bodies(contexts: Sequence[Sequence[str]], pool: str) -> list[bytes]:
+    return [
+        json.dumps({"context": context, "pool": pool, "top_k": _TOP_K}).encode()
+        for context in contexts
+    ]
+
+
 @dataclass(frozen=True)
 class _Service:
-    """The parts of the report."""
+    """The parts of the report that need no more than a service's URL."""
 
-    port: int
-    args: Args
     bodies: list[bytes]
-    contexts: list[list[str]]
     size: Size
     work: Path
+    running: Callable[[], AbstractContextManager[str]]
+    """The URL of the service, as long as it is needed."""
+    memory_mib: Callable[[], dict[str, float]]
+    """Memory of the service's processes; empty, if they are not on this machine."""
 
     @functools.cached_property
     def saturation(self) -> float:
         """Answers a second to clients who always ask."""
-        with services.ranking(self.port, self.args) as url:
+        with self.running() as url:
             return self._saturate(url)
 
     def _saturate(self, url: str) -> float:
@@ -130,6 +161,67 @@ class _Service:
         result = clients(f"{url}/rank", self.bodies, _CLIENTS, self.size.seconds)
         _require_answers(result, (200, 429))
         return result.per_s(self.size.seconds / 4, self.size.seconds)
+
+    def clients(self) -> list[BenchmarkRow]:
+        """Clients who always ask, one to 64 of them."""
+        with self.running() as url:
+            row = by_clients.measure(f"{url}/rank", self.bodies, self.size.seconds)
+        return [row]
+
+    def load(self) -> list[BenchmarkRow]:
+        """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
+        saturation = self.saturation
+        curve = list[dict[str, float]]()
+        with self.running() as url:
+            for share in _SHARES:
+                result = self._poisson(url, [Step(self.size.seconds, share * saturation)])
+                curve.append(_point(result, share * saturation))
+            steady = self._poisson(url, [Step(self.size.steady_s, 0.7 * saturation)])
+            memory_before = self.memory_mib()
+            overload, health = services.run_together(
+                lambda: self._poisson(url, [Step(self.size.overload_s, 3 * saturation)]),
+                lambda: poisson(f"{url}/health", [], [Step(self.size.overload_s, 5.0)]),
+            )
+            memory_after = self.memory_mib()
+        pictures.load(curve, self.work / "load.png")
+        refused = overload.select(overload.status == 429)
+        successes = overload.successes()
+        goodput = overload.per_s(self.size.overload_s / 5, self.size.overload_s)
+        return [
+            BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
+                         detail={
+                "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
+                "statuses": steady.statuses(), "requests/s": round(0.7 * saturation, 1),
+                "seconds": self.size.steady_s}),
+            BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=saturation,
+                ratio=goodput / saturation, detail={
+                    "statuses": overload.statuses(),
+                    "refused within, ms (p50, p99)": [round(refused.ms(q), 1) for q in (50, 99)],
+                    "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
+                    "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
+                    "health's statuses": health.statuses(),
+                    "MiB before": memory_before, "MiB after": memory_after}),
+            BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
+                "requests/s: p50, p99, ms": [
+                    [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
+                "at once": [round(point["at_once"], 1) for point in curve],
+                "curve": {"x": "requests/s", "y": "ms (p50)",
+                          "points": [[point["per_s"], round(point["p50"], 2)] for point in curve]}}),
+        ]  # fmt: skip
+
+    def _poisson(self, url: str, steps: Sequence[Step]) -> LoadResult:
+        result = poisson(f"{url}/rank", self.bodies, steps)
+        _require_answers(result, (200, 429))
+        return result
+
+
+@dataclass(frozen=True)
+class _OwnService(_Service):
+    """All parts: the service is started for them."""
+
+    port: int
+    args: Args
+    contexts: list[list[str]]
 
     def overhead(self) -> list[BenchmarkRow]:
         """One request at a time: the service, the same work in a process, and a deployment that does none.
@@ -215,53 +307,6 @@ class _Service:
             BenchmarkRow("serve.batching_gain_32_clients", batched_rate, "rankings/s", peer=unbatched_rate,
                 ratio=batched_rate / unbatched_rate,
                 detail={"in process, 16 together over one by one": process_gain}),
-        ]  # fmt: skip
-
-    def clients(self) -> list[BenchmarkRow]:
-        """Clients who always ask, one to 64 of them."""
-        with services.ranking(self.port, self.args) as url:
-            row = by_clients.measure(f"{url}/rank", self.bodies, self.size.seconds)
-        return [row]
-
-    def load(self) -> list[BenchmarkRow]:
-        """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
-        saturation = self.saturation
-        curve = list[dict[str, float]]()
-        with services.ranking(self.port, self.args) as url:
-            for share in _SHARES:
-                result = self._poisson(url, [Step(self.size.seconds, share * saturation)])
-                curve.append(_point(result, share * saturation))
-            steady = self._poisson(url, [Step(self.size.steady_s, 0.7 * saturation)])
-            memory_before = services.memory_mib()
-            overload, health = services.run_together(
-                lambda: self._poisson(url, [Step(self.size.overload_s, 3 * saturation)]),
-                lambda: poisson(f"{url}/health", [], [Step(self.size.overload_s, 5.0)]),
-            )
-            memory_after = services.memory_mib()
-        pictures.load(curve, self.work / "load.png")
-        refused = overload.select(overload.status == 429)
-        successes = overload.successes()
-        goodput = overload.per_s(self.size.overload_s / 5, self.size.overload_s)
-        return [
-            BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
-                         detail={
-                "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
-                "statuses": steady.statuses(), "requests/s": round(0.7 * saturation, 1),
-                "seconds": self.size.steady_s}),
-            BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=saturation,
-                ratio=goodput / saturation, detail={
-                    "statuses": overload.statuses(),
-                    "refused within, ms (p50, p99)": [round(refused.ms(q), 1) for q in (50, 99)],
-                    "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
-                    "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
-                    "health's statuses": health.statuses(),
-                    "MiB before": memory_before, "MiB after": memory_after}),
-            BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
-                "requests/s: p50, p99, ms": [
-                    [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
-                "at once": [round(point["at_once"], 1) for point in curve],
-                "curve": {"x": "requests/s", "y": "ms (p50)",
-                          "points": [[point["per_s"], round(point["p50"], 2)] for point in curve]}}),
         ]  # fmt: skip
 
     def burst(self) -> list[BenchmarkRow]:
@@ -360,11 +405,6 @@ class _Service:
                     ratio=our_rate / peer_rate, detail={
                         "texts a request": len(text_lists[0]) - (task == "rerank"),
                         "clients": _CLIENTS, "threads of each side": cores})]  # fmt: skip
-
-    def _poisson(self, url: str, steps: Sequence[Step]) -> LoadResult:
-        result = poisson(f"{url}/rank", self.bodies, steps)
-        _require_answers(result, (200, 429))
-        return result
 
 
 def _require_answers(result: LoadResult, allowed_statuses: Sequence[int] = (200,)) -> None:
