@@ -36,7 +36,7 @@ class Config:
     """Vectors are cut to so many, a width that `ranker.matryoshka` names; 0: as they are."""
     int8: bool = False
     """ConveRT: the blocks' linear layers get weights of 8 bits, and multiply them with inputs of 8 bits on
-    CPUs; scores change a little."""
+    CPUs: smaller files, and faster than float32 but not than bf16. Scores change a little."""
     max_context_tokens: int = 0
     """From sentence-transformers: contexts keep so many tokens; 0: what the model takes, for a
     CrossEncoder half of it."""

@@ -138,7 +138,7 @@ def _rates_in_8_bits(ours: Ranker, work: Path, texts: list[str], rounds: int) ->
             "int8": lambda: inference.candidate_vectors(ranker, texts)}  # fmt: skip
     if find_spec("onnx") and find_spec("onnxruntime"):
         encoders["onnx"] = _onnx_encoder(ranker, work / "onnx", texts)
-    inference.place(ranker, torch.device("cpu"), "fp32")
+    inference.prepare(ranker, torch.device("cpu"))
     seconds: dict[str, list[float]] = {name: [] for name in encoders}
     for _ in range(1 + rounds):
         for name, encode in encoders.items():

@@ -12,6 +12,7 @@ import torch
 from pipeline.artifact import open_artifact
 from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
+from pipeline.models.convert.int8 import Int8Linear
 from pipeline.models.ranker import load_ranker
 from serve.engine import Engine
 
@@ -119,6 +120,22 @@ def test_vectors_are_cut_to_a_width_that_was_trained(run_job_here, tiny_ranker, 
         "convert_model", "--model", folder, "--output", cut, "--dimensions", 5
     ).refusal
     assert "ranker.dimensions: 5 is not allowed; allowed: 0, or a width that was trained" in said
+
+
+def test_a_convert_ranker_gets_blocks_of_8_bits(run_job_here, tiny_ranker, tmp_path):
+    """Its vectors stay nearly the same; another architecture is refused."""
+    model, output = tiny_ranker("convert"), tmp_path / "int8"
+    options = ("--output", output, "--int8", "true")
+    done = run_job_here("convert_model", "--model", model.uri, *options)
+    assert done.summary["architecture"] == "convert"
+    ranker = load_ranker(open_artifact(str(output), "ranker").local())
+    assert ranker.config.block_weights == "int8"
+    assert any(isinstance(part, Int8Linear) for part in ranker.modules())
+    before = inference.candidate_vectors(load_ranker(model.local()), TEXTS)
+    after = inference.candidate_vectors(ranker, TEXTS)
+    assert ((before * after).sum(dim=1) > 0.99).all() and not torch.equal(before, after)
+    bi = ("--model", tiny_ranker("bi").uri, "--output", tmp_path / "bi", "--int8", "true")
+    assert "int8: true is not allowed" in run_job_here("convert_model", *bi).refusal
 
 
 @pytest.mark.parametrize(("architecture", "options", "message"), [

@@ -3,8 +3,9 @@
     y = (q(x) · q(W)ᵀ) · s(x) s(W) + b,    q(v) = round(v / s(v)),    s(v) = max |v| / 127
 
 with an s(W) for each output and an s(x) for each token, so that a text has the same encoding alone and in a
-batch. CPUs with VNNI or AMX multiply such integers faster than bf16. Of a product of 1,500 tokens, 512 to
-2,048, one core of an AMD EPYC with AVX512_VNNI: 16 ms, and 29 ms in bf16, beside other work.
+batch. CPUs with VNNI or AMX multiply such integers fast. Texts/s of the paper's size on one core of an AMD
+EPYC with AVX512_VNNI and AVX512_BF16, beside other work: float32 211, these layers with all else in float32
+524, with all else in bf16 690, all in bf16 887. So they help a CPU that lacks bf16.
 
 N tokens, I inputs, O outputs.
 """
@@ -23,7 +24,7 @@ def to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """(levels int8, scale of each row [..., 1] float32)"""
     rows = rows.float()
     scale = rows.abs().amax(dim=-1, keepdim=True).clamp(min=_LEAST) / LEVELS
-    return (rows / scale).round().to(torch.int8), scale
+    return (rows / scale).round_().to(torch.int8), scale
 
 
 class Int8Linear(nn.Module):
@@ -49,11 +50,12 @@ class Int8Linear(nn.Module):
         if inputs_NI.device.type == "cpu":
             levels_NI, scale_N1 = to_int8(inputs_NI)
             products_NO = torch._int_mm(levels_NI, self.levels_OI.t())
-            outputs_NO = products_NO * scale_N1 * scale_O
+            # In place: new memory for each step would take longer than the product itself.
+            outputs_NO = products_NO.float().mul_(scale_N1).mul_(scale_O)
         else:  # GPUs are fast enough with the weights alone in 8 bits
-            outputs_NO = F.linear(inputs_NI.float(), self.levels_OI.float()) * scale_O
+            outputs_NO = F.linear(inputs_NI.float(), self.levels_OI.float()).mul_(scale_O)
         if self.bias is not None:
-            outputs_NO = outputs_NO + self.bias.float()
+            outputs_NO.add_(self.bias.float())
         return outputs_NO.to(inputs_NI.dtype)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import BadInput
 from pipeline.models import inference
@@ -41,6 +42,15 @@ def test_products_are_those_of_the_formula(bias):
     exact = layer(inputs_NI).detach()
     assert (found - exact).abs().max() < 0.03 * exact.abs().max()
     assert Int8Linear.of(layer)(inputs_NI.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_wide_layer_takes_memory_for_its_products_and_its_outputs_alone():
+    """Memory for every step between them would take longer than the product."""
+    layer, inputs_NI = Int8Linear.of(nn.Linear(8, 512)), torch.randn(256, 8)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        outputs_NO = layer(inputs_NI)
+    taken = sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
+    assert taken < 2.5 * outputs_NO.nbytes
 
 
 def test_a_quantised_model_encodes_nearly_the_same_and_comes_back(convert, tmp_path):
