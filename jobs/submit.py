@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any
 
 from jobs import program, workflow
 from pipeline import storage
-from pipeline.config import BadInput, choice_options, require
+from pipeline.config import BadInput, Stopped, choice_options, require
 from pipeline.provenance import git_revision
 
 _JOB = ("python", "-m")
@@ -30,6 +31,8 @@ _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("pipeline", "jobs", "serve")
 _PASSED_VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 _ACTIVE = ("PENDING", "RUNNING")
+_PATIENCE_S = 600.0  # a head that restarts is back by then
+_LONGEST_PAUSE_S = 30.0
 _OUTPUT_OPTIONS = ("output", "pools", "json", "html", "plot", "errors", "work")
 """Options of jobs that name what they write."""
 
@@ -266,21 +269,73 @@ def _submit(client: Any, name: str, parcel: _Parcel) -> str:
 
 
 def _follow(client: Any, name: str) -> tuple[str, int | None]:
-    """Prints what the job prints; its last status, and its exit code where it had one."""
+    """Prints what the job prints; its last status, and its exit code where it had one.
 
-    async def print_lines() -> None:
-        async for lines in client.tail_job_logs(name):
-            print(lines, end="", flush=True)
-
+    A lost connection ends neither the job nor this. Raises Stopped where the cluster does not answer for
+    minutes.
+    """
+    log = _Log(client, name)
     try:
-        asyncio.run(print_lines())
+        info = _wait(client, name, log)
     except KeyboardInterrupt:
         print(f"\n{name} goes on; `ray job stop {name}` ends it", file=sys.stderr, flush=True)
         sys.exit(130)
-    info = client.get_job_info(name)
     if info.status.value == "FAILED" and info.driver_exit_code is None:
         print(info.message, file=sys.stderr, flush=True)
     return str(info.status.value), info.driver_exit_code
+
+
+def _wait(client: Any, name: str, log: _Log) -> Any:
+    """Ray's facts about the job once it has ended and its output is printed."""
+    import aiohttp
+
+    lost = (OSError, RuntimeError, aiohttp.ClientError)
+    answered_at, attempts = time.monotonic(), 0
+    while True:
+        printed, reason = log.printed, "closed"
+        try:
+            asyncio.run(log.follow())
+        except lost as error:
+            reason = _first_line(error)
+        if log.printed > printed:
+            answered_at, attempts = time.monotonic(), 0
+        try:
+            info = client.get_job_info(name)
+            if info.status.value not in _ACTIVE:
+                log.show(0, client.get_job_logs(name))  # the connection may have hidden the end
+                return info
+            answered_at = time.monotonic()
+        except lost as error:
+            reason = _first_line(error)
+        if time.monotonic() - answered_at > _PATIENCE_S:
+            raise Stopped(f"{name}: the cluster has not answered for {_PATIENCE_S / 60:.0f} minutes "
+                          f"({reason}); the job may go on: `ray job logs --follow {name}`")  # fmt: skip
+        attempts += 1
+        if attempts == 1:
+            line = f"the connection to {name} is lost ({reason}); connecting again"
+            print(line, file=sys.stderr, flush=True)
+        time.sleep(min(_LONGEST_PAUSE_S, 2.0 ** (attempts - 1)))
+
+
+class _Log:
+    """The output of a job, each character of which is printed once, however often it is read."""
+
+    def __init__(self, client: Any, name: str) -> None:
+        self._client, self._name = client, name
+        self.printed = 0
+        """Characters."""
+
+    async def follow(self) -> None:
+        """Prints what is new until the cluster closes the connection."""
+        position = 0
+        async for text in self._client.tail_job_logs(self._name):  # from the job's first line on
+            self.show(position, text)
+            position += len(text)
+
+    def show(self, position: int, text: str) -> None:
+        """Prints what is new in a part of the output that begins at the position."""
+        print(text[max(0, self.printed - position) :], end="", flush=True)
+        self.printed = max(self.printed, position + len(text))
 
 
 def _first_line(error: Exception) -> str:

@@ -8,11 +8,13 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from jobs import submit
-from pipeline.config import BadInput
+from pipeline.config import BadInput, Stopped
 from tests.helpers import Finished, job_command
 
 from .conftest import ROOT, free_port, head
@@ -200,3 +202,65 @@ def test_tracking_travels_unless_it_is_a_file_of_this_machine(monkeypatch, capsy
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     assert "MLFLOW_TRACKING_URI" not in submit.environment(())
     assert "is a file of this machine" in capsys.readouterr().err
+
+
+class Cluster:
+    """A client of a cluster whose connections end as they are told to: by an error, or quietly."""
+
+    OUTPUT = "first line\nsecond line\nthird line\n"
+
+    def __init__(self, *ends: tuple[int, Exception | None], status: str = "SUCCEEDED") -> None:
+        self._ends = list(ends)
+        """Characters that come before each end of a connection."""
+        self._status = status
+
+    async def tail_job_logs(self, name):
+        count, error = self._ends.pop(0) if self._ends else (len(self.OUTPUT), None)
+        for start in range(0, count, 7):
+            yield self.OUTPUT[start : min(count, start + 7)]
+        if error:
+            raise error
+
+    def get_job_info(self, name):
+        status = SimpleNamespace(value="RUNNING" if self._ends else self._status)
+        return SimpleNamespace(status=status, driver_exit_code=0, message="")
+
+    def get_job_logs(self, name):
+        return self.OUTPUT
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [(15, RuntimeError("close code 1006")), (0, aiohttp.ClientError("refused")), (20, None)],
+        [(15, None), (34, None)],
+        [(15, None)],  # the job ends before the connection is made again
+        [(9, RuntimeError("close code 1006"))],
+    ],
+)
+def test_a_lost_connection_ends_neither_the_job_nor_its_output(monkeypatch, capsys, ends):
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    assert submit._follow(Cluster(*ends), "night") == ("SUCCEEDED", 0)
+    printed = capsys.readouterr()
+    assert printed.out == Cluster.OUTPUT
+    lines = printed.err.splitlines()
+    assert len(lines) <= len(pauses)
+    assert all(line.startswith("the connection to night is lost (c") for line in lines)
+
+
+def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch):
+    class Gone(Cluster):
+        def get_job_info(self, name):
+            raise ConnectionError("no route to host")
+
+    now = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
+    )
+    monkeypatch.setattr(submit, "time", clock)
+    with pytest.raises(
+        Stopped, match=r"^night: the cluster has not answered for 10 minutes \(no route"
+    ):
+        submit._follow(Gone((0, ConnectionError("refused"))), "night")
+    assert 600 < now[0] < 640
