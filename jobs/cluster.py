@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,23 +39,42 @@ def session(
     if ray.is_initialized():
         yield ""
         return
+    start = functools.partial(ray.init, logging_level=logging.ERROR, log_to_driver=False)
     if address := os.environ.get("RAY_ADDRESS"):
-        context = ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+        start = functools.partial(start, address)
     else:
         # Serve's proxies answer errors in our shape, and bound what a client sends, before a replica does.
         os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve.guard:in_proxy")
-        context = ray.init(
-            "local",
-            num_cpus=cpus or os.cpu_count(),
-            include_dashboard=dashboard,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
+        start = functools.partial(
+            start, "local", num_cpus=cpus or os.cpu_count(), include_dashboard=dashboard
         )
+    with _without_line_of_log_level():
+        context = start()
     silence_ray()
     try:
         yield f"http://{context.dashboard_url}" if context.dashboard_url else ""
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _without_line_of_log_level() -> Iterator[None]:
+    """Holds back standard error, and then prints it without the line in which Ray's C++ code says that it has
+    read RAY_BACKEND_LOG_LEVEL: it has no way to say nothing."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            held.seek(0)
+            for line in held:
+                if b"Set ray log level from environment variable" not in line:
+                    os.write(2, line)
 
 
 def require_free(host: str, port: int) -> None:
