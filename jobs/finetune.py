@@ -108,8 +108,9 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         state = trained.checkpoint if config.keep_training_state else ""
         files = launch.collect_model(out, state)
         ranker = out.publish(
-            files, counts, run_id=tracked.run_id, metrics=metrics, held_out=recipe.unseen()
-        )
+            files, counts, run_id=tracked.run_id, metrics=metrics, precision=trained.precision,
+            held_out=recipe.unseen(),
+        )  # fmt: skip
         tracking.finish(tracked, ranker, delivered=trained.delivered)
         _register(config, ranker)
     validation = {"asked": question_count, "left_out": left_out}

@@ -115,7 +115,13 @@ def run(config: Config) -> program.Summary:
         picture = curves.draw({name: tracked.history(name) for name in curves.NAMES}, out.uri)
         tracked.attach({"curves.png": picture})
         files.append(out.write_file("curves.png", picture))
-        encoder = out.publish(files, counts, run_id=tracked.run_id, metrics=trained.metrics)
+        encoder = out.publish(
+            files,
+            counts,
+            run_id=tracked.run_id,
+            metrics=trained.metrics,
+            precision=trained.precision,
+        )
         tracking.finish(tracked, encoder, delivered=trained.delivered)
     return program.artifact_summary(encoder, already_there=False, metrics=trained.metrics)
 

@@ -177,7 +177,7 @@ def _attach_stages(run: Run, stages: Sequence[costs.Stage]) -> None:
 
 
 def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None = None) -> None:
-    """Records what came out: fingerprint, counts, drop reasons, the manifest itself.
+    """Records what came out: fingerprint, precision, counts, drop reasons, the manifest itself.
 
     `delivered`: metrics of the weights in the artifact, logged as `delivered_<name>`. The last point
     of a curve is that of the last validation, and the weights may be those of an earlier one.
@@ -188,6 +188,8 @@ def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None =
     # Waits: to start the threads that would log it later and to end them again takes 2 s.
     run.log({**counts, **dropped, **metrics}, wait=True)
     mlflow.set_tag("output_fingerprint", artifact.fingerprint)
+    if precision := artifact.manifest.get("precision"):
+        mlflow.set_tag("precision", precision)
     mlflow.log_dict(artifact.manifest, "manifest.json")
 
 

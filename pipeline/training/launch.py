@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from pipeline.tracking import Run
 
 _CHECKPOINTS, _RUN = "_checkpoints", "training"  # folders of the draft
+_PRECISION = "_precision"  # of the draft: the precision that the first rank trained in
 _STEPS_TO_TIDY = 50  # memory on CPUs: all-MiniLM grows from 2.9 GB at step 10 to 4.0 at step 68
 
 Watch = Callable[[int, int], None]
@@ -97,6 +98,8 @@ class Trained:
     """The last ones."""
     checkpoint: str
     """URI of the last checkpoint, in the draft; "": there was no step to train."""
+    precision: str
+    """The precision that the workers trained in: "auto" depends on their hardware."""
 
     @property
     def delivered(self) -> dict[str, float]:
@@ -175,7 +178,7 @@ def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
     metrics = {name: float(value) for name, value in (result.metrics or {}).items()}
     checkpoint = result.checkpoint  # None: there was no step to train
     uri = draft.path(_CHECKPOINTS, _RUN, Path(checkpoint.path).name) if checkpoint else ""
-    return Trained({"step": 0.0, **metrics}, uri)
+    return Trained({"step": 0.0, **metrics}, uri, _precision_in(draft))
 
 
 def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
@@ -193,7 +196,11 @@ def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
     assignment = replace(assignment, checkpoint=newest_readable(uris))
     with torch.random.fork_rng(devices=[]):
         metrics = _train_rank(_Rank(assignment, 0, 1, best_device(), show, keep, lambda: None))
-    return Trained(metrics, uris[-1] if uris else "")
+    return Trained(metrics, uris[-1] if uris else "", _precision_in(assignment.draft))
+
+
+def _precision_in(draft: Draft) -> str:
+    return storage.read_bytes(draft.path(_PRECISION)).decode()
 
 
 @contextmanager
@@ -315,6 +322,8 @@ def _train_rank(rank: _Rank) -> dict[str, float]:
             task.save(Path(folder))
             storage.delete(assignment.draft.path("_model"))
             storage.upload(Path(folder), assignment.draft.path("_model"))
+        precision = resolve_precision(assignment.loop.precision, device)
+        storage.write_bytes(assignment.draft.path(_PRECISION), precision.encode())
     return reports.metrics
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import mlflow
 import numpy as np
 import pytest
+import torch
 from ray.exceptions import OutOfMemoryError
 
 from jobs import finetune
@@ -19,6 +20,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput
 from pipeline.drafts import draft, folder_entries
+from pipeline.models.precision import resolve_precision
 from pipeline.models.ranker import load_ranker, new_ranker
 from pipeline.training import launch
 
@@ -176,7 +178,7 @@ def trained(monkeypatch) -> list[str]:
         new_ranker(config.ranker, encoder.local(), config.loop.seed).save(folder)
         storage.upload(folder, out.staging)
         metrics = {"step": 30.0, "mean_steps_per_s": 0.5, "peak_memory_mib": 700.0}
-        out.publish(folder_entries(folder), {"steps": 30}, metrics=metrics)
+        out.publish(folder_entries(folder), {"steps": 30}, metrics=metrics, precision="bf16")
         watch(30, 30)
 
     def run(jobs, news):
@@ -245,6 +247,8 @@ def test_what_is_written(paper, trained, tmp_path):
     assert difference == pytest.approx(rows["paper.4.convai2.poly-64"]["ours"] - bi["ours"])
     text = (tmp_path / "work" / "table-4.md").read_text()
     assert text in done.stdout
+    ranked_in = resolve_precision("auto", torch.device("cpu"))
+    assert f"Precision of training: bf16, of ranking: {ranked_in}." in text
     assert f"| bi | 0.817 ± 0.002 | {bi['ours']:.3f} ± " in text
     assert "\npoly-360: 2 failed: out of memory\n" in text
     assert "\n* poly-64 - bi: " in text
@@ -316,7 +320,7 @@ def test_trials_are_tasks_and_one_that_fails_ends_alone(paper, tmp_path):
 
 def test_a_line_is_the_mean_over_seeds_of_the_same_questions():
     def outcome(*ranks):
-        return Outcome(np.array(ranks), {"R@1/20": 0.0, "MRR": 0.5}, 10.0, 2.0, 100.0)
+        return Outcome(np.array(ranks), {"R@1/20": 0.0, "MRR": 0.5}, 10.0, 2.0, 100.0, "", "")
 
     trial = TABLES[4].trials[0]
     line = report.Line("convai2", trial, "R@1", (outcome(1, 2, 1, 1), outcome(1, 1, 3, 1)), ())

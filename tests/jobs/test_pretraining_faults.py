@@ -473,6 +473,7 @@ def test_a_published_run_continues_with_more_steps(
     assert finished.summary["counts"]["steps"] == 30
     encoder = open_artifact(str(tmp_path / "long"), "encoder")
     assert same_weights(encoder, whole_here.artifact)
+    assert encoder.manifest["precision"] == "fp32"
     short = open_artifact(str(tmp_path / "short"), "encoder")
     assert {**curve(short), **curve(encoder)} == curve(whole_here.artifact)
     assert not same_weights(short, whole_here.artifact)

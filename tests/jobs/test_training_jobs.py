@@ -122,6 +122,19 @@ def test_the_summary_says_what_the_manifest_says(trained, architecture):
     assert math.isfinite(made.summary["metrics"]["loss"])
 
 
+def test_the_precision_that_auto_stands_for_is_recorded(
+    convai2_corpus, encoder, tmp_path, monkeypatch
+):
+    """It depends on the hardware, which a manifest does not know."""
+    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: True)
+    argv = arguments("bi", convai2_corpus.uri, encoder, tmp_path / "bi", "--loop.precision", "auto")
+    with executors.in_this_process():
+        finetune.run(parse(finetune.Config, argv, "test"))
+    artifact = open_artifact(str(tmp_path / "bi"), "ranker")
+    assert artifact.manifest["config"]["loop"]["precision"] == "auto"
+    assert artifact.manifest["precision"] == run_of(artifact).data.tags["precision"] == "bf16"
+
+
 def test_the_manifest_names_the_whole_ancestry(trained, convai2_corpus, encoder):
     bi, poly = trained("bi").artifact, trained("poly").artifact
     inputs = poly.manifest["inputs"]

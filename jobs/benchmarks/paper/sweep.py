@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from jobs.benchmarks.measure import BenchmarkRow
 from jobs.benchmarks.paper import report, trials
 from jobs.benchmarks.paper.tables import TABLES, Number, Table, Trial, of_encoders
-from jobs.benchmarks.paper.trials import Job, Setting
+from jobs.benchmarks.paper.trials import Job, Outcome, Setting
 from pipeline import storage, tracking
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, flatten, require, to_dict
@@ -39,7 +39,7 @@ def measure(
         raise Stopped(f"no trial ended well; {jobs[0].label}: {outcomes[jobs[0].label]}")
     comparisons = report.comparisons(table, table_lines)
     rows = report.rows(number, table_lines, comparisons)
-    text = report.markdown(number, table, table_lines, comparisons, _note(jobs, setting))
+    text = report.markdown(number, table, table_lines, comparisons, _note(jobs, setting, outcomes))
     print(text)
     files = {
         f"table-{number}.md": text.encode(),
@@ -90,12 +90,16 @@ def _check_rows(table: Table, jobs: Sequence[Job]) -> None:
                 "none: --seeds says how many")  # fmt: skip
 
 
-def _note(jobs: Sequence[Job], setting: Setting) -> str:
+def _note(jobs: Sequence[Job], setting: Setting, outcomes: Mapping[str, Outcome | str]) -> str:
     """The conditions of the figures."""
+    good = [outcome for outcome in outcomes.values() if isinstance(outcome, Outcome)]
+    trained_in = " and ".join(sorted({outcome.trained_in or "unknown" for outcome in good}))
+    ranked_in = " and ".join(sorted({outcome.ranked_in or "unknown" for outcome in good}))
     seeds = len({job.seed for job in jobs})
     changes = f"; {' '.join(setting.overrides)}" if setting.overrides else ""
     encoders = ", ".join("/".join(uri.rstrip("/").split("/")[-2:]) for uri in setting.encoders)
     return (f"From {encoders}, {setting.size} recipes{changes}; "
-            f"{seeds} seed{'s' if seeds > 1 else ''} (± over them), ranked: {setting.split}. 95 %: "
+            f"{seeds} seed{'s' if seeds > 1 else ''} (± over them), ranked: {setting.split}. Precision of "
+            f"training: {trained_in}, of ranking: {ranked_in}. 95 %: "
             "bootstrap over examples. The paper's are its own data, and its test sets in table 4. "
             "Minutes are those of the training steps alone.")  # fmt: skip

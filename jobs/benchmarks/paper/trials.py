@@ -39,7 +39,7 @@ from pipeline.models.sources import Source, open_encoder
 from pipeline.tasks.actors import Actors
 from pipeline.tasks.failures import cause_of
 from pipeline.tasks.messages import listening
-from pipeline.tasks.resources import cpus_each
+from pipeline.tasks.resources import cpus_each, precision_of_tasks
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
 _RANKS = "ranks.parquet"
@@ -102,6 +102,10 @@ class Outcome:
     """All steps at this rate."""
     peak_memory_mib: float
     """Peak of one worker: a GPU's tensors, or the whole process."""
+    trained_in: str
+    """The precision of training; "" for trials of earlier code."""
+    ranked_in: str
+    """The precision of the evaluation; "" for trials of earlier code."""
 
 
 def task_of(corpus: Artifact) -> str:
@@ -183,7 +187,8 @@ def outcome(job: Job) -> Outcome | None:
     if not storage.exists(storage.join(job.evaluation, MANIFEST)):
         return None
     evaluation = open_artifact(job.evaluation, "evaluation")
-    training_metrics = open_artifact(job.train.output, "ranker").manifest["metrics"]
+    training = open_artifact(job.train.output, "ranker").manifest
+    training_metrics = training["metrics"]
     with storage.open_input(storage.join(evaluation.uri, _RANKS)) as stream:
         ranks_N = pq.read_table(stream, columns=["rank"])["rank"].to_numpy()
     # A training that was resumed after its last step has no rate.
@@ -194,6 +199,8 @@ def outcome(job: Job) -> Outcome | None:
         steps_per_s * job.train.finetune.batch_examples,
         training_metrics["step"] / steps_per_s / 60,
         training_metrics.get("peak_memory_mib", math.nan),
+        training.get("precision", ""),
+        evaluation.manifest.get("precision", ""),
     )
 
 
@@ -259,16 +266,20 @@ def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
     if isinstance(out, Artifact):
         return
     measure = evaluate.measurement(job.ask, corpus)
+    precision = precision_of_tasks(job.ask.precision, job.ask.resources.gpu)
     make_scorer = functools.partial(
-        _load_scorer, model, job.ask.resources.cpus_per_actor, job.ask.precision
+        _load_scorer, model, job.ask.resources.cpus_per_actor, precision
     )
     result = measure.of(job.label, make_scorer, actors=job.ask.resources)
-    with tracking.start_evaluation(model, corpus, to_dict(job.ask)) as tracked:
+    settings = {**to_dict(job.ask), "precision": precision}
+    with tracking.start_evaluation(model, corpus, settings) as tracked:
         tracked.log(result.numbers(), wait=True)
         table = pa.table({"example_id": measure.asked.ids, "rank": result.ranking.ranks_N})
         files = [out.write_table(_RANKS, table)]
         counts = {"examples": len(measure.asked)}
-        out.publish(files, counts, run_id=tracked.run_id, metrics=result.metrics)
+        out.publish(
+            files, counts, run_id=tracked.run_id, metrics=result.metrics, precision=precision
+        )
 
 
 def _load_scorer(model: Artifact, threads: int, precision: Precision) -> RankerScorer:
