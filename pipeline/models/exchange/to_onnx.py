@@ -6,8 +6,10 @@
     ranker.json        the settings
 
 The graph is the formulas of pipeline/models/convert/encoder.py. Its weights are what the model's own file
-holds: the tables' levels in 8 bits, all others in 16, computed with in float32. Blocks of 8 bits
-(`Ranker.quantise`) multiply integers here too.
+holds: the tables' levels in 8 bits, all others in 16, computed with in float32. Of blocks of 8 bits
+(`Ranker.quantise`) only the weights have 8 bits here. Inputs that are rounded as well, as in
+pipeline/models/convert/int8.py, make ONNX Runtime slower, and differ between runtimes where a level is
+nearly the next one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from pipeline.models.settings import SETTINGS
 
 MODEL = "model.onnx"
 _OPSET, _IR = 18, 9
-_MASKED, _LEAST_SQUARE, _LEAST = -1e9, 1e-12, 1e-12
+_MASKED, _LEAST_SQUARE = -1e9, 1e-12
 
 
 def export(ranker: Ranker, folder: Path) -> None:
@@ -95,33 +97,25 @@ class _Graph:
         return self("LayerNormalization", value, gamma, beta, axis=-1, epsilon=NORM_EPSILON)
 
     def linear(self, value: str, layer: torch.nn.Module) -> str:
-        if isinstance(layer, Int8Linear):
-            product = self.integer_product(value, layer.levels_OI, layer.scale_O1)
-        else:
-            assert isinstance(layer, torch.nn.Linear)
-            product = self("MatMul", value, self.constant(layer.weight.t().contiguous()))
+        product = self("MatMul", value, *self.weights(layer))
         bias = layer.bias
         assert bias is None or isinstance(bias, Tensor)
         return product if bias is None else self("Add", product, self.constant(bias))
 
-    def integer_product(self, value: str, levels_OI: Tensor, scale_O1: Tensor) -> str:
-        """The product of pipeline/models/convert/int8.py, without the bias."""
-        last_axis = self.constant(np.array([-1], np.int64))
-        largest = self("ReduceMax", self("Abs", value), last_axis, keepdims=1)
-        scale = self("Div", self("Max", largest, self.constant(_LEAST)), self.constant(127.0))
-        levels = self("Cast", self("Round", self("Div", value, scale)), to=3)  # 3: int8
-        products = self("MatMulInteger", levels, self.constant(levels_OI.t().contiguous()))
-        products = self("Mul", self("Cast", products, to=1), scale)
-        return self("Mul", products, self.constant(scale_O1[:, 0].contiguous()))
+    def weights(self, layer: torch.nn.Module, parts: int = 1) -> list[str]:
+        """The weights [I, O] of a linear layer, in so many parts of its outputs.
 
-    def project_thirds(self, value: str, layer: torch.nn.Module) -> list[str]:
-        """Queries, keys and values, by a layer that makes all three."""
-        if isinstance(layer, Int8Linear):
-            parts = zip(layer.levels_OI.chunk(3), layer.scale_O1.chunk(3), strict=True)
-            return [self.integer_product(value, *part) for part in parts]
-        assert isinstance(layer, torch.nn.Linear)
-        parts_OI = layer.weight.chunk(3)
-        return [self("MatMul", value, self.constant(p.t().contiguous())) for p in parts_OI]
+        ONNX Runtime computes constants when it loads a model, so 8-bit weights cost no time in a run.
+        """
+        if not isinstance(layer, Int8Linear):
+            assert isinstance(layer, torch.nn.Linear)
+            return [self.constant(part.t().contiguous()) for part in layer.weight.chunk(parts)]
+        levels = [part.t().contiguous() for part in layer.levels_OI.chunk(parts)]
+        scales = [part.t().contiguous() for part in layer.scale_O1.chunk(parts)]
+        return [
+            self("Mul", self("Cast", self.constant(levels_IO), to=1), self.constant(scale_1O))
+            for levels_IO, scale_1O in zip(levels, scales, strict=True)
+        ]
 
     def activate(self, value: str, name: str) -> str:
         if name == "relu":
@@ -186,7 +180,7 @@ def _look_up(graph: _Graph, table: Table, ids: str) -> str:
 
 def _block(graph: _Graph, block: Block, hidden: str, penalty: str, distance_TT: str) -> str:
     attention = block.attention
-    q, k, v = graph.project_thirds(hidden, attention.qkv)
+    q, k, v = (graph("MatMul", hidden, part) for part in graph.weights(attention.qkv, parts=3))
     logits = graph("MatMul", q, graph("Transpose", k, perm=[0, 2, 1]))
     logits = graph("Div", logits, graph.constant(math.sqrt(attention.projection)))
     place = graph("Add", distance_TT, graph.constant(np.int64(attention.longest)))
