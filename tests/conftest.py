@@ -231,8 +231,8 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
     shape = Shape(layers=1, width=16, heads=2, positions=96, init_std=0.2)
 
     @functools.cache
-    def publish(architecture: str, seed: int = 0) -> Artifact:
-        folder = root / f"{architecture}-{seed}"
+    def publish(architecture: str, seed: int = 0, earlier_turns: int = 10) -> Artifact:
+        folder = root / f"{architecture}-{seed}-{earlier_turns}"
         torch.manual_seed(seed)
         places = {"pad": tokenizer.pad, "cls": tokenizer.cls, "sep": tokenizer.sep}
         Encoder.new(shape, len(vocabulary), places).save(folder / "encoder")
@@ -241,7 +241,8 @@ def tiny_ranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artif
         model = ranker_config({  # fields of other architectures are left out
             "architecture": architecture, "m": 3, "code_init_std": 1.0, "max_context_tokens": 48,
             "max_candidate_tokens": 32, "width": 16, "windows": [2, 40], "attention_width": 4,
-            "intermediate": 32, "hidden": [16], "encoding_width": 16, "earlier_turns": 10,
+            "intermediate": 32, "hidden": [16], "encoding_width": 16,
+            "earlier_turns": earlier_turns,
         })  # fmt: skip
         ranker = new_ranker(model, folder / "encoder", seed)
         with torch.no_grad():

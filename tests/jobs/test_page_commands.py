@@ -125,7 +125,7 @@ def inputs(run_job_here, sample_files, reddit_corpus, tiny_ranker, tmp_path) -> 
         "corpora/convai2": convai2,
         "corpora/ubuntu": convai2,
         "encoders/reddit": rankers["bi"] / "context_encoder",
-        "rankers/convert": tiny_ranker("convert").local(),
+        "rankers/convert": tiny_ranker("convert", earlier_turns=0).local(),
         "rankers/convert-multi": tiny_ranker("convert", seed=1).local(),
         "lake/rankers/poly": rankers["poly"],
         "lake/rankers/new": rankers["poly"],
