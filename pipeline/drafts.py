@@ -35,6 +35,8 @@ _TASKS = "_tasks"
 _MARKS_AT_ONCE = 16  # there may be 20,000, 20 ms each from an object store
 _LOCK = "_lock"
 _LOCK_EXPIRES_S = 120.0
+_held: dict[str, locks.Lock] = {}
+"""The locks of this process, by draft. A draft is plain data, which tasks elsewhere get, too."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,10 @@ class Draft:
         run_id: str | None = None,
         **manifest_values: Any,
     ) -> Artifact:
-        """Writes the manifest and makes the artifact visible, in one atomic step."""
+        """Writes the manifest and makes the artifact visible, in one atomic step.
+
+        Raises Stopped where this process has lost the draft's lock (`locked`) to another job.
+        """
         entries = sorted(files, key=lambda entry: entry["path"])
         digests = [(entry["path"], entry["sha256"]) for entry in entries]
         manifest = {
@@ -140,6 +145,8 @@ class Draft:
             "files": entries,
         }
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
+        if lock := _held.get(self.staging):
+            lock.check()
         storage.remove_unfinished(self.staging)
         storage.write_bytes(self.path(MANIFEST), text)
         if self.staging != self.uri:
@@ -149,14 +156,18 @@ class Draft:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other jobs from this draft, while it is made.
+        """Keeps other jobs from this draft, while it is made. `publish` checks that it still does.
 
         Raises Stopped, naming the owner, where another job makes it, or has just published it.
         """
-        with locks.locked(self.path(_LOCK), self.uri, _LOCK_EXPIRES_S):
+        with locks.locked(self.path(_LOCK), self.uri, _LOCK_EXPIRES_S) as lock:
             if storage.exists(storage.join(self.uri, MANIFEST)):
                 raise Stopped(f"{self.uri}: another job has published it meanwhile")
-            yield
+            _held[self.staging] = lock
+            try:
+                yield
+            finally:
+                del _held[self.staging]
 
 
 def is_being_made(staging: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import shards, storage
 from pipeline.artifact import Artifact, open_artifact, read_artifact
-from pipeline.config import NOT_IDENTITY, BadInput
+from pipeline.config import NOT_IDENTITY, BadInput, Stopped
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft
 from pipeline.tasks.records import TaskRecord
@@ -135,6 +135,29 @@ def test_in_an_object_store_the_manifest_is_the_last_step(memory_store):
     made = begin("memory://bucket/a").publish([entry], {})
     assert set(memory_store.find("/bucket/a")) == {"/bucket/a/manifest.json", "/bucket/a/x/1"}
     assert draft("memory://bucket/a", "thing", Config(), {"input": SOURCE}) == made
+
+
+@pytest.mark.parametrize("uri", ["memory://bucket/a", "local"])
+def test_a_job_that_lost_its_lock_while_it_slept_does_not_publish(memory_store, tmp_path, uri):
+    out = begin(uri if "://" in uri else tmp_path / uri)
+    later_lock = out.path("_lock", "00000002.json")
+    facts = {
+        "token": "later",
+        "owner": "pid 1 on far",
+        "machine": "far",
+        "pid": 1,
+        "since": 0,
+        "until": 9e9,
+    }
+    with out.locked():
+        storage.write_bytes(later_lock, json.dumps(facts).encode())
+        with pytest.raises(Stopped, match="another job has taken over the lock of this one"):
+            out.publish([], {})
+    assert "unfinished" in read_refusal(out.uri)
+    assert storage.exists(later_lock)
+    storage.delete(later_lock)
+    with out.locked():
+        assert out.publish([], {}).uri == out.uri
 
 
 # Fingerprints
