@@ -31,7 +31,10 @@ from pipeline.tasks.resources import await_node, cpus_each, largest_memory
 
 Work = Callable[[Draft, str, Any], RecordT]
 
-_MAX_STARTS = 4
+MAX_STARTS = 4
+DIED = (
+    f"its process died {MAX_STARTS} times; where a node's memory was full, give it less at a time"
+)
 _MAX_FAILED = 20  # of so many tasks the next one will fail too
 _SHOWN = 5
 
@@ -55,9 +58,9 @@ def run_tasks(
     """
     delays_s = DELAYS_S
 
-    def run(dataset: Any, starts: _Starts) -> Any:
+    def run(dataset: Any, starts: Starts) -> Any:
         def do(row: dict[str, Any]) -> dict[str, Any]:
-            return _run_task(draft, work, delays_s, starts, row)
+            return run_task(draft, work, delays_s, starts, row)
 
         await_node(1)
         bound = min(memory, largest_memory())  # a small machine tries
@@ -84,14 +87,14 @@ def run_tasks_on_actors(
     delays_s = DELAYS_S
 
     class Actor:
-        def __init__(self, starts: _Starts) -> None:
+        def __init__(self, starts: Starts) -> None:
             self._work = make()
             self._starts = starts
 
         def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-            return _run_task(draft, self._work, delays_s, self._starts, row)
+            return run_task(draft, self._work, delays_s, self._starts, row)
 
-    def run(dataset: Any, starts: _Starts) -> Any:
+    def run(dataset: Any, starts: Starts) -> Any:
         import ray.data
 
         min_actors, max_actors = actors.count(len(tasks)), actors.max_count(len(tasks))
@@ -116,32 +119,24 @@ def run_tasks_on_actors(
     return _run(draft, tasks, label, kind, make, run, rows, on_actors=True)
 
 
-def _run_task(
+def run_task(
     draft: Draft,
     work: Work[RecordT],
     delays_s: Sequence[float],
-    starts: _Starts | None,
+    starts: Starts | None,
     row: dict[str, Any],
 ) -> dict[str, Any]:
-    """Does a task and marks it. Ray Data keeps only the text of errors, so what went wrong is returned.
+    """The outcome of a task, which is done and marked. Ray Data keeps only the text of errors, so what went
+    wrong is returned.
 
     `starts`: None where a task starts once only.
     """
     task = row["task"]
-    outcome = {
-        "task": task,
-        "refusal": "",
-        "storage": "",
-        "failure": "",
-        "traceback": "",
-        "cost": "{}",
-    }
     number = starts.add(task) if starts else 1
     if number > 1 and draft.is_marked(task):  # its node died after it had done it
-        return outcome
-    if number > _MAX_STARTS:
-        advice = "where a node's memory was full, give it less at a time"
-        return {**outcome, "failure": f"its process died {_MAX_STARTS} times; {advice}"}
+        return _outcome(task)
+    if number > MAX_STARTS:
+        return _outcome(task, failure=DIED)
 
     def do_and_mark() -> TaskRecord:
         record = costs.measured(lambda: work(draft, task, row["argument"]))
@@ -150,15 +145,25 @@ def _run_task(
 
     try:
         cost = with_retries(do_and_mark, delays_s).cost
-    except BadInput as error:
-        return {**outcome, "refusal": str(error)}
     except Exception as error:
-        if failure := storage_failure(error):
-            return {**outcome, "storage": f"{failure} (on {socket.gethostname()})"}
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        trace = "" if is_transient(error) else traceback.format_exc()
-        return {**outcome, "failure": text, "traceback": trace}
-    return {**outcome, "cost": json.dumps(dataclasses.asdict(cost))}
+        return failed_outcome(task, error)
+    return _outcome(task, cost=json.dumps(dataclasses.asdict(cost)))
+
+
+def failed_outcome(task: str, error: Exception) -> dict[str, Any]:
+    """The outcome of a task that raised this error, which is being handled."""
+    if isinstance(error, BadInput):
+        return _outcome(task, refusal=str(error))
+    if failure := storage_failure(error):
+        return _outcome(task, storage=f"{failure} (on {socket.gethostname()})")
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    trace = "" if is_transient(error) else traceback.format_exc()
+    return _outcome(task, failure=text, traceback=trace)
+
+
+def _outcome(task: str, **values: str) -> dict[str, Any]:
+    empty = {"refusal": "", "storage": "", "failure": "", "traceback": "", "cost": "{}"}
+    return {"task": task, **empty, **values}
 
 
 class _StartCounter:
@@ -180,7 +185,7 @@ class _StartCounter:
 
 
 @dataclass(frozen=True)
-class _Starts:
+class Starts:
     """How often the tasks of one run have been started, for its processes on any node."""
 
     actor: Any
@@ -231,7 +236,7 @@ def _run(
     label: str,
     kind: type[RecordT],
     make: Callable[[], Work[RecordT]],
-    run: Callable[[Any, _Starts], Any],
+    run: Callable[[Any, Starts], Any],
     rows: Mapping[str, int] | None = None,
     on_actors: bool = False,
 ) -> list[RecordT]:
@@ -249,14 +254,14 @@ def _run(
                 ended_tasks = executor.actor_tasks if on_actors else executor.tasks
                 outcomes = _run_in_this_process(ended_tasks, draft, missing, make)
             else:
-                outcomes = _run_on_cluster(missing, run, died_on)
-            failed = _failures(outcomes, label, lambda task: bar.update(sizes[task]))
+                outcomes = run_on_cluster(missing, run, died_on)
+            failed = failures(outcomes, label, lambda task, _: bar.update(sizes[task]))
             marks = draft.marks()
     records = marks.records((name for name in tasks if name in marks), kind)
     cost_by_task = {name: record.cost for name, record in records.items()}
     costs.report(costs.Stage(label, cost_by_task, failed, died_on))
     if failed:
-        raise Stopped(_describe(failed, tasks, label))
+        raise Stopped(describe(failed, tasks, label))
     return [records[name] for name in tasks]
 
 
@@ -269,27 +274,30 @@ def _run_in_this_process(
     """The outcome of each task, as it ends; its name joins `ended_tasks`."""
     work = make()
     for row in missing:
-        yield _run_task(draft, work, DELAYS_S, None, row)
+        yield run_task(draft, work, DELAYS_S, None, row)
         ended_tasks.append(row["task"])
 
 
-def _run_on_cluster(
+def run_on_cluster(
     missing: list[dict[str, Any]],
-    run: Callable[[Any, _Starts], Any],
+    run: Callable[[Any, Starts], Any],
     died_on: dict[str, list[str]],
 ) -> Generator[dict[str, Any], None, None]:
-    """The outcome of each task, as it ends; then fills in `died_on`."""
+    """The rows of `run(dataset of the missing, starts)`, such as the outcome of each task, as they come; then
+    fills in `died_on`."""
     import ray.data
 
-    starts = _Starts(_start_counter(), uuid.uuid4().hex)
+    starts = Starts(_start_counter(), uuid.uuid4().hex)
     dataset = ray.data.from_items(missing, override_num_blocks=len(missing))
     with suppress(GeneratorExit):  # nobody waits for the other tasks
         yield from run(dataset, starts).iter_rows()
     died_on.update(starts.end())
 
 
-def _failures(
-    outcomes: Generator[dict[str, Any], None, None], label: str, on_end: Callable[[str], object]
+def failures(
+    outcomes: Generator[dict[str, Any], None, None],
+    label: str,
+    on_end: Callable[[str, TaskCost], object],
 ) -> dict[str, str]:
     """Why tasks failed, by task. The others have gone on to the end, unless too many failed.
 
@@ -305,8 +313,9 @@ def _failures(
                     f"{label}: {row['storage']}; the same command resumes when it can write"
                 )
             if not row["failure"]:
-                costs.count_done(label, TaskCost(**json.loads(row["cost"])))
-                on_end(row["task"])
+                cost = TaskCost(**json.loads(row["cost"]))
+                costs.count_done(label, cost)
+                on_end(row["task"], cost)
                 continue
             if row["traceback"] and not failed:
                 print(row["traceback"], file=sys.stderr, flush=True)
@@ -318,7 +327,8 @@ def _failures(
     return failed
 
 
-def _describe(failed: Mapping[str, str], tasks: Mapping[str, Any], label: str) -> str:
+def describe(failed: Mapping[str, str], tasks: Mapping[str, Any], label: str) -> str:
+    """What failed, and why; `tasks`: all of them, with their inputs."""
     shown = "; ".join(
         f"{task} ({str(tasks[task])[:200]}): {failed[task]}" for task in list(failed)[:_SHOWN]
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline import shards
 from pipeline.arrays import Ints
+from pipeline.config import Stopped
 from pipeline.corpora import buckets, raw
 from pipeline.corpora.file_tasks import redacted_count
 from pipeline.corpora.privacy import Privacy
@@ -21,14 +24,18 @@ from pipeline.corpora.reddit.comments import normalise
 from pipeline.corpora.reddit.lines import kind_of, parse_comments, parse_submissions
 from pipeline.corpora.reddit.options import Options
 from pipeline.drafts import Draft
-from pipeline.files.retries import with_retries
+from pipeline.files.retries import DELAYS_S
+from pipeline.shards import Starts
 from pipeline.tasks import costs, executors, progress, resources
-from pipeline.tasks.records import TaskRecord, from_json, to_json
+from pipeline.tasks.records import TaskCost, TaskRecord, from_json, to_json
 
 _WAITING_BYTES = 256 << 20  # of decompressed lines, per core
 # Readers need no core of their own. But with 0 they would run on the head, which has no core either, and
 # a whole core less what they take would be lost to the parsers.
 _READER_CPUS, _PARSER_CPUS = 0.01, 0.98
+_WINDOW_BYTES = 2 << 30  # what decompression looks back on
+_WORKER_BYTES = 100 << 20  # a process that does nothing yet
+_BLOCKS_IN_PARSER = 5  # measured: 4.5 times its block of lines
 
 _LABEL = "reddit: dump files to threads"
 
@@ -63,35 +70,61 @@ def read_dumps(
     parsed_tasks = {task for task in marks if task.startswith("block")}
     earlier_records = marks.records(parsed_tasks, TaskRecord).values()
     bar.update(sum(record.counts["records"] for record in earlier_records))
+    failed: dict[str, str] = {}
+    died_on: dict[str, list[str]] = {}
+    inputs: dict[str, str] = {}
     if pending_files:
         block_counts = Counter(_file_of(task) for task in parsed_tasks)
         file_records: dict[str, DumpRecord] = {}
         rows = _parse_blocks(
-            draft, pending_files, parsed_tasks, bucket_count, block_bytes, options, reading, privacy
+            draft,
+            pending_files,
+            parsed_tasks,
+            bucket_count,
+            block_bytes,
+            options,
+            reading,
+            privacy,
+            died_on,
         )
-        for row in rows:
-            file = _file_of(row["task"])
-            if row["file_record"]:
-                file_records[file] = from_json(DumpRecord, row["file_record"])
-            else:
-                block_counts[file] += 1
-                cost = from_json(TaskRecord, row["record"]).cost
-                costs.count_done(_LABEL, cost)
-                bar.update(cost.rows)
+
+        def mark_if_done(file: str) -> None:
             # A file is done when all its blocks are; only then is its own mark true.
             if file in file_records and block_counts[file] == file_records[file].blocks:
                 draft.mark(file, file_records[file])
+
+        def block_outcomes() -> Generator[dict[str, Any], None, None]:
+            for row in rows:
+                inputs[row["task"]] = row["input"]
+                if row["file_record"]:
+                    file_records[row["task"]] = from_json(DumpRecord, row["file_record"])
+                    mark_if_done(row["task"])
+                else:
+                    yield json.loads(row["outcome"])
+
+        def count_block(task: str, cost: TaskCost) -> None:
+            bar.update(cost.rows)
+            block_counts[_file_of(task)] += 1
+            mark_if_done(_file_of(task))
+
+        failed = shards.failures(block_outcomes(), _LABEL, count_block)
+        for index, uri in pending_files:  # a reader that has begun too often yields no row
+            file = f"file-{index:05d}"
+            if file not in file_records and len(died_on.get(file, ())) >= shards.MAX_STARTS:
+                failed[file], inputs[file] = shards.DIED, uri
         marks = draft.marks()
     stack.close()
+    names = sorted(task for task in marks if task.startswith("block"))
+    blocks = marks.records(names, TaskRecord)
+    cost_by_task = {task: record.cost for task, record in blocks.items()}
+    costs.report(costs.Stage(_LABEL, cost_by_task, failed, died_on))
+    if failed:
+        raise Stopped(shards.describe(failed, inputs, _LABEL))
     dumps = [f"file-{index:05d}" for index in range(len(files))]
     dump_records = marks.records(dumps, DumpRecord)
     for dump in dump_records.values():
         if dump.cut_off and reading.truncated == "stop":
             raise raw.truncated_input(raw.Truncated(dump.cut_off), dump.lines)
-    names = sorted(task for task in marks if task.startswith("block"))
-    blocks = marks.records(names, TaskRecord)
-    cost_by_task = {task: record.cost for task, record in blocks.items()}
-    costs.report(costs.Stage(_LABEL, cost_by_task))
     return {**blocks, **dump_records}
 
 
@@ -109,50 +142,58 @@ def _parse_blocks(
     options: Options,
     reading: raw.Reading,
     privacy: Privacy,
-) -> Iterator[dict[str, Any]]:
-    """A row per block, parsed and filed, and one per file, at its end."""
+    died_on: dict[str, list[str]],
+) -> Generator[dict[str, Any], None, None]:
+    """A row with its outcome per block, parsed and filed; one per file, with its record, at its end, or with
+    its outcome where it could not be read. Then fills in `died_on`, as `shards.run_on_cluster`."""
+    read = functools.partial(_read_file, parsed_tasks, block_bytes, options)
+    parse = functools.partial(_parse_and_mark, draft, bucket_count, options, privacy, DELAYS_S)
     if executors.current():
         for index, uri in files:
             file = pa.table({"index": [index], "uri": [uri]})
-            for block in _read_file(parsed_tasks, block_bytes, options, file):
-                parsed = _parse_and_retry(draft, bucket_count, options, privacy, block)
-                yield from parsed.to_pylist()
+            for block in read(None, file):
+                yield from parse(None, block).to_pylist()
         return
 
-    import ray.data
+    def run(dataset: Any, starts: Starts) -> Any:
+        import ray.data
 
-    resources.await_node(1)
-    cores = resources.fitting(1)
-    context = ray.data.DataContext.get_current().copy()
-    if not resources.may_grow():  # else the bound would be that of the first node
-        # What is decompressed waits in Ray's object store, and decompression is the faster half.
-        waiting_bytes = cores * max(_WAITING_BYTES, 2 * block_bytes)
-        limits = context.execution_options.resource_limits
-        context.execution_options.resource_limits = limits.copy(object_store_memory=waiting_bytes)
-    with ray.data.DataContext.current(context):
-        dataset = (
-            ray.data.from_items(
-                [{"index": index, "uri": uri} for index, uri in files],
-                override_num_blocks=len(files),
+        resources.await_node(1)
+        cores = resources.fitting(1)
+        if not resources.may_grow():  # else the bound would be that of the first node
+            # What is decompressed waits in Ray's object store, and decompression is the faster half.
+            waiting_bytes = cores * max(_WAITING_BYTES, 2 * block_bytes)
+            execution = dataset.context.execution_options
+            execution.resource_limits = execution.resource_limits.copy(
+                object_store_memory=waiting_bytes
             )
-            # One file feeds some five parsers, and keeps its window of up to 2 GiB in memory.
-            .map_batches(
-                functools.partial(_read_file, parsed_tasks, block_bytes, options),
+        # A reader waits for its parsers: it leaves them half of a small machine.
+        bound = resources.largest_memory() // 2
+        reader_bytes = _WORKER_BYTES + _WINDOW_BYTES + 2 * block_bytes
+        parser_bytes = _WORKER_BYTES + _BLOCKS_IN_PARSER * block_bytes
+        return (
+            # One file feeds some five parsers.
+            dataset.map_batches(
+                functools.partial(read, starts),
                 batch_size=1,
                 batch_format="pyarrow",
                 compute=ray.data.TaskPoolStrategy(size=reading.files_at_once or max(1, cores // 4)),
                 num_cpus=_READER_CPUS,
+                memory=min(reader_bytes, bound),
             )
             # One block of lines, one task: without this barrier Ray Data joins blocks to 128 MiB.
             .repartition(target_num_rows_per_block=1)
             .map_batches(
-                functools.partial(_parse_and_retry, draft, bucket_count, options, privacy),
+                functools.partial(parse, starts),
                 batch_size=1,
                 batch_format="pyarrow",
                 num_cpus=_PARSER_CPUS,
+                memory=min(parser_bytes, bound),
             )
         )
-    yield from dataset.iter_rows()
+
+    rows = [{"index": index, "uri": uri} for index, uri in files]
+    yield from shards.run_on_cluster(rows, run, died_on)
 
 
 _READ = pa.schema(
@@ -163,16 +204,34 @@ _READ = pa.schema(
         ("first_line", pa.int64()),
         ("lines", pa.large_binary()),
         ("file_record", pa.string()),
+        ("outcome", pa.string()),
     ]
 )
 
 
 def _read_file(
-    parsed_tasks: set[str], block_bytes: int, options: Options, batch: pa.Table
+    parsed_tasks: set[str],
+    block_bytes: int,
+    options: Options,
+    starts: Starts | None,
+    batch: pa.Table,
 ) -> Iterator[pa.Table]:
-    """Streams one dump file: a row per block that is not parsed yet, then one with its record."""
+    """Streams one dump file: a row per block that is not parsed yet, then one with its record, or with its
+    outcome where it cannot be read.
+
+    None where its process has died too often: Ray keeps the rows that an earlier start has yielded, and
+    takes no other ones in their places.
+    """
     index, uri = batch["index"][0].as_py(), batch["uri"][0].as_py()
+    file = f"file-{index:05d}"
+    if starts and starts.add(file) > shards.MAX_STARTS:
+        return
     blocks, line, cut_off, kind, notes = 0, 1, "", None, list[str]()
+
+    def row(**values: Any) -> pa.Table:
+        place = {"uri": uri, "kind": kind, "first_line": line}
+        return pa.Table.from_pylist([{**place, **values}], schema=_READ)
+
     try:
         for block in raw.line_blocks(uri, block_bytes):
             kind = kind or kind_of(block)
@@ -184,7 +243,7 @@ def _read_file(
                 break
             task = f"block-{index:05d}-{blocks:06d}"
             if task not in parsed_tasks:
-                yield pa.table([[task], [uri], [kind], [line], [block], [None]], schema=_READ)
+                yield row(task=task, lines=block)
             blocks += 1
             line += block.count(b"\n")
         else:
@@ -193,34 +252,38 @@ def _read_file(
     except raw.Truncated as error:
         cut_off = str(error)
         notes.append(raw.truncation_note(error, line - 1))
+    except Exception as error:
+        yield row(task=file, outcome=json.dumps(shards.failed_outcome(file, error)))
+        return
     counts = {"files": 1, "files.set_aside": int(blocks == 0)}
     record = DumpRecord(counts=counts, blocks=blocks, lines=line - 1, cut_off=cut_off, notes=notes)
-    yield pa.table(
-        [[f"file-{index:05d}"], [uri], [kind], [line], [None], [to_json(record)]], schema=_READ
-    )
+    yield row(task=file, file_record=to_json(record))
 
 
-def _parse_and_retry(
-    draft: Draft, bucket_count: int, options: Options, privacy: Privacy, batch: pa.Table
+def _parse_and_mark(
+    draft: Draft,
+    bucket_count: int,
+    options: Options,
+    privacy: Privacy,
+    delays_s: Sequence[float],
+    starts: Starts | None,
+    batch: pa.Table,
 ) -> pa.Table:
-    """Parses the block of a row of `_read_file` and marks it: a row with its record, or with its file's."""
+    """Parses the block of a row of `_read_file`: a row with its outcome. Other rows pass."""
     row = batch.to_pylist()[0]
-    record = ""
+
+    def work(draft: Draft, task: str, row: dict[str, Any]) -> TaskRecord:
+        return _parse_block(draft, bucket_count, options, privacy, row)
+
     if row["lines"] is not None:
-
-        def parse_and_mark() -> TaskRecord:
-            block_record = costs.measured(
-                lambda: _parse_block(draft, bucket_count, options, privacy, row)
-            )
-            draft.mark(row["task"], block_record)
-            return block_record
-
-        record = to_json(with_retries(parse_and_mark))
+        block = {"task": row["task"], "argument": row}
+        row["outcome"] = json.dumps(shards.run_task(draft, work, delays_s, starts, block))
     return pa.table(
         {
             "task": [row["task"]],
-            "record": [record],
+            "input": [f"{row['uri']}, line {row['first_line']}"],
             "file_record": pa.array([row["file_record"]], pa.string()),
+            "outcome": pa.array([row["outcome"]], pa.string()),
         }
     )
 

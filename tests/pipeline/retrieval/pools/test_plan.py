@@ -346,7 +346,7 @@ def test_a_pool_of_one_bucket_is_planned_in_the_process_of_the_driver(make, monk
         raise AssertionError("a task went to the cluster")
 
     monkeypatch.setattr(verdict_tasks, "_BUCKET_ROWS", 100)
-    monkeypatch.setattr("pipeline.shards._run_on_cluster", on_cluster)
+    monkeypatch.setattr("pipeline.shards.run_on_cluster", on_cluster)
     out, parts = make.stage(ROWS_OF_TWO_ROUNDS)
     sources = PlanInput(parts, before(Path(out.uri).parent, BEFORE))
     assert plan.make(out, sources, 10, TextQuery()).rows == 4

@@ -1,0 +1,202 @@
+"""The first phase of Reddit dumps, where files and processes fail. On a real Ray."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pipeline.config import Stopped
+from pipeline.corpora import raw
+from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.reddit import Options
+from pipeline.corpora.reddit.partition import read_dumps
+from pipeline.drafts import Draft
+from pipeline.tasks import costs, executors
+from pipeline.tasks.records import TaskRecord
+from pipeline.tasks.resources import largest_memory
+
+PLAIN = Privacy(redact=False, authors="plain", salt="")
+BLOCK_BYTES = 1 << 18
+PADDING = "." * 20_000  # four blocks in a file
+LABEL = "reddit: dump files to threads"
+
+
+@pytest.fixture
+def out(tmp_path) -> Draft:
+    return Draft(str(tmp_path / "out"), str(tmp_path / "out"), "corpus", {}, {}, "")
+
+
+@pytest.fixture
+def dumps(tmp_path) -> list[str]:
+    """Two files of 40 comments each."""
+    files = []
+    for name in ("a", "b"):
+        lines = [
+            {"id": f"{name}{number}", "link_id": f"t3_{name}", "parent_id": f"t3_{name}", "score": 1,
+             "body": f"comment {number} of {name}", "author": name, "subreddit": "pics",
+             "permalink": PADDING}
+            for number in range(40)
+        ]  # fmt: skip
+        files.append(tmp_path / name)
+        files[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [str(file) for file in files]
+
+
+def read(
+    out: Draft, files: list[str], options: Options | None = None, privacy: Privacy = PLAIN
+) -> tuple[dict[str, TaskRecord], costs.Stage]:
+    with costs.collect_stages() as stages:
+        records = read_dumps(
+            out, files, 2, BLOCK_BYTES, options or Options(), raw.Reading(), privacy
+        )
+    return records, stages[0]
+
+
+def comments(records: dict[str, TaskRecord]) -> int:
+    return sum(record.counts.get("records", 0) for record in records.values())
+
+
+@pytest.fixture
+def killing_parser(tmp_path) -> Privacy:
+    """Kills the process that parses comment 20 of `a`, as often as the file `deaths` says."""
+
+    # Inside of a function: Ray's workers cannot import the module of a test.
+    @dataclass(frozen=True)
+    class Killing(Privacy):
+        deaths: str
+
+        def redacted_and_counted(self, texts: pa.Array) -> tuple[pa.Array, int]:
+            file = Path(self.deaths)
+            if "comment 20 of a" in texts.to_pylist() and (left := int(file.read_text())):
+                file.write_text(str(left - 1))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return texts, 0
+
+    return Killing(redact=False, authors="plain", salt="", deaths=str(tmp_path / "deaths"))
+
+
+@pytest.fixture
+def killing_reader(tmp_path) -> Options:
+    """Kills the process that reads a dump after its second block, as often as the file `deaths` says."""
+
+    @dataclass(frozen=True)
+    class Killing(Options):
+        deaths: str = ""
+
+        def __getattribute__(self, name: str) -> object:
+            frame = inspect.currentframe().f_back
+            if frame.f_code.co_name == "_read_file" and frame.f_locals["blocks"] == 2:
+                file = Path(self.deaths)
+                if left := int(file.read_text()):
+                    file.write_text(str(left - 1))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getattribute__(name)
+
+    return Killing(submissions="first-turn", deaths=str(tmp_path / "deaths"))
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_parser_that_dies_is_started_again_three_times_and_its_block_is_named(
+    out, dumps, killing_parser, tmp_path
+):
+    (tmp_path / "deaths").write_text("4")
+    with pytest.raises(Stopped) as stopped:
+        read(out, dumps, privacy=killing_parser)
+    message = str(stopped.value)
+    assert message.startswith(f"{LABEL}: 1 of ")
+    assert " tasks failed: block-00000-00000" in message
+    assert f"({dumps[0]}, line " in message
+    assert "): its process died 4 times" in message
+    assert (tmp_path / "deaths").read_text() == "0"
+    # All else is done, and the same command does the rest.
+    assert {task for task in out.marks() if task.startswith("file")} == {"file-00001"}
+    records, _ = read(out, dumps, privacy=killing_parser)
+    assert comments(records) == 80
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_parser_that_dies_once_is_started_again_and_that_is_said(
+    out, dumps, killing_parser, tmp_path, capsys
+):
+    (tmp_path / "deaths").write_text("1")
+    records, stage = read(out, dumps, privacy=killing_parser)
+    assert comments(records) == 80
+    (task,) = stage.died_on
+    assert task.startswith("block-00000-")
+    assert f"{LABEL}: {task} was started again: its process died on " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("deaths", [1, 9])
+def test_a_reader_that_dies_is_started_again_three_times_and_its_file_is_named(
+    out, dumps, killing_reader, tmp_path, deaths
+):
+    Path(dumps[0]).write_text(
+        "".join(
+            json.dumps({"id": f"s{number}", "title": f"title {number}", "selftext": "", "author": "a",
+                        "subreddit": "pics", "score": 1, "permalink": PADDING}) + "\n"
+            for number in range(40)
+        )
+    )  # fmt: skip
+    (tmp_path / "deaths").write_text(str(deaths))
+    if deaths == 1:
+        records, stage = read(out, dumps, killing_reader)
+        assert comments(records) == 80
+        assert list(stage.died_on) == ["file-00000"]
+        return
+    with pytest.raises(Stopped) as stopped:
+        read(out, dumps, killing_reader)
+    assert f"file-00000 ({dumps[0]}): its process died 4 times" in str(stopped.value)
+    assert (tmp_path / "deaths").read_text() == "5"
+    assert "file-00001" in out.marks()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_readers_and_parsers_declare_their_memory(out, dumps, tmp_path):
+    @dataclass(frozen=True)
+    class Noting(Options):
+        folder: str = ""
+
+        def __getattribute__(self, name: str) -> object:
+            import ray
+
+            stage = inspect.currentframe().f_back.f_code.co_name
+            if stage in ("_read_file", "normalise"):
+                resources = ray.get_runtime_context().get_assigned_resources()
+                Path(self.folder, stage).write_text(str(resources.get("memory", 0)))
+            return super().__getattribute__(name)
+
+    with Path(dumps[0]).open("w") as file:
+        file.write(json.dumps({"id": "s", "title": "of a thread", "subreddit": "pics"}) + "\n")
+    read(out, dumps, Noting(submissions="first-turn", folder=str(tmp_path)))
+    reader, parser = (float((tmp_path / name).read_text()) for name in ("_read_file", "normalise"))
+    half = largest_memory() // 2
+    assert reader == pytest.approx(min(half, (2 << 30) + (100 << 20) + 2 * BLOCK_BYTES), abs=1)
+    assert parser == pytest.approx(min(half, (100 << 20) + 5 * BLOCK_BYTES), abs=1)
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param("on the cluster", marks=pytest.mark.ray), "in this process"]
+)
+def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, where, request):
+    Path(dumps[0]).unlink()
+
+    def run() -> None:
+        with pytest.raises(Stopped) as stopped:
+            read(out, dumps)
+        assert f"file-00000 ({dumps[0]}, line 1): FileNotFoundError: " in str(stopped.value)
+        assert "file-00001" in out.marks()
+
+    if where == "on the cluster":
+        request.getfixturevalue("local_ray")
+        run()
+    else:
+        with executors.in_this_process():
+            run()
