@@ -1,4 +1,5 @@
-"""Makes rayjob.yaml and rayservice.yaml of raycluster.yaml and the config of serve/: `make kuberay`."""
+"""Makes rayjob.yaml, rayservice.yaml and the schedule raycronjob.yaml of raycluster.yaml and the config of
+serve/: `make kuberay`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,12 @@ import yaml
 
 _HERE = Path(__file__).parent
 _JOB = "python -m jobs.embed_pool --config jobs/schedules/reembed.yaml"
+_MADE = "# Made by `make kuberay`.\n"
+_CRON_NOTE = """\
+# KubeRay: a cluster of its own for every night, which goes when the night is over. Needs KubeRay 1.6 and
+# its feature gate RayCronJob, which is alpha. It has no concurrencyPolicy: the pool's lock is what keeps two
+# nights apart. kubectl apply -f jobs/schedules/raycronjob.yaml
+"""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -33,8 +40,11 @@ def manifests() -> dict[str, str]:
     serve = yaml.safe_load((_HERE.parent / "serve" / "config.cluster.yaml").read_text())
     for application in serve["applications"]:
         del application["runtime_env"]["working_dir"]  # the image has the code
+    tracking_uri = serve["applications"][0]["runtime_env"]["env_vars"]["MLFLOW_TRACKING_URI"]
+    runtime_env = {"env_vars": {"MLFLOW_TRACKING_URI": tracking_uri}}
     job = {
         "entrypoint": _JOB,
+        "runtimeEnvYAML": yaml.dump(runtime_env, Dumper=_Dumper),
         "submissionMode": "K8sJobMode",
         "backoffLimit": 2,  # each on a new cluster; a run that failed resumes where it was
         "shutdownAfterJobFinishes": True,
@@ -45,15 +55,23 @@ def manifests() -> dict[str, str]:
         "serveConfigV2": yaml.dump(serve, Dumper=_Dumper, sort_keys=False),
         "rayClusterConfig": cluster["spec"],
     }
+    nights = {
+        "schedule": "0 3 * * *",
+        "timeZone": "Etc/UTC",
+        "suspend": False,
+        "jobTemplate": {**job, "activeDeadlineSeconds": 43200},
+    }
     return {
         "rayjob.yaml": _manifest("RayJob", "reembed-articles", job),
         "rayservice.yaml": _manifest("RayService", "polyrank", service),
+        "../jobs/schedules/raycronjob.yaml": _CRON_NOTE
+        + _manifest("RayCronJob", "reembed-articles", nights),
     }
 
 
 def _manifest(kind: str, name: str, spec: dict[str, Any]) -> str:
     body = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
-    return "# Made by `make kuberay`.\n" + yaml.dump(
+    return _MADE + yaml.dump(
         body, Dumper=_Dumper, sort_keys=False, width=1000
     )
 

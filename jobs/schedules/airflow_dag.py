@@ -1,7 +1,7 @@
 """Airflow 3: a run every night on a Ray cluster that is up. Copy it into the folder of DAGs.
 
-Its worker needs `pip install "ray[default]"`, this project's folder, and in its environment the cluster's
-RAY_API_SERVER_ADDRESS, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN.
+Its worker needs this project's folder with its environment (`make .venv/installed`), and in its own
+environment MLFLOW_TRACKING_URI and the cluster's RAY_API_SERVER_ADDRESS and RAY_AUTH_TOKEN.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -20,10 +20,10 @@ with DAG(
     BashOperator(
         task_id="embed_pool",
         cwd="/srv/polyrank",
-        # The id names the run and the try: the same one is never submitted twice.
+        # The name says the run: one that runs or has succeeded is not sent twice, and another try resumes it.
         bash_command=(
-            "ray job submit --submission-id reembed-articles-{{ ts_nodash }}-{{ ti.try_number }}"
-            " --working-dir . -- python -m jobs.embed_pool --config jobs/schedules/reembed.yaml"
+            ".venv/bin/python -m jobs.submit --wait --name reembed-articles-{{ ts_nodash }}"
+            " -- embed_pool --config jobs/schedules/reembed.yaml"
         ),
         append_env=True,
         retries=2,  # a run that failed resumes where it was

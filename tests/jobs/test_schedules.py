@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs import embed_pool
+from jobs import embed_pool, submit
 from pipeline.config import parse
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = ROOT / "jobs" / "schedules"
+CLUSTER = ROOT / "kuberay" / "raycluster.yaml"
 COMMAND = "python -m jobs.embed_pool --config jobs/schedules/reembed.yaml"
 
 
@@ -23,6 +24,16 @@ def job_of(command: str) -> embed_pool.Config:
     argv = shlex.split(command)
     assert argv[:3] == ["python", "-m", "jobs.embed_pool"]
     return parse(embed_pool.Config, argv[3:], "embed_pool")
+
+
+def job_sent_by(command: str) -> str:
+    """What a command of jobs.submit sends, with the names that the clock fills in."""
+    command = re.sub(r"\$\(.*?\)|{{.*?}}", "0", command)
+    argv = shlex.split(command)
+    config = parse(submit.Config, argv[argv.index("jobs.submit") + 1 :], "submit")
+    assert config.wait  # its exit code is the job's
+    assert config.name  # the same night is not sent twice
+    return f"python -m jobs.{shlex.join(config.command)}"
 
 
 @pytest.fixture
@@ -34,7 +45,11 @@ def submitted_by_crontab() -> tuple[str, str]:
     (line,) = [x for x in (SCHEDULES / "crontab").read_text().splitlines() if x[:1].isdigit()]
     assert not re.search(r"(?<!\\)%", line)  # cron ends the command at a bare one
     assert "flock -n " in line
-    return " ".join(line.split()[:5]), line.partition(" -- ")[2]
+    text = (SCHEDULES / "crontab").read_text()
+    # The heads that are shipped listen there only.
+    assert "\nRAY_API_SERVER_ADDRESS=http://127.0.0.1:8265\n" in text
+    assert "\nMLFLOW_TRACKING_URI=http" in text
+    return " ".join(line.split()[:5]), job_sent_by(line)
 
 
 def submitted_by_cronjob() -> tuple[str, str]:
@@ -44,12 +59,10 @@ def submitted_by_cronjob() -> tuple[str, str]:
     pod = spec["spec"]["jobTemplate"]["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
-    assert {"RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} == {
-        variable["name"] for variable in container["env"]
-    }
-    command = container["command"]
-    assert command[:3] == ["ray", "job", "submit"]
-    return spec["spec"]["schedule"], shlex.join(command[command.index("--") + 1 :])
+    assert {
+        "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "MLFLOW_TRACKING_URI", "JOB_NAME"
+    } == {variable["name"] for variable in container["env"]}  # fmt: skip
+    return spec["spec"]["schedule"], job_sent_by(shlex.join(container["command"]))
 
 
 def submitted_by_raycronjob() -> tuple[str, str]:
@@ -58,12 +71,11 @@ def submitted_by_raycronjob() -> tuple[str, str]:
     assert set(spec["spec"]) == {"schedule", "timeZone", "suspend", "jobTemplate"}
     job = spec["spec"]["jobTemplate"]
     assert job["shutdownAfterJobFinishes"] is True
-    lock = (ROOT / "requirements.lock").read_text()
-    assert f"ray=={job['rayClusterSpec']['rayVersion']}\n" in lock
-    (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
-    assert workers["maxReplicas"] >= yaml.safe_load((SCHEDULES / "reembed.yaml").read_text())[
-        "resources"
-    ]["max_actors"]  # fmt: skip
+    assert job["rayClusterSpec"] == yaml.safe_load(CLUSTER.read_text())["spec"]
+    assert "MLFLOW_TRACKING_URI" in yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]
+    groups = {group["groupName"]: group for group in job["rayClusterSpec"]["workerGroupSpecs"]}
+    nightly = yaml.safe_load((SCHEDULES / "reembed.yaml").read_text())
+    assert groups["gpu"]["maxReplicas"] >= nightly["resources"]["max_actors"]
     return spec["spec"]["schedule"], job["entrypoint"]
 
 
@@ -78,7 +90,7 @@ def submitted_by_airflow() -> tuple[str, str]:
         if keyword.arg in ("schedule", "bash_command", "max_active_runs", "catchup")
     }
     assert (given["max_active_runs"], given["catchup"]) == (1, False)
-    return given["schedule"], given["bash_command"].partition(" -- ")[2]
+    return given["schedule"], job_sent_by(given["bash_command"])
 
 
 @pytest.mark.usefixtures("in_root")
