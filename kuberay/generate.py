@@ -71,9 +71,7 @@ def manifests() -> dict[str, str]:
 
 def _manifest(kind: str, name: str, spec: dict[str, Any]) -> str:
     body = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
-    return _MADE + yaml.dump(
-        body, Dumper=_Dumper, sort_keys=False, width=1000
-    )
+    return _MADE + yaml.dump(body, Dumper=_Dumper, sort_keys=False, width=1000)
 
 
 if __name__ == "__main__":

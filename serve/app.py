@@ -95,6 +95,10 @@ class Args(BaseModel):
     )
     shard_replicas: int = Field(default=1, ge=1, description="Replicas of each shard.")
     shard_cpus: float = Field(default=1.0, ge=0, description="Cores of each, and threads.")
+    shard_resources: dict[str, float] = Field(
+        default={},
+        description="Resources of each besides, such as serving: 1; only nodes that have them run it.",
+    )
     shard_wait_s: float = Field(
         default=2.0, gt=0, description="A shard that has not answered after so long is missing."
     )
@@ -367,7 +371,7 @@ def _shard(number: int, args: Args) -> serve.Application:
     deployment = RankerShard.options(  # type: ignore[attr-defined]
         name=f"{args.name}-shard-{number}",
         num_replicas=args.shard_replicas,
-        ray_actor_options={"num_cpus": args.shard_cpus},
+        ray_actor_options={"num_cpus": args.shard_cpus, "resources": args.shard_resources},
     )
     bound_app: serve.Application = deployment.bind(number, args)
     return bound_app

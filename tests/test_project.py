@@ -412,6 +412,29 @@ def test_kubernetes_and_aws_have_the_same_groups_and_one_version():
     assert {name for name in copied if (ROOT / name).is_dir()} == {"pipeline", "jobs", "serve"}
 
 
+def test_every_shipped_cluster_has_nodes_for_the_service():
+    served = yaml.safe_load((ROOT / "serve" / "config.cluster.yaml").read_text())
+    (application,) = served["applications"]
+    (ranker,) = application["deployments"]
+    options = ranker["ray_actor_options"]
+    needed = {"CPU": options["num_cpus"], **options["resources"]}
+    assert needed.keys() > {"CPU"}, "replicas run beside jobs"
+    types = CLUSTER["available_node_types"]
+    (on_aws,) = (name for name in types if needed.keys() <= types[name]["resources"].keys())
+    groups = {
+        group["groupName"]: group for group in manifest("raycluster")["spec"]["workerGroupSpecs"]
+    }
+    on_kubernetes = groups[on_aws]["rayStartParams"]["resources"]
+    on_premise = re.search(r"--resources='(.*?)'", ON_PREMISE["worker_start_ray_commands"][-1])
+    offers = [
+        types[on_aws]["resources"],
+        json.loads(json.loads(on_kubernetes)),
+        json.loads(on_premise[1]),
+    ]
+    for name in options["resources"]:
+        assert [offer[name] for offer in offers] == [16, 16, 16]
+
+
 # Dependencies
 
 LOCK = {

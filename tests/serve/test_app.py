@@ -81,6 +81,13 @@ def test_ray_finds_the_class_that_checks_the_arguments():
     assert parameter.annotation is app.Args
 
 
+def test_a_shard_asks_for_the_nodes_that_it_is_given():
+    args = app.Args(model="m", shard_cpus=2, shard_resources={"serving": 1})
+    deployment = app._shard(0, args)._bound_deployment
+    assert deployment.ray_actor_options["num_cpus"] == 2
+    assert deployment.ray_actor_options["resources"] == {"serving": 1}
+
+
 # serve/config.yaml
 
 
