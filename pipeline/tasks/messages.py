@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import ray
 from ray.util.queue import Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 @contextmanager
@@ -15,7 +17,9 @@ def listening(handle: Callable[..., None]) -> Iterator[Queue]:
 
     All messages that were put in before the end are handled before it.
     """
-    queue = Queue(actor_options={"num_cpus": 0})
+    # On any other node, the death of that node would end the job: whoever sends waits for the queue.
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": this_node})
 
     def listen() -> None:
         while (message := queue.get()) is not None:
