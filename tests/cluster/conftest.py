@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import boto3
 import psutil
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from ray.cluster_utils import Cluster
 from werkzeug.serving import make_server
 
 from tests.helpers import free_port
@@ -29,6 +30,7 @@ from tests.helpers import free_port
 ROOT = Path(__file__).parents[2]
 # Ray's fake provider starts raylets instead of machines. Its autoscaler is the real one (version 2).
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+_STORE = {"object_store_memory": 80 << 20}
 _HEAD_ID = "f" * 51 + "00000"
 _NOTHING = ("initialization_commands", "setup_commands", "head_setup_commands",
             "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
@@ -130,6 +132,41 @@ def drive() -> Callable[..., subprocess.CompletedProcess[str]]:
         )  # fmt: skip
 
     return run
+
+
+@dataclass
+class Nodes:
+    """A head without cores, and nodes of one core."""
+
+    cluster: Cluster
+    workers: list[Any] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self) -> None:
+        self.workers.append(self.cluster.add_node(num_cpus=1, include_dashboard=False, **_STORE))
+
+    def kill(self, number: int) -> None:
+        """As when a machine is taken away: nothing on it says good-bye."""
+        self.cluster.remove_node(self.workers.pop(number), allow_graceful=False)
+
+
+@contextmanager
+def nodes_of_one_core(count: int) -> Iterator[Nodes]:
+    """So many of them, each a raylet of its own on this machine."""
+    # A dead node is missed after 5 s, not 15: five checks, and a live one has 10 s to answer each.
+    settings = {"health_check_period_ms": 1000}
+    options = {"num_cpus": 0, "include_dashboard": False, "_system_config": settings, **_STORE}
+    cluster = Cluster(initialize_head=True, head_node_args=options)
+    made = Nodes(cluster)
+    try:
+        for _ in range(count):
+            made.add()
+        yield made
+    finally:
+        cluster.shutdown()
 
 
 @dataclass

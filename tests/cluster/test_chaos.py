@@ -19,60 +19,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 from pipeline.artifact import open_artifact
 from pipeline.models.sources import External
 
-from .conftest import ROOT
+from .conftest import ROOT, Nodes, nodes_of_one_core
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 NODES = 4
 RUNS = int(os.environ.get("POLYRANK_KILLS", "1"))
 JOBS = ("corpus", "embed", "finetune", "pretrain")
 _ATTEMPTS = 4
-_STORE = {"object_store_memory": 80 << 20}
-
-
-@dataclass
-class Nodes:
-    """A head without cores, and nodes of one core."""
-
-    cluster: Cluster
-    workers: list[Any] = field(default_factory=list)
-
-    @property
-    def address(self) -> str:
-        return str(self.cluster.address)
-
-    def add(self) -> None:
-        self.workers.append(self.cluster.add_node(num_cpus=1, include_dashboard=False, **_STORE))
-
-    def kill(self, number: int) -> None:
-        """As when a machine is taken away: nothing on it says good-bye."""
-        self.cluster.remove_node(self.workers.pop(number), allow_graceful=False)
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    # A dead node is missed after 5 s, not 15: five checks, and a live one has 10 s to answer each.
-    settings = {"health_check_period_ms": 1000}
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": settings, **_STORE}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    made = Nodes(cluster)
-    try:
-        for _ in range(NODES):
-            made.add()
+    with nodes_of_one_core(NODES) as made:
         yield made
-    finally:
-        cluster.shutdown()
 
 
 @dataclass(frozen=True)
