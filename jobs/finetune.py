@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jobs import program
-from pipeline import cost
+from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
-from pipeline.models.settings import PolyConfig, RankerConfig
+from pipeline.models.settings import SETTINGS, PolyConfig, RankerConfig, parse_settings
 from pipeline.models.sources import open_encoder
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.finetune_settings import FinetuneConfig
@@ -29,7 +29,8 @@ class Config:
     """A corpus (of jobs.prepare_corpus)."""
     encoder: str
     """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers.
-    ConveRT: subwords of jobs.train_tokenizer, or a ConveRT model to train on."""
+    ConveRT: subwords of jobs.train_tokenizer, or a ConveRT model to train further; options of
+    `ranker` that are at their defaults then have that model's sizes."""
     continue_from: str = ""
     """A ranker of this job, whose run goes on with more --finetune.epochs or --finetune.max-steps: its
     corpus, encoder, task, optimizer and model stay."""
@@ -69,6 +70,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
     source, encoder = open_encoder(config.encoder)
     _require_encoder(config, encoder)
     inputs: dict[str, Artifact | dict[str, Any]] = {"corpus": corpus, "encoder": encoder}
+    config = replace(config, ranker=_sized_as_encoder(config, encoder))
     earlier: Artifact | None = None
     if config.continue_from:
         inputs["continue_from"] = earlier = _open_earlier(config, corpus, encoder)
@@ -125,6 +127,14 @@ def _require_encoder(config: Config, reference: Mapping[str, Any]) -> None:
         raise BadInput(f"--encoder {config.encoder}: is a tokenizer; allowed: an encoder (of jobs.pretrain, "
                        "a transformers directory or a hub id), or --ranker.architecture convert, which "
                        "starts from subwords (jobs/configs/finetune/convert_pairs.yaml)")  # fmt: skip
+
+
+def _sized_as_encoder(config: Config, reference: Mapping[str, Any]) -> RankerConfig:
+    """The ranker's settings; of a ConveRT model that is trained further with its sizes."""
+    if reference.get("kind") != "ranker":
+        return config.ranker
+    path = storage.join(config.encoder, SETTINGS)
+    return config.ranker.sized_as(parse_settings(storage.read_bytes(path), path))
 
 
 def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) -> Artifact:

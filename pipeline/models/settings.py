@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from pipeline.config import BadInput, Variants, from_dict, require, variants_of
 from pipeline.options.unread import read_when
@@ -83,6 +83,10 @@ class ScorerConfig:
     def check_training(self) -> None:
         """Raises BadInput for settings that do not fit each other in a new ranker. Older rankers may have
         them, and still load."""
+
+    def sized_as(self, model: ScorerConfig) -> Self:
+        """These settings, with the sizes of a model that is trained further where they are the defaults."""
+        return self
 
     @property
     def search_attention(self) -> SearchAttention:
@@ -293,6 +297,22 @@ class ConvertConfig(ScorerConfig):
         "encoding_width",
         "range_every_steps",
     )
+    SIZES: ClassVar[tuple[str, ...]] = (
+        "max_context_tokens",
+        "max_candidate_tokens",
+        "buckets",
+        "width",
+        "position_tables",
+        "windows",
+        "attention_width",
+        "intermediate",
+        "reduction_heads",
+        "reduction_width",
+        "hidden",
+        "encoding_width",
+        "activation",
+    )
+    """What a trained model's weights fit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -311,6 +331,16 @@ class ConvertConfig(ScorerConfig):
     @property
     def starts_from_tokenizer(self) -> bool:
         return True
+
+    def sized_as(self, model: ScorerConfig) -> Self:
+        if not isinstance(model, ConvertConfig):
+            return self
+        default = ConvertConfig()
+        return replace(self, **{
+            name: getattr(model, name)
+            for name in self.SIZES
+            if getattr(self, name) == getattr(default, name)
+        })  # fmt: skip
 
     @property
     def saves_int8(self) -> bool:

@@ -158,6 +158,22 @@ def test_a_training_measures_its_steps_here(tiny_ranker, convai2_corpus, nowhere
     assert found["memory_bytes"] == 16 * said["parameters"]
 
 
+def test_a_convert_model_is_trained_further_with_its_own_sizes(
+    run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
+):
+    """They are not those of the recipe's defaults. A size that the command names has to be the model's."""
+    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.05)
+    recipes = [f"jobs/configs/finetune/convert_{name}.yaml" for name in ("further", "multi")]
+    model = tiny_ranker("convert", earlier_turns=0)
+    options = ("--config", *recipes, "--corpus", convai2_corpus.uri, "--encoder", model.uri,
+               "--output", nowhere, "--dry-run", "true", "--finetune.batch-examples", 8,
+               "--finetune.valid-examples", 20, "--loop.precision", "fp32")  # fmt: skip
+    found = run_job_here("finetune", *options).summary
+    assert found["parameters"] < 100_000  # of the default size: millions
+    said = run_job_here("finetune", *options, "--ranker.width", 32).refusal
+    assert "the settings need" in said and "[32" in said
+
+
 def test_a_training_of_several_workers_measures_the_share_of_one(
     run_job_here, tiny_ranker, convai2_corpus, nowhere, monkeypatch
 ):

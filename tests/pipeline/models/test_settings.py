@@ -15,6 +15,7 @@ import pytest
 from pipeline.config import BadInput, parse
 from pipeline.models.settings import (
     BiConfig,
+    ConvertConfig,
     CrossConfig,
     DualConfig,
     PolyConfig,
@@ -70,6 +71,14 @@ def test_values_of_another_type_are_refused(name, value, allowed):
     text = json.dumps({"architecture": "poly", **FORMER, name: value})
     with pytest.raises(BadInput, match=rf"ranker\.{name}: .* is not allowed; allowed: {allowed}"):
         parse_settings(text.encode(), "ranker.json")
+
+
+def test_settings_that_are_defaults_take_the_sizes_of_a_model_to_train_further():
+    model = ConvertConfig(width=32, windows=(2, 4), activation="relu", anneal_steps=7, buckets=9)
+    found = ConvertConfig(buckets=8, earlier_turns=2).sized_as(model)
+    assert found == ConvertConfig(
+        width=32, windows=(2, 4), activation="relu", buckets=8, earlier_turns=2
+    )
 
 
 def test_what_needs_vectors_and_what_needs_pairs_is_refused_by_name():
