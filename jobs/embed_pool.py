@@ -60,7 +60,8 @@ class Config:
     redact: bool = field(default=True, metadata=NOT_IDENTITY)
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags, as jobs.prepare_corpus does."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
-    """Only say what would be done."""
+    """Only say what would be done. It reads all candidates, and writes a plan below <pools>/_plans, which it
+    removes."""
     publish_only: bool = field(default=False, metadata=NOT_IDENTITY)
     """Leave CURRENT as it is, until jobs.promote moves it. A pool's first version becomes CURRENT all the
     same."""

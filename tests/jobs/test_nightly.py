@@ -215,9 +215,15 @@ def test_a_plan_does_not_fetch_the_version_before(night, pools, monkeypatch):
     assert night(changed(FIRST), *options, "--dry-run").summary["plan"]["same"] == 27
 
 
-def test_a_dry_run_loads_no_model(night, monkeypatch):
-    monkeypatch.setattr(embedder, "load_ranker", None)
-    assert night(FIRST, "--dry-run").summary["plan"]["new"] == 30
+def test_a_dry_run_loads_no_model_and_says_how_to_learn_what_a_text_takes(night, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(embedder, "load_ranker", None)
+        first = night(FIRST, "--dry-run").summary
+    assert first["plan"]["new"] == 30
+    assert "cpu_hours" not in first["estimate"]
+    assert "under another --name tells it" in first["estimate"]["basis"]
+    night(dict(list(FIRST.items())[:9]), "--name", "other")
+    assert night(FIRST, "--name", "other", "--dry-run").summary["estimate"]["cpu_hours"] > 0
 
 
 # The gate and the lock

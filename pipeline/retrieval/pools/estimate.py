@@ -34,5 +34,6 @@ def estimate(files: Sequence[str], prepared: PlanRecord, rate: float, cores: int
         cpu_hours=hours * cores if cores and hours is not None else None,
         gpu_hours=None if cores else hours,
         basis=f"the version before, {rate:,.0f} texts a second by an actor" if rate
-        else "no version before: not known how long a text takes",
+        else "no version before: not known how long a text takes; a pool of some thousand candidates "
+        "under another --name tells it",
     )  # fmt: skip
