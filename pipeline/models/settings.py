@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from pipeline.config import BadInput, Variants, from_dict, require, variants_of
@@ -46,6 +46,8 @@ class ScorerConfig:
     """Candidates keep their first tokens, [CLS] and [SEP] included."""
 
     ABOVE_0: ClassVar[tuple[str, ...]] = ()
+    SIZES: ClassVar[tuple[str, ...]] = ()
+    """What a trained model's weights fit, where a model of the same settings can be trained further."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(
@@ -86,7 +88,13 @@ class ScorerConfig:
 
     def sized_as(self, model: ScorerConfig) -> Self:
         """These settings, with the sizes of a model that is trained further where they are the defaults."""
-        return self
+        if type(model) is not type(self):
+            return self
+        return replace(self, **{
+            each.name: getattr(model, each.name)
+            for each in fields(self)
+            if each.name in self.SIZES and getattr(self, each.name) == each.default
+        })  # fmt: skip
 
     @property
     def search_attention(self) -> SearchAttention:
@@ -312,7 +320,6 @@ class ConvertConfig(ScorerConfig):
         "encoding_width",
         "activation",
     )
-    """What a trained model's weights fit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -331,16 +338,6 @@ class ConvertConfig(ScorerConfig):
     @property
     def starts_from_tokenizer(self) -> bool:
         return True
-
-    def sized_as(self, model: ScorerConfig) -> Self:
-        if not isinstance(model, ConvertConfig):
-            return self
-        default = ConvertConfig()
-        return replace(self, **{
-            name: getattr(model, name)
-            for name in self.SIZES
-            if getattr(self, name) == getattr(default, name)
-        })  # fmt: skip
 
     @property
     def saves_int8(self) -> bool:
