@@ -153,3 +153,15 @@ def test_a_bad_vocabulary_is_refused_in_one_line(tmp_path, text):
 def test_a_folder_without_vocabulary_is_refused(tmp_path):
     with pytest.raises(BadInput, match="no vocabulary"):
         load_vocabulary(tmp_path)
+
+
+def test_right_to_left_text_is_read_in_the_order_in_which_it_is_stored():
+    """Beside other text, too. Its direction marks are tokens."""
+    subwords = Subwords(SUBWORDS, 9)
+
+    def pieces(text):
+        return [piece for run in runs(text) for piece in subwords.pieces(run)]
+
+    assert pieces("cat שלום") == [f"{MARK}cat", MARK, *"שלום"]
+    assert pieces("שלום cat") == [MARK, *"שלום", f"{MARK}cat"]
+    assert pieces("\u200fשל\u200f") == [MARK, "\u200f", *"של", "\u200f"]
