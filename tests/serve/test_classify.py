@@ -45,6 +45,17 @@ def expected(uri: str, text: str) -> tuple[list[str], list[float], bool]:
     return list(names), list(values), said.out_of_scope
 
 
+def test_a_head_on_convert_answers(tiny_ranker, tiny_classifier, asking):
+    model = tiny_ranker("convert")
+    uri = tiny_classifier(model)
+    client = TestClient(api.create_app(asking(model, classifier=uri).service))
+    answer = client.post("/classify", json={"texts": TEXTS, "top_k": 2}).json()
+    for text, result in zip(TEXTS, answer["results"], strict=True):
+        names, values, _ = expected(uri, text)
+        assert [one["intent"] for one in result["intents"]] == names
+        assert [one["probability"] for one in result["intents"]] == pytest.approx(values, abs=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "own", [True, False], ids=["the served model's vectors", "another model's"]

@@ -21,6 +21,7 @@ from pipeline.models.ranker import load_ranker
 from pipeline.models.sources import open_text_encoder
 
 TEXTS = ["w1 w2 w3", "w7", "w9 w9 w4 w150 w3"]
+CONVERT_TEXTS = ["please block my card", "", "über", "a longer text than the others, it is"]
 CPU = torch.device("cpu")
 FP32 = EncodeConfig(precision="fp32")
 
@@ -110,6 +111,18 @@ def test_a_rankers_towers_give_the_vectors(tiny, tmp_path: Path, architecture, s
             for rows, some in zip(vectors.double().numpy(), mask.tolist(), strict=True)
         ])  # fmt: skip
     assert np.abs(found - expected).max() < 1e-5
+
+
+def test_convert_gives_its_r(tiny_ranker):
+    """What its encodings are made of (reference 5.8), not of length 1; a text alone is the newest turn."""
+    folder = tiny_ranker("convert").local()
+    found = encoder.load(folder, FP32, CPU).vectors(CONVERT_TEXTS)
+    ranker = load_ranker(folder)
+    with torch.no_grad():
+        expected = [ranker.network.encode_texts(ranker.tokenizer.batch(ranker.context_rows([[text]])))
+                    for text in CONVERT_TEXTS]  # fmt: skip
+    assert found.shape == (len(CONVERT_TEXTS), 2 * ranker.config.width)
+    torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["context", "candidate"])
