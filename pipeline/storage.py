@@ -182,6 +182,7 @@ class RetriedInput(io.RawIOBase):
     def __init__(self, stream: Any) -> None:
         self._stream, self._size = stream, int(stream.size())
         self._position = 0
+        self._held, self._held_start = b"", 0
         self.error: OSError | None = None
 
     def readable(self) -> bool:
@@ -200,12 +201,26 @@ class RetriedInput(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         length = self._size - self._position if size < 0 else size
+        start = self._position - self._held_start
+        is_held = start >= 0 and start + length <= len(self._held)
+        data = (
+            self._held[start : start + length] if is_held else self._fetch(self._position, length)
+        )
+        self._position += len(data)
+        return data
+
+    def hold(self, start: int, end: int) -> None:
+        """Fetches a part of the file at once. Reads within it ask the store nothing, until another part is
+        held."""
+        self._held = b""  # before the next part takes its memory
+        self._held, self._held_start = self._fetch(start, end - start), start
+
+    def _fetch(self, start: int, length: int) -> bytes:
         try:
-            data: bytes = with_retries(lambda: self._stream.read_at(length, self._position))
+            data: bytes = with_retries(lambda: self._stream.read_at(length, start))
         except OSError as error:
             self.error = error
             raise
-        self._position += len(data)
         return data
 
 

@@ -12,12 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jobs import program
 from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.config import Stopped
+from pipeline.corpora import file_tasks
+from pipeline.corpora.formats import tables
+from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft
 from pipeline.files import node_cache
 from pipeline.retrieval.pools.lock import locked
@@ -108,6 +114,26 @@ def test_reading_ahead_gives_the_same_bytes_in_few_requests(s3, bucket, start, e
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("held_bytes", "most_requests"), [(16 << 20, 3), (2 << 20, 6), (0, 60)])
+def test_small_row_groups_of_parquet_are_fetched_together(
+    s3, bucket, monkeypatch, held_bytes, most_requests
+):
+    monkeypatch.setattr(tables, "_HELD_BYTES", held_bytes)
+    random = np.random.default_rng(0)
+    texts = [random.bytes(64).hex() for _ in range(50_000)]
+    table = pa.table({"id": range(len(texts)), "text": texts, "more": texts[::-1]})
+    uri = storage.join(bucket, "candidates.parquet")
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, row_group_size=2048, compression="zstd")
+    storage.write_bytes(uri, buffer.getvalue())
+    account = file_tasks.Account()
+    with s3.counted() as requests:
+        rows = dict(tables.read(uri, {"text": "text", "id": "id"}, Reading(), account))
+    assert rows == {n + 1: {"id": n, "text": text} for n, text in enumerate(texts)}
+    assert account.records == len(texts)
+    assert requests["GET"] <= most_requests
+
+
 def test_reading_ahead_may_be_given_up(bucket):
     storage.write_bytes(storage.join(bucket, "dump"), b"x" * (40 << 20))
     pieces = storage.read_ahead(storage.join(bucket, "dump"))

@@ -39,7 +39,8 @@ _ENDINGS = {
 _JSON_HEAD = 1000  # objects that are looked through for the names of columns
 _CHECKED_FILES = 32
 _BATCH_ROWS = 1024
-_BUFFER_BYTES = 1 << 20  # for each column of Parquet
+_HELD_BYTES = 16 << 20  # of Parquet: row groups up to this are fetched together
+_BUFFER_BYTES = 4 << 20  # for each column of a larger row group
 _NO_ID = ", or '': a hash of the text is the id"
 _OTHER_DELIMITERS = ";\t|"
 
@@ -301,16 +302,48 @@ def _parquet_rows(
             columns = [
                 name for name in columns if name in option_columns.values() or takes_column(name)
             ]
-            group_numbers = range(groups.first, groups.end) if groups else None
-            for batch in file.iter_batches(_BATCH_ROWS, group_numbers, columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    account.records += 1
-                    yield number, row
+            first, end = groups[:2] if groups else (0, file.num_row_groups)
+            for group_numbers, start, stop in _fetches(file.metadata, first, end):
+                if stop - start <= _HELD_BYTES:
+                    stored.hold(start, stop)
+                for batch in file.iter_batches(_BATCH_ROWS, group_numbers, columns):
+                    for row in batch.to_pylist():
+                        number += 1
+                        account.records += 1
+                        yield number, row
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if stored.error:  # the file may be whole: the task is tried again
                 raise stored.error from None
             raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
+
+
+def _fetches(
+    metadata: pq.FileMetaData, first: int, end: int
+) -> Iterator[tuple[list[int], int, int]]:
+    """Neighbouring row groups that lie within 16 MiB, or a larger one alone: their numbers, and where their
+    bytes start and stop."""
+    numbers, start, stop = list[int](), 0, 0
+    for number in range(first, end):
+        group_start, group_stop = _place(metadata.row_group(number))
+        joint_start, joint_stop = min(start, group_start), max(stop, group_stop)
+        if numbers and joint_stop - joint_start <= _HELD_BYTES:
+            numbers, start, stop = [*numbers, number], joint_start, joint_stop
+            continue
+        if numbers:
+            yield numbers, start, stop
+        numbers, start, stop = [number], group_start, group_stop
+    if numbers:
+        yield numbers, start, stop
+
+
+def _place(group: pq.RowGroupMetaData) -> tuple[int, int]:
+    """Where a row group's bytes start and stop."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    starts = [column.dictionary_page_offset or column.data_page_offset for column in columns]
+    stops = [
+        start + column.total_compressed_size for start, column in zip(starts, columns, strict=True)
+    ]
+    return max(0, min(starts, default=0)), max(stops, default=0)
 
 
 def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
