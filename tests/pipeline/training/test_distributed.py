@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.artifact import Artifact
-from pipeline.models.ranker import load_ranker
+from pipeline.models.convert.tokenizer import MARK, save_vocabulary
+from pipeline.models.ranker import load_ranker, new_ranker
+from pipeline.models.settings import ranker_config
 from pipeline.training import meter, mining
 from pipeline.training.batches import Epoch, Rows
 from pipeline.training.caching import backward, cached_backward
@@ -31,7 +34,13 @@ KINDS = {
     "poly": {"architecture": "poly"},
     # Its last attention is used by the loss alone.
     "poly_heads": {"architecture": "poly", "candidate_attention": "multi_head"},
-}
+    # One rank alone has a context with an earlier turn.
+    "convert": {
+        "architecture": "convert", "earlier_turns": 2, "width": 16, "windows": (2, 4),
+        "attention_width": 4, "intermediate": 24, "reduction_width": 6, "hidden": (12,),
+        "encoding_width": 8, "anneal_steps": 0,
+    },
+}  # fmt: skip
 # What a context is compared with beside both ranks' responses: wrong candidates of both ranks' contexts, or
 # a teacher's vectors of both.
 SHARED = {
@@ -39,6 +48,7 @@ SHARED = {
     "poly": {"negatives_from": "both", "share_negatives": True, "distill": Distillation(loss="kl")},
     "bi_shared": {"distill": Distillation(loss="kl", over="batch")},
     "poly_heads": {"negatives_from": "both", "distill": Distillation(loss="margin_mse")},
+    "convert": {"distill": Distillation(loss="kl", over="batch")},
 }
 WORLD = 2
 CHUNKS = (0, 1, 2)  # three rows on each rank
@@ -72,9 +82,18 @@ GIVEN = [
 ]  # fmt: skip
 
 
+def ranker_to_train(folder, kind):
+    """`load_ranker` freezes ConveRT's tables."""
+    if kind != "convert":
+        return load_ranker(folder / kind)
+    ranker = new_ranker(ranker_config(KINDS[kind]), folder / kind, seed=0)
+    ranker.network.before_step(0)  # sets the ranges of its tables
+    return ranker.eval()
+
+
 def losses_and_gradients(folder, kind, own_rank, world, chunk=0, shared=False):
     """One step's mean loss over all ranks, and the gradients after it."""
-    ranker = load_ranker(folder / kind)
+    ranker = ranker_to_train(folder, kind)
     if shared:
         settings = SHARED[kind]
         over = settings.get("distill", Distillation()).over
@@ -171,7 +190,11 @@ def work(folder, own_rank):
 def folder(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     for kind, config in KINDS.items():
-        tiny.ranker(**config).save(folder / kind)
+        if kind == "convert":
+            (folder / kind).mkdir()
+            save_vocabulary([MARK, *string.ascii_lowercase, *string.digits], folder / kind)
+        else:
+            tiny.ranker(**config).save(folder / kind)
     rows = [{"context": [f"w{n}"], "response": f"w{50 + n % 11} w3"} for n in range(15)]
     corpus = tiny.corpus(rows, rows_per_file=10, rows_per_group=4)
     text = json.dumps({"uri": corpus.uri, "manifest": corpus.manifest})
