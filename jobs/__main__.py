@@ -22,7 +22,7 @@ VERBS = (
     "train_tokenizer", "tokenize_corpus", "pretrain", "finetune", "score_candidates", "evaluate",
     "classify_intents", "convert_model",
     # pools, and what follows them
-    "embed_pool", "search", "promote", "serve",
+    "embed_pool", "search", "promote", "serve", "deploy",
     # clusters, and everything at once
     "submit", "workflow", "benchmark", "demo",
 )  # fmt: skip

@@ -16,7 +16,7 @@ from pipeline.config import BadInput, require
 class Config:
     """Serves a ranker and its pools over HTTP on this machine, until Ctrl-C.
 
-    What cannot be served is refused in one line, before Ray starts. On a cluster: `serve deploy` with
+    What cannot be served is refused in one line, before Ray starts. On a cluster: jobs.deploy with
     serve/config.cluster.yaml.
     """
 

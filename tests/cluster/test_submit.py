@@ -1,4 +1,4 @@
-"""`python -m jobs.submit` against a real head with a job server."""
+"""`python -m jobs.submit` and `jobs.deploy` against a real head with a job server."""
 
 from __future__ import annotations
 
@@ -264,3 +264,53 @@ def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch):
     ):
         submit._follow(Gone((0, ConnectionError("refused"))), "night")
     assert 600 < now[0] < 640
+
+
+_HELLO = """
+from ray import serve
+
+@serve.deployment
+class Hello:
+    async def __call__(self, request):
+        return "hello"
+
+app = Hello.bind()
+"""
+
+
+def deploy(run_job_here, address: str, folder: Path, **application: object) -> Finished:
+    """`jobs.deploy` of one application, one that says hello if nothing else is wanted."""
+    about = {"name": "hello", "route_prefix": "/", "import_path": "hello:app",
+             "runtime_env": {"env_vars": {"PYTHONPATH": str(folder)}}}  # fmt: skip
+    (folder / "hello.py").write_text(_HELLO)
+    http = {"host": "127.0.0.1", "port": free_port()}
+    file = folder / "service.yaml"
+    file.write_text(json.dumps({"http_options": http, "applications": [{**about, **application}]}))
+    return run_job_here("deploy", file, "--address", address)
+
+
+def test_a_deployment_ends_when_the_service_runs_or_has_failed(job_server, run_job_here, tmp_path):
+    done = deploy(run_job_here, job_server, tmp_path)
+    assert done.summary["applications"] == ["hello"]
+    assert "hello: RUNNING" in done.stdout
+
+    done = deploy(run_job_here, job_server, tmp_path, import_path="no_such_module:app")
+    assert done.code not in (0, 2)
+    assert "hello: DEPLOY_FAILED: " in done.stderr
+    assert "no_such_module" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("applications: []", "no `applications` with names"), ("{", "service.yaml: "),
+     ("applications: [{import_path: serve.app:build}]", "no `applications` with names")],
+)  # fmt: skip
+def test_a_file_without_applications_is_refused(run_job_here, tmp_path, text, message):
+    (tmp_path / "service.yaml").write_text(text)
+    assert message in run_job_here("deploy", tmp_path / "service.yaml").refusal
+
+
+def test_a_dashboard_that_does_not_answer_is_one_line(run_job_here, tmp_path):
+    address = f"http://127.0.0.1:{free_port()}"
+    done = deploy(run_job_here, address, tmp_path)
+    assert f"--address {address}: " in done.refusal

@@ -1,0 +1,100 @@
+"""A service on a Ray cluster: sent, and watched until it runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from jobs import program
+from pipeline import storage
+from pipeline.config import BadInput, Stopped, require
+
+_ADDRESS = "RAY_DASHBOARD_ADDRESS"
+_DECIDED = ("RUNNING", "DEPLOY_FAILED")  # what is unhealthy may recover
+_LOOK_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Deploys the applications of a file of Ray Serve, and waits until all of them run.
+
+    `serve deploy` sends the same file, and succeeds before the first replica starts.
+    """
+
+    POSITIONAL = "file"
+
+    file: str
+    """YAML with `applications`, such as serve/config.cluster.yaml."""
+    address: str = ""
+    """Of the cluster's dashboard, http://…:8265; empty: RAY_DASHBOARD_ADDRESS, or this machine's."""
+    timeout_s: float = 1800.0
+    """The job fails if something does not run yet after so many seconds: nodes may have to start first."""
+
+    def __post_init__(self) -> None:
+        require(self.timeout_s > 0, "timeout_s", self.timeout_s, "> 0")
+
+
+def run(config: Config) -> program.Summary:
+    wanted = _read(config.file)
+    names = sorted(application["name"] for application in wanted["applications"])
+    address = config.address or os.environ.get(_ADDRESS, "") or "http://127.0.0.1:8265"
+
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+    try:
+        client = ServeSubmissionClient(address)
+        client.deploy_applications(wanted)
+        problems = _await(client, names, config.timeout_s)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise BadInput(f"--address {address}: {str(error).strip().splitlines()[-1]}") from None
+    if problems:
+        raise Stopped("; ".join(f"{name}: {problem}" for name, problem in problems.items()))
+    return {"applications": names, "address": address}
+
+
+def _read(file: str) -> dict[str, Any]:
+    """The file's settings. Raises BadInput where it has no applications with names."""
+    import yaml
+
+    try:
+        settings = yaml.safe_load(storage.read_bytes(file))
+    except yaml.YAMLError as error:
+        raise BadInput(f"{file}: {' '.join(str(error).split())}") from None
+    applications = settings.get("applications") if isinstance(settings, dict) else None
+    is_complete = isinstance(applications, list) and all(
+        isinstance(application, dict) and application.get("name") for application in applications
+    )
+    if not applications or not is_complete:
+        raise BadInput(f"{file}: no `applications` with names; serve/config.cluster.yaml has one")
+    return dict(settings)
+
+
+def _await(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:
+    """Waits until all applications run or have failed; why those that do not run do not."""
+    end, seen = time.monotonic() + timeout_s, dict[str, str]()
+    while True:
+        found = client.get_serve_details()["applications"]
+        statuses = {name: found.get(name, {}).get("status", "NOT_STARTED") for name in names}
+        for name, status in statuses.items():
+            if seen.get(name) != status:
+                print(f"{name}: {status}", flush=True)
+        seen = statuses
+        is_decided = all(status in _DECIDED for status in statuses.values())
+        if is_decided or time.monotonic() > end:
+            return {
+                name: _problem(status, found.get(name, {}).get("message", ""))
+                for name, status in statuses.items()
+                if status != "RUNNING"
+            }
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _problem(status: str, message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return f"{status}: {lines[-1]}" if lines else status
+
+
+if __name__ == "__main__":
+    program.main(Config, run, "deploy")
