@@ -156,12 +156,6 @@ TARGETS = (
         description="texts a second of single-context ConveRT over all-MiniLM-L6-v2 in sentence-transformers",
     ),
     Target(
-        "convert.encode_vs_minilm_sentence_transformers.alone", minimum=3.0,
-        description="the same for one text at a time",
-        limit="By calculation both encoders read about 44 MB of weights for a text: ConveRT 13 million in bf16 "
-        "and 4 million in float32, all-MiniLM 11 million in float32. The texts of a batch share this time.",
-    ),
-    Target(
         "convert.saved_megabytes", maximum=60.0, field="ours",
         description="saved size of the paper's ConveRT, MB",
     ),
