@@ -177,6 +177,10 @@ class S3:
     requests: Counter[str]
     fail_every: int = 0
     """Of so many requests it refuses one; 0: none."""
+    cut_every: int = 0
+    """Of so many answers to GET one ends in its middle; 0: none."""
+    delay_s: float = 0.0
+    """Before each answer."""
     forbid: bool = False
     """Whether it refuses all, as it does without credentials."""
 
@@ -184,6 +188,15 @@ class S3:
         """The URI of a new bucket."""
         boto3.client("s3").create_bucket(Bucket=name)
         return f"s3://{name}"
+
+    @contextmanager
+    def at_its_worst(self, fail_every: int, cut_every: int, delay_s: float) -> Iterator[None]:
+        """Meanwhile it is slow, and requests fail."""
+        self.fail_every, self.cut_every, self.delay_s = fail_every, cut_every, delay_s
+        try:
+            yield
+        finally:
+            self.fail_every, self.cut_every, self.delay_s = 0, 0, 0.0
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
@@ -210,7 +223,13 @@ def s3() -> Iterator[S3]:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>fewer</Message></Error>"]
-        return application(environ, start_response)
+        time.sleep(here.delay_s)
+        answer = application(environ, start_response)
+        is_get = environ["REQUEST_METHOD"] == "GET"
+        if is_get and here.cut_every and requests["GET"] % here.cut_every == 0:
+            whole = b"".join(answer)
+            return [whole[: len(whole) // 2]]  # of the length that the header promises
+        return answer
 
     server = make_server("127.0.0.1", 0, counting, threaded=True)
     thread = threading.Thread(target=server.serve_forever)

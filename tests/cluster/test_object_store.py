@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from pipeline.drafts import Draft, draft
 from pipeline.files import node_cache
 from pipeline.retrieval.pools.lock import locked
 from pipeline.tasks.records import TaskRecord
+from serve.engine import Engine, PoolQuery
 from tests.helpers import free_port
 
 
@@ -288,6 +292,52 @@ def test_a_corpus_in_a_bucket_is_that_of_a_local_disk_also_where_requests_fail(
     assert sorted(file.name for file in cached.rglob("*.parquet")) == sorted(
         storage.name_of(file) for file in found.paths(suffix=".parquet")
     )
+
+
+@pytest.mark.slow
+def test_models_pools_and_answers_are_those_of_local_files_also_where_the_store_is_at_its_worst(
+    s3, bucket, cache, run_job_here, tiny_ranker, convai2_corpus, tmp_path
+):
+    """Fine-tuning, embedding, search, and what a replica of the service opens."""
+    encoder = tiny_ranker("bi")
+    candidates = tmp_path / "texts.jsonl"
+    rows = ({"id": str(number), "text": f"text {number} " * 5} for number in range(300))
+    candidates.write_text("\n".join(map(json.dumps, rows)))
+    for source, name in ((convai2_corpus.uri, "corpus"), (encoder.uri, "encoder")):
+        storage.upload(Path(source), storage.join(bucket, name))
+    storage.write_bytes(storage.join(bucket, "texts.jsonl"), candidates.read_bytes())
+
+    def walk(lake: str, corpus: str, start: str, texts: object) -> tuple[list[str], ...]:
+        """(fingerprints, the lines of the search, the pool's texts as a replica ranks them)"""
+        ranker, pools = storage.join(lake, "ranker"), storage.join(lake, "pools")
+        trained = run_job_here(
+            "finetune", "--corpus", corpus, "--encoder", start, "--output", ranker,
+            "--ranker.architecture", "poly", "--ranker.m", 3, "--ranker.max-context-tokens", 48,
+            "--finetune.batch-examples", 8, "--finetune.max-steps", 6, "--loop.precision", "fp32",
+            "--loop.checkpoint-every-steps", 2,
+        ).summary  # fmt: skip
+        embedded = run_job_here(
+            "embed_pool", "--model", ranker, "--candidates", texts, "--pools", pools, "--name", "texts",
+            "--embed.precision", "fp32", "--embed.rows-per-shard", 100,
+        ).summary  # fmt: skip
+        pool = storage.join(pools, "texts")
+        found = run_job_here("search", "--model", ranker, "--pool", pool, "--context", "text 7",
+                             "--precision", "fp32")  # fmt: skip
+        with closing(Engine(ranker, [pool], "fp32")) as engine:
+            (vectors,) = engine.contexts.run(list(engine.ranker.context_rows([["text 7"]])))
+            (answer,) = engine.searches["texts"].run([PoolQuery(*vectors, 10, None)])
+            served = [engine.pools["texts"].row(place).text for place in answer.places_K.tolist()]
+        results = re.findall(r"(?m)^ +\d+\.\d+ .* text \d.*$", found.stdout)
+        return [trained["fingerprint"], embedded["fingerprint"]], results, served
+
+    local = walk(str(tmp_path / "lake"), convai2_corpus.uri, encoder.uri, candidates)
+    with s3.counted() as requests, s3.at_its_worst(fail_every=40, cut_every=25, delay_s=0.02):
+        stored = walk(
+            bucket, *(storage.join(bucket, name) for name in ("corpus", "encoder", "texts.jsonl"))
+        )
+    assert requests["GET"] > 50  # so some failed, and some were cut
+    assert stored == local
+    assert [len(part) for part in local] == [2, 10, 10]
 
 
 @dataclass(frozen=True, kw_only=True)
