@@ -3,9 +3,14 @@
     y = (q(x) · q(W)ᵀ) · s(x) s(W) + b,    q(v) = round(v / s(v)),    s(v) = max |v| / 127
 
 with an s(W) for each output and an s(x) for each token, so that a text has the same encoding alone and in a
-batch. CPUs with VNNI or AMX multiply such integers fast. Texts/s of the paper's size on one core of an AMD
-EPYC with AVX512_VNNI and AVX512_BF16, beside other work: float32 211, these layers with all else in float32
-524, with all else in bf16 690, all in bf16 887. So they help a CPU that lacks bf16.
+batch. CPUs with VNNI or AMX multiply such integers fast. Texts/s of the paper's size, AMD EPYC with
+AVX512_VNNI and AVX512_BF16, beside other work, these layers with all else in bf16:
+
+    cores    float32    these layers    bf16
+    1        234        751 to 856      865
+    2        363        687 to 705      1,409
+
+So they help a CPU that lacks bf16.
 
 N tokens, I inputs, O outputs.
 """
