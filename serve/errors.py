@@ -46,9 +46,8 @@ CODES: Mapping[str, Meaning] = {
 }
 
 FULL_FOR = "x-polyrank-full-for-ms"
-"""Header of a replica's 429 answer, if its own queue is the reason, so that another replica may answer. If
-none does, proxies refuse requests for so many milliseconds without asking; 0: other requests may be admitted.
-The proxies remove the header."""
+"""Header of a replica's 429 answer: for how many milliseconds its proxies refuse requests without asking
+it. The proxies remove the header."""
 
 REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
             "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
@@ -78,7 +77,7 @@ class Refusal(Exception):
         message: str,
         field: str | None = None,
         retry_after_s: float = 0.0,
-        full_for_s: float | None = None,
+        full_for_s: float = 0.0,
     ) -> None:
         """`full_for_s`: for the proxies, see FULL_FOR."""
         super().__init__(message)
@@ -88,7 +87,7 @@ class Refusal(Exception):
     def response(self) -> JSONResponse:
         """The HTTP answer."""
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
-        if self.full_for_s is not None:
+        if self.full_for_s:
             headers[FULL_FOR] = str(math.ceil(1000 * self.full_for_s))
         if self.code == "unauthorized":
             headers["www-authenticate"] = "Bearer"

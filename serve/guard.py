@@ -5,9 +5,8 @@ It runs in each replica. It also runs in Serve's proxies, if their environment s
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.guard:in_proxy
 
 A proxy with it reads the body before a replica hears of the request, so slow senders occupy no replica. It
-sends a request a second time if the replica died or was overloaded: requests change nothing, and Serve's
-router prefers replicas with less to do. It refuses requests for a moment if the second one was overloaded,
-too, gives up if no replica is alive, and rewrites Ray's own errors in our format.
+sends a request a second time if the replica died (requests change nothing). It refuses requests for a moment
+after a replica was overloaded, gives up if no replica is alive, and rewrites Ray's own errors in our format.
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ class Guard:
     async def _send_to_app(
         self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
     ) -> None:
-        """Passes the request on. A proxy passes it on a second time if the first replica gives no answer."""
+        """Passes the request on. A proxy passes it on a second time if its replica died."""
         if self._is_proxy and body is not None and len(body) <= _LARGEST_IN_SCOPE:
             scope[_BODY] = body
         for _ in range(_ATTEMPTS if self._is_proxy else 1):
@@ -212,7 +211,7 @@ class Guard:
                 if TIMEOUT in headers:  # a replica counts from when the request reaches it
                     headers[TIMEOUT] = str(max(1, int(1000 * left_s)))
             await self._app(dict(scope), receive_again, answer)
-            if not answer.may_be_asked_again:
+            if not answer.replica_died:
                 break
         if self._is_proxy:
             await answer.end()
@@ -305,16 +304,14 @@ class _ClientGone(Exception):
 
 
 class _Answer:
-    """Sends the answer: adds the request id, drops the body for HEAD, and in a proxy holds refusals and Ray's
-    own errors back until `end`."""
+    """Sends the answer: adds the request id, drops the body for HEAD, and in a proxy holds Ray's own errors
+    back until `end` rewrites them."""
 
     def __init__(self, send: Send, request_id: str, method: str, is_proxy: bool) -> None:
         self._send, self._request_id = send, request_id
         self._head_only, self._is_proxy = method == "HEAD", is_proxy
         self._has_body = method in _WITH_BODY
         self._ray_error: tuple[int, Headers] | None = None
-        self._overload: list[Message] = []
-        """The answer of a replica that is overloaded, while another one is asked."""
         self.status = 0
         self.is_passed_on = False
         """Whether this is a proxy, and a replica gave the answer."""
@@ -322,15 +319,13 @@ class _Answer:
         """For how long the replica accepts no more requests, see FULL_FOR."""
 
     @property
-    def may_be_asked_again(self) -> bool:
-        """Whether another replica may answer: this one is overloaded, or it died. Then Ray's proxy answers
-        500 or 503 in plain text, or nothing."""
-        has_died = self._ray_error is not None and self._ray_error[0] in (500, 503)
-        return has_died or bool(self._overload) or not self.status
+    def replica_died(self) -> bool:
+        """Whether the replica died: then Ray's proxy answers 500 or 503 in plain text, or nothing."""
+        return not self.status or (self._ray_error is not None and self._ray_error[0] in (500, 503))
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._ray_error, self._overload, self.full_for_s = None, [], 0.0
+            self._ray_error = None
             self.status = int(message["status"])
             headers = MutableHeaders(scope=message)
             media = headers.get("content-type", "")
@@ -341,22 +336,14 @@ class _Answer:
             if self._is_proxy and FULL_FOR in headers:
                 self.full_for_s = int(headers[FULL_FOR]) / 1000
                 del headers[FULL_FOR]
-                self._overload.append(message)
-                return
         elif self._ray_error is not None:
-            return
-        elif self._overload:
-            self._overload.append(message)
             return
         elif message["type"] == "http.response.body" and self._head_only:
             message = {**message, "body": b""}
         await self._send(message)
 
     async def end(self) -> None:
-        """Sends what was held back: a replica's refusal, or Ray's error in our format. Ray says 404 while the
-        replicas start."""
-        for message in self._overload:
-            await self._send(message)
+        """Sends Ray's error, if there is one, in our format. Ray says 404 while the replicas start."""
         if self.status and self._ray_error is None:
             self.is_passed_on = True
             return
