@@ -21,12 +21,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx2
 
+from serve.client_types import (
+    Classifications,
+    Question,
+    Ranking,
+    classifications_of,
+    ranking_of,
+    rankings_of,
+)
 from serve.limits import MAX_TIMEOUT_MS
 
 _RETRIED_STATUSES = (429, 503)
@@ -58,107 +65,6 @@ class ServiceError(Exception):
         """HTTP status; 0: no answer came."""
         self.request_id = request_id
         """The request's id in the service's log."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """Candidates to rank for a context: of the request, or of a pool."""
-
-    context: str | Sequence[str]
-    """The turns so far, newest last; a text is one turn."""
-    candidates: Sequence[str] | Mapping[str, str] | None = None
-    """Texts; or texts by ids, which the results name."""
-    pool: str | None = None
-    top_k: int = 10
-    where: Mapping[str, Sequence[str]] | None = None
-    """With a pool: columns, and the values that count."""
-    allow: Sequence[str] | None = None
-    """With a pool: the ids that count."""
-    deny: Sequence[str] | None = None
-    """With a pool: the ids that do not count."""
-    explain: bool = False
-    """Ask for the ranking's explanation, and the weights of its results. Not with a cross-encoder."""
-
-    def body(self) -> dict[str, Any]:
-        """The question as JSON."""
-        body = {name: value for name, value in vars(self).items() if value is not None}
-        if isinstance(self.candidates, Mapping):
-            texts = self.candidates.items()
-            body["candidates"] = [{"id": key, "text": text} for key, text in texts]
-        return body
-
-
-@dataclass(frozen=True)
-class Result:
-    """A candidate; `id` is the pool's or the caller's, or its place among the texts given."""
-
-    id: str
-    text: str
-    score: float
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    weights: Sequence[float] | None = None
-    """With `explain`: the share of each of the context's vectors in the score; they add up to 1."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a ranking comes from."""
-
-    tokens: Sequence[str]
-    """The context as the model read it."""
-    vectors: Sequence[Sequence[float]]
-    """For each of the context's vectors its attention to each token."""
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Best first."""
-
-    results: list[Result]
-    certified: bool
-    """Whether this is provably the exact top k; with a second stage: whether it scored the exact best 50."""
-    model: str
-    """Fingerprint of the ranker."""
-    pool: str | None
-    pool_version: str | None
-    milliseconds: float
-    """The service's time."""
-    missing_shards: Sequence[int] = ()
-    """Parts of the pool that did not answer: better rows may be there."""
-    explanation: Explanation | None = None
-    """Only with `explain`, and if there are results."""
-    second_stage: str | None = None
-    """Fingerprint of the model that scored the best rows of the pool again."""
-
-
-@dataclass(frozen=True)
-class Intent:
-    """An intent and its probability."""
-
-    intent: str
-    probability: float
-
-
-@dataclass(frozen=True)
-class Classification:
-    """A text's most probable intents, best first."""
-
-    intents: list[Intent]
-    out_of_scope: bool
-    """Even the best intent is too improbable."""
-
-
-@dataclass(frozen=True)
-class Classifications:
-    """One for each text, in order."""
-
-    results: list[Classification]
-    classifier: str
-    """Fingerprint of the classifier."""
-    encoder: str
-    """Fingerprint of the encoder that it reads texts with."""
-    milliseconds: float
-    """The service's time."""
 
 
 class Client:
@@ -253,19 +159,19 @@ class AsyncClient:
         request_id: str = "",
     ) -> Ranking:
         question = Question(context, candidates, pool, top_k, where, allow, deny, explain)
-        return await self._call("POST", "/rank", _ranking, question.body(), request_id)
+        return await self._call("POST", "/rank", ranking_of, question.body(), request_id)
 
     async def rank_many(
         self, questions: Sequence[Question], *, request_id: str = ""
     ) -> list[Ranking]:
         bodies = [question.body() for question in questions]
-        return await self._call("POST", "/rank", _rankings, bodies, request_id)
+        return await self._call("POST", "/rank", rankings_of, bodies, request_id)
 
     async def classify(
         self, texts: Sequence[str], top_k: int = 3, *, request_id: str = ""
     ) -> Classifications:
         body = {"texts": list(texts), "top_k": top_k}
-        return await self._call("POST", "/classify", _classifications, body, request_id)
+        return await self._call("POST", "/classify", classifications_of, body, request_id)
 
     async def info(self) -> dict[str, Any]:
         return await self._call("GET", "/info", dict[str, Any])
@@ -394,34 +300,3 @@ def _unknown_answer(answer: httpx2.Response) -> ServiceError:
     message = f"HTTP {answer.status_code}, not an answer of the service: {answer.text[:_SHOWN_CHARACTERS]!r}"
     return ServiceError("not_understood", message, None, answer.status_code,
                         answer.request.headers["x-request-id"])  # fmt: skip
-
-
-def _ranking(answer: Any) -> Ranking:
-    """Fields that a later service adds are left out."""
-    pool = answer["pool"] or {"name": None, "version": None}
-    results = [
-        Result(row["id"], row["text"], row["score"], row["columns"], row.get("weights"))
-        for row in answer["results"]
-    ]
-    explained = answer.get("explanation")
-    explanation = Explanation(explained["tokens"], explained["vectors"]) if explained else None
-    return Ranking(
-        results, answer["certified"], answer["model"], pool["name"], pool["version"],
-        answer["milliseconds"], pool.get("missing_shards", ()), explanation,
-        answer.get("second_stage"),
-    )  # fmt: skip
-
-
-def _rankings(answer: Any) -> list[Ranking]:
-    return [_ranking(ranking) for ranking in answer]
-
-
-def _classifications(answer: Any) -> Classifications:
-    results = [
-        Classification(
-            [Intent(intent["intent"], intent["probability"]) for intent in result["intents"]],
-            result["out_of_scope"],
-        )
-        for result in answer["results"]
-    ]
-    return Classifications(results, answer["classifier"], answer["encoder"], answer["milliseconds"])

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from serve import api, app
 from serve.engine import Engine
+from serve.service import Service
 
 from .conftest import run
 
@@ -45,15 +47,22 @@ def expected(uri: str, text: str) -> tuple[list[str], list[float], bool]:
     return list(names), list(values), said.out_of_scope
 
 
+def answer_as_expected(service: Service, uri: str) -> dict[str, Any]:
+    """The service's answer for TEXTS, which is that of the head."""
+    client = TestClient(api.create_app(service))
+    answer = client.post("/classify", json={"texts": TEXTS, "top_k": 2}).json()
+    for text, result in zip(TEXTS, answer["results"], strict=True):
+        names, values, outside = expected(uri, text)
+        assert [one["intent"] for one in result["intents"]] == names
+        assert [one["probability"] for one in result["intents"]] == pytest.approx(values, abs=1e-5)
+        assert result["out_of_scope"] == outside
+    return answer
+
+
 def test_a_head_on_convert_answers(tiny_ranker, tiny_classifier, asking):
     model = tiny_ranker("convert")
     uri = tiny_classifier(model)
-    client = TestClient(api.create_app(asking(model, classifier=uri).service))
-    answer = client.post("/classify", json={"texts": TEXTS, "top_k": 2}).json()
-    for text, result in zip(TEXTS, answer["results"], strict=True):
-        names, values, _ = expected(uri, text)
-        assert [one["intent"] for one in result["intents"]] == names
-        assert [one["probability"] for one in result["intents"]] == pytest.approx(values, abs=1e-5)
+    answer_as_expected(asking(model, classifier=uri).service, uri)
 
 
 @pytest.mark.slow
@@ -63,13 +72,7 @@ def test_a_head_on_convert_answers(tiny_ranker, tiny_classifier, asking):
 def test_answers_are_the_heads(tiny_ranker, tiny_classifier, asking, model, own):
     encoder = model if own else tiny_ranker("bi", 1)
     uri = tiny_classifier(encoder)
-    client = TestClient(api.create_app(asking(model, classifier=uri).service))
-    answer = client.post("/classify", json={"texts": TEXTS, "top_k": 2}).json()
-    for text, result in zip(TEXTS, answer["results"], strict=True):
-        names, values, outside = expected(uri, text)
-        assert [one["intent"] for one in result["intents"]] == names
-        assert [one["probability"] for one in result["intents"]] == pytest.approx(values, abs=1e-5)
-        assert result["out_of_scope"] == outside
+    answer = answer_as_expected(asking(model, classifier=uri).service, uri)
     assert answer["encoder"] == encoder.fingerprint
     assert answer["classifier"] == open_classifier(uri)[0].fingerprint
 

@@ -24,7 +24,8 @@ from pipeline.models import inference
 from pipeline.models.ranker import load_ranker
 from serve.api import create_app
 from serve.bearer_tokens import BearerTokens
-from serve.client import AsyncClient, Client, Question, Ranking, ServiceError
+from serve.client import AsyncClient, Client, ServiceError
+from serve.client_types import Question, Ranking
 from serve.engine import Engine
 from serve.errors import CODES, Refusal
 from serve.service import Service
