@@ -174,10 +174,10 @@ def run(config: Config) -> program.Summary:
     elif config.part == "serve" and config.url:
         query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]
 
-        from jobs.benchmarks.serving import parts
+        from jobs.benchmarks.serving import any_service
 
         url = config.url.rstrip("/")
-        rows = parts.measure_url(config.size, url, config.pool, query_corpora, config.only, work)
+        rows = any_service.measure(config.size, url, config.pool, query_corpora, config.only, work)
     elif config.part == "serve":
         model = open_artifact(config.model, "ranker")
         query_corpora = [open_artifact(uri, "corpus") for uri in config.corpus]

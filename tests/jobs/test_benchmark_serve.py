@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jobs.benchmarks.serving import load, parts
+from jobs.benchmarks.serving import any_service, load, parts
 from jobs.benchmarks.serving.load import LoadResult, Step
 
 from ..serve.live import serving
@@ -140,9 +140,9 @@ class Ranking:
 @pytest.fixture
 def measure_there(run_job_here, convai2_corpus, tmp_path, monkeypatch):
     """`measure_there(url, …)`: the job on a service that is already there."""
-    size = parts.Size(300, 20, 0.2, 1, 0.2, 0.2)
-    monkeypatch.setattr(parts, "_SIZES", {"small": size})
-    monkeypatch.setattr(parts.by_clients, "COUNTS", (1, 4))
+    size = any_service.Size(300, 20, 0.2, 1, 0.2, 0.2)
+    monkeypatch.setitem(any_service.SIZES, "small", size)
+    monkeypatch.setattr(any_service.by_clients, "COUNTS", (1, 4))
 
     def measure(url: str, *options: object):
         return run_job_here(
@@ -190,9 +190,9 @@ def test_options_of_a_service_that_is_already_there(run_job_here, options, said)
 
 @pytest.mark.long
 def test_the_report_has_all_rows(run_job, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
-    size = parts.Size(300, 20, 1.0, 1, 2.0, 2.0, quiet_s=3.0, burst_s=1.0, burst_clients=20)
-    monkeypatch.setattr(parts, "_SIZES", {"small": size})
-    monkeypatch.setattr(parts.by_clients, "COUNTS", (1, 4))
+    size = any_service.Size(300, 20, 1.0, 1, 2.0, 2.0, quiet_s=3.0, burst_s=1.0, burst_clients=20)
+    monkeypatch.setitem(any_service.SIZES, "small", size)
+    monkeypatch.setattr(any_service.by_clients, "COUNTS", (1, 4))
     monkeypatch.setattr(
         parts, "_with_haproxy", lambda *arguments: parts.BenchmarkRow("haproxy", 1.0, "ms")
     )

@@ -15,56 +15,35 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from jobs.benchmarks.measure import BenchmarkRow, read_rows
-from jobs.benchmarks.serving import by_clients, pictures, services
+from jobs.benchmarks.serving import pictures, services
+from jobs.benchmarks.serving.any_service import (
+    CLIENTS,
+    SIZES,
+    TOP_K,
+    AnyService,
+    request_bodies,
+    require_answers,
+)
 from jobs.benchmarks.serving.in_process import InProcess
 from jobs.benchmarks.serving.inputs import contexts_and_texts, embed_texts, peer_models
-from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients, poisson
+from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients
 from jobs.benchmarks.serving.noop import Noop
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, require
 from serve.app import Args
 from serve.limits import Limits
 
-PARTS_OF_ANY_SERVICE = ("clients", "load")
 PARTS = ("overhead", "throughput", "clients", "load", "burst", "scaling", "rerank", "embed")
 _POOL = "candidates"
-_TOP_K = 10
-_CLIENTS = 32
 _IN_PROXIES = "RAY_SERVE_ENABLE_HA_PROXY"
-_SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)  # of saturation, where the load is measured
-
-
-@dataclass(frozen=True)
-class Size:
-    """The amount and the duration of a load."""
-
-    candidates: int
-    questions: int
-    """Different ones."""
-    seconds: float
-    """Duration of each side in each round."""
-    rounds: int
-    steady_s: float
-    """At 70 % of saturation."""
-    overload_s: float
-    quiet_s: float = 20.0
-    """Before and after a burst, and of each step that replicas follow."""
-    burst_s: float = 8.0
-    burst_clients: int = 200
-
-
-_SIZES = {
-    "small": Size(100_000, 500, 8.0, 3, 30.0, 15.0),
-    "full": Size(100_000, 2_000, 10.0, 5, 300.0, 60.0),
-}
 
 
 def measure(
@@ -77,7 +56,7 @@ def measure(
 ) -> list[BenchmarkRow]:
     """`model`: a poly-encoder. `encoder`: one of sentence-transformers, for others' services; "": they are
     left out. `only`: parts; none: all. Pictures are written to `work`."""
-    sizes, work = _SIZES[size], work / "serve"
+    sizes, work = SIZES[size], work / "serve"
     work.mkdir(parents=True, exist_ok=True)
     selected = only or tuple(part for part in PARTS if encoder or part not in ("rerank", "embed"))
     require(bool(encoder) or not {"rerank", "embed"} & set(selected), "encoder", encoder,
@@ -88,7 +67,7 @@ def measure(
     with services.session() as port:
         running = functools.partial(services.ranking, port, args)
         service = _OwnService(
-            _bodies(contexts, _POOL),
+            request_bodies(contexts, _POOL),
             sizes,
             work,
             running,
@@ -115,108 +94,8 @@ def measure(
     return report_rows
 
 
-def measure_url(
-    size: str, url: str, pool: str, corpora: Sequence[Artifact], only: Sequence[str], work: Path
-) -> list[BenchmarkRow]:
-    """Measures a service that is already there. Raises BadInput if it does not answer."""
-    sizes, work = _SIZES[size], work / "serve"
-    work.mkdir(parents=True, exist_ok=True)
-    contexts, _ = contexts_and_texts(corpora, sizes.questions, 0)
-    service = _Service(_bodies(contexts, pool), sizes, work, lambda: nullcontext(url), dict)
-    _require_answers(clients(f"{url}/rank", service.bodies, 1, 0.1))
-    report_rows = list[BenchmarkRow]()
-    for part in only or PARTS_OF_ANY_SERVICE:
-        print(f"{part} …", flush=True)
-        report_rows += getattr(service, part)()
-    return report_rows
-
-
-def _bodies(contexts: Sequence[Sequence[str]], pool: str) -> list[bytes]:
-    return [
-        json.dumps({"context": context, "pool": pool, "top_k": _TOP_K}).encode()
-        for context in contexts
-    ]
-
-
 @dataclass(frozen=True)
-class _Service:
-    """The parts of the report that need no more than a service's URL."""
-
-    bodies: list[bytes]
-    size: Size
-    work: Path
-    running: Callable[[], AbstractContextManager[str]]
-    """The URL of the service, as long as it is needed."""
-    memory_mib: Callable[[], dict[str, float]]
-    """Memory of the service's processes; empty, if they are not on this machine."""
-
-    @functools.cached_property
-    def saturation(self) -> float:
-        """Answers a second to clients who always ask."""
-        with self.running() as url:
-            return self._saturate(url)
-
-    def _saturate(self, url: str) -> float:
-        """Answers a second to clients who always ask."""
-        result = clients(f"{url}/rank", self.bodies, _CLIENTS, self.size.seconds)
-        _require_answers(result, (200, 429))
-        return result.per_s(self.size.seconds / 4, self.size.seconds)
-
-    def clients(self) -> list[BenchmarkRow]:
-        """Clients who always ask, one to 64 of them."""
-        with self.running() as url:
-            row = by_clients.measure(f"{url}/rank", self.bodies, self.size.seconds)
-        return [row]
-
-    def load(self) -> list[BenchmarkRow]:
-        """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
-        saturation = self.saturation
-        curve = list[dict[str, float]]()
-        with self.running() as url:
-            for share in _SHARES:
-                result = self._poisson(url, [Step(self.size.seconds, share * saturation)])
-                curve.append(_point(result, share * saturation))
-            steady = self._poisson(url, [Step(self.size.steady_s, 0.7 * saturation)])
-            memory_before = self.memory_mib()
-            overload, health = services.run_together(
-                lambda: self._poisson(url, [Step(self.size.overload_s, 3 * saturation)]),
-                lambda: poisson(f"{url}/health", [], [Step(self.size.overload_s, 5.0)]),
-            )
-            memory_after = self.memory_mib()
-        pictures.load(curve, self.work / "load.png")
-        refused = overload.select(overload.status == 429)
-        successes = overload.successes()
-        goodput = overload.per_s(self.size.overload_s / 5, self.size.overload_s)
-        return [
-            BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
-                         detail={
-                "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
-                "statuses": steady.statuses(), "requests/s": round(0.7 * saturation, 1),
-                "seconds": self.size.steady_s}),
-            BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=saturation,
-                ratio=goodput / saturation, detail={
-                    "statuses": overload.statuses(),
-                    "refused within, ms (p50, p99)": [round(refused.ms(q), 1) for q in (50, 99)],
-                    "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
-                    "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
-                    "health's statuses": health.statuses(),
-                    "MiB before": memory_before, "MiB after": memory_after}),
-            BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
-                "requests/s: p50, p99, ms": [
-                    [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
-                "at once": [round(point["at_once"], 1) for point in curve],
-                "curve": {"x": "requests/s", "y": "ms (p50)",
-                          "points": [[point["per_s"], round(point["p50"], 2)] for point in curve]}}),
-        ]  # fmt: skip
-
-    def _poisson(self, url: str, steps: Sequence[Step]) -> LoadResult:
-        result = poisson(f"{url}/rank", self.bodies, steps)
-        _require_answers(result, (200, 429))
-        return result
-
-
-@dataclass(frozen=True)
-class _OwnService(_Service):
+class _OwnService(AnyService):
     """All parts: the service is started for them."""
 
     port: int
@@ -233,7 +112,7 @@ class _OwnService(_Service):
         with (
             services.ranking(self.port, self.args) as url,
             services.deployment(self.port, "noop", Noop.bind()) as noop,  # type: ignore[attr-defined]
-            services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
+            services.in_process(InProcess, self.args, _POOL, TOP_K) as process,
             closing(Client(f"{url}/rank")) as rank_client,
             closing(Client(f"{noop}/")) as noop_client,
         ):
@@ -284,12 +163,12 @@ class _OwnService(_Service):
         with (
             services.ranking(self.port, self.args) as url,
             services.ranking(self.port, unbatched_args) as url_apart,
-            services.in_process(InProcess, self.args, _POOL, _TOP_K) as process,
+            services.in_process(InProcess, self.args, _POOL, TOP_K) as process,
         ):
             for _ in range(self.size.rounds):
                 seconds = self.size.seconds
-                rates["batched"].append(self._saturate(url))
-                rates["apart"].append(self._saturate(url_apart))
+                rates["batched"].append(self.saturate(url))
+                rates["apart"].append(self.saturate(url_apart))
                 rates["process"].append(
                     services.result(process.batch_rate.remote(self.contexts, seconds))
                 )
@@ -320,7 +199,7 @@ class _OwnService(_Service):
 
         with services.ranking(self.port, self.args) as url:
             result, crowd = services.run_together(
-                lambda: self._poisson(url, [Step(total_s, rate)]), send_crowd
+                lambda: self.send_poisson(url, [Step(total_s, rate)]), send_crowd
             )
         normal = result.between(1.0, size.quiet_s).successes().ms(50)
         burst_end_s = size.quiet_s + size.burst_s
@@ -361,7 +240,7 @@ class _OwnService(_Service):
             services.ranking(self.port, self.args, **options) as url,
             services.Watch(lambda: services.replicas(self.args.name), 0.5) as watch,
         ):
-            result = self._poisson(url, steps)
+            result = self.send_poisson(url, steps)
         pictures.scaling(result, watch.samples, steps, self.work / "scaling.png")
         counts = [int(count) for _, count in watch.samples]
         changes = [counts[0]] + [b for a, b in itertools.pairwise(counts) if a != b]
@@ -397,31 +276,18 @@ class _OwnService(_Service):
         ):
             for _ in range(self.size.rounds):
                 for side, url in (("ours", our_url), ("theirs", peer_url)):
-                    result = clients(f"{url}/{task}", bodies, _CLIENTS, self.size.seconds)
-                    _require_answers(result)
+                    result = clients(f"{url}/{task}", bodies, CLIENTS, self.size.seconds)
+                    require_answers(result)
                     rates[side].append(result.per_s(self.size.seconds / 4, self.size.seconds))
         our_rate, peer_rate = (float(np.median(rates[side])) for side in ("ours", "theirs"))
         return [BenchmarkRow(f"serve.{task}.vs_plain_fastapi", our_rate, "requests/s", peer=peer_rate,
                     ratio=our_rate / peer_rate, detail={
                         "texts a request": len(text_lists[0]) - (task == "rerank"),
-                        "clients": _CLIENTS, "threads of each side": cores})]  # fmt: skip
-
-
-def _require_answers(result: LoadResult, allowed_statuses: Sequence[int] = (200,)) -> None:
-    """Raises BadInput: figures of a service that fails mean nothing."""
-    if not len(result.status) or not np.isin(result.status, allowed_statuses).all():
-        raise BadInput(f"the service answered {result.statuses()}; allowed: {allowed_statuses}")
+                        "clients": CLIENTS, "threads of each side": cores})]  # fmt: skip
 
 
 def _p99(seconds: Sequence[float]) -> float:
     return 1e3 * float(np.percentile(seconds, 99))
-
-
-def _point(result: LoadResult, per_s: float) -> dict[str, float]:
-    successes = result.successes()
-    # Little's law: requests that are there at once = their rate × the time that each stays.
-    at_once = per_s * float(successes.seconds.mean())
-    return {"per_s": per_s, "p50": successes.ms(50), "p99": successes.ms(99), "at_once": at_once}
 
 
 def _with_haproxy(

@@ -1,0 +1,167 @@
+"""What can be measured of any service by its URL: many clients, and load on a Poisson clock.
+
+The clients run where the command runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jobs.benchmarks.measure import BenchmarkRow
+from jobs.benchmarks.serving import by_clients, pictures, services
+from jobs.benchmarks.serving.inputs import contexts_and_texts
+from jobs.benchmarks.serving.load import LoadResult, Step, clients, poisson
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput
+
+PARTS = ("clients", "load")
+TOP_K = 10
+CLIENTS = 32
+_SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)  # of saturation, where the load is measured
+
+
+@dataclass(frozen=True)
+class Size:
+    """The amount and the duration of a load."""
+
+    candidates: int
+    questions: int
+    """Different ones."""
+    seconds: float
+    """Duration of each side in each round."""
+    rounds: int
+    steady_s: float
+    """At 70 % of saturation."""
+    overload_s: float
+    quiet_s: float = 20.0
+    """Before and after a burst, and of each step that replicas follow."""
+    burst_s: float = 8.0
+    burst_clients: int = 200
+
+
+SIZES = {
+    "small": Size(100_000, 500, 8.0, 3, 30.0, 15.0),
+    "full": Size(100_000, 2_000, 10.0, 5, 300.0, 60.0),
+}
+
+
+def measure(
+    size: str, url: str, pool: str, corpora: Sequence[Artifact], only: Sequence[str], work: Path
+) -> list[BenchmarkRow]:
+    """Measures a service that is already there. Raises BadInput if it does not answer."""
+    sizes, work = SIZES[size], work / "serve"
+    work.mkdir(parents=True, exist_ok=True)
+    contexts, _ = contexts_and_texts(corpora, sizes.questions, 0)
+    service = AnyService(
+        request_bodies(contexts, pool), sizes, work, lambda: nullcontext(url), dict
+    )
+    require_answers(clients(f"{url}/rank", service.bodies, 1, 0.1))
+    report_rows = list[BenchmarkRow]()
+    for part in only or PARTS:
+        print(f"{part} …", flush=True)
+        report_rows += getattr(service, part)()
+    return report_rows
+
+
+def request_bodies(contexts: Sequence[Sequence[str]], pool: str) -> list[bytes]:
+    return [
+        json.dumps({"context": context, "pool": pool, "top_k": TOP_K}).encode()
+        for context in contexts
+    ]
+
+
+@dataclass(frozen=True)
+class AnyService:
+    """The parts of the report that need no more than a service's URL."""
+
+    bodies: list[bytes]
+    size: Size
+    work: Path
+    running: Callable[[], AbstractContextManager[str]]
+    """The URL of the service, as long as it is needed."""
+    memory_mib: Callable[[], dict[str, float]]
+    """Memory of the service's processes; empty, if they are not on this machine."""
+
+    @functools.cached_property
+    def saturation(self) -> float:
+        """Answers a second to clients who always ask."""
+        with self.running() as url:
+            return self.saturate(url)
+
+    def saturate(self, url: str) -> float:
+        """Answers a second to clients who always ask."""
+        result = clients(f"{url}/rank", self.bodies, CLIENTS, self.size.seconds)
+        require_answers(result, (200, 429))
+        return result.per_s(self.size.seconds / 4, self.size.seconds)
+
+    def clients(self) -> list[BenchmarkRow]:
+        """Clients who always ask, one to 64 of them."""
+        with self.running() as url:
+            row = by_clients.measure(f"{url}/rank", self.bodies, self.size.seconds)
+        return [row]
+
+    def load(self) -> list[BenchmarkRow]:
+        """Latency at shares of saturation, on a Poisson clock; minutes at 70 %; three times too much."""
+        saturation = self.saturation
+        curve = list[dict[str, float]]()
+        with self.running() as url:
+            for share in _SHARES:
+                result = self.send_poisson(url, [Step(self.size.seconds, share * saturation)])
+                curve.append(_point(result, share * saturation))
+            steady = self.send_poisson(url, [Step(self.size.steady_s, 0.7 * saturation)])
+            memory_before = self.memory_mib()
+            overload, health = services.run_together(
+                lambda: self.send_poisson(url, [Step(self.size.overload_s, 3 * saturation)]),
+                lambda: poisson(f"{url}/health", [], [Step(self.size.overload_s, 5.0)]),
+            )
+            memory_after = self.memory_mib()
+        pictures.load(curve, self.work / "load.png")
+        refused = overload.select(overload.status == 429)
+        successes = overload.successes()
+        goodput = overload.per_s(self.size.overload_s / 5, self.size.overload_s)
+        return [
+            BenchmarkRow("serve.load.70_percent.p99_over_p50", steady.ms(99) / steady.ms(50), "times",
+                         detail={
+                "p50, p95, p99, ms": [round(steady.ms(q), 1) for q in (50, 95, 99)],
+                "statuses": steady.statuses(), "requests/s": round(0.7 * saturation, 1),
+                "seconds": self.size.steady_s}),
+            BenchmarkRow("serve.load.300_percent.goodput", goodput, "rankings/s", peer=saturation,
+                ratio=goodput / saturation, detail={
+                    "statuses": overload.statuses(),
+                    "refused within, ms (p50, p99)": [round(refused.ms(q), 1) for q in (50, 99)],
+                    "answered within, ms (p50, p99)": [round(successes.ms(q), 1) for q in (50, 99)],
+                    "health, ms (p50, p99)": [round(health.ms(q), 1) for q in (50, 99)],
+                    "health's statuses": health.statuses(),
+                    "MiB before": memory_before, "MiB after": memory_after}),
+            BenchmarkRow("serve.load.curve", curve[0]["p50"], "ms", detail={
+                "requests/s: p50, p99, ms": [
+                    [round(point[name], 1) for name in ("per_s", "p50", "p99")] for point in curve],
+                "at once": [round(point["at_once"], 1) for point in curve],
+                "curve": {"x": "requests/s", "y": "ms (p50)",
+                          "points": [[point["per_s"], round(point["p50"], 2)] for point in curve]}}),
+        ]  # fmt: skip
+
+    def send_poisson(self, url: str, steps: Sequence[Step]) -> LoadResult:
+        result = poisson(f"{url}/rank", self.bodies, steps)
+        require_answers(result, (200, 429))
+        return result
+
+
+def require_answers(result: LoadResult, allowed_statuses: Sequence[int] = (200,)) -> None:
+    """Raises BadInput: figures of a service that fails mean nothing."""
+    if not len(result.status) or not np.isin(result.status, allowed_statuses).all():
+        raise BadInput(f"the service answered {result.statuses()}; allowed: {allowed_statuses}")
+
+
+def _point(result: LoadResult, per_s: float) -> dict[str, float]:
+    successes = result.successes()
+    # Little's law: requests that are there at once = their rate × the time that each stays.
+    at_once = per_s * float(successes.seconds.mean())
+    return {"per_s": per_s, "p50": successes.ms(50), "p99": successes.ms(99), "at_once": at_once}
