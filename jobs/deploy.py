@@ -58,6 +58,8 @@ def _read(file: str) -> dict[str, Any]:
     """The file's settings. Raises BadInput where it has no applications with names."""
     import yaml
 
+    if not storage.exists(file):
+        raise BadInput(f"{file}: no such file")
     try:
         settings = yaml.safe_load(storage.read_bytes(file))
     except yaml.YAMLError as error:

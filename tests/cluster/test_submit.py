@@ -310,6 +310,10 @@ def test_a_file_without_applications_is_refused(run_job_here, tmp_path, text, me
     assert message in run_job_here("deploy", tmp_path / "service.yaml").refusal
 
 
+def test_a_file_that_is_not_there_is_refused(run_job_here, tmp_path):
+    assert "none.yaml: no such file" in run_job_here("deploy", tmp_path / "none.yaml").refusal
+
+
 def test_a_dashboard_that_does_not_answer_is_one_line(run_job_here, tmp_path):
     address = f"http://127.0.0.1:{free_port()}"
     done = deploy(run_job_here, address, tmp_path)
