@@ -58,10 +58,10 @@ def _read(file: str) -> dict[str, Any]:
     """The file's settings. Raises BadInput where it has no applications with names."""
     import yaml
 
-    if not storage.exists(file):
-        raise BadInput(f"{file}: no such file")
     try:
         settings = yaml.safe_load(storage.read_bytes(file))
+    except OSError as error:  # not there, or a folder
+        raise BadInput(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     except yaml.YAMLError as error:
         raise BadInput(f"{file}: {' '.join(str(error).split())}") from None
     applications = settings.get("applications") if isinstance(settings, dict) else None

@@ -310,8 +310,9 @@ def test_a_file_without_applications_is_refused(run_job_here, tmp_path, text, me
     assert message in run_job_here("deploy", tmp_path / "service.yaml").refusal
 
 
-def test_a_file_that_is_not_there_is_refused(run_job_here, tmp_path):
-    assert "none.yaml: no such file" in run_job_here("deploy", tmp_path / "none.yaml").refusal
+@pytest.mark.parametrize("name", ["none.yaml", "."])
+def test_a_file_that_cannot_be_read_is_refused(run_job_here, tmp_path, name):
+    assert f"{tmp_path / name}: cannot be read: " in run_job_here("deploy", tmp_path / name).refusal
 
 
 def test_a_dashboard_that_does_not_answer_is_one_line(run_job_here, tmp_path):
