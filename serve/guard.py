@@ -381,9 +381,8 @@ def log_to_stderr() -> logging.Handler:
 
 def in_proxy() -> list[Middleware]:
     """The middleware for Serve's proxies, which import it by the name of this function."""
-    from serve.metrics import (
-        count_errors,
-    )  # imports Ray, which knows this function by its name only
+    # Not at the top: it imports Ray, which knows this function by its name only.
+    from serve.metrics import count_errors
 
     log_to_stderr()
     # A proxy does not know the limits of the applications behind it. So it waits as long as any may allow.

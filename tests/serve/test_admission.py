@@ -65,9 +65,9 @@ class Simulation:
             if not self._asking:
                 await asyncio.to_thread(self._pass_time, self._arrivals[0].at)
             if self._asking:
-                _, self._asking = await asyncio.wait(
-                    self._asking, return_when=asyncio.FIRST_COMPLETED
-                )
+                # Not its second set: it lacks those that come while it waits.
+                done, _ = await asyncio.wait(self._asking, return_when=asyncio.FIRST_COMPLETED)
+                self._asking -= done
 
     def _compute(self, rows: list[str]) -> list[str]:
         with self._passing:  # not before all who come at the same time are there
