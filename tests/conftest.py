@@ -365,13 +365,6 @@ def run_main(
     return Finished(code, *capfd.readouterr())
 
 
-def local_ray_address() -> dict[str, str]:
-    """The environment of a process that joins the Ray of this one."""
-    import ray
-
-    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "token"}
-
-
 @pytest.fixture(scope="session")
 def submit_job(tracking_uri: str):
     """`python -m jobs.<verb> …` as a user runs it, in a process and on a Ray of its own."""
@@ -388,15 +381,16 @@ def submit_job(tracking_uri: str):
 def start_job(tracking_uri: str):
     """Starts `python -m jobs.<verb> …` and returns its process, the leader of a group of its own.
 
-    With `on_local_ray` it joins the Ray of this process, whose start it is spared.
+    It has a Ray of its own, or joins a `cluster` by its address.
     """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(verb: str, *arguments: object, on_local_ray: bool = False) -> subprocess.Popen[bytes]:
+    def start(verb: str, *arguments: object, cluster: str = "") -> subprocess.Popen[bytes]:
+        joins = {"RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token"} if cluster else {}
         process = subprocess.Popen(
             job_command(verb, *arguments),
             cwd=ROOT,
-            env={**os.environ, **(local_ray_address() if on_local_ray else {})},
+            env={**os.environ, **joins},
             start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

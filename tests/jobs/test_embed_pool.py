@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import mlflow
@@ -12,14 +10,11 @@ import pytest
 import torch
 
 from jobs import finetune
-from jobs.benchmarks.measure import workers_of
 from pipeline import storage
 from pipeline.artifact import open_artifact
-from pipeline.config import BadInput
 from pipeline.drafts import draft, folder_entries
 from pipeline.models.ranker import load_ranker
 from pipeline.retrieval.pools.pool import Pool
-from tests.helpers import wait_until
 
 ALL_MAY_CHANGE = ("--gate.max-removed-share", 1, "--gate.max-changed-share", 1)
 
@@ -230,61 +225,6 @@ def test_weights_that_are_not_numbers_fail_the_job_and_leave_current(
     assert failed.endswith(".partial")
     run = mlflow.search_runs(experiment_names=["polyrank"], max_results=1).iloc[0]
     assert (run["tags.job"], run["status"]) == ("embed_pool", "FAILED")
-
-
-def done(pools: Path) -> list[Path]:
-    """Shards that a job has finished, and not yet published."""
-    return list(pools.glob("p/*.partial/_tasks/part-*.json"))
-
-
-def test_a_job_killed_in_mid_run_resumes_to_the_pool_of_one_that_was_not(
-    run_job, embed, start_job, tiny_ranker, texts, tmp_path
-):
-    """The killed and the resumed run on Ray's actors, one of which is killed first."""
-    pools = tmp_path / "pools"
-    write(texts, [f"another text {n}" for n in range(200)])
-    options = (
-        "--embed.rows-per-shard",
-        2,
-        "--resources.actors",
-        1,
-        "--resources.cpus-per-actor",
-        1,
-    )
-
-    command = ("embed_pool", "--model", tiny_ranker("poly").uri, "--candidates", texts,
-               "--pools", pools, "--name", "p", *options)  # fmt: skip
-    process = start_job(*command, on_local_ray=True)
-    wait_until(lambda: done(pools), process)
-    workers = workers_of(os.getpid())
-    for worker in workers:
-        worker.kill()
-    before = len(done(pools))
-    wait_until(lambda: len(done(pools)) >= before + 3, process)  # it goes on without them
-    assert workers
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    (tasks,) = pools.glob("p/*.partial/_tasks")
-    assert 0 < len(done(pools)) < 100
-    assert [path.name for path in (pools / "p").iterdir()] == [tasks.parent.name]  # no CURRENT
-    with pytest.raises(BadInput, match="unfinished"):
-        Pool.open(str(tasks.parent).removesuffix(".partial"))
-
-    finished = run_job(*command)
-    resumed = finished.summary
-    assert "core_worker" not in finished.stderr  # Ray's C++ code
-    whole = embed(texts, *options, pools=str(tmp_path / "undisturbed")).summary
-    assert (resumed["already_done"], whole["already_done"]) == (False, False)
-    assert resumed["fingerprint"] == whole["fingerprint"]
-    assert (
-        resumed["counts"] == whole["counts"] == {"records": 200, "candidates": 200, "shards": 100}
-    )
-    assert current(pools) == resumed["version"] == whole["version"]
-    ours, theirs = (Pool.open(summary["pool"]).artifact for summary in (resumed, whole))
-    assert ours.manifest["files"] == theirs.manifest["files"]
-    folders = [Path(artifact.uri) for artifact in (ours, theirs)]
-    names = [sorted(str(path.relative_to(f)) for path in f.rglob("*")) for f in folders]
-    assert names[0] == names[1]
 
 
 def test_of_a_corpus_the_examples_are_embedded_and_nothing_else(embed, convai2_corpus):

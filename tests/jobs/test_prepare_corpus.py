@@ -5,10 +5,8 @@ import gzip
 import hashlib
 import json
 import lzma
-import os
 import re
 import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -17,13 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from jobs.benchmarks.measure import workers_of
 from pipeline.artifact import open_artifact
-from pipeline.config import BadInput
 from pipeline.corpora import schema
 from pipeline.corpora.raw import Reading, read_lines
 from pipeline.files import fingerprints
-from tests.helpers import rejected, rows_of, wait_until
+from tests.helpers import rejected, rows_of
 
 PLAIN = ("--redact", "off", "--authors", "plain")
 
@@ -579,45 +575,6 @@ def test_a_folder_of_another_name_is_another_input_where_folders_decide_somethin
     (tmp_path / folder).rename(tmp_path / new_name)
     refusal = prepare(tmp_path / new_name.partition("/")[0]).refusal
     assert "holds the result of another job (input: " in refusal
-
-
-def test_a_job_killed_in_mid_run_resumes_to_the_corpus_of_one_that_was_not(
-    start_job, run_job, run_job_here, dump, tmp_path
-):
-    """It is killed with its workers' work half done, after it has gone on without one of its workers."""
-    lines = dump.splitlines(keepends=True)
-    (tmp_path / "in").mkdir()
-    for part in range(40):
-        data = zstandard.compress(b"".join(lines[part::40]))
-        (tmp_path / "in" / f"RC_{part:02d}.zst").write_bytes(data)
-    command = ("prepare_corpus", "--corpus", "reddit", "--input", tmp_path / "in", "--output")
-    process = start_job(*command, tmp_path / "out", on_local_ray=True)
-    tasks = tmp_path / "out.partial" / "_tasks"
-
-    def done() -> int:
-        return len(list(tasks.glob("block-*.json")))
-
-    wait_until(done, process)
-    wait_until(lambda: workers_of(os.getpid()), process)
-    for worker in workers_of(os.getpid())[:1]:
-        worker.kill()
-    before = done()
-    wait_until(lambda: done() >= before + 3, process)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(BadInput, match="unfinished"):
-        open_artifact(str(tmp_path / "out"), "corpus")
-    assert 0 < done() < 40
-
-    resumed = run_job(*command, tmp_path / "out").summary
-    whole = run_job_here(*command, tmp_path / "whole").summary
-    assert resumed["already_done"] is False
-    assert resumed["fingerprint"] == whole["fingerprint"]
-    assert resumed["counts"] == whole["counts"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        path.name for path in (tmp_path / "whole").iterdir()
-    }
 
 
 def test_as_a_user_runs_it_bad_usage_is_one_line_and_exit_code_2(submit_job, tmp_path):
