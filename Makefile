@@ -12,7 +12,7 @@ DEMO ?= .demo
 RESULTS ?= .benchmark/results
 BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper profile
 
-.PHONY: demo test test-fast test-long cluster-test benchmark lint openapi kuberay clean
+.PHONY: demo test test-fast test-long cluster-test benchmark lint openapi kuberay lock clean
 
 demo: .venv/installed
 	$(BIN)/python -m jobs.demo $(if $(PORT),--port $(PORT)) $(if $(DATA),--data $(DATA) --work .demo-data) \
@@ -64,15 +64,19 @@ kuberay: .venv/installed
 clean:
 	rm -rf .demo .demo-data .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# The lock is complete, so nothing is resolved, but for the libraries of CUDA: it was made with torch's CPU build,
-# and the usual index has the one for GPUs, which needs them. All cores compile; pip would take one, and some
-# files of others' tests do not compile.
+# After a change of versions in requirements.lock: the hashes of all their files, by uv.
+lock:
+	grep -oE '^[A-Za-z0-9._-]+==[^ ]+' requirements.lock | uv pip compile - --quiet --no-deps --no-annotate --no-header \
+	    --generate-hashes --python-version 3.11 --output-file requirements.lock
+
+# The lock is complete, so nothing is resolved, but for torch's own libraries: of CUDA, in its build for GPUs.
+# All cores compile; pip would take one, and some files of others' tests do not compile.
 # The mark is made last, so that an install that was cut off is done again.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
-.venv/installed: requirements.lock pyproject.toml
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+.venv/installed: requirements.lock torch.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(INSTALL) -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c requirements.lock torch
+	$(INSTALL) --no-deps -r requirements.lock
+	$(INSTALL) -r torch.lock
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
-	$(INSTALL) -e .
+	$(INSTALL) --no-deps -e .
 	touch $@

@@ -301,8 +301,9 @@ def environment_of_ray(config: Any, node: str, home: Path) -> dict[str, str]:
 @pytest.mark.parametrize("config", [CLUSTER, ON_PREMISE], ids=["aws", "onpremise"])
 def test_nodes_get_the_lock_and_the_token_that_clients_need(config):
     mounts = config["file_mounts"]
-    assert (ROOT / mounts["~/polyrank.lock"]).is_file()
-    assert any("polyrank.lock" in command for command in config["setup_commands"])
+    for name in ("requirements.lock", "torch.lock"):
+        assert mounts[f"~/polyrank/{name}"] == name
+        assert any(f"-r ~/polyrank/{name}" in command for command in config["setup_commands"])
     assert mounts["~/.ray/auth_token"] == "~/.ray/auth_token"
     assert "--dashboard-host=127.0.0.1" in start_line(config, "head")
 
@@ -437,23 +438,19 @@ def test_every_shipped_cluster_has_nodes_for_the_service():
 
 # Dependencies
 
+LOCKED = re.compile(r"([\w.-]+)==([\w.!+-]+)((?: \\\n    --hash=sha256:[0-9a-f]{64})*)\n")
+TEXT_OF_LOCK = (ROOT / "requirements.lock").read_text()
+TORCH = (ROOT / "torch.lock").read_text().splitlines()[-1]
 LOCK = {
     canonicalize_name(name): version
-    for name, _, version in (
-        line.split("#")[0].strip().partition("==")
-        for line in (ROOT / "requirements.lock").read_text().splitlines()
-    )
-    if version
+    for name, version, _ in [*LOCKED.findall(TEXT_OF_LOCK), *LOCKED.findall(f"{TORCH}\n")]
 }
 
 
-def test_the_lock_pins_every_line_to_one_version():
-    text = (ROOT / "requirements.lock").read_text()
-    lines = [line.split("#")[0].strip() for line in text.splitlines()]
-    wanted = [line for line in lines if line and not line.startswith("--")]
-    assert [line for line in wanted if not re.fullmatch(r"[\w.-]+==[\w.!+-]+", line)] == []
-    assert len(LOCK) == len(wanted)
-    assert LOCK["torch"] == "2.13.0"
+def test_the_lock_pins_every_line_to_one_version_and_its_files():
+    assert LOCKED.sub("", TEXT_OF_LOCK) == ""
+    assert [name for name, _, hashes in LOCKED.findall(TEXT_OF_LOCK) if not hashes] == []
+    assert TORCH == "torch==2.13.0"
 
 
 @pytest.mark.parametrize(
