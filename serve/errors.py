@@ -46,8 +46,8 @@ CODES: Mapping[str, Meaning] = {
 }
 
 FULL_FOR = "x-polyrank-full-for-ms"
-"""Header of a replica's 429 answer: for how many milliseconds its proxies refuse requests without asking
-it. The proxies remove the header."""
+"""Header of a replica's 429 answer, if it has no room for smaller requests either: for how many milliseconds
+its proxies pass on no more requests at once than they had (`serve/pass_limit.py`). They remove the header."""
 
 REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
             "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
@@ -104,10 +104,10 @@ def _response(
 def overload_refusal(waiting_s: float, most_waiting_s: float) -> Refusal:
     """The refusal of a request because too much work is waiting.
 
-    `most_waiting_s`: the limit. Proxies refuse for a tenth of it, so the replica does not run out of work.
+    `most_waiting_s`: the limit, if it is reached, and after which all that is waiting is computed; else 0.
     """
     message = f"{waiting_s:.1f} s of work are waiting"
-    return Refusal("overloaded", message, None, max(1.0, waiting_s), most_waiting_s / 10)
+    return Refusal("overloaded", message, None, max(1.0, waiting_s), most_waiting_s)
 
 
 def too_late_refusal() -> Refusal:

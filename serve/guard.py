@@ -5,8 +5,9 @@ It runs in each replica. It also runs in Serve's proxies, if their environment s
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.guard:in_proxy
 
 A proxy with it reads the body before a replica hears of the request, so slow senders occupy no replica. It
-sends a request a second time if the replica died (requests change nothing). It refuses requests for a moment
-after a replica was overloaded, gives up if no replica is alive, and rewrites Ray's own errors in our format.
+sends a request a second time if the replica died (requests change nothing). After a replica was overloaded it
+passes on only as many requests at once as there is room for (`serve/pass_limit.py`). It gives up if no
+replica is alive, and rewrites Ray's own errors in our format.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve.bearer_tokens import BearerTokens
 from serve.errors import CODES, FULL_FOR, Refusal, too_late_refusal
 from serve.limits import MAX_TIMEOUT_MS, Limits
+from serve.pass_limit import PassLimit
 
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
@@ -92,8 +94,7 @@ class Guard:
         self._app, self._limits = app, limits or Limits()
         self._tokens, self._is_proxy = tokens or BearerTokens(), is_proxy
         self._refusal, self._record_error = refusal, record_error
-        self._overloaded_until: dict[str, float] = {}
-        """In a proxy, by path: the end of the refusals after a replica was overloaded."""
+        self._pass_limit = PassLimit()
         self._has_lowered_priority = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,9 +127,10 @@ class Guard:
             if body is not None and (early_refusal := self._early_refusal(scope)):
                 await early_refusal.response()(scope, receive, answer)
             else:
-                await self._pass_on(scope, receive, body, answer)
-                if answer.full_for_s:
-                    self._refuse_for(scope["path"], answer.full_for_s)
+                with self._pass_limit.passing(path := scope["path"]) as number:
+                    await self._pass_on(scope, receive, body, answer)
+                    if answer.full_for_s:
+                        self._pass_limit.lower(path, number, answer.full_for_s)
         if not answer.is_passed_on:
             if answer.status >= 400:
                 self._record_error(answer.status)
@@ -146,22 +148,16 @@ class Guard:
     def _early_refusal(self, scope: Scope) -> Refusal | None:
         """The refusal of a request before it is parsed, or None.
 
-        A replica refuses what its work queue would refuse. A proxy refuses for a moment after a replica was
-        overloaded: passing every request to a replica and back would take the cores that answers need.
+        A replica refuses what its work queue would refuse, a proxy what goes beyond its `PassLimit`.
         """
-        deadline, now = scope["state"]["deadline"], time.monotonic()
-        if deadline <= now:
+        deadline = scope["state"]["deadline"]
+        if deadline <= time.monotonic():
             return too_late_refusal()
         if refusal := self._refusal(deadline):
             return refusal
-        if self._overloaded_until.get(scope["path"], 0.0) > now:
+        if self._pass_limit.is_reached(scope["path"]):
             return Refusal("overloaded", CODES["overloaded"].text, None, 1.0)
         return None
-
-    def _refuse_for(self, path: str, seconds: float) -> None:
-        now = time.monotonic()
-        unexpired = {path: until for path, until in self._overloaded_until.items() if until > now}
-        self._overloaded_until = {**unexpired, path: now + seconds}
 
     def _timeout_s(self, headers: Headers) -> float:
         timeout_text = headers.get(TIMEOUT)
@@ -316,7 +312,7 @@ class _Answer:
         self.is_passed_on = False
         """Whether this is a proxy, and a replica gave the answer."""
         self.full_for_s = 0.0
-        """For how long the replica accepts no more requests, see FULL_FOR."""
+        """For how long the proxy remembers that the replica was full, see FULL_FOR."""
 
     @property
     def replica_died(self) -> bool:

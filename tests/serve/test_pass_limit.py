@@ -1,0 +1,193 @@
+"""What a proxy passes on after a replica was full."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import json
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from serve.errors import FULL_FOR, overload_refusal
+from serve.guard import Guard
+from serve.pass_limit import PassLimit
+
+from .conftest import Clock
+
+GOOD = {"context": ["hello"], "candidates": ["a", "b"]}
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    monkeypatch.setattr("serve.pass_limit.time", clock := Clock())
+    return clock
+
+
+def full() -> JSONResponse:
+    return overload_refusal(waiting_s=2.5, most_waiting_s=2.0).response()
+
+
+class Replica:
+    """Has room for `most` requests, which it answers when it is told to."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.asked = most, 0
+        self.waiting: list[asyncio.Event] = []
+
+    async def answer(self, request: Request) -> JSONResponse:
+        self.asked += 1
+        if len(self.waiting) >= self.most:
+            return full()
+        self.waiting.append(event := asyncio.Event())
+        await event.wait()
+        self.waiting.remove(event)
+        return JSONResponse({})
+
+
+async def post(app: Any, path: str = "/rank") -> tuple[int, dict[str, str]]:
+    """The status and the headers of the answer."""
+    answers: list[dict[str, Any]] = []
+    body = json.dumps(GOOD).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        answers.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": headers,
+             "query_string": b"", "http_version": "1.1"}  # fmt: skip
+    await app(scope, receive, send)
+    return answers[0]["status"], {
+        name.decode(): value.decode() for name, value in answers[0]["headers"]
+    }
+
+
+def test_a_proxy_passes_on_as_many_at_once_as_a_full_replica_had(clock):
+    replica = Replica(most=3)
+    routes = [Route(path, replica.answer, methods=["POST"]) for path in ("/rank", "/embed")]
+    proxy = Guard(Starlette(routes=routes), is_proxy=True)
+
+    async def run() -> None:
+        answers = [asyncio.create_task(post(proxy)) for _ in range(3)]
+        while len(replica.waiting) < 3:
+            await asyncio.sleep(0)
+        for asked in (4, 4, 4):  # the replica is asked once, and then no more
+            status, headers = await post(proxy)
+            assert (status, replica.asked) == (429, asked)
+            assert int(headers["retry-after"]) >= 1
+            assert FULL_FOR not in headers and headers.get("connection") != "close"
+        assert (await post(proxy, "/embed"))[0] == 429  # another path has its own number
+        assert replica.asked == 5
+
+        replica.waiting[0].set()
+        assert (await answers[0])[0] == 200
+        answers.append(asyncio.create_task(post(proxy)))  # its place is free
+        while len(replica.waiting) < 3:
+            await asyncio.sleep(0)
+        assert replica.asked == 6
+        assert (await post(proxy))[0] == 429 and replica.asked == 6
+        clock.now += 2.0  # no replica was full for so long: the limit is forgotten
+        assert (await post(proxy))[0] == 429 and replica.asked == 7
+        for event in list(replica.waiting):
+            event.set()
+        assert {status for status, _ in await asyncio.gather(*answers)} == {200}
+
+    asyncio.run(run())
+
+
+def test_one_request_may_always_pass_and_finds_out(clock):
+    """Another proxy's requests may fill the replica."""
+    limit = PassLimit()
+    for _ in range(3):
+        assert not limit.is_reached("/rank")
+        with limit.passing("/rank") as number:
+            limit.lower("/rank", number, 2.0)
+            assert limit.is_reached("/rank")
+
+
+def test_the_limit_grows_until_a_replica_is_full_again(clock):
+    limit = PassLimit()
+    with ExitStack() as under_way:
+        for _ in range(10):
+            number = under_way.enter_context(limit.passing("/rank"))
+        limit.lower("/rank", number, 2.0)
+        assert limit.is_reached("/rank")
+        clock.now += 0.31  # 9, and 20 more a second
+        for _ in range(5):
+            assert not limit.is_reached("/rank")
+            number = under_way.enter_context(limit.passing("/rank"))
+        assert limit.is_reached("/rank")
+        limit.lower("/rank", number, 2.0)
+        clock.now += 0.03
+        assert limit.is_reached("/rank")
+
+
+def test_a_late_refusal_does_not_raise_the_limit(clock):
+    limit = PassLimit()
+    with ExitStack() as under_way:
+        numbers = [under_way.enter_context(limit.passing("/rank")) for _ in range(9)]
+        limit.lower("/rank", numbers[4], 2.0)
+        limit.lower("/rank", numbers[8], 2.0)
+        under_way.close()
+        for _ in range(4):
+            assert not limit.is_reached("/rank")
+            under_way.enter_context(limit.passing("/rank"))
+        assert limit.is_reached("/rank")
+
+
+def test_paths_are_forgotten(monkeypatch, clock):
+    async def refuse(request: Request) -> JSONResponse:
+        return full()
+
+    proxy = Guard(Starlette(routes=[Route("/{path}", refuse, methods=["POST"])]), is_proxy=True)
+    client = TestClient(proxy)
+    for number in range(20):
+        clock.now += 2
+        assert client.post(f"/{number}", json=GOOD).status_code == 429
+    assert list(proxy._pass_limit._paths) == ["/19"]
+
+
+def test_under_three_times_too_much_few_requests_reach_a_full_replica_and_none_idles(clock):
+    """A simulation: two replicas that compute 50 and 25 requests a second, each with room for 2 s of work,
+    and 225 requests a second, each to the replica with fewer of them."""
+    rates, limit = (50.0, 25.0), PassLimit()
+    free_at, had = [clock.now, clock.now], [0, 0]
+    ends: list[tuple[float, int, int, ExitStack]] = []
+    counts, ties = Counter[str](), itertools.count()
+    began = clock.now
+    for arrival in range(225 * 20):
+        clock.now = began + arrival / 225
+        while ends and ends[0][0] <= clock.now:
+            _, _, replica, under_way = heapq.heappop(ends)
+            had[replica] -= 1
+            counts["answered"] += 1
+            under_way.close()
+        if limit.is_reached("/rank"):
+            counts["refused by the proxy"] += 1
+            continue
+        replica = min((0, 1), key=lambda number: had[number])
+        under_way = ExitStack()
+        number = under_way.enter_context(limit.passing("/rank"))
+        free_at[replica] = max(free_at[replica], clock.now)
+        if free_at[replica] - clock.now > 2.0:
+            counts["refused by a replica"] += 1
+            limit.lower("/rank", number, 2.0)
+            under_way.close()
+            continue
+        free_at[replica] += 1 / rates[replica]
+        had[replica] += 1
+        heapq.heappush(ends, (free_at[replica], next(ties), replica, under_way))
+    # 75 a second for 20 s less the first ones; the slow replica fills first, at 50, and limits both.
+    assert counts["answered"] > 0.95 * 75 * 20
+    assert counts["refused by a replica"] < 25 * 20
