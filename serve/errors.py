@@ -45,9 +45,9 @@ CODES: Mapping[str, Meaning] = {
     "too_late": Meaning(504, "The request's time was over before its answer was computed."),
 }
 
-FULL_FOR = "x-polyrank-full-for-ms"
-"""Header of a replica's 429 answer, if it has no room for smaller requests either: for how many milliseconds
-its proxies pass on no more requests at once than they had (`serve/pass_limit.py`). They remove the header."""
+FULL = "x-polyrank-full"
+"""Header of a replica's 429 answer, if it has no room for smaller requests either. Its proxies pass on fewer
+requests from then on (`serve/pass_limit.py`), and remove the header."""
 
 REFUSALS = ("invalid_json", "unauthorized", "upload_too_slow", "too_large", "unsupported_media_type",
             "invalid_request", "overloaded", "internal", "not_ready", "too_late")  # fmt: skip
@@ -77,18 +77,18 @@ class Refusal(Exception):
         message: str,
         field: str | None = None,
         retry_after_s: float = 0.0,
-        full_for_s: float = 0.0,
+        is_full: bool = False,
     ) -> None:
-        """`full_for_s`: for the proxies, see FULL_FOR."""
+        """`is_full`: for the proxies, see FULL."""
         super().__init__(message)
         self.code, self.message, self.field = code, message, field
-        self.retry_after_s, self.full_for_s = retry_after_s, full_for_s
+        self.retry_after_s, self.is_full = retry_after_s, is_full
 
     def response(self) -> JSONResponse:
         """The HTTP answer."""
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
-        if self.full_for_s:
-            headers[FULL_FOR] = str(math.ceil(1000 * self.full_for_s))
+        if self.is_full:
+            headers[FULL] = "1"
         if self.code == "unauthorized":
             headers["www-authenticate"] = "Bearer"
         return _response(self.code, self.message, self.field, headers)
@@ -101,13 +101,10 @@ def _response(
     return JSONResponse({"error": problem}, CODES[code].status, dict(headers))
 
 
-def overload_refusal(waiting_s: float, most_waiting_s: float) -> Refusal:
-    """The refusal of a request because too much work is waiting.
-
-    `most_waiting_s`: the limit, if it is reached, and after which all that is waiting is computed; else 0.
-    """
+def overload_refusal(waiting_s: float, is_full: bool) -> Refusal:
+    """The refusal of a request because too much work is waiting. `is_full`: for smaller requests, too."""
     message = f"{waiting_s:.1f} s of work are waiting"
-    return Refusal("overloaded", message, None, max(1.0, waiting_s), most_waiting_s)
+    return Refusal("overloaded", message, None, max(1.0, waiting_s), is_full)
 
 
 def too_late_refusal() -> Refusal:

@@ -28,7 +28,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.bearer_tokens import BearerTokens
-from serve.errors import CODES, FULL_FOR, Refusal, too_late_refusal
+from serve.errors import CODES, FULL, Refusal, too_late_refusal
 from serve.limits import MAX_TIMEOUT_MS, Limits
 from serve.pass_limit import PassLimit
 
@@ -129,8 +129,8 @@ class Guard:
             else:
                 with self._pass_limit.passing(path := scope["path"]) as number:
                     await self._pass_on(scope, receive, body, answer)
-                    if answer.full_for_s:
-                        self._pass_limit.lower(path, number, answer.full_for_s)
+                    if answer.is_from_full_replica:
+                        self._pass_limit.lower(path, number)
         if not answer.is_passed_on:
             if answer.status >= 400:
                 self._record_error(answer.status)
@@ -311,8 +311,8 @@ class _Answer:
         self.status = 0
         self.is_passed_on = False
         """Whether this is a proxy, and a replica gave the answer."""
-        self.full_for_s = 0.0
-        """For how long the proxy remembers that the replica was full, see FULL_FOR."""
+        self.is_from_full_replica = False
+        """See FULL."""
 
     @property
     def replica_died(self) -> bool:
@@ -329,9 +329,9 @@ class _Answer:
                 self._ray_error = self.status, headers
                 return
             headers["x-request-id"] = self._request_id
-            if self._is_proxy and FULL_FOR in headers:
-                self.full_for_s = int(headers[FULL_FOR]) / 1000
-                del headers[FULL_FOR]
+            if self._is_proxy and FULL in headers:
+                self.is_from_full_replica = True
+                del headers[FULL]
         elif self._ray_error is not None:
             return
         elif message["type"] == "http.response.body" and self._head_only:

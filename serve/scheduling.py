@@ -177,7 +177,7 @@ class WorkQueue:
         if waiting_s <= min(self._most_s, left_s):
             return None
         is_full = self.seconds_before(deadline) > self._most_s  # or smaller requests may pass
-        return overload_refusal(waiting_s, self._most_s if is_full else 0.0)
+        return overload_refusal(waiting_s, is_full)
 
     @contextmanager
     def admit(

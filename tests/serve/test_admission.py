@@ -153,7 +153,7 @@ def test_a_large_request_waits_for_small_ones_that_come_later(simulation):
         refusal = simulation.queue.refusal(simulation.clock.now + 10, expected_s=5.0)
     assert refusal is not None
     assert (refusal.code, refusal.retry_after_s) == ("overloaded", pytest.approx(2.5))
-    assert not refusal.full_for_s
+    assert not refusal.is_full
 
 
 def test_a_hopeless_request_is_given_up_at_once(simulation):

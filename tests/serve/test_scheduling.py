@@ -211,7 +211,7 @@ def test_a_request_that_would_be_late_is_refused_at_once(queue):
             pass
         with queue.admit("request", 1, now + 4):  # it comes before both
             pass
-    assert (refused.value.code, refused.value.full_for_s) == ("overloaded", 0.0)
+    assert (refused.value.code, refused.value.is_full) == ("overloaded", False)
 
 
 def test_what_requests_took_is_what_the_next_are_expected_to_take(queue, monkeypatch):
