@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from jobs import program
+from jobs import packages, program
 from pipeline import storage
 from pipeline.config import BadInput, Stopped, require
 
@@ -20,7 +21,8 @@ _LOOK_EVERY_S = 2.0
 class Config:
     """Deploys the applications of a file of Ray Serve, and waits until all of them run.
 
-    `serve deploy` sends the same file, and succeeds before the first replica starts.
+    `serve deploy` sends the same file, and succeeds before the first replica starts. A `working_dir` that
+    ends in / is a folder: this checkout's packages are written there as an archive, which replicas unpack.
     """
 
     POSITIONAL = "file"
@@ -45,6 +47,7 @@ def run(config: Config) -> program.Summary:
 
     try:
         client = ServeSubmissionClient(address)
+        _send_code(wanted)
         client.deploy_applications(wanted)
         problems = _await(client, names, config.timeout_s)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -71,6 +74,21 @@ def _read(file: str) -> dict[str, Any]:
     if not applications or not is_complete:
         raise BadInput(f"{file}: no `applications` with names; serve/config.cluster.yaml has one")
     return dict(settings)
+
+
+def _send_code(wanted: dict[str, Any]) -> None:
+    """Puts the archive's URI in place of each folder that is to have it. Its name depends on its bytes: Ray
+    reads an archive once, and takes another one of the same name for the one that it has."""
+    archive = packages.archive()
+    name = f"polyrank-{hashlib.sha256(archive).hexdigest()[:16]}.zip"
+    for application in wanted["applications"]:
+        environment = application.get("runtime_env") or {}
+        folder = str(environment.get("working_dir", ""))
+        if folder.endswith("/"):
+            environment["working_dir"] = uri = f"{folder}{name}"
+            if not storage.exists(uri):
+                storage.write_bytes(uri, archive)
+            print(f"{application['name']}: its code is {uri}", flush=True)
 
 
 def _await(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:

@@ -21,14 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jobs import program, workflow
+from jobs import packages, program, workflow
 from pipeline import storage
 from pipeline.config import BadInput, Stopped, choice_options, require
 from pipeline.provenance import git_revision
 
 _JOB = ("python", "-m")
-_ROOT = Path(__file__).parents[1]
-_PACKAGES = ("pipeline", "jobs", "serve")
 _PASSED_VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 _ACTIVE = ("PENDING", "RUNNING")
 _PATIENCE_S = 600.0  # a head that restarts is back by then
@@ -112,14 +110,9 @@ def run(config: Config) -> program.Summary:
 def _pack(config: Config) -> _Parcel:
     """Raises BadInput for an unknown job, for files that cannot be uploaded, and for too large an upload."""
     verb, *arguments = config.command or ("",)
-    verbs = sorted(file.stem for file in (_ROOT / "jobs").glob("*.py") if _is_job(file))
+    verbs = sorted(file.stem for file in (packages.ROOT / "jobs").glob("*.py") if _is_job(file))
     require(verb in verbs, "--", verb, f"a job: {', '.join(verbs)}")
-    files = {
-        file.relative_to(_ROOT).as_posix(): file
-        for package in _PACKAGES
-        for file in (_ROOT / package).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".md"
-    }
+    files = packages.files()
     step = workflow.Step("", (*_JOB, f"jobs.{verb}", *arguments))
     for path in _path_words(step):
         if not path or Path(path).is_absolute() or not Path(path).exists():

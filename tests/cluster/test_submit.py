@@ -9,11 +9,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.request import urlopen
+from zipfile import ZipFile
 
 import aiohttp
 import pytest
 
-from jobs import submit
+from jobs import packages, submit
 from pipeline.config import BadInput, Stopped
 from tests.helpers import Finished, job_command
 
@@ -267,12 +269,13 @@ def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch):
 
 
 _HELLO = """
+import os
 from ray import serve
 
 @serve.deployment
 class Hello:
     async def __call__(self, request):
-        return "hello"
+        return os.getcwd()
 
 app = Hello.bind()
 """
@@ -290,9 +293,21 @@ def deploy(run_job_here, address: str, folder: Path, **application: object) -> F
 
 
 def test_a_deployment_ends_when_the_service_runs_or_has_failed(job_server, run_job_here, tmp_path):
-    done = deploy(run_job_here, job_server, tmp_path)
+    """Its code is this checkout's, from an archive in a folder that every node reads."""
+    folder = f"file://{tmp_path}/code/"
+    variables = {"PYTHONPATH": str(tmp_path)}
+    environment = {"working_dir": folder, "env_vars": variables}
+    done = deploy(run_job_here, job_server, tmp_path, runtime_env=environment)
     assert done.summary["applications"] == ["hello"]
     assert "hello: RUNNING" in done.stdout
+    port = json.loads((tmp_path / "service.yaml").read_text())["http_options"]["port"]
+    with urlopen(f"http://127.0.0.1:{port}/") as answer:
+        working_dir = Path(answer.read().decode())
+    (archive,) = (tmp_path / "code").iterdir()
+    with ZipFile(archive) as zipped:
+        assert sorted(zipped.namelist()) == sorted(packages.files())
+    for name, file in packages.files().items():
+        assert (working_dir / name).read_bytes() == file.read_bytes()
 
     done = deploy(run_job_here, job_server, tmp_path, import_path="no_such_module:app")
     assert done.code not in (0, 2)
