@@ -22,10 +22,13 @@ from pipeline.tasks import executors
 
 # An autoscaler that starts no node in this time will start none: it looks every 5 s.
 _GRACE_S = 30.0
+# The processes of a job's last stage have ended by then.
+_BUSY_S = 5.0
 
 
 def await_node(cpus: float, gpus: int = 0) -> None:
-    """Returns once a node is up on which a process with so many cores and GPUs fits.
+    """Returns once a node is up on which a process with so many cores and GPUs fits; says so if others keep
+    it busy.
 
     Raises BadInput where the cluster has no such node and cannot start one.
     """
@@ -33,6 +36,7 @@ def await_node(cpus: float, gpus: int = 0) -> None:
 
     needed = {"CPU": cpus, "GPU": gpus}
     if any(_process_count(node, needed) for node in _nodes()):
+        _say_if_busy(needed)
         return
     text = _text(needed)
     print(f"waiting for a node with {text}", file=sys.stderr, flush=True)
@@ -82,6 +86,7 @@ def require_room(processes: int, cpus: float, gpus: int = 0) -> None:
     """
     fit_now = fitting(cpus, gpus)
     if fit_now >= processes:
+        _say_if_busy({"CPU": processes * cpus, "GPU": processes * gpus})
         return
     given_up_at = time.monotonic() + _GRACE_S
     while not (autoscaler := _autoscaler({})).has_reported and time.monotonic() < given_up_at:
@@ -98,6 +103,22 @@ def require_room(processes: int, cpus: float, gpus: int = 0) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _say_if_busy(needed: dict[str, float]) -> None:
+    """Says that the job waits, if the cluster has less than this free for a while, and starts no nodes."""
+    if executors.current() or may_grow():
+        return
+    import ray
+
+    given_up_at = time.monotonic() + _BUSY_S
+    while not _process_count(free := ray.available_resources(), needed):
+        if time.monotonic() > given_up_at:
+            now = _text({name: free.get(name, 0) for name in needed}) or "nothing"
+            text = f"waiting for {_text(needed)}: others use the cluster; free now: {now}"
+            print(text, file=sys.stderr, flush=True)
+            return
+        time.sleep(0.1)
 
 
 def fitting(cpus: float, gpus: int = 0) -> int:

@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 
+from pipeline.tasks import resources
 from pipeline.tasks.resources import best_device
 
 
@@ -42,3 +43,15 @@ def test_a_driver_has_all_of_its_machine(local_ray):
 def test_without_gpus_it_is_the_cpu():
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
         assert best_device().type == "cpu"
+
+
+def test_a_job_that_waits_for_others_says_so(local_ray, monkeypatch, capsys):
+    monkeypatch.setattr(resources, "_BUSY_S", 0.5)
+    others = ray.remote(num_cpus=2)(Asked).remote()
+    ray.get(others.device.remote([]))
+    resources.await_node(1)
+    expected = "waiting for 1 CPU: others use the cluster; free now: nothing\n"
+    assert capsys.readouterr().err == expected
+    ray.kill(others)
+    resources.require_room(2, 1)
+    assert capsys.readouterr().err == ""
