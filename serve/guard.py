@@ -25,17 +25,17 @@ from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.bearer_tokens import BearerTokens
-from serve.errors import CODES, FULL, Refusal, too_late_refusal
+from serve.errors import CODES, Refusal, too_late_refusal
+from serve.guard_messages import METHODS_WITH_BODY, AnswerMessages, RequestMessages
 from serve.limits import MAX_TIMEOUT_MS, Limits
 from serve.pass_limit import PassLimit
 
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 TIMEOUT = "x-timeout-ms"
 _PATHS_WITHOUT_TOKEN = frozenset({"/health", "/ready"})
-_WITH_BODY = ("POST", "PUT", "PATCH")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _LINGER_S = 2.0
@@ -52,14 +52,6 @@ _SERVES_TIMEOUT = "x-request-timeout-seconds"
 _SPARE_S = 1.0  # after the deadline; a living replica has answered by then, with 504 at worst
 _WITHOUT_BODY_S = 5.0  # GET needs no computation, so a living replica answers at once
 _NICENESS_STEP = 10
-_CODE_OF_RAY_STATUS = {
-    404: "not_ready",
-    408: "too_late",
-    429: "overloaded",
-    500: "internal",
-    503: "not_ready",
-}
-
 _log = logging.getLogger("polyrank.serve")
 _access = logging.getLogger("polyrank.serve.access")
 
@@ -110,7 +102,7 @@ class Guard:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         headers["x-request-id"] = request_id  # Serve logs it too, so it must not be a megabyte long
-        answer = _Answer(send, request_id, scope["method"], self._is_proxy)
+        answer = AnswerMessages(send, request_id, scope["method"], self._is_proxy)
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         try:
@@ -128,7 +120,8 @@ class Guard:
                 await early_refusal.response()(scope, receive, answer)
             else:
                 with self._pass_limit.passing(path := scope["path"]) as number:
-                    await self._pass_on(scope, receive, body, answer)
+                    if not await self._pass_on(scope, receive, body, answer):
+                        return
                     if answer.is_from_full_replica:
                         self._pass_limit.lower(path, number)
         if not answer.is_passed_on:
@@ -168,53 +161,45 @@ class Guard:
         return int(timeout_text) / 1000
 
     async def _pass_on(
-        self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
-    ) -> None:
-        """Passes the request on, and answers for a route that fails."""
+        self, scope: Scope, receive: Receive, body: bytes | None, answer: AnswerMessages
+    ) -> bool:
+        """Passes the request on, and answers for a route that fails. False: the client has left."""
         try:
-            await self._send_to_app(scope, receive, body, answer)
+            if self._is_proxy:
+                return await self._ask_replicas(scope, receive, body, answer)
+            await self._app(dict(scope), RequestMessages(body, receive).receive, answer)
         except Exception:
             if answer.status:  # too late to say so
                 raise
             _log.exception("%s failed", _logged_path(scope))
             await Refusal("internal", CODES["internal"].text).response()(scope, receive, answer)
+        return True
 
-    async def _send_to_app(
-        self, scope: Scope, receive: Receive, body: bytes | None, answer: _Answer
-    ) -> None:
-        """Passes the request on. A proxy passes it on a second time if its replica died."""
-        if self._is_proxy and body is not None and len(body) <= _LARGEST_IN_SCOPE:
+    async def _ask_replicas(
+        self, scope: Scope, receive: Receive, body: bytes | None, answer: AnswerMessages
+    ) -> bool:
+        """Passes the request of a proxy on, a second time if its replica died. False: the client has left."""
+        if body is not None and len(body) <= _LARGEST_IN_SCOPE:
             scope[_BODY] = body
-        for _ in range(_ATTEMPTS if self._is_proxy else 1):
-            is_sent = False
-
-            async def receive_again() -> Message:
-                nonlocal is_sent
-                if body is None:
-                    return await receive()
-                if not is_sent:
-                    is_sent = True
-                    return {"type": "http.request", "body": body, "more_body": False}
-                while (message := await receive())["type"] == "http.request":
-                    pass  # the same body again: it came in the scope
-                return message
-
-            if self._is_proxy:
-                left_s = max(0.0, scope["state"]["deadline"] - time.monotonic())
-                seconds = _WITHOUT_BODY_S if body is None else left_s + _SPARE_S
-                headers = MutableHeaders(scope=scope)
-                headers[_SERVES_TIMEOUT] = f"{seconds:.3f}"
-                if TIMEOUT in headers:  # a replica counts from when the request reaches it
-                    headers[TIMEOUT] = str(max(1, int(1000 * left_s)))
-            await self._app(dict(scope), receive_again, answer)
+        headers = MutableHeaders(scope=scope)
+        for _ in range(_ATTEMPTS):
+            left_s = max(0.0, scope["state"]["deadline"] - time.monotonic())
+            seconds = _WITHOUT_BODY_S if body is None else left_s + _SPARE_S
+            headers[_SERVES_TIMEOUT] = f"{seconds:.3f}"
+            if TIMEOUT in headers:  # a replica counts from when the request reaches it
+                headers[TIMEOUT] = str(max(1, int(1000 * left_s)))
+            request = RequestMessages(body, receive)
+            await self._app(dict(scope), request.receive, answer)
             if not answer.replica_died:
                 break
-        if self._is_proxy:
-            await answer.end()
+            if request.has_client_left:  # so Ray has cancelled the request: no replica died
+                return False
+        await answer.rewrite_rays_error()
+        return True
 
     async def _read_body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body; None if the method has no body. Raises Refusal."""
-        if scope["method"] not in _WITH_BODY:
+        if scope["method"] not in METHODS_WITH_BODY:
             return None
         max_bytes = self._limits.body_bytes
         length = headers.get("content-length", "")
@@ -252,7 +237,7 @@ def _too_large_refusal(max_bytes: int) -> Refusal:
     return Refusal("too_large", f"the body has over {max_bytes:,} bytes, which is the most")
 
 
-async def _refuse_unread(refusal: Refusal, receive: Receive, answer: _Answer) -> None:
+async def _refuse_unread(refusal: Refusal, receive: Receive, answer: AnswerMessages) -> None:
     """Refuses at once a request whose body is not read, and closes the connection a moment later.
 
     Until then it reads what still comes: closing over unread bytes resets the connection, and a client
@@ -297,73 +282,6 @@ def _needs_no_token(method: str, path: str) -> bool:
 
 class _ClientGone(Exception):
     """The client has closed the connection."""
-
-
-class _Answer:
-    """Sends the answer: adds the request id, drops the body for HEAD, and in a proxy holds Ray's own errors
-    back until `end` rewrites them."""
-
-    def __init__(self, send: Send, request_id: str, method: str, is_proxy: bool) -> None:
-        self._send, self._request_id = send, request_id
-        self._head_only, self._is_proxy = method == "HEAD", is_proxy
-        self._has_body = method in _WITH_BODY
-        self._ray_error: tuple[int, Headers] | None = None
-        self.status = 0
-        self.is_passed_on = False
-        """Whether this is a proxy, and a replica gave the answer."""
-        self.is_from_full_replica = False
-        """See FULL."""
-
-    @property
-    def replica_died(self) -> bool:
-        """Whether the replica died: then Ray's proxy answers 500 or 503 in plain text, or nothing."""
-        return not self.status or (self._ray_error is not None and self._ray_error[0] in (500, 503))
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._ray_error = None
-            self.status = int(message["status"])
-            headers = MutableHeaders(scope=message)
-            media = headers.get("content-type", "")
-            if self._is_proxy and self.status >= 400 and not media.startswith("application/json"):
-                self._ray_error = self.status, headers
-                return
-            headers["x-request-id"] = self._request_id
-            if self._is_proxy and FULL in headers:
-                self.is_from_full_replica = True
-                del headers[FULL]
-        elif self._ray_error is not None:
-            return
-        elif message["type"] == "http.response.body" and self._head_only:
-            message = {**message, "body": b""}
-        await self._send(message)
-
-    async def end(self) -> None:
-        """Sends Ray's error, if there is one, in our format. Ray says 404 while the replicas start."""
-        if self.status and self._ray_error is None:
-            self.is_passed_on = True
-            return
-        status, headers = self._ray_error or (500, Headers())
-        code = _CODE_OF_RAY_STATUS.get(status, "internal" if status >= 500 else "invalid_request")
-        if code == "too_late" and not self._has_body:
-            code = "not_ready"  # no replica is alive
-        retry_after = headers.get("retry-after", "1")
-        retry_after_s = (
-            float(retry_after)
-            if code in ("overloaded", "not_ready") and retry_after.isdecimal()
-            else 0.0
-        )
-        response = Refusal(code, CODES[code].text, None, retry_after_s).response()
-        response.headers["x-request-id"] = self._request_id
-        self.status = response.status_code
-        start = {
-            "type": "http.response.start",
-            "status": response.status_code,
-            "headers": response.raw_headers,
-        }
-        await self._send(start)
-        body = b"" if self._head_only else response.body
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def log_to_stderr() -> logging.Handler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -403,6 +404,34 @@ def test_a_request_whose_replica_died_is_asked_once_more(death, deaths, status):
     response = TestClient(Guard(proxy, is_proxy=True)).post("/rank", json=GOOD)
     assert response.status_code == status
     assert bodies == [GOOD, GOOD]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_client_that_has_gone_is_no_error_of_a_replica(method, caplog):
+    """Ray's proxy sends nothing then, as if the replica had died."""
+    caplog.set_level("INFO", "polyrank.serve.access")
+    calls, errors, sent = list[str](), list[int](), list[Any]()
+
+    async def ray_proxy(scope: Any, receive: Any, send: Any) -> None:
+        calls.append(scope["path"])
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def ask_and_leave() -> None:
+        messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": method, "path": "/rank", "headers": headers}
+
+        async def receive() -> Any:
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await Guard(ray_proxy, is_proxy=True, record_error=errors.append)(scope, receive, send)
+
+    asyncio.run(ask_and_leave())
+    assert (calls, errors, sent, caplog.messages) == (["/rank"], [], [], [])
 
 
 def test_a_replica_gets_the_body_with_the_request(service):
