@@ -19,10 +19,11 @@ from serve.engine import Engine
 
 MODEL = "x-polyrank-model"
 """Header of an answer: the fingerprint of the model."""
+_STATE = "answered_by"  # in the state of a request
 
 
-class Answered(NamedTuple):
-    """An answer, or the failure of one."""
+class ModelAnswer(NamedTuple):
+    """A model's answer to a request, or its failure."""
 
     model: str
     """Fingerprint."""
@@ -30,30 +31,45 @@ class Answered(NamedTuple):
     status: int
     """499: the client was gone before."""
     seconds: float
+    """From the moment that the request was read."""
+
+
+class _Work(NamedTuple):
+    """A model's work on a request."""
+
+    model: str
+    route: str
+    began: float
 
 
 def name_engine(request: Request, engine: Engine) -> Engine:
     """Notes the engine that answers a request, before its work begins: a refusal then names it, too."""
-    request.state.model = engine.model.fingerprint
+    work = _Work(engine.model.fingerprint, request.scope["route"].path, time.monotonic())
+    setattr(request.state, _STATE, work)
     return engine
 
 
 class AnsweredBy:
-    """Middleware that names and records the model of an answer."""
+    """Middleware that names and records the model of an answer.
 
-    def __init__(self, app: ASGIApp, record: Callable[[Answered], None]) -> None:
+    It stands before `Guard`, which gives the answer of a route that fails."""
+
+    def __init__(self, app: ASGIApp, record: Callable[[ModelAnswer], None]) -> None:
         self._app, self._record = app, record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, status = time.monotonic(), 500
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500
         state = scope.setdefault("state", {})
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if "model" in state:
-                    MutableHeaders(scope=message)[MODEL] = state["model"]
+                if _STATE in state:
+                    MutableHeaders(scope=message)[MODEL] = state[_STATE].model
             await send(message)
 
         try:
@@ -62,6 +78,7 @@ class AnsweredBy:
             status = 499
             raise
         finally:
-            if "model" in state:
-                seconds = time.monotonic() - began
-                self._record(Answered(state["model"], scope["route"].path, status, seconds))
+            if _STATE in state:
+                work: _Work = state[_STATE]
+                seconds = time.monotonic() - work.began
+                self._record(ModelAnswer(work.model, work.route, status, seconds))

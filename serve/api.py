@@ -30,7 +30,7 @@ from starlette.middleware.cors import CORSMiddleware
 from torch import Tensor
 
 from serve import errors, playground, wire
-from serve.answered_by import MODEL, Answered, AnsweredBy, name_engine
+from serve.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
 from serve.bearer_tokens import BearerTokens
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, error_responses
@@ -215,7 +215,7 @@ def create_app(
     origins: Sequence[str] = (),
     state: Callable[[], dict[str, Any]] = dict,
     close: Callable[[], None] = lambda: None,
-    record_answer: Callable[[Answered], None] = lambda answered: None,
+    record_answer: Callable[[ModelAnswer], None] = lambda answer: None,
     record_error: Callable[[int], None] = lambda status: None,
 ) -> FastAPI:
     """The application for a service. None: only to write openapi.json. `state`: more fields for /info, about
@@ -240,10 +240,10 @@ def create_app(
     errors.install(app)
     playground.install(app)
     refusal = service.queue.refusal if service else lambda deadline: None
-    app.add_middleware(AnsweredBy, record=record_answer)
     app.add_middleware(
         Guard, limits=limits, tokens=tokens, refusal=refusal, record_error=record_error
     )
+    app.add_middleware(AnsweredBy, record=record_answer)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],

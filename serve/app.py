@@ -167,7 +167,7 @@ class Ranker:
             lambda: self._follower.engine,
             limits.waiting_s,
             metrics.record_batch,
-            metrics.record_answer,
+            metrics.record_ranking,
             limits.batch_rows,
             self._draw_candidate,
         )
@@ -245,7 +245,7 @@ class Ranker:
             args.origins,
             self._state,
             self._close,
-            self._metrics.record_answered,
+            self._metrics.record_answer,
             count_errors("replica"),
         )
 

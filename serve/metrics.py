@@ -10,7 +10,7 @@ from ray.serve import metrics
 from ray.util.metrics import Counter
 
 if TYPE_CHECKING:  # a proxy loads this module, and no torch
-    from serve.answered_by import Answered
+    from serve.answered_by import ModelAnswer
     from serve.scheduling import Batch
     from serve.service import RankAnswer
 
@@ -96,17 +96,17 @@ class Metrics:
         self._rows.observe(batch.rows, tags)
         self._units.inc(batch.units, tags)
 
-    def record_answer(self, answer: RankAnswer) -> None:
-        """Records an answer."""
+    def record_ranking(self, answer: RankAnswer) -> None:
+        """Records a ranking of /rank."""
         certified = "true" if answer.certified else "false"
         self._answers.inc(1, {"model": answer.engine.model.fingerprint, "pool": answer.pool,
                               "version": answer.pool_version, "certified": certified})  # fmt: skip
         self._candidates.inc(answer.candidates, {"pool": answer.pool})
 
-    def record_answered(self, answered: Answered) -> None:
-        """Records the time of an answer, or of a failure."""
-        tags = {"model": answered.model, "route": answered.route, "status": str(answered.status)}
-        self._answer_seconds.observe(answered.seconds, tags)
+    def record_answer(self, answer: ModelAnswer) -> None:
+        """Records the time of a model's answer, or of its failure."""
+        tags = {"model": answer.model, "route": answer.route, "status": str(answer.status)}
+        self._answer_seconds.observe(answer.seconds, tags)
 
     def record_missing_shard(self, pool: str, shard: int) -> None:
         """Records that a shard did not answer in time."""

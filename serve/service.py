@@ -120,13 +120,13 @@ class Service:
         champion: Callable[[], Engine],
         most_waiting_s: float,
         watch: Callable[[Batch], None] = lambda batch: None,
-        record_answer: Callable[[RankAnswer], None] = lambda answer: None,
+        record_ranking: Callable[[RankAnswer], None] = lambda answer: None,
         batch_rows: int = 1024,
         candidate: Callable[[], Engine | None] = lambda: None,
     ) -> None:
         """`champion` returns the engine that the service stands for; `candidate` one for the next request
-        instead, or None. `watch` and `record_answer` are for metrics."""
-        self._champion, self._candidate, self._record_answer = champion, candidate, record_answer
+        instead, or None. `watch` and `record_ranking` are for metrics."""
+        self._champion, self._candidate, self._record_ranking = champion, candidate, record_ranking
         self.queue = WorkQueue(most_waiting_s, watch, batch_rows)
         self._watch = watch
         # Rust tokenises without the interpreter's lock, beside the thread that computes.
@@ -152,7 +152,7 @@ class Service:
         """Raises Refusal where too much is waiting, the deadline is over, there is no such pool, or the
         model cannot explain."""
         answer = await self._answer(query, deadline, engine or self.engine)
-        self._record_answer(answer)
+        self._record_ranking(answer)
         return answer
 
     async def rehearse(self, engine: Engine, deadline: float) -> None:

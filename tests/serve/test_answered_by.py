@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from serve.answered_by import MODEL, Answered
+from serve.answered_by import MODEL, ModelAnswer
 from serve.api import create_app
 from serve.service import Service
 
@@ -43,7 +43,7 @@ def candidate(tiny_ranker, tiny_classifier, asking) -> Asking:
 
 
 @pytest.fixture
-def answered() -> list[Answered]:
+def answered() -> list[ModelAnswer]:
     return []
 
 
@@ -89,5 +89,5 @@ def test_a_refusal_and_a_failure_are_recorded_with_the_model(
     failed = client.post("/rank", json=RANK[1])
     assert (refused.status_code, failed.status_code) == (404, 500)
     fingerprint = candidate.engine.model.fingerprint
-    assert refused.headers[MODEL] == fingerprint
+    assert refused.headers[MODEL] == failed.headers[MODEL] == fingerprint
     assert [(one.model, one.status) for one in answered] == [(fingerprint, 404), (fingerprint, 500)]

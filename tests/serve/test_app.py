@@ -44,7 +44,7 @@ def test_a_replica_knows_how_long_requests_take_before_the_first_one_comes(tiny_
     def no_engine() -> Any:
         raise AssertionError("the loaded engine is meant")
 
-    service = Service(no_engine, most_waiting_s=2.0, record_answer=answers.append)
+    service = Service(no_engine, most_waiting_s=2.0, record_ranking=answers.append)
     args = app.Args(model=model.uri, pools=[pool])
     replica = SimpleNamespace(_args=args, _shards=[], _metrics=None, _service=service)
     load = app.Ranker.func_or_class._load
