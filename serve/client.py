@@ -135,15 +135,17 @@ class Client:
 
 
 class AsyncClient:
-    """For asyncio; its methods are those of `Client`."""
+    """For asyncio; its methods are those of `Client`. For one event loop at a time."""
 
     _sleep = staticmethod(asyncio.sleep)
 
     def __init__(
         self, url: str, token: str = "", timeout_s: float = 10.0, retries: int = 3
     ) -> None:
-        self._token, self._timeout_s, self._retries = token, timeout_s, retries
-        self._http = httpx2.AsyncClient(base_url=url, timeout=None)
+        self._token, self._timeout_s, self._retries = token.strip(), timeout_s, retries
+        self._new_http = functools.partial(httpx2.AsyncClient, base_url=url, timeout=None)
+        self._http = self._new_http()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def rank(
         self,
@@ -185,7 +187,7 @@ class AsyncClient:
             return False
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http_of_loop().aclose()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -227,12 +229,21 @@ class AsyncClient:
             if is_over or not _may_pass(outcome):
                 raise self._error(outcome, headers["x-request-id"])
 
+    def _http_of_loop(self) -> httpx2.AsyncClient:
+        """The connections of the running event loop. Nobody reads from those of an earlier loop, which has
+        ended, or runs in the process that this one was forked from."""
+        running = asyncio.get_running_loop()
+        if self._loop not in (None, running):
+            self._http = self._new_http()
+        self._loop = running
+        return self._http
+
     async def _outcome(
         self, timeout_s: float, method: str, path: str, body: Any, headers: Mapping[str, str]
     ) -> _Outcome:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._http.request(method, path, json=body, headers=headers)
+                return await self._http_of_loop().request(method, path, json=body, headers=headers)
         except (TimeoutError, httpx2.RequestError) as error:
             return error
 

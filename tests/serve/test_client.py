@@ -222,7 +222,8 @@ def test_the_token_is_sent(ask, engine):
     service = Service(lambda: engine, most_waiting_s=60.0)
     app = create_app(service, tokens=BearerTokens([hashlib.sha256(b"open sesame").hexdigest()]))
     with serving(app) as url:
-        assert ask(url, "info", client={"token": "open sesame"}) == engine.info()
+        for token in ("open sesame", "open sesame\n"):  # as a file of one line has it
+            assert ask(url, "info", client={"token": token}) == engine.info()
         error = error_of(lambda: ask(url, "info", client={"token": "barley"}))
     service.close()
     assert (error.code, error.status) == ("unauthorized", 401)
@@ -369,3 +370,15 @@ def test_threads_may_share_a_client(url):
             assert [result.score for result in ranking.results] == pytest.approx(
                 [result.score for result in alone], rel=1e-4
             )
+
+
+def test_a_client_outlives_a_fork(url, monkeypatch):
+    """The forked process has the connections, but no loop that reads from them."""
+    client = Client(url)
+    assert client.ready()
+    parents_http, parents_loop = client._client._http, client._client._loop
+    monkeypatch.setattr("serve.client.os.getpid", lambda: -1)
+    assert client.ready()
+    assert len(client.rank(CONTEXT, TEXTS).results) == len(TEXTS)
+    client.close()
+    asyncio.run_coroutine_threadsafe(parents_http.aclose(), parents_loop).result(60)
