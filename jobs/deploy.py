@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from jobs import packages, program
+from jobs import dashboard, packages, program
 from pipeline import storage
 from pipeline.config import BadInput, Stopped, require
 
@@ -43,18 +43,22 @@ def run(config: Config) -> program.Summary:
     names = sorted(application["name"] for application in wanted["applications"])
     address = config.address or os.environ.get(_ADDRESS, "") or "http://127.0.0.1:8265"
 
-    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-
+    client = dashboard.connect(_service_client, address)
+    _send_code(wanted)
     try:
-        client = ServeSubmissionClient(address)
-        _send_code(wanted)
         client.deploy_applications(wanted)
-        problems = _await(client, names, config.timeout_s)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise BadInput(f"--address {address}: {str(error).strip().splitlines()[-1]}") from None
+    except dashboard.LOST as error:
+        raise BadInput(f"--address {address}: not taken ({_last_line(str(error))})") from None
+    problems = _await(client, names, config.timeout_s)
     if problems:
         raise Stopped("; ".join(f"{name}: {problem}" for name, problem in problems.items()))
     return {"applications": names, "address": address}
+
+
+def _service_client(address: str) -> Any:
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+    return ServeSubmissionClient(address)
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -95,8 +99,13 @@ def _await(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:
     """Waits until all applications run or have failed; why those that do not run do not."""
     end, seen = time.monotonic() + timeout_s, dict[str, str]()
     while True:
-        found = client.get_serve_details()["applications"]
-        statuses = {name: found.get(name, {}).get("status", "NOT_STARTED") for name in names}
+        try:
+            applications = client.get_serve_details()["applications"]
+        except dashboard.LOST as error:  # such as of a head that restarts
+            applications = {
+                name: {"status": "UNREACHABLE", "message": str(error)} for name in names
+            }
+        statuses = {name: applications.get(name, {}).get("status", "NOT_STARTED") for name in names}
         for name, status in statuses.items():
             if seen.get(name) != status:
                 print(f"{name}: {status}", flush=True)
@@ -104,7 +113,7 @@ def _await(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:
         is_decided = all(status in _DECIDED for status in statuses.values())
         if is_decided or time.monotonic() > end:
             return {
-                name: _problem(status, found.get(name, {}).get("message", ""))
+                name: _problem(status, applications.get(name, {}).get("message", ""))
                 for name, status in statuses.items()
                 if status != "RUNNING"
             }
@@ -112,8 +121,14 @@ def _await(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:
 
 
 def _problem(status: str, message: str) -> str:
+    line = _last_line(message)
+    return f"{status}: {line}" if line else status
+
+
+def _last_line(message: str) -> str:
+    """Where a message of Ray says what is wrong, after a traceback."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return f"{status}: {lines[-1]}" if lines else status
+    return lines[-1] if lines else ""
 
 
 if __name__ == "__main__":

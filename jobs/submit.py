@@ -21,7 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jobs import packages, program, workflow
+from jobs import dashboard, packages, program, workflow
+from jobs.dashboard import first_line
 from pipeline import storage
 from pipeline.config import BadInput, Stopped, choice_options, require
 from pipeline.provenance import git_revision
@@ -209,27 +210,21 @@ def environment(names: tuple[str, ...] = ()) -> dict[str, str]:
 
 def _connect(address: str) -> Any:
     """Raises BadInput where no cluster answers, refuses the token, or runs another Ray."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    import ray
-    import requests
-    from ray.exceptions import AuthenticationError
-    from ray.job_submission import JobSubmissionClient
-
     url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
-    try:
-        client = JobSubmissionClient(url)
-        cluster = client.get_version()
-    except AuthenticationError as error:
-        raise BadInput(f"--address {url}: {_first_line(error)} (RAY_AUTH_TOKEN or ~/.ray/auth_token; "
-                       "RAY_AUTH_MODE=disabled for a cluster without tokens)") from None  # fmt: skip
-    except (OSError, RuntimeError, ValueError, requests.RequestException) as error:
-        raise BadInput(f"--address {url}: no cluster answers ({_first_line(error)})") from None
-    del cluster
+    client = dashboard.connect(_job_client, url)
+    import ray
+
     cluster_version = client._server_ray_version
     if cluster_version and cluster_version != ray.__version__:
         raise BadInput(f"--address {url}: the cluster runs Ray {cluster_version}, this machine "
                        f"{ray.__version__}; allowed: the same version")  # fmt: skip
     return client
+
+
+def _job_client(url: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    return JobSubmissionClient(url)
 
 
 def _submit(client: Any, name: str, parcel: _Parcel) -> str:
@@ -256,7 +251,7 @@ def _submit(client: Any, name: str, parcel: _Parcel) -> str:
                 metadata={"revision": parcel.environment.get("POLYRANK_GIT_REVISION", "")},
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise BadInput(f"--name {job_id}: not taken ({_first_line(error)})") from None
+            raise BadInput(f"--name {job_id}: not taken ({first_line(error)})") from None
     print(f"{job_id} is submitted", file=sys.stderr, flush=True)
     return job_id
 
@@ -282,14 +277,14 @@ def _wait(client: Any, name: str, log: _Log) -> Any:
     """Ray's facts about the job once it has ended and its output is printed."""
     import aiohttp
 
-    lost = (OSError, RuntimeError, aiohttp.ClientError)
+    lost = (*dashboard.LOST, aiohttp.ClientError)
     answered_at, attempts = time.monotonic(), 0
     while True:
         printed, reason = log.printed, "closed"
         try:
             asyncio.run(log.follow())
         except lost as error:
-            reason = _first_line(error)
+            reason = first_line(error)
         if log.printed > printed:
             answered_at, attempts = time.monotonic(), 0
         try:
@@ -299,7 +294,7 @@ def _wait(client: Any, name: str, log: _Log) -> Any:
                 return info
             answered_at = time.monotonic()
         except lost as error:
-            reason = _first_line(error)
+            reason = first_line(error)
         if time.monotonic() - answered_at > _PATIENCE_S:
             raise Stopped(f"{name}: the cluster has not answered for {_PATIENCE_S / 60:.0f} minutes "
                           f"({reason}); the job may go on: `ray job logs --follow {name}`")  # fmt: skip
@@ -329,10 +324,6 @@ class _Log:
         """Prints what is new in a part of the output that begins at the position."""
         print(text[max(0, self.printed - position) :], end="", flush=True)
         self.printed = max(self.printed, position + len(text))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 if __name__ == "__main__":

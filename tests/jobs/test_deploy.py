@@ -1,0 +1,81 @@
+"""`jobs.deploy` where no cluster answers as it should. Against a real head: tests/cluster/test_submit.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from jobs import deploy
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A dashboard that does not know the token."""
+
+    def do_GET(self) -> None:
+        self.send_error(401)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def dashboard() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_token_that_the_cluster_does_not_know_is_one_line(run_job_here, dashboard, tmp_path):
+    file = tmp_path / "service.yaml"
+    file.write_text("applications: [{name: dialogue, import_path: serve.app:build}]")
+    refusal = run_job_here("deploy", file, "--address", dashboard).refusal
+    assert f"--address {dashboard}: " in refusal and "RAY_AUTH_TOKEN" in refusal
+
+
+class Cluster:
+    """Answers in turn, the last one again and again."""
+
+    def __init__(self, *answers: str | Exception) -> None:
+        self._answers = list(answers)
+
+    def get_serve_details(self) -> Any:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return {"applications": {"dialogue": {"status": answer, "message": ""}}}
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Any:
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(deploy, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("error", [ConnectionError("reset"), RuntimeError("status code 500: …")])
+def test_a_lost_connection_does_not_end_the_wait(clock, error):
+    cluster = Cluster("DEPLOYING", error, error, "RUNNING")
+    assert deploy._await(cluster, ["dialogue"], 60.0) == {}
+
+
+def test_a_cluster_that_does_not_answer_any_more_is_given_up(clock):
+    cluster = Cluster("DEPLOYING", ConnectionError("no route to host"))
+    problems = deploy._await(cluster, ["dialogue"], 60.0)
+    assert problems == {"dialogue": "UNREACHABLE: no route to host"}
+    assert 60 < clock.now < 65
