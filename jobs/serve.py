@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,8 +43,12 @@ def run(config: Config) -> program.Summary:
     cluster.require_free(config.host, config.port)
 
     from serve.app import build
+    from serve.cross_origin import ORIGINS
 
-    app = build(_arguments(config))
+    arguments = _arguments(config)
+    app = build(arguments)
+    # For the proxies of the Ray that is started below.
+    os.environ.setdefault(ORIGINS, ",".join(arguments.origins))
 
     from ray import serve
 

@@ -26,12 +26,12 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from starlette.middleware.cors import CORSMiddleware
 from torch import Tensor
 
 from serve import errors, playground, wire
 from serve.answered_by import MODEL, AnsweredBy, ModelAnswer, name_engine
 from serve.bearer_tokens import BearerTokens
+from serve.cross_origin import CrossOrigin
 from serve.engine import Engine
 from serve.errors import REFUSALS, Refusal, error_responses
 from serve.fields import FilledText, Integer, Text
@@ -245,10 +245,7 @@ def create_app(
     )
     app.add_middleware(AnsweredBy, record=record_answer)
     if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
-            allow_headers=["*"], expose_headers=["x-request-id", "retry-after", MODEL],
-        )  # fmt: skip
+        app.add_middleware(CrossOrigin, origins=origins)
 
     def require_service() -> Service:
         if service is None:

@@ -28,6 +28,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.bearer_tokens import BearerTokens
+from serve.cross_origin import CrossOrigin, origins_of_environment
 from serve.errors import CODES, Refusal, too_late_refusal
 from serve.guard_messages import METHODS_WITH_BODY, AnswerMessages, RequestMessages
 from serve.limits import MAX_TIMEOUT_MS, Limits
@@ -301,4 +302,7 @@ def in_proxy() -> list[Middleware]:
     log_to_stderr()
     # A proxy does not know the limits of the applications behind it. So it waits as long as any may allow.
     limits = Limits(timeout_ms=MAX_TIMEOUT_MS)
-    return [Middleware(Guard, limits=limits, is_proxy=True, record_error=count_errors("proxy"))]
+    guard = Middleware(Guard, limits=limits, is_proxy=True, record_error=count_errors("proxy"))
+    if origins := origins_of_environment():
+        return [guard, Middleware(CrossOrigin, origins=origins)]  # Serve puts the last one first
+    return [guard]

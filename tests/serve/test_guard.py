@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from serve import api, guard
 from serve.bearer_tokens import BearerTokens
+from serve.cross_origin import ORIGINS
 from serve.guard import Guard
 from serve.limits import Limits
 from serve.scheduling import WorkQueue
@@ -342,6 +343,28 @@ def test_a_proxy_does_not_wait_for_replicas_that_are_gone(
     )
     assert response.status_code == status
     assert said == [pytest.approx(seconds)]
+
+
+def test_a_page_of_a_listed_origin_may_read_what_a_proxy_refuses(service, monkeypatch):
+    monkeypatch.setenv(ORIGINS, "https://a.example,https://b.example")
+    origins = ["https://a.example", "https://b.example"]
+    app: Any = api.create_app(service, origins=origins)
+    for middleware in in_proxy_without_its_log():  # Serve puts the last one before the others
+        app = middleware.cls(app, **middleware.kwargs)
+    client = TestClient(app)
+    asked = {"content": b"x", "headers": {"origin": "https://a.example"}}
+    for response in (client.post("/rank", **asked), client.get("/nope", headers=asked["headers"])):
+        assert response.status_code in (
+            415,
+            404,
+        )  # of the proxy; of the replica, which sets them too
+        assert response.headers.get_list("access-control-allow-origin") == ["https://a.example"]
+        assert "retry-after" in response.headers["access-control-expose-headers"]
+    other = client.post("/rank", content=b"x", headers={"origin": "https://c.example"})
+    assert "access-control-allow-origin" not in other.headers
+    preflight = {"origin": "https://b.example", "access-control-request-method": "POST"}
+    allowed = client.options("/rank", headers=preflight).headers["access-control-allow-origin"]
+    assert allowed == "https://b.example"
 
 
 def test_our_answers_pass_the_proxy_unchanged(service):
