@@ -265,12 +265,12 @@ def create_app(
     ) -> RankResponse | list[RankResponse]:
         """Ranks candidates for a context. A list of requests has a list of answers, by the same versions."""
         ranker, began = require_service(), time.monotonic()
-        engine = name_engine(request, ranker.engine)
+        engine = name_engine(request, ranker.choose_engine())
         deadline: float = request.state.deadline
         if not isinstance(body, list):
             answer = await ranker.rank(body.query(), deadline, engine)
             return _response(answer, 1000 * (time.monotonic() - began))
-        queries = _list_of([ranking_request.query() for ranking_request in body])
+        queries = _admitted_as_one([ranking_request.query() for ranking_request in body])
         rankings = [
             asyncio.ensure_future(ranker.rank(query, deadline, engine)) for query in queries
         ]
@@ -286,7 +286,7 @@ def create_app(
     async def classify(body: ClassifyRequest, request: Request) -> ClassifyResponse:
         """Classifies texts by intent."""
         ranker, began = require_service(), time.monotonic()
-        engine = name_engine(request, ranker.engine)
+        engine = name_engine(request, ranker.choose_engine())
         intents, classified = await ranker.classify(body.texts, request.state.deadline, engine)
         results = [
             Classification(
@@ -325,14 +325,14 @@ def create_app(
     return app
 
 
-def _list_of(queries: Sequence[RankQuery]) -> list[RankQuery]:
+def _admitted_as_one(queries: Sequence[RankQuery]) -> list[RankQuery]:
     """The queries as one list, which is admitted by its first one."""
-    earlier_units: Counter[str | None] = Counter()
+    units_ahead: Counter[str | None] = Counter()
     listed: list[RankQuery] = []
     for query in queries:
-        units = earlier_units[query.pool] if listed else None
-        listed.append(replace(query, earlier_units=units))
-        earlier_units[query.pool] += query.units
+        ahead = units_ahead[query.pool] if listed else None
+        listed.append(replace(query, units_ahead_in_list=ahead))
+        units_ahead[query.pool] += query.units
     return listed
 
 

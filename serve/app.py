@@ -65,7 +65,7 @@ from serve.versions import (
     without_folders,
 )
 
-_DECIDER, _CANDIDATE = "versions", "candidate"
+_CHAMPION, _CANDIDATE = "versions", "candidate"  # names of the deciders
 _ANSWER_S = 30.0  # the decider may have to list an object store
 _REHEARSAL_S = 60.0  # later than the deadlines of clients, whose requests come first
 _OPEN_S = 600.0  # a shard may have to download its part first
@@ -164,19 +164,19 @@ class Ranker:
         self._metrics = metrics = Metrics()
         limits = args.limits
         self._service = Service(
-            lambda: self._follower.engine,
+            lambda: self._champion_follower.engine,
             limits.waiting_s,
             metrics.record_batch,
             metrics.record_ranking,
             limits.batch_rows,
             self._draw_candidate,
         )
-        self._follower = self._make_follower(_DECIDER)
-        self._follower.start()
-        self._candidate = self._make_follower(_CANDIDATE)
+        self._champion_follower = self._make_follower(_CHAMPION)
+        self._champion_follower.start()
+        self._candidate_follower = self._make_follower(_CANDIDATE)
         if args.candidate:
             # The champion answers until the candidate is loaded.
-            self._candidate.start(until_loaded=False)
+            self._candidate_follower.start(until_loaded=False)
 
     def _make_follower(self, decider: str) -> Follower:
         replica = serve.get_replica_context().replica_id.unique_id
@@ -185,7 +185,7 @@ class Ranker:
             return _ask(decider, report)
 
         def record_decision(problems: Sequence[str]) -> None:
-            is_champion = decider == _DECIDER and follower.loaded is not None
+            is_champion = decider == _CHAMPION and follower.loaded is not None
             pools = follower.engine.info()["pools"] if is_champion else []
             self._metrics.record_decision(decider, problems, pools)
 
@@ -194,15 +194,16 @@ class Ranker:
 
     def _draw_candidate(self) -> Engine | None:
         """The candidate, if the next request is one of its share."""
-        return self._candidate.loaded if random.random() < self._args.candidate_share else None
+        is_drawn = random.random() < self._args.candidate_share
+        return self._candidate_follower.loaded if is_drawn else None
 
     def _state(self) -> dict[str, Any]:
-        candidate = self._candidate.loaded
+        candidate = self._candidate_follower.loaded
         candidate_fingerprint = candidate.model.fingerprint if candidate else None
         pools = [*self._args.pools, *self._args.sharded_pools]
         problems = [
             without_folders(problem, pools)
-            for problem in (*self._follower.problems, *self._candidate.problems)
+            for problem in (*self._champion_follower.problems, *self._candidate_follower.problems)
         ]
         return {"candidate": candidate_fingerprint, "problems": problems}
 
@@ -251,8 +252,8 @@ class Ranker:
 
     def _close(self) -> None:
         self._service.close()
-        self._follower.close()
-        self._candidate.close()
+        self._champion_follower.close()
+        self._candidate_follower.close()
 
 
 @serve.deployment(
@@ -333,7 +334,7 @@ def application(args: Args, **options: Any) -> serve.Application:
     classifier = _resolved(args.classifier)
     if classifier:
         open_classifier(classifier)[1].open_encoder()
-    targets = {_DECIDER: champion}
+    targets = {_CHAMPION: champion}
     if args.candidate:
         targets[_CANDIDATE] = Targets(_absolute(args.candidate), pools)
         try:

@@ -99,28 +99,28 @@ class Client:
         ranking = self._client.rank(
             context, candidates, pool, top_k, where, allow, deny, explain, request_id=request_id
         )
-        return _result(ranking)
+        return _run_blocking(ranking)
 
     def rank_many(self, questions: Sequence[Question], *, request_id: str = "") -> list[Ranking]:
         """Answers several questions by the same versions of model and pools. Raises ServiceError."""
-        return _result(self._client.rank_many(questions, request_id=request_id))
+        return _run_blocking(self._client.rank_many(questions, request_id=request_id))
 
     def classify(
         self, texts: Sequence[str], top_k: int = 3, *, request_id: str = ""
     ) -> Classifications:
         """The intents of texts, of each the `top_k` most probable. Raises ServiceError."""
-        return _result(self._client.classify(texts, top_k, request_id=request_id))
+        return _run_blocking(self._client.classify(texts, top_k, request_id=request_id))
 
     def info(self) -> dict[str, Any]:
         """The served model and pools. Raises ServiceError."""
-        return _result(self._client.info())
+        return _run_blocking(self._client.info())
 
     def ready(self) -> bool:
         """Whether the service answers and has loaded its model. Asks once. Raises ServiceError."""
-        return _result(self._client.ready())
+        return _run_blocking(self._client.ready())
 
     def close(self) -> None:
-        _result(self._client.close())
+        _run_blocking(self._client.close())
 
     def __enter__(self) -> Client:
         return self
@@ -226,7 +226,7 @@ class AsyncClient:
                 return _parse_answer(outcome, parse)
             wait_s = _wait_s(outcome, attempts)
             is_over = attempts > retries or wait_s >= deadline - time.monotonic()
-            if is_over or not _may_pass(outcome):
+            if is_over or not _is_worth_another_attempt(outcome):
                 raise self._error(outcome, headers["x-request-id"])
 
     def _http_of_loop(self) -> httpx2.AsyncClient:
@@ -267,7 +267,7 @@ _Outcome = httpx2.Response | httpx2.RequestError | TimeoutError
 _loop_lock = threading.Lock()
 
 
-def _result(call: Coroutine[Any, Any, ResultT]) -> ResultT:
+def _run_blocking(call: Coroutine[Any, Any, ResultT]) -> ResultT:
     """The result of a call on the loop of the blocking clients."""
     with _loop_lock:
         loop = _loop_of_process(os.getpid())
@@ -286,7 +286,7 @@ def _loop_of_process(process_id: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _may_pass(outcome: _Outcome) -> bool:
+def _is_worth_another_attempt(outcome: _Outcome) -> bool:
     if isinstance(outcome, httpx2.Response):
         return outcome.status_code in _RETRIED_STATUSES
     return isinstance(outcome, (httpx2.NetworkError, httpx2.RemoteProtocolError))

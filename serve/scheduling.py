@@ -181,20 +181,20 @@ class WorkQueue:
 
     @contextmanager
     def admit(
-        self, name: str, units: float, deadline: float, earlier_units: float | None = None
+        self, name: str, units: float, deadline: float, units_ahead_in_list: float | None = None
     ) -> Iterator[None]:
         """Admits a request, whose rows are handed in inside the `with` block.
 
         Requests with the same name are expected to take the same time for each unit. Raises Refusal
         (overloaded) if the request would have to wait for too much work, or beyond its deadline, and
-        (too_late) after its deadline. A further request of a list that was admitted is not refused; the
-        requests of this name before it in the list have `earlier_units`.
+        (too_late) after its deadline. A further request of a list that was admitted is not refused: the
+        requests of its name that stand before it in the list have `units_ahead_in_list`, the first one None.
         """
         unit_s = self._request_s[name]
         expected_s = units * unit_s.value
-        if earlier_units is None and (refusal := self.refusal(deadline, expected_s)):
+        if units_ahead_in_list is None and (refusal := self.refusal(deadline, expected_s)):
             raise refusal
-        request = _Request(deadline + (earlier_units or 0.0) * unit_s.value, units, unit_s)
+        request = _Request(deadline + (units_ahead_in_list or 0.0) * unit_s.value, units, unit_s)
         self._requests.add(request)
         token = _current.set(request)
         try:

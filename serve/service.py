@@ -50,9 +50,9 @@ class RankQuery:
     rows: RowFilter = ALL_ROWS
     """Of the pool."""
     explain: bool = False
-    earlier_units: float | None = None
-    """In a list: the units of the earlier queries of the same pool, or with texts of their own. None for the
-    first one, which is admitted for all."""
+    units_ahead_in_list: float | None = None
+    """In a list of queries: the units of those before this one that have the same pool, or none as this one.
+    None: it is the first one, which is admitted for all, or in no list."""
 
     @property
     def units(self) -> int:
@@ -136,9 +136,8 @@ class Service:
         self.queue.close()
         self._tokenizing.shutdown(wait=False)
 
-    @property
-    def engine(self) -> Engine:
-        """The engine for a request; a request reads this property once."""
+    def choose_engine(self) -> Engine:
+        """The engine for a new request, which uses no other: the champion, or the candidate for its share."""
         return self._candidate() or self._champion()
 
     @property
@@ -151,7 +150,7 @@ class Service:
     ) -> RankAnswer:
         """Raises Refusal where too much is waiting, the deadline is over, there is no such pool, or the
         model cannot explain."""
-        answer = await self._answer(query, deadline, engine or self.engine)
+        answer = await self._answer(query, deadline, engine or self.choose_engine())
         self._record_ranking(answer)
         return answer
 
@@ -177,7 +176,7 @@ class Service:
         if query.pool is not None:
             _require_pool(engine, query.pool)
             name = f"search {query.pool}"
-        with self.queue.admit(name, query.units, deadline, query.earlier_units):
+        with self.queue.admit(name, query.units, deadline, query.units_ahead_in_list):
             if query.pool is not None:
                 return await self._search(engine, query, query.pool, deadline)
             return await self._rank_candidates(engine, query, deadline)
@@ -269,7 +268,7 @@ class Service:
         """(the classifier, its answer for each text); equal texts are read once.
 
         Raises Refusal where none is served, too much is waiting, or the deadline is over."""
-        intents = (engine or self.engine).intents
+        intents = (engine or self.choose_engine()).intents
         if intents is None:
             raise Refusal("no_classifier", CODES["no_classifier"].text)
         distinct_texts = list(dict.fromkeys(texts))
@@ -339,7 +338,7 @@ class Service:
             query.rows,
             query.explain,
             deadline,
-            query.earlier_units,
+            query.units_ahead_in_list,
         )
         results = [
             Result(hit.place, hit.id, hit.text, hit.score, hit.columns)

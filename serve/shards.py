@@ -56,8 +56,8 @@ class ShardQuery:
     with_vectors: bool
     timeout_s: float
     """A later answer is of no use."""
-    earlier_units: float | None = None
-    """In a list: the number of earlier searches of this pool; None for the first one."""
+    units_ahead_in_list: float | None = None
+    """In a list of queries: the searches of this pool before this one. None: it is the first one."""
 
 
 class ShardRow(NamedTuple):
@@ -185,7 +185,7 @@ class PoolShard:
             query.top_k,
             row_mask,
         )
-        with self._queue.admit("search", 1, deadline, query.earlier_units):
+        with self._queue.admit("search", 1, deadline, query.units_ahead_in_list):
             kind = shard.searches(query.attention)
             (answer,) = await self._queue.run(kind, [pool_query], [1.0], deadline)
         rows = []
@@ -298,7 +298,7 @@ class ShardedPool:
         rows: RowFilter,
         with_vectors: bool,
         deadline: float,
-        earlier_units: float | None = None,
+        units_ahead_in_list: float | None = None,
     ) -> Merged:
         """The best rows of all shards. Deadlines are of `time.monotonic`.
 
@@ -314,7 +314,7 @@ class ShardedPool:
             rows,
             with_vectors,
             timeout_s,
-            earlier_units,
+            units_ahead_in_list,
         )
         answers = await asyncio.gather(
             *(self._ask(number, query, deadline) for number in range(len(self._shards)))

@@ -143,7 +143,7 @@ class _Scores(NamedTuple):
 
 
 async def _score(service: Service, query: str, texts: Sequence[str], request: Request) -> _Scores:
-    engine, deadline = name_engine(request, service.engine), request.state.deadline
+    engine, deadline = name_engine(request, service.choose_engine()), request.state.deadline
     scores, tokens = await service.scores(engine, [query], texts, deadline)
     order = sorted(range(len(texts)), key=lambda place: -scores[place])
     return _Scores(engine, scores, order, tokens)

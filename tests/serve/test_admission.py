@@ -32,7 +32,7 @@ class Arrival:
     label: str = field(default="small", compare=False)
     rows: int = field(default=SMALL, compare=False)
     timeout_s: float = field(default=10.0, compare=False)
-    earlier_units: float | None = field(default=None, compare=False)
+    units_ahead_in_list: float | None = field(default=None, compare=False)
 
 
 class Simulation:
@@ -94,7 +94,7 @@ class Simulation:
         deadline = began + arrival.timeout_s
         rows, units = [arrival.label] * arrival.rows, [1.0] * arrival.rows
         try:
-            with self.queue.admit("rank", arrival.rows, deadline, arrival.earlier_units):
+            with self.queue.admit("rank", arrival.rows, deadline, arrival.units_ahead_in_list):
                 answer = asyncio.ensure_future(self.queue.run(self.kind, rows, units, deadline))
                 await asyncio.sleep(0)  # so that it has handed in its rows
                 entered.set()
@@ -133,7 +133,7 @@ def test_small_requests_pass_beside_a_list(simulation):
     """A list is admitted as a whole; its further requests are not refused."""
     rows = LARGE // 50
     parts = [
-        Arrival(0.0, label="list", rows=rows, earlier_units=place * rows or None)
+        Arrival(0.0, label="list", rows=rows, units_ahead_in_list=place * rows or None)
         for place in range(50)
     ]
     simulation.run([*parts, *steady(rate=5, seconds=7)])

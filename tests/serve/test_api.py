@@ -106,8 +106,8 @@ def test_the_requests_of_a_list_have_their_turns_one_after_the_other():
     """As the rows of one large request; each source of candidates has a time of its own for a unit."""
     three, two = (RankQuery(CONTEXT, [CandidateText("a", "b")] * size, None, 1) for size in (2, 1))
     pool = RankQuery(CONTEXT, None, "replies", 1)
-    listed = api._list_of([three, pool, two, pool, two])
-    assert [query.earlier_units for query in listed] == [None, 0, 3, 1, 5]
+    listed = api._admitted_as_one([three, pool, two, pool, two])
+    assert [query.units_ahead_in_list for query in listed] == [None, 0, 3, 1, 5]
 
 
 def test_a_list_with_a_refused_request_leaves_no_work(engine):
