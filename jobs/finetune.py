@@ -85,11 +85,13 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
 
     recipe = Finetuning(corpus, source, config.ranker, config.finetune, config.loop)
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
+    steps_done = earlier.counts["steps"] if earlier else 0
     if earlier:
-        _require_more_steps(config, task.steps, earlier.counts["steps"])
+        _require_more_steps(config, task.steps, steps_done)
     validation_steps(task, config.loop)
     if config.dry_run:
-        return cost.show("finetune", *estimate_finetuning(recipe, config.resources, best_device()))
+        found = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
+        return cost.show("finetune", *found)
     # Empty it is no part of the identity, so that rankers of earlier versions are still known.
     unused = () if earlier else ("continue_from",)
     out = draft(config.output, "ranker", config, inputs, unused)

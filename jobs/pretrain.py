@@ -98,7 +98,9 @@ def run(config: Config) -> program.Summary:
     task = recipe.build(0, config.resources.workers)  # refuses what does not fit, before the draft
     validation_steps(task, config.loop)
     if config.dry_run:
-        return cost.show("pretrain", *estimate_pretraining(recipe, config.resources, best_device()))
+        steps_done = earlier.counts["steps"] if earlier else 0
+        found = estimate_pretraining(recipe, config.resources, best_device(), steps_done)
+        return cost.show("pretrain", *found)
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.artifact_summary(_require_same_steps(out, config), already_there=True)

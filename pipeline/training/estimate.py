@@ -27,9 +27,12 @@ _MEASURED_SECONDS = 5.0
 
 
 def estimate_pretraining(
-    recipe: Pretraining, workers: Workers, device: torch.device
+    recipe: Pretraining, workers: Workers, device: torch.device, steps_done: int = 0
 ) -> tuple[Estimate, dict[str, Any]]:
-    """Computes a few micro-batches on `device` to measure its rate; (estimate, what else there is to say)."""
+    """Computes a few micro-batches on `device` to measure its rate; (estimate, what else there is to say).
+
+    `steps_done`: those of the run that this one continues.
+    """
     config = recipe.pretrain
     # Steps of one micro-batch each: on a CPU, a step of all of them may take more than an hour.
     lane = config.lane_tokens
@@ -41,13 +44,14 @@ def estimate_pretraining(
     pace = _measure(task, recipe.loop, device, workers, -(-config.lanes // workers.workers))
     memory, memory_is = _pretraining_memory(pace, parameters, sharded, device)
     rate = pace.work["tokens"] / pace.seconds
-    tokens = config.steps * config.batch_tokens
+    steps = config.steps - steps_done
+    tokens = steps * config.batch_tokens
     cpu_hours, gpu_hours = _hours(tokens / rate / 3600, pace, device)
     entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
     estimate = Estimate(
         input_files=len(entries),
         input_bytes=sum(entry["bytes"] for entry in entries),
-        steps=config.steps,
+        steps=steps,
         memory_bytes=memory,
         cpu_hours=cpu_hours,
         gpu_hours=gpu_hours,
@@ -70,21 +74,25 @@ def estimate_pretraining(
 
 
 def estimate_finetuning(
-    recipe: Finetuning, workers: Workers, device: torch.device
+    recipe: Finetuning, workers: Workers, device: torch.device, steps_done: int = 0
 ) -> tuple[Estimate, dict[str, Any]]:
     """Computes a few steps of one worker on `device` to measure its rate; (estimate, what else there is to
-    say)."""
+    say).
+
+    `steps_done`: those of the run that this one continues.
+    """
     task = recipe.build(0, workers.workers)
     parameters = sum(value.numel() for value in task.ranker.parameters())
     pace = _measure(task, recipe.loop, device, workers)
-    hours = task.steps * pace.seconds / pace.steps / 3600
+    steps = task.steps - steps_done
+    hours = steps * pace.seconds / pace.steps / 3600
     cpu_hours, gpu_hours = _hours(hours * workers.workers, pace, device)
     on_gpu = device.type == "cuda"
     estimate = Estimate(
         input_files=len(recipe.corpus.paths("train/", ".parquet")),
         input_bytes=sum(entry["bytes"] for entry in recipe.corpus.manifest["files"]),
         rows=recipe.corpus.rows("train/"),
-        steps=task.steps,
+        steps=steps,
         memory_bytes=torch.cuda.max_memory_allocated(device)
         if on_gpu
         else parameters * _BYTES_PER_PARAMETER,

@@ -283,13 +283,17 @@ def test_sharded_weights_are_published_whole(run_job, command, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_early_can_be_continued(run_job_here, command, tmp_path):
+def test_a_run_that_stopped_early_can_be_continued(run_job_here, command, tmp_path, monkeypatch):
     """Weights that hardly move: the validation at step 10 is no better than that at step 5."""
     more = ("--loop.learning-rate", 1e-20, "--loop.validate-every-steps", 5,
             "--loop.stop-after-validations", 1)  # fmt: skip
     first = run_job_here("pretrain", *command(tmp_path / "first", *more)).summary
     assert first["counts"]["steps"] == 10
     again = command(tmp_path / "again", "--continue-from", tmp_path / "first", *more)
+    monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.0)
+    said = run_job_here("pretrain", *again, "--dry-run", "true").summary
+    assert said["estimate"]["steps"] == STEPS - 10
+    assert said["tokens_to_train"] == (STEPS - 10) * 480
     assert run_job_here("pretrain", *again).summary["counts"]["steps"] == 15
 
 

@@ -434,7 +434,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_published_ranker_continues_with_more_steps(
-    run_job_here, convai2_corpus, reddit_corpus, encoder, tiny_ranker, tmp_path
+    run_job_here, convai2_corpus, reddit_corpus, encoder, tiny_ranker, tmp_path, monkeypatch
 ):
     """To the weights of one long run, learnt codes and the best validation included."""
 
@@ -461,6 +461,10 @@ def test_a_published_ranker_continues_with_more_steps(
     assert long.manifest["inputs"]["continue_from"] == short.reference()
     again = run_job_here("finetune", *argv("long", 12, "--continue-from", tmp_path / "long"))
     assert "holds the result of another job" in again.refusal
+
+    monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.0)
+    cost = run_job_here("finetune", *argv("no", 10, *more, "--dry-run", "true")).summary["estimate"]
+    assert cost["steps"] == 4
 
     def refusal(steps: int = 10, *options: object) -> str:
         refused = run_job_here("finetune", *argv("no", steps, *more, *options)).refusal
