@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,14 @@ def read_dumps(
                 draft.mark(file, file_records[file])
 
         def block_outcomes() -> Generator[dict[str, Any], None, None]:
-            for row in rows:
-                inputs[row["task"]] = row["input"]
-                if row["file_record"]:
-                    file_records[row["task"]] = from_json(DumpRecord, row["file_record"])
-                    mark_if_done(row["task"])
-                else:
-                    yield json.loads(row["outcome"])
+            with closing(rows):  # no task goes on after the last outcome that is waited for
+                for row in rows:
+                    inputs[row["task"]] = row["input"]
+                    if row["file_record"]:
+                        file_records[row["task"]] = from_json(DumpRecord, row["file_record"])
+                        mark_if_done(row["task"])
+                    else:
+                        yield json.loads(row["outcome"])
 
         def count_block(task: str, cost: TaskCost) -> None:
             bar.update(cost.rows)

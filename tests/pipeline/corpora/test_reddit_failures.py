@@ -6,16 +6,18 @@ import inspect
 import json
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from pipeline import shards
 from pipeline.config import Stopped
 from pipeline.corpora import raw
 from pipeline.corpora.privacy import Privacy
-from pipeline.corpora.reddit import Options
+from pipeline.corpora.reddit import Options, partition
 from pipeline.corpora.reddit.partition import read_dumps
 from pipeline.drafts import Draft
 from pipeline.tasks import costs, executors
@@ -200,3 +202,29 @@ def test_a_dump_that_cannot_be_read_stops_no_other_and_is_named(out, dumps, wher
     else:
         with executors.in_this_process():
             run()
+
+
+def test_after_too_many_failures_the_tasks_end_and_those_that_died_are_told(
+    out, dumps, monkeypatch, capsys
+):
+    def rows(*arguments: object) -> Iterator[dict[str, str]]:
+        died_on = arguments[-1]
+        try:
+            for number in range(1000):
+                task = f"block-00000-{number:06d}"
+                outcome = shards.failed_outcome(task, OSError("no route to host"))
+                yield {
+                    "task": task,
+                    "input": dumps[0],
+                    "file_record": "",
+                    "outcome": json.dumps(outcome),
+                }
+        finally:
+            died_on["block-00000-000003"] = ["a host"]
+
+    monkeypatch.setattr(partition, "_parse_blocks", rows)
+    with pytest.raises(Stopped, match="20 of 20 tasks failed"):
+        read_dumps(out, dumps, 2, BLOCK_BYTES, Options(), raw.Reading(), PLAIN)
+    assert "block-00000-000003 was started again: its process died on a host" in (
+        capsys.readouterr().err
+    )
