@@ -32,6 +32,7 @@ _PASSED_VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 _ACTIVE = ("PENDING", "RUNNING")
 _PATIENCE_S = 600.0  # a head that restarts is back by then
 _LONGEST_PAUSE_S = 30.0
+_QUIET_S = 300.0  # without output a connection may be dead, which no network has to tell
 _OUTPUT_OPTIONS = ("output", "pools", "json", "html", "plot", "errors", "work")
 """Options of jobs that name what they write."""
 
@@ -278,26 +279,34 @@ def _wait(client: Any, name: str, log: _Log) -> Any:
     import aiohttp
 
     lost = (*dashboard.LOST, aiohttp.ClientError)
-    answered_at, attempts = time.monotonic(), 0
+    silent_since: float | None = None  # the first of the questions that had no answer
+    attempts = 0
     while True:
-        printed, reason = log.printed, "closed"
+        printed, reason, is_quiet = log.printed, "closed", False
         try:
             asyncio.run(log.follow())
+        except TimeoutError:
+            is_quiet = True
         except lost as error:
             reason = first_line(error)
         if log.printed > printed:
-            answered_at, attempts = time.monotonic(), 0
+            silent_since, attempts = None, 0
         try:
             info = client.get_job_info(name)
             if info.status.value not in _ACTIVE:
                 log.show(0, client.get_job_logs(name))  # the connection may have hidden the end
                 return info
-            answered_at = time.monotonic()
+            silent_since = None
+            if is_quiet:
+                continue
         except lost as error:
             reason = first_line(error)
-        if time.monotonic() - answered_at > _PATIENCE_S:
-            raise Stopped(f"{name}: the cluster has not answered for {_PATIENCE_S / 60:.0f} minutes "
-                          f"({reason}); the job may go on: `ray job logs --follow {name}`")  # fmt: skip
+            silent_since = time.monotonic() if silent_since is None else silent_since
+            if time.monotonic() - silent_since > _PATIENCE_S:
+                raise Stopped(
+                    f"{name}: the cluster has not answered for {_PATIENCE_S / 60:.0f} minutes ({reason}); "
+                    f"the job may go on: `ray job logs --follow {name}`"
+                ) from None
         attempts += 1
         if attempts == 1:
             line = f"the connection to {name} is lost ({reason}); connecting again"
@@ -314,11 +323,17 @@ class _Log:
         """Characters."""
 
     async def follow(self) -> None:
-        """Prints what is new until the cluster closes the connection."""
-        position = 0
-        async for text in self._client.tail_job_logs(self._name):  # from the job's first line on
-            self.show(position, text)
-            position += len(text)
+        """Prints what is new until the cluster closes the connection.
+
+        Raises TimeoutError where nothing comes for minutes.
+        """
+        position, clock = 0, asyncio.get_running_loop().time
+        texts = self._client.tail_job_logs(self._name)  # from the job's first line on
+        async with asyncio.timeout(_QUIET_S) as limit:
+            async for text in texts:
+                self.show(position, text)
+                position += len(text)
+                limit.reschedule(clock() + _QUIET_S)
 
     def show(self, position: int, text: str) -> None:
         """Prints what is new in a part of the output that begins at the position."""

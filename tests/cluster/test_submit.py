@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -251,16 +252,68 @@ def test_a_lost_connection_ends_neither_the_job_nor_its_output(monkeypatch, caps
     assert all(line.startswith("the connection to night is lost (c") for line in lines)
 
 
-def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch):
+def test_a_connection_that_dies_without_a_sign_does_not_outlive_the_job(monkeypatch, capsys):
+    class Dead(Cluster):
+        async def tail_job_logs(self, name):
+            yield self.OUTPUT[:15]
+            await asyncio.sleep(5)
+            raise AssertionError("nobody has looked after the job")
+
+    monkeypatch.setattr(submit, "_QUIET_S", 0.01)
+    assert submit._follow(Dead(), "night") == ("SUCCEEDED", 0)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (Cluster.OUTPUT, "")
+
+
+def test_a_job_that_prints_nothing_for_long_is_waited_for(monkeypatch, capsys):
+    class Quiet(Cluster):
+        async def tail_job_logs(self, name):
+            if self._ends:
+                self._ends.pop()
+                await asyncio.sleep(5)
+            yield self.OUTPUT
+
+    monkeypatch.setattr(submit, "_QUIET_S", 0.01)
+    assert submit._follow(Quiet((0, None), (0, None), (0, None)), "night") == ("SUCCEEDED", 0)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (Cluster.OUTPUT, "")
+
+
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time in seconds; only pauses and tests move it on."""
+    time = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: time[0], sleep=lambda s: time.__setitem__(0, time[0] + s)
+    )
+    monkeypatch.setattr(submit, "time", clock)
+    return time
+
+
+def test_the_minutes_without_an_answer_begin_when_none_comes(now):
+    """Not when the job printed something for the last time."""
+
+    class Restarting(Cluster):
+        async def tail_job_logs(self, name):
+            now[0] += 900
+            if self._ends:
+                raise ConnectionError("refused")
+            yield self.OUTPUT
+
+        def get_job_info(self, name):
+            if self._ends:
+                raise self._ends.pop()[1]
+            return super().get_job_info(name)
+
+    head = Restarting((0, ConnectionError("refused")))
+    assert submit._follow(head, "night") == ("SUCCEEDED", 0)
+
+
+def test_a_cluster_that_does_not_answer_is_given_up(now):
     class Gone(Cluster):
         def get_job_info(self, name):
             raise ConnectionError("no route to host")
 
-    now = [0.0]
-    clock = SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
-    )
-    monkeypatch.setattr(submit, "time", clock)
     with pytest.raises(
         Stopped, match=r"^night: the cluster has not answered for 10 minutes \(no route"
     ):
