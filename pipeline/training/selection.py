@@ -92,5 +92,7 @@ class Selection:
 
     def load(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
+        if self.decay == 1.0:  # a run that goes on by a schedule without plateaus
+            self.share = 1.0
         self.best_merit = (self.best_merit[0], self.best_merit[1])  # a list in checkpoints
         self.weights = {name: value.cpu() for name, value in self.weights.items()}

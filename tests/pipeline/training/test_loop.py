@@ -414,6 +414,16 @@ def test_other_schedules_do_not_wait_for_plateaus():
     assert len(set(run.shown("learning_rate")[1:])) == 1
 
 
+def test_a_run_that_goes_on_by_another_schedule_has_the_whole_rate_again():
+    settings = {"learning_rate": 1.0, "warmup_steps": 0, "validate_every_epochs": 1}
+    losses = [(0.5, 1.0)] * 6
+    shorter = Run(told(*losses), 4, schedule="plateau", **settings)
+    assert shorter.shown("learning_rate")[-1] < 0.2
+    state = shorter.checkpoints[4]
+    longer = Run(told(*losses), 6, checkpoint=state, schedule="constant", **settings)
+    assert longer.shown("learning_rate") == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(("found", "patience", "stops", "best"), [
     ([(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)], 2, 4, 2),
     ([(0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0), (0.9, 1), (0.1, 1)], 3, 6, 5),
