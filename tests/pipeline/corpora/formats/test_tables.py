@@ -10,6 +10,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -332,6 +333,30 @@ def test_reads_of_parquet_that_fail_are_tried_again(tmp_path, failing_reads):
     assert [row for _, row in read(tmp_path / "x", as_parquet(ROWS))[0]] == ROWS
     assert tables.row_groups(str(tmp_path / "x"), 1)
     assert next(reads) > 4
+
+
+def test_columns_that_nobody_reads_are_not_fetched(tmp_path, monkeypatch):
+    """Such as vectors between the texts."""
+    random, fetched = np.random.default_rng(0), list[int]()
+
+    class Counting(FailingStream):
+        def read_at(self, *arguments):
+            data = super().read_at(*arguments)
+            fetched.append(len(data))
+            return data
+
+    opened = storage.open_input
+    monkeypatch.setattr(storage, "open_input", lambda uri: Counting(opened(uri), lambda: False))
+    texts = [random.bytes(32).hex() for _ in range(3000)]
+    vectors = [random.bytes(5000) for _ in texts]
+    rows = [
+        {"a": text, "vector": vector, "b": text}
+        for text, vector in zip(texts, vectors, strict=True)
+    ]
+    data = as_parquet(rows, row_group_size=1000)
+    found, _ = read(tmp_path / "x", data)
+    assert [row for _, row in found] == [{"a": text, "b": text} for text in texts]
+    assert 20 * sum(fetched) < len(data)
 
 
 @pytest.mark.parametrize("reads_before", [0, 1])
