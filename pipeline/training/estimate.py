@@ -42,7 +42,9 @@ def estimate_pretraining(
     parameters = sum(value.numel() for value in model.parameters())
     sharded = workers.workers if workers.shard_weights else 1
     pace = _measure(task, recipe.loop, device, workers, -(-config.lanes // workers.workers))
-    memory, memory_is = _pretraining_memory(pace, parameters, sharded, device)
+    memory, memory_is = _pretraining_memory(
+        pace, parameters, sharded, device, config.gradient_checkpointing
+    )
     rate = pace.work["tokens"] / pace.seconds
     steps = config.steps - steps_done
     tokens = steps * config.batch_tokens
@@ -118,15 +120,18 @@ def _hours(hours: float, pace: _Pace, device: torch.device) -> tuple[float | Non
 
 
 def _pretraining_memory(
-    pace: _Pace, parameters: int, sharded: int, device: torch.device
+    pace: _Pace, parameters: int, sharded: int, device: torch.device, recomputes: bool = False
 ) -> tuple[int, str]:
-    """(bytes of a worker whose weights are sharded over so many, what they are)"""
+    """(bytes of a worker whose weights are sharded over so many, what they are). `recomputes`: layers are
+    computed again on the way back (gradient checkpointing)."""
     weights = parameters * _BYTES_PER_PARAMETER
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         return peak - weights + weights // sharded, "the peak of these micro-batches"
     kept = weights // sharded + pace.kept_bytes
-    return kept, "of weights, gradients, moments and the activations kept for the way back"
+    kinds = "of weights, gradients, moments and the activations kept for the way back"
+    # What a layer keeps that is computed again is not seen: it is made and dropped within the way back.
+    return kept, f"{kinds}; those of one layer come on top" if recomputes else kinds
 
 
 def _basis(pace: _Pace, unit: str, workers: Workers, device: torch.device) -> str:

@@ -101,5 +101,5 @@ def _note(jobs: Sequence[Job], setting: Setting, outcomes: Mapping[str, Outcome 
     return (f"From {encoders}, {setting.size} recipes{changes}; "
             f"{seeds} seed{'s' if seeds > 1 else ''} (± over them), ranked: {setting.split}. Precision of "
             f"training: {trained_in}, of ranking: {ranked_in}. 95 %: "
-            "bootstrap over examples. The paper's are its own data, and its test sets in table 4. "
+            "Bayesian bootstrap over examples. The paper's are its own data, and its test sets in table 4. "
             "Minutes are those of the training steps alone.")  # fmt: skip
