@@ -7,6 +7,7 @@ continues where it stopped.
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ class Step:
 
     def config(self) -> Any:
         """The job's settings. Raises BadInput for options that it does not take."""
-        return parse(self.config_class, self.options, f"python -m jobs.{self.verb}")
+        with redirect_stderr(io.StringIO()):  # the job itself names a file's options without effect
+            return parse(self.config_class, self.options, f"python -m jobs.{self.verb}")
 
 
 def run(config: Config) -> program.Summary:

@@ -123,6 +123,17 @@ def test_the_workflows_that_are_shipped_are_commands(file, monkeypatch):
     assert [verb for verb in dict.fromkeys(verbs) if verb in path] == path
 
 
+def test_the_check_of_a_workflow_says_nothing_of_options_without_effect(tmp_path, capsys):
+    """The step says it when it runs."""
+    (tmp_path / "step.yaml").write_text("finetune: {negatives: 7}\n")
+    options = ("--corpus", "c", "--encoder", "e", "--output", "o")
+    command = ("polyrank", "finetune", "--config", str(tmp_path / "step.yaml"), *options)
+    step = workflow.Step("train", command)
+    workflow.check(step)
+    assert step.config().finetune.negatives == 7
+    assert capsys.readouterr().err == ""
+
+
 def test_a_key_that_is_missing_is_named_before_a_step_runs(three, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv(author_key.VARIABLE, raising=False)
