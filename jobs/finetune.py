@@ -154,7 +154,7 @@ def _require_more_steps(config: Config, steps: int, steps_done: int) -> None:
     """Raises BadInput where nothing is left to train."""
     task = config.finetune
     name, value = (
-        ("max_steps", task.max_steps) if steps == task.max_steps else ("epochs", task.epochs)
+        ("max_steps", task.max_steps) if 0 < task.max_steps == steps else ("epochs", task.epochs)
     )
     require(steps > steps_done, f"finetune.{name}", value,
             f"more: that is {steps} steps, and --continue-from has {steps_done}")  # fmt: skip

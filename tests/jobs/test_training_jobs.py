@@ -472,6 +472,7 @@ def test_a_published_ranker_continues_with_more_steps(
         return refused
 
     assert "finetune.max_steps: 6" in refusal(6)
+    assert "finetune.epochs: 0.0 " in refusal(0, "--finetune.epochs", 0)
     few = refusal(0, "--finetune.epochs", 0.01)
     assert "finetune.epochs: 0.01" in few and "--continue-from has 6" in few
     assert "ranker.m is 3 there, 4 here" in refusal(10, "--ranker.m", 4)
