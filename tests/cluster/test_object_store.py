@@ -25,7 +25,7 @@ from pipeline import storage
 from pipeline.artifact import MANIFEST, open_artifact
 from pipeline.config import Stopped
 from pipeline.corpora import file_tasks
-from pipeline.corpora.formats import tables
+from pipeline.corpora.formats import parquet_fetches, tables
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft
 from pipeline.files import node_cache
@@ -122,7 +122,7 @@ def test_reading_ahead_gives_the_same_bytes_in_few_requests(s3, bucket, start, e
 def test_small_row_groups_of_parquet_are_fetched_together(
     s3, bucket, monkeypatch, held_bytes, most_requests
 ):
-    monkeypatch.setattr(tables, "_HELD_BYTES", held_bytes)
+    monkeypatch.setattr(parquet_fetches, "HELD_BYTES", held_bytes)
     random = np.random.default_rng(0)
     texts = [random.bytes(64).hex() for _ in range(50_000)]
     table = pa.table({"id": range(len(texts)), "text": texts, "more": texts[::-1]})

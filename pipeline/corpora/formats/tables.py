@@ -11,7 +11,7 @@ import csv
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pipeline import storage
 from pipeline.config import BadInput, require
 from pipeline.corpora import file_tasks, raw
-from pipeline.corpora.formats import encodings
+from pipeline.corpora.formats import encodings, parquet_fetches
 
 Lines = Iterable[tuple[int, str]]
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -39,9 +39,7 @@ _ENDINGS = {
 _JSON_HEAD = 1000  # objects that are looked through for the names of columns
 _CHECKED_FILES = 32
 _BATCH_ROWS = 1024
-_HELD_BYTES = 16 << 20  # of Parquet: row groups up to this are fetched together
-_ANSWER_BYTES = 4 << 20  # what a store sends in the time in which it answers a request
-_BUFFER_BYTES = 4 << 20  # for each column of a larger row group
+_BUFFER_BYTES = 4 << 20  # for each column of a large row group of Parquet
 _NO_ID = ", or '': a hash of the text is the id"
 _OTHER_DELIMITERS = ";\t|"
 
@@ -304,7 +302,7 @@ def _parquet_rows(
                 name for name in columns if name in option_columns.values() or takes_column(name)
             ]
             first, end = groups[:2] if groups else (0, file.num_row_groups)
-            for fetch in _fetches(file.metadata, first, end, columns):
+            for fetch in parquet_fetches.plan(file.metadata, first, end, columns):
                 if fetch.is_cheap:
                     stored.hold(fetch.start, fetch.stop)
                 for batch in file.iter_batches(_BATCH_ROWS, fetch.groups, columns):
@@ -316,61 +314,6 @@ def _parquet_rows(
             if stored.error:  # the file may be whole: the task is tried again
                 raise stored.error from None
             raise BadInput(f"{uri}: broken Parquet after {number:,} rows ({error})") from None
-
-
-class _Fetch(NamedTuple):
-    """Neighbouring row groups, and where the bytes of the columns that are read lie in the file."""
-
-    groups: list[int]
-    start: int
-    stop: int
-    wanted: int
-    """Bytes of these columns; the others lie between them."""
-
-    @property
-    def is_cheap(self) -> bool:
-        """Whether one request for all is cheaper than one for each column."""
-        size = self.stop - self.start
-        return size <= _HELD_BYTES and (size <= _ANSWER_BYTES or size <= 4 * self.wanted)
-
-    def joined(self, later: _Fetch) -> _Fetch:
-        return _Fetch(
-            self.groups + later.groups,
-            min(self.start, later.start),
-            max(self.stop, later.stop),
-            self.wanted + later.wanted,
-        )
-
-
-def _fetches(
-    metadata: pq.FileMetaData, first: int, end: int, columns: Collection[str]
-) -> Iterator[_Fetch]:
-    """The row groups, those together that one request brings best."""
-    current = None
-    for number in range(first, end):
-        group = _fetch(number, metadata.row_group(number), columns)
-        if current is None:
-            current = group
-        elif (joint := current.joined(group)).is_cheap:
-            current = joint
-        else:
-            yield current
-            current = group
-    if current is not None:
-        yield current
-
-
-def _fetch(number: int, group: pq.RowGroupMetaData, columns: Collection[str]) -> _Fetch:
-    chunks = [
-        chunk
-        for chunk in map(group.column, range(group.num_columns))
-        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns)
-    ]
-    starts = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
-    sizes = [chunk.total_compressed_size for chunk in chunks]
-    stops = [start + size for start, size in zip(starts, sizes, strict=True)]
-    start = max(0, min(starts, default=0))
-    return _Fetch([number], start, max(stops, default=0), sum(sizes))
 
 
 def _delimiter_hint(columns: list[str], form: TableFormat) -> str:
