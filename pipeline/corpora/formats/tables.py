@@ -162,9 +162,9 @@ def csv_records(
 ) -> Iterator[tuple[int, list[str]]]:
     """(first line, fields) of each record of CSV that is not blank, the names of the columns first.
 
-    Set aside are broken records, and those with more or fewer fields than columns. If one has several lines,
-    a stray quote may have joined them: only its first line is set aside, and the others are read again.
-    Samples hold no content.
+    Set aside are broken records, and those with more or fewer fields than columns. If stray quotes have
+    joined lines that are records, only the first line is set aside, and the others are read again; the lines
+    of a long text are none. Samples hold no content.
     """
     record_lines = list[tuple[int, str]]()
     pushed_back = deque[tuple[int, str]]()
@@ -177,16 +177,18 @@ def csv_records(
             record_lines.append(numbered_line)
             yield numbered_line[1] + "\n"
 
-    def csv_reader() -> Iterator[list[str]]:
-        return csv.reader(
-            record_text(),
-            delimiter=delimiter,
-            quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
-            strict=True,
-        )
+    def csv_reader(text: Iterable[str]) -> Iterator[list[str]]:
+        quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+        return csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
+
+    def is_record(line: str) -> bool:
+        try:
+            return len(next(csv_reader([line]), [])) in (0, column_count)
+        except csv.Error:
+            return False
 
     csv.field_size_limit(raw.MAX_LINE_BYTES)
-    records = csv_reader()
+    records = csv_reader(record_text())
     column_count = 0
     while True:
         record_lines.clear()
@@ -196,16 +198,18 @@ def csv_records(
                 return
             damaged_line = next((line for _, line in record_lines if _fault(line)), "")
             fault, detail = _fault(damaged_line), _size_of_line(damaged_line)
-            reads_again = not fault and column_count > 0 and len(fields) not in (0, column_count)
-            if reads_again:
+            reads_again = False
+            if not fault and column_count > 0 and len(fields) not in (0, column_count):
                 fault = "more or fewer fields than columns"
                 detail = f"{len(fields)} fields, {column_count} columns"
+                others = [line for _, line in record_lines[1:]]
+                reads_again = 2 * sum(map(is_record, others)) > len(others)
         except csv.Error as error:
             fields, reads_again = [], True
             fault, detail = f"not CSV: {error}", _size_of_line(record_lines[0][1])
         if reads_again:
             pushed_back.extendleft(reversed(record_lines[1:]))
-            records = csv_reader()
+            records = csv_reader(record_text())
         if fault:
             account.records += 1
             account.malformed.add(fault, uri, record_lines[0][0], detail)

@@ -216,6 +216,15 @@ def test_two_stray_quotes_in_different_columns_cost_the_line_of_the_first_one(
     assert (account.malformed.samples[0]["line"], account.records) == (2, 4)
 
 
+def test_the_lines_of_a_text_are_no_rows_if_its_record_has_too_many_fields(tmp_path):
+    text = "First, do this.\nThen, after that, do this.\nAnd this."
+    data = f'a,b,c\n1,how,when,"{text}"\n4,5,6\n'.encode()
+    rows, account = read(tmp_path / "x.csv", data)
+    assert [(at, ",".join(row.values())) for at, row in rows] == [(5, "4,5,6")]
+    assert account.malformed.counts == {"more or fewer fields than columns": 1}
+    assert account.records == 2
+
+
 def test_a_field_without_an_end_is_given_up_after_some_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(raw, "MAX_LINE_BYTES", 1000)
     data = b'a,b\n1,"2\n' + b"3,4\n" * 400
