@@ -178,8 +178,12 @@ def csv_records(
             yield numbered_line[1] + "\n"
 
     def csv_reader(text: Iterable[str]) -> Iterator[list[str]]:
-        quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-        return csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
+        return csv.reader(
+            text,
+            delimiter=delimiter,
+            quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
+            strict=True,
+        )
 
     def is_record(line: str) -> bool:
         try:
