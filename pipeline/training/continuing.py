@@ -25,7 +25,7 @@ def open_with_state(uri: str, kind: str, job: str) -> Artifact:
     artifact = open_artifact(uri, kind)
     if not artifact.paths(f"{TRAINING_STATE}/"):
         raise BadInput(f"--continue-from {artifact.uri}: has no {TRAINING_STATE}; allowed: the {kind} of a "
-                       f"run of {job} with --keep-training-state true")  # fmt: skip
+                       f"run of {job} with --keep-training-state true, into another --output")  # fmt: skip
     return artifact
 
 
