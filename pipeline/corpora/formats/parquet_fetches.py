@@ -15,7 +15,7 @@ _ANSWER_BYTES = 4 << 20  # what a store sends in the time in which it answers a 
 class Fetch(NamedTuple):
     """Neighbouring row groups, and where the bytes of the columns that are read lie in the file."""
 
-    groups: list[int]
+    groups: range
     start: int
     stop: int
     wanted: int
@@ -29,7 +29,7 @@ class Fetch(NamedTuple):
 
     def joined(self, later: Fetch) -> Fetch:
         return Fetch(
-            self.groups + later.groups,
+            range(self.groups.start, later.groups.stop),
             min(self.start, later.start),
             max(self.stop, later.stop),
             self.wanted + later.wanted,
@@ -64,4 +64,4 @@ def _fetch(number: int, group: pq.RowGroupMetaData, columns: Collection[str]) ->
     sizes = [chunk.total_compressed_size for chunk in chunks]
     stops = [start + size for start, size in zip(starts, sizes, strict=True)]
     start = max(0, min(starts, default=0))
-    return Fetch([number], start, max(stops, default=0), sum(sizes))
+    return Fetch(range(number, number + 1), start, max(stops, default=0), sum(sizes))
