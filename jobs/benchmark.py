@@ -19,10 +19,10 @@ from pipeline.models.sources import open_encoder
 class Config:
     """Measures a part of polyrank beside other projects' code.
 
-    The part is the first argument: `polyrank benchmark corpora --size full`. Only ratios of what ran in
-    turn in one run mean anything on a shared machine. For finetune and paper, options of jobs.finetune
-    (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings; for pretrain those of
-    jobs.pretrain (--pretrain.*, --loop.*).
+    The part is the first argument: `polyrank benchmark corpora --size full`. On a shared machine only the
+    ratios of what ran in turn in one run mean anything. For finetune and paper, options of jobs.finetune
+    (--ranker.*, --finetune.*, --loop.*, --resources.*) hold for all trainings. For pretrain, options of
+    jobs.pretrain (--pretrain.*, --loop.*) do.
     """
 
     POSITIONAL = "part"
@@ -32,27 +32,29 @@ class Config:
         "cluster", "convert", "corpora", "embed", "finetune", "gpu", "intents", "paper", "pretrain",
         "profile", "search", "serve",
     ]  # fmt: skip
-    """The part; the first argument, with or without its name."""
+    """The part to measure. It is the first argument; `--part` may stand before it."""
     size: Literal["small", "full"] = "small"
-    """`small`: minutes. `full`: what BENCHMARKS.md compares with the targets; for paper the recipes of
-    jobs/configs/finetune that are meant."""
+    """`small` takes minutes. `full` has the size that BENCHMARKS.md compares with the targets. For paper:
+    which recipes of jobs/configs/finetune are trained."""
     kills: int = 20
     """For corpora and embed: how often the job is killed before its rows are compared; 0: never."""
     data: str = ".data"
-    """For embed: a folder with Wikipedia's articles, as WikiExtractor leaves them; for intents one with
-    intent/banking77."""
+    """For embed: a folder with Wikipedia's articles in the format of WikiExtractor. For intents: a folder
+    with intent/banking77."""
     table: Literal[2, 3, 4, 5, 6, 7, 8, "distill", "encoders"] = 5
     """For paper: 2 negatives, 3 trained layers, 4 models, 5 inference time, 6 training time,
     7 reduction, 8 context vectors. distill: what poly-64 learns from a cross-encoder, on a corpus of
     jobs.score_candidates. encoders: rankers from several encoders, beside those from the first."""
     encoder: tuple[str, ...] = ()
-    """For finetune, paper and gpu: an encoder, as for jobs.finetune; for gpu a new one by default; several
-    for --table encoders. For embed: the one whose time by the length of a text is measured; all-MiniLM by
-    default. For serve: one of sentence-transformers, to measure its own services beside ours."""
+    """For finetune, paper and gpu: an encoder, as for jobs.finetune. gpu makes a new one by default;
+    --table encoders takes several. For embed: the encoder whose time is measured by the length of a text;
+    all-MiniLM by default. For serve: an encoder of sentence-transformers, whose own services are measured
+    beside polyrank's."""
     corpus: tuple[str, ...] = ()
-    """For convert and finetune: a corpus. For paper: corpora, of a task each. For profile, search and serve:
-    the first one's contexts ask, all turns answer. For pretrain and gpu: a corpus instead of the sample
-    corpora; for pretrain it may be tokenized."""
+    """For convert and finetune: a corpus. For paper: one corpus for each task. For profile, search and
+    serve: contexts of the first corpus are the questions, and the turns of all corpora are the
+    candidates. For pretrain and gpu: a corpus instead of the sample corpora; for pretrain it may be
+    tokenized."""
     device: Literal["cuda", "cpu"] = "cuda"
     """For gpu: `cpu` runs the same code on tiny shapes, to see that it runs."""
     model: str = ""
@@ -66,20 +68,20 @@ class Config:
     that is started for it: clients and load, with three times as many requests as it answers. Its token is
     read from the variable POLYRANK_TOKEN."""
     pool: str = ""
-    """For serve, with a URL: the name of the pool that is asked."""
+    """For serve, with a URL: the name of the pool that is searched."""
     seeds: int = 1
     """For paper: trainings of each row, from seeds 0, 1, …; more can be added later."""
     split: Literal["valid", "test"] = "valid"
-    """For paper: what is ranked."""
+    """For paper: the split whose examples are ranked."""
     max_examples: int = 100_000
-    """For paper: at most so many examples are ranked."""
+    """For paper: rank at most this many examples."""
     overrides: tuple[str, ...] = ()
-    """For finetune and paper: options of jobs.finetune, for pretrain of jobs.pretrain; as a rule they are
-    written beside the others."""
+    """For finetune and paper: options of jobs.finetune. For pretrain: options of jobs.pretrain. They may
+    be written like the job's own options."""
     json: str = ""
     """File for the rows of the report."""
     work: str = ".benchmark"
-    """Folder for what is measured; what it holds is used by the next run. For paper: any URI."""
+    """Folder for inputs and results. The next run uses what it holds. For paper: any URI."""
 
     def __post_init__(self) -> None:
         require(self.kills >= 0, "kills", self.kills, ">= 0")

@@ -1,4 +1,4 @@
-"""Labelled texts and a frozen encoder to a classifier of intents, with its accuracy."""
+"""Trains a classifier of intents on labelled texts and a frozen encoder, and measures its accuracy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from pipeline.models.sources import open_text_encoder
 class Config:
     """Trains a classifier on the vectors of a frozen encoder, and prints its accuracy.
 
-    It is asked the test split of the input, else the valid split; of one file alone a tenth of every
-    intent's texts. `pipeline/classification/README.md` has the rules and the numbers of public sets.
+    The accuracy is that on the test split of the input, or else on the valid split. Of an input without
+    either, a tenth of every intent's texts is held out for it. `pipeline/classification/README.md` has the
+    rules and the numbers of public sets.
     """
 
     encoder: str
@@ -42,11 +43,12 @@ class Config:
     shots: str = "full"
     """Texts of every intent to train on, drawn by the seed: 10, 30 or another number; full: all."""
     seeds: int = 1
-    """So many heads, each with its own draw; the numbers are means, the output is the first."""
+    """Train this many heads, each with its own draw. The numbers are their means; the output is the first
+    head."""
     seed: int = 0
-    """Of the first head and its draw; the others have the next ones."""
+    """Seed of the first head and its draw; the other heads have the next seeds."""
     encode: EncodeConfig = field(default_factory=EncodeConfig)
-    """A text's vector."""
+    """How a text becomes a vector."""
     head: HeadConfig = field(default_factory=HeadConfig)
     """The classifier."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
@@ -54,7 +56,7 @@ class Config:
     json: str = field(default="", metadata=NOT_IDENTITY)
     """Write the numbers to this file too."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
-    """Damaged input."""
+    """How much damage in the input is tolerated."""
 
     def __post_init__(self) -> None:
         parse_shots(self.shots)

@@ -1,4 +1,4 @@
-"""A corpus to one without duplicates and without texts of its evaluation sets."""
+"""Removes duplicates, and examples that share text with evaluation sets, from a corpus."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Config:
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the cleaned corpus."""
     evaluation: tuple[str, ...] = ()
-    """What train must not share words with: corpora (their valid and test), or files or folders of
-    Parquet (context and response, or text) or of plain text, a text a line."""
+    """Evaluation sets that train must not share words with: corpora (their valid and test splits), files
+    or folders of Parquet (context and response, or text), or plain text with one text a line."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print sizes, tasks, requests and hours, and write nothing."""
     dedup: options.Options = field(default_factory=options.Options)

@@ -1,4 +1,4 @@
-"""Rankers from and to other projects' formats."""
+"""Converts rankers from and to other projects' formats."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ from pipeline.models.sources import open_external
 class Config:
     """Makes a ranker of another project's model, or the other way round.
 
-    Read are a ranker (of jobs.finetune), a directory of sentence-transformers (a bi-encoder, or a
-    CrossEncoder) and one of ParlAI with a poly-encoder (model, model.opt, model.dict,
-    model.dict.codecs); which one it is, its files say. In float32 the new model has the same vectors and
-    scores; the README.md in its folder says how to use it.
+    The job reads a ranker (of jobs.finetune), a directory of sentence-transformers (a bi-encoder or a
+    CrossEncoder), or a directory of ParlAI with a poly-encoder (model, model.opt, model.dict,
+    model.dict.codecs). It tells them apart by their files. In float32 the new model has the same vectors and
+    scores. The README.md in its folder says how to use it.
     """
 
     model: str
     """The model to read."""
     output: str = field(metadata=NOT_IDENTITY)
-    """Folder of the new one."""
+    """Folder of the new model."""
     to: Literal["polyrank", "sentence-transformers", "onnx"] = "polyrank"
-    """polyrank: a ranker. sentence-transformers: of a bi-encoder one folder a side, context/ and
-    candidate/; of a cross-encoder a CrossEncoder. onnx: of a single-context ConveRT model."""
+    """polyrank: a ranker. sentence-transformers: a bi-encoder becomes the folders context/ and
+    candidate/, and a cross-encoder becomes a CrossEncoder. onnx: only for a single-context ConveRT
+    model."""
     dimensions: int = 0
-    """Vectors are cut to so many, a width that `ranker.matryoshka` names; 0: as they are."""
+    """Truncate vectors to this width, which must be one of `ranker.matryoshka`; 0: keep them as they
+    are."""
     int8: bool = False
-    """ConveRT: the blocks' linear layers get weights of 8 bits, and multiply them with inputs of 8 bits on
-    CPUs: smaller files, and faster than float32 but not than bf16. Scores change a little."""
+    """ConveRT: the blocks' linear layers get 8-bit weights, which CPUs multiply with 8-bit inputs. The
+    files are smaller. It is faster than float32 but not than bf16, and scores change a little."""
     max_context_tokens: int = 0
-    """From sentence-transformers: contexts keep so many tokens; 0: what the model takes, for a
-    CrossEncoder half of it."""
+    """From sentence-transformers: contexts keep this many tokens; 0: as many as the model takes, or half
+    of that for a CrossEncoder."""
     max_candidate_tokens: int = 0
-    """Likewise for candidates."""
+    """From sentence-transformers: the same for candidates."""
 
     def __post_init__(self) -> None:
         for name in ("dimensions", "max_context_tokens", "max_candidate_tokens"):

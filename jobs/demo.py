@@ -1,7 +1,7 @@
 """The whole path on this machine: raw dumps → corpora → encoder → rankers → pools → HTTP.
 
-Every stage is a job that can be run alone; the command that does it is printed before it. Stages that
-are done already are recognised, so a demo that was killed goes on.
+Every stage is a job that can run alone; its command is printed first. Finished stages are recognised, so
+the same command resumes a demo that was killed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _RANKERS = ("bi", "cross", "poly", "articles")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Runs the whole path on sample data, from raw dumps to a service, and asks the service.
+    """Runs the whole path on sample data, from raw dumps to a service, and sends it requests.
 
-    It has a Ray of its own. Without --data on generated sample corpora; without --encoder one is pre-trained.
+    It starts a Ray of its own. Without --data it generates sample corpora. Without --encoder it pre-trains
+    one.
     """
 
     ALIASES = MappingProxyType({"keep": "keep_running"})
     work: str = ".demo"
-    """Folder for everything that is made."""
+    """Folder for all outputs."""
     data: str = ""
     """Folder with real dumps: RC_* files, ConvAI2's *_self_original*.txt, WikiExtractor output."""
     encoder: str = ""
@@ -41,7 +42,7 @@ class Config:
     keep_running: bool = False
     """Leave the service and the dashboard up until Ctrl-C."""
     port: int = 8000
-    """Of the service, on 127.0.0.1."""
+    """Port of the service, on 127.0.0.1."""
 
 
 def run(config: Config) -> program.Summary:

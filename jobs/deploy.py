@@ -1,4 +1,4 @@
-"""A service on a Ray cluster: sent, and watched until it runs."""
+"""Sends a service to a Ray cluster, and waits until it runs."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class Config:
     file: str
     """YAML with `applications`, such as serve/config.cluster.yaml."""
     address: str = ""
-    """Of the cluster's dashboard, http://…:8265; empty: RAY_DASHBOARD_ADDRESS, or this machine's."""
+    """The cluster's dashboard, http://…:8265; empty: RAY_DASHBOARD_ADDRESS, or this machine's."""
     timeout_s: float = 1800.0
-    """The job fails if something does not run yet after so many seconds: nodes may have to start first."""
+    """Fail if an application does not run after this many seconds. Nodes may have to start first."""
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "timeout_s", self.timeout_s, "> 0")
 
 
 def run(config: Config) -> program.Summary:
-    wanted = _read(config.file)
-    names = sorted(application["name"] for application in wanted["applications"])
+    settings = _read_settings(config.file)
+    names = sorted(application["name"] for application in settings["applications"])
     address = config.address or os.environ.get(_ADDRESS, "") or "http://127.0.0.1:8265"
 
     client = dashboard.connect(_service_client, address)
-    _send_code(wanted)
+    _send_code(settings)
     try:
-        client.deploy_applications(wanted)
+        client.deploy_applications(settings)
     except dashboard.LOST as error:
         raise BadInput(f"--address {address}: not taken ({_last_line(str(error))})") from None
-    problems = _await(client, names, config.timeout_s)
+    problems = _wait_for(client, names, config.timeout_s)
     if problems:
         raise Stopped("; ".join(f"{name}: {problem}" for name, problem in problems.items()))
     return {"applications": names, "address": address}
@@ -61,7 +61,7 @@ def _service_client(address: str) -> Any:
     return ServeSubmissionClient(address)
 
 
-def _read(file: str) -> dict[str, Any]:
+def _read_settings(file: str) -> dict[str, Any]:
     """The file's settings. Raises BadInput where it has no applications with names."""
     import yaml
 
@@ -80,12 +80,12 @@ def _read(file: str) -> dict[str, Any]:
     return dict(settings)
 
 
-def _send_code(wanted: dict[str, Any]) -> None:
+def _send_code(settings: dict[str, Any]) -> None:
     """Puts the archive's URI in place of each folder that is to have it. Its name depends on its bytes: Ray
     reads an archive once, and takes another one of the same name for the one that it has."""
     archive = packages.archive()
     name = f"polyrank-{hashlib.sha256(archive).hexdigest()[:16]}.zip"
-    for application in wanted["applications"]:
+    for application in settings["applications"]:
         environment = application.get("runtime_env") or {}
         folder = str(environment.get("working_dir", ""))
         if folder.endswith("/"):
@@ -95,9 +95,9 @@ def _send_code(wanted: dict[str, Any]) -> None:
             print(f"{application['name']}: its code is {uri}", flush=True)
 
 
-def _await(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:
-    """Waits until all applications run or have failed; why those that do not run do not."""
-    end, seen = time.monotonic() + timeout_s, dict[str, str]()
+def _wait_for(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:
+    """Waits until each application runs or has failed; returns the problem of each one that does not run."""
+    end, statuses_before = time.monotonic() + timeout_s, dict[str, str]()
     while True:
         try:
             applications = client.get_serve_details()["applications"]
@@ -107,9 +107,9 @@ def _await(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:
             }
         statuses = {name: applications.get(name, {}).get("status", "NOT_STARTED") for name in names}
         for name, status in statuses.items():
-            if seen.get(name) != status:
+            if statuses_before.get(name) != status:
                 print(f"{name}: {status}", flush=True)
-        seen = statuses
+        statuses_before = statuses
         is_decided = all(status in _DECIDED for status in statuses.values())
         if is_decided or time.monotonic() > end:
             return {

@@ -1,4 +1,4 @@
-"""Candidate texts to a versioned pool that searches and services open, made anew night after night."""
+"""Embeds candidate texts into a versioned pool, which searches and services open."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _MEASURED_ROWS = 1000  # a rate from fewer rows says little
 class Config:
     """Embeds candidate texts with a ranker into a new version of a pool and makes it CURRENT.
 
-    Texts that the version before has are copied from it, if the same model embedded them; the same texts
-    and model again: nothing to do. Candidates are tables: Parquet (such as a corpus' train/ folder, with
-    `--embed.text-column response --embed.id-column example_id`), JSON lines, CSV or TSV.
+    The vector of a text is copied from the version before, if the same model embedded the text there. With
+    the same texts and model there is nothing to do. Candidates are tables: Parquet (such as a corpus' train/
+    folder, with `--embed.text-column response --embed.id-column example_id`), JSON lines, CSV or TSV.
     """
 
     model: str
@@ -60,26 +60,27 @@ class Config:
     redact: bool = field(default=True, metadata=NOT_IDENTITY)
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags, as jobs.prepare_corpus does."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
-    """Only say what would be done. It reads all candidates, and writes a plan below <pools>/_plans, which it
-    removes."""
+    """Print what would be done. The job still reads all candidates, and writes a plan below
+    <pools>/_plans, which it removes at its end."""
     publish_only: bool = field(default=False, metadata=NOT_IDENTITY)
     """Leave CURRENT as it is, until jobs.promote moves it. A pool's first version becomes CURRENT all the
     same."""
     keep: int = field(default=3, metadata=NOT_IDENTITY)
-    """Versions that stay; CURRENT, and what a service has open, stay too. A killed build stays until so many
-    newer versions are there. 0: all versions, and killed builds until the next one."""
+    """Keep this many versions, and also CURRENT and each version that a service has open. A killed build
+    stays until this many newer versions are there. 0: keep all versions, and a killed build until the
+    next version."""
     keep_days: float = field(default=0.0, metadata=NOT_IDENTITY)
-    """Versions younger than this stay too."""
+    """Also keep versions that are younger than this."""
     lock_expires_s: float = field(default=120.0, metadata=NOT_IDENTITY)
-    """A job that has given no sign of life for so long loses the pool to the next one."""
+    """A job that has given no sign of life for this long loses the pool to the next job."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     """The texts."""
     gate: GateConfig = field(default_factory=GateConfig, metadata=NOT_IDENTITY)
-    """What a version has to pass."""
+    """The checks that a version has to pass."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
-    """Damaged input."""
+    """How much damage in the input is tolerated."""
     resources: Actors = field(default_factory=Actors, metadata=NOT_IDENTITY)
-    """What it runs on."""
+    """The hardware that the job runs on."""
 
     def __post_init__(self) -> None:
         require(bool(self.name) and not set(self.name) & set("/\\ .\n"), "name", self.name,
@@ -144,7 +145,7 @@ def _resolve(config: Config) -> _Job:
 
 
 def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
-    """(the version that is CURRENT then, whether it was there before)
+    """(the version that is CURRENT afterwards, whether it existed before)
 
     Raises Stopped where the gate refuses the version.
     """

@@ -48,36 +48,36 @@ class Config:
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
     together: bool = False
-    """One more row: the mean of the models' scores."""
+    """Add a row for the mean of the models' scores."""
     split: Literal["train", "valid", "test"] = "valid"
-    """Which part of it."""
+    """The split whose examples are ranked."""
     protocol: protocols.Name = "convai2"
-    """Whose source, candidates and recall_at hold where they are not set: convai2: given, 20; dstc7:
-    given, 100; ubuntu: given, 10; wikipedia: others, 10,001; polyai: blocks, 100; labels: sampled, all
-    that the split has. Pairs of your own: polyai. Texts and their labels: labels, where R@1 is the
-    accuracy."""
+    """Chooses source, candidates and recall_at where you do not set them. convai2: given, 20. dstc7:
+    given, 100. ubuntu: given, 10. wikipedia: others, 10,001. polyai: blocks, 100. labels: sampled, all
+    that the split has. For pairs of your own take polyai. For texts with labels take labels: its R@1 is
+    the accuracy."""
     source: CandidateSource | Literal["protocol"] = "protocol"
     """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
     responses of a block of C random examples; others: the response among the corpus' others/."""
     candidates_per_question: int = 0
     """C: candidates of an example, the right one among them; `--candidates` means the same. 0: the
-    protocol's, or, of blocks and sampled, as many as a smaller split has."""
+    protocol's number. If the split is smaller, blocks and sampled then take all that it has."""
     recall_at: tuple[int, ...] = ()
     """The k of R@k/C; none: the protocol's."""
     max_examples: int = 100_000
-    """At most so many, drawn at random."""
+    """Rank at most this many examples, drawn at random."""
     baselines: bool = True
     """Rows for chance, TF-IDF and BM25 (weights from the train split)."""
     mapped: str = ""
     """A frozen encoder, any that jobs.classify_intents takes, for two more baselines: the cosine of its
     vectors (sim), and the same with a linear map that 10,000 examples of the train split train (map)."""
     none: Literal["ranked", "threshold"] = "ranked"
-    """DSTC7's sub-task 4, the score of NONE. ranked: the model's own, as for any candidate; threshold:
-    the one that gives the highest R@1 on the valid split."""
+    """DSTC7's sub-task 4: the score of NONE. ranked: the model scores NONE like any candidate. threshold:
+    NONE has the score that gives the highest R@1 on the valid split."""
     slow: bool = False
-    """Cross-encoders too where a question has more than 1,000 candidates."""
+    """Rank with cross-encoders, too, if a question has more than 1,000 candidates."""
     latency_queries: int = 50
-    """Questions that are timed, one at a time; 0: none."""
+    """Time this many questions, one at a time; 0: none."""
     json: str = ""
     """Write the table to this file too."""
     plot: str = ""
@@ -87,11 +87,12 @@ class Config:
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print the questions and the hours, measured on this machine, and write nothing."""
     precision: Precision = "auto"
-    """What encoders compute in; auto: bf16 where the hardware multiplies it. Scores differ a little."""
+    """The precision that encoders compute in; auto: bf16 where the hardware multiplies it. Scores differ
+    a little."""
     resources: Actors = field(default=HERE, metadata=NOT_IDENTITY)
-    """What models run on; by default in this process, without a cluster."""
+    """The hardware that models run on; by default this process alone, without a cluster."""
     seed: int = 0
-    """Of the draws and of the candidates' order."""
+    """Seed of the draws and of the order of candidates."""
 
     def __post_init__(self) -> None:
         require(self.candidates_per_question == 0 or self.candidates_per_question >= 2,

@@ -1,4 +1,4 @@
-"""A ranker from an encoder: bi-, poly- or cross-encoder; or ConveRT from a vocabulary."""
+"""Trains a ranker: a bi-, poly- or cross-encoder from an encoder, or ConveRT from a vocabulary."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Config:
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
     encoder: str
-    """An encoder: of jobs.pretrain, any `transformers` directory, or a hub id. A ranker: its towers.
-    ConveRT: subwords of jobs.train_tokenizer, or a ConveRT model to train further; options of
-    `ranker` that are at their defaults then have that model's sizes."""
+    """What the ranker starts from. An encoder: of jobs.pretrain, any `transformers` directory, or a hub
+    id. A ranker: its encoders. For ConveRT: subwords of jobs.train_tokenizer, or a ConveRT model to train
+    further; its sizes then replace the defaults of `ranker`."""
     continue_from: str = ""
-    """A ranker of this job, whose run goes on with more --finetune.epochs or --finetune.max-steps: its
-    corpus, encoder, task, optimizer and model stay."""
+    """A ranker of this job, to train with more --finetune.epochs or --finetune.max-steps. Its corpus,
+    encoder, task, optimizer and model stay."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the ranker."""
     ranker: RankerConfig = field(default_factory=PolyConfig)
@@ -48,7 +48,7 @@ class Config:
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print sizes, steps, memory and hours, measured on this machine, and train nothing."""
     resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
-    """What it runs on."""
+    """The hardware that the job runs on."""
     register_as: str = field(default="", metadata=NOT_IDENTITY)
     """Name in MLflow's registry; the new version gets the alias `candidate`."""
 

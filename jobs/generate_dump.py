@@ -19,7 +19,7 @@ class Config(dump_generator.Options):
     """
 
     output: str
-    """Folder of the files; --input of jobs.prepare_corpus."""
+    """Folder of the files. It is the --input of jobs.prepare_corpus."""
 
 
 def run(config: Config) -> program.Summary:

@@ -30,13 +30,13 @@ class Config:
     pool: str = ""
     """A pool (of jobs.embed_pool), or one of its versions."""
     html: str = ""
-    """Of a corpus: the page's file; by default <name of the corpus>.html in the working directory."""
+    """File of a corpus's HTML page; by default <name of the corpus>.html in the working directory."""
     sample_rows: int = 200_000
-    """Numbers are of so many rows at most, spread evenly over all files; 0: all rows."""
+    """Take the numbers from at most this many rows, spread evenly over all files; 0: from all rows."""
     examples: int = 3
-    """Examples of each split, drawn at random; of a pool: nearest pairs."""
+    """Number of examples of each split, drawn at random. For a pool: number of nearest pairs."""
     seed: int = 0
-    """Other examples."""
+    """Seed of the draw; another seed shows other examples."""
 
     def __post_init__(self) -> None:
         require(

@@ -1,4 +1,4 @@
-"""Raw public dumps to a corpus: Parquet examples in a folder per split."""
+"""Turns raw public dumps into a corpus: Parquet examples, in a folder per split."""
 
 from __future__ import annotations
 
@@ -64,14 +64,16 @@ class Config:
     redact: bool = True
     """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
     authors: Literal["hash", "plain"] = "hash"
-    """Author names as keyed hashes, or as they are (reddit). The key is POLYRANK_AUTHOR_SALT; without it, for
-    an output on this machine, a random one that is kept in ~/.config/polyrank."""
+    """How author names are stored (reddit): as keyed hashes, or as they are. The key is
+    POLYRANK_AUTHOR_SALT. Without it, an output on this machine gets a random key that is kept in
+    ~/.config/polyrank."""
     expect: published_counts.Expect = field(default="report", metadata=NOT_IDENTITY)
-    """Published numbers of examples: say where others are found, or refuse them (`published`)."""
+    """What to do if the number of examples is not the published one: report it, or refuse the input
+    (`published`)."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print sizes, tasks, requests and hours, and write nothing."""
     reading: Reading = field(default_factory=Reading, metadata=NOT_IDENTITY)
-    """Damaged input."""
+    """How much damage in the input is tolerated."""
     reddit: reddit.Options = field(default_factory=reddit.Options, metadata=_read_by("reddit"))
     """Rules for reddit."""
     convai2: convai2.Options = field(default_factory=convai2.Options, metadata=_read_by("convai2"))

@@ -1,4 +1,4 @@
-"""An encoder by masked language modelling and next-utterance (or next-sentence) prediction."""
+"""Trains an encoder by masked language modelling and next-utterance (or next-sentence) prediction."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class Config:
     """Corpora of jobs.tokenize_corpus; or corpora of jobs.prepare_corpus, which are tokenized first, into
     `<output>.tokens`."""
     weights: tuple[float, ...] = ()
-    """How often each corpus is read, one number each; none: by their numbers of tokens."""
+    """How often each corpus is read, relative to the others: one number for each; none: in proportion to
+    its tokens."""
     tokenizer: str = ""
     """For corpora that are not tokenized: a tokenizer (of jobs.train_tokenizer), or --start's own."""
     start: str = ""
-    """A published encoder to train on: a `transformers` directory or a hub id, with its MLM head where it
-    has one. Empty: a new encoder of --shape."""
+    """A published encoder that training starts from: a `transformers` directory or a hub id, with its MLM
+    head if it has one. Empty: a new encoder of --shape."""
     continue_from: str = ""
-    """An encoder of this job, whose run goes on with more --pretrain.steps: its corpora, task, optimizer and
-    shape stay."""
+    """An encoder of this job, to train with more --pretrain.steps. Its corpora, task, optimizer and shape
+    stay."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the encoder: a plain `transformers` directory, curves.png and manifest.json."""
     shape: Shape = field(default_factory=Shape, metadata=read_when({"start": ("",)}))
@@ -63,7 +64,7 @@ class Config:
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print sizes, steps, memory and hours, measured on this machine, and train nothing."""
     resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
-    """What it runs on."""
+    """The hardware that the job runs on."""
 
 
 def run(config: Config) -> program.Summary:

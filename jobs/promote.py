@@ -42,18 +42,20 @@ class Config:
     name: str = ""
     """The pool's name. With a model the pool moves to its newest version of that model."""
     version: str = ""
-    """Of a model: a number or an alias; empty: candidate. Of a pool alone: such as v-0123456789ab."""
+    """The version to promote. Of a model: a number or an alias; empty: the alias candidate. Of a pool
+    alone: its name, such as v-0123456789ab."""
     rollback: bool = False
-    """Back to the version before: the model's alias `previous` and that model's pool. Of a pool alone,
-    the version that was CURRENT before. A second rollback undoes the first one."""
+    """Go back to the version before. A model goes back to its alias `previous`, and its pool with it. A
+    pool alone goes back to the version that was CURRENT before. A second rollback undoes the first
+    one."""
     corpus: str = ""
     """The test corpus, on which candidate and champion are compared. Always use the same one."""
     split: Literal["train", "valid", "test"] = "test"
-    """Its split."""
+    """The split of that corpus."""
     protocol: protocols.Name = "convai2"
     """Where the candidates come from, and how many; as in jobs.evaluate."""
     max_examples: int = 10_000
-    """Questions that both models are asked."""
+    """Ask both models at most this many questions."""
     min_difference: float = 0.0
     """Promote only if the 95 % interval of R@1(candidate) - R@1(champion) lies above this number. 0:
     significantly better. -0.01: at most one point worse."""

@@ -1,4 +1,4 @@
-"""A corpus to the same corpus with rankers' scores, for other rankers to learn from."""
+"""Adds the scores of rankers to a corpus, so that other rankers can learn from them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Config:
     corpus: str
     """A corpus (of jobs.prepare_corpus)."""
     teacher: tuple[str, ...]
-    """Rankers (of jobs.finetune): a cross-encoder for bi- and poly-encoders, and those for a cross-encoder
-    that has too few examples to learn from alone. Several: the mean of their scores."""
+    """Rankers (of jobs.finetune). A cross-encoder teaches bi- and poly-encoders; these teach a
+    cross-encoder that has few examples of its own. Several teachers: the mean of their scores."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the corpus with scores."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
@@ -34,7 +34,7 @@ class Config:
     teaching: TeachingConfig = field(default_factory=TeachingConfig)
     """What is scored."""
     resources: Actors = field(default_factory=Actors, metadata=NOT_IDENTITY)
-    """What it runs on."""
+    """The hardware that the job runs on."""
 
 
 def run(config: Config) -> program.Summary:

@@ -22,37 +22,40 @@ _SHOWN_VECTORS, _SHOWN_CHARACTERS = 3, 80
 class Config:
     """Searches a pool and prints the best candidates for a context.
 
-    A line: the score, with --cross the cross-encoder's before it; the id; which of the context's vectors
-    (of a poly-encoder: its codes, from 0) carried how much of the score; the text; the
-    columns that the pool keeps to filter by.
+    A line has the score (with --cross the cross-encoder's score before it), the id, the context's vectors
+    that carried most of the score (of a poly-encoder: its codes, from 0) with their shares, the text, and
+    the columns that the pool keeps to filter by.
     """
 
     pool: str
     """<pools>/<name>, or one of its versions."""
     model: str
-    """The ranker that embedded it."""
+    """The ranker that embedded the pool."""
     context: tuple[str, ...]
     """The turns, oldest first."""
     top_k: int = 10
     """Candidates to show."""
     method: Method = "auto"
-    """auto: pruned, or exact in a small pool, with one answer; approximate: needs --embed.neighbours."""
+    """auto: pruned, or exact in a small pool, which gives the same answer. approximate: needs
+    --embed.neighbours."""
     certify: bool = False
-    """Go on after an approximate answer until it is certified."""
+    """Continue after an approximate answer until the answer is certified."""
     allow: tuple[str, ...] = ()
     """Only candidates with these ids."""
     deny: tuple[str, ...] = ()
     """No candidates with these ids."""
     where: tuple[str, ...] = ()
-    """Only candidates with such a value, column=value; several of one column: any of them."""
+    """Only candidates with this value in a column: column=value. Several values of one column: any of
+    them."""
     cross: str = ""
-    """A cross-encoder that puts the best in order."""
+    """A cross-encoder that orders the best candidates anew."""
     cross_candidates: int = 100
-    """How many it reads."""
+    """Number of candidates that the cross-encoder reads."""
     precision: Precision = "auto"
-    """What encoders compute in; auto: bf16 where the hardware multiplies it."""
+    """The precision that encoders compute in; auto: bf16 where the hardware multiplies it."""
     together: bool = False
-    """The mean of its score and the search's puts them in order, not its own alone."""
+    """Order them by the mean of the cross-encoder's score and the search's, not by the cross-encoder's
+    alone."""
 
     def __post_init__(self) -> None:
         require(any(turn.strip() for turn in self.context), "context", self.context, "some text")

@@ -24,12 +24,12 @@ class Config:
     model: str
     """A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry."""
     pools: tuple[str, ...] = ()
-    """Pools that it embedded, <pools>/<name> each."""
+    """Pools that this model embedded: <pools>/<name> each."""
     port: int = 8000
-    """Where it listens."""
+    """Port of the service."""
     host: str = "127.0.0.1"
-    """The address that it listens on; 0.0.0.0: all of this machine, where everybody may ask unless tokens are
-    set (serve/README.md)."""
+    """The address that the service listens on. With 0.0.0.0, all addresses of this machine, everybody may
+    ask unless tokens are set (serve/README.md)."""
     arguments: tuple[str, ...] = ()
     """More arguments of `serve.app:build`, name=value, such as precision=fp32 or second_stage=CROSS."""
 

@@ -1,7 +1,7 @@
 """Sends a job to a Ray cluster: `python -m jobs.submit --wait -- embed_pool --config reembed.yaml`.
 
-What stands after `--` is what one would type after `python -m jobs.` on this machine. The code travels, and
-the settings files that the command names; inputs and outputs are URIs that all nodes reach.
+The words after `--` are those that you would type after `python -m jobs.` on this machine. The code travels
+with the settings files that the command names. Inputs and outputs are URIs that all nodes reach.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Config:
 
     AFTER_DASHES = "command"
     command: tuple[str, ...] = ()
-    """What stands after `--`: the job's verb and options."""
+    """The words after `--`: the verb and the options of the job."""
     address: str = ""
-    """Of the cluster's dashboard, http://…:8265; empty: RAY_API_SERVER_ADDRESS."""
+    """The cluster's dashboard, http://…:8265; empty: RAY_API_SERVER_ADDRESS."""
     name: str = ""
     """The job's id; empty: <verb>-<time in UTC>."""
     wait: bool = False

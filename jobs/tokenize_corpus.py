@@ -1,4 +1,4 @@
-"""A corpus to token ids, once, for pre-training to read in every epoch."""
+"""Turns a corpus into token ids once; pre-training reads them in every epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Config:
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the tokens: train/, valid/, tokenizer/ and manifest.json."""
     tokenize: TokenizeConfig = field(default_factory=TokenizeConfig)
-    """What is kept of each example."""
+    """Which tokens of each example are kept."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print sizes, tasks, requests and hours, measured on this machine, and write nothing."""
 

@@ -1,4 +1,4 @@
-"""A tokenizer from the train splits of corpora."""
+"""Learns a tokenizer from the train splits of corpora."""
 
 from __future__ import annotations
 
