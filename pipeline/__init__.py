@@ -1,8 +1,8 @@
-"""What polyrank computes: a library. Importing it does nothing, and it never starts a cluster.
+"""The library of polyrank. Importing it loads nothing, and it never starts a cluster.
 
     from pipeline import Pool, Ranker
 
-Both names are loaded when they are asked for, without Ray and torch: `pipeline/API.md` says what they do.
+Both names are loaded at their first use, without Ray and torch. `pipeline/API.md` shows how to use them.
 """
 
 from importlib import import_module

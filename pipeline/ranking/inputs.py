@@ -1,4 +1,4 @@
-"""Checks of contexts and candidates that come from a program: what is no text is named in one line."""
+"""Checks contexts and candidates that a program hands in. The error names the wrong one in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ItemT = TypeVar("ItemT")
 
 
 def context(value: Context, name: str = "context") -> list[str]:
-    """The turns. Raises BadInput where none of them has any text."""
+    """The turns of a context. Raises BadInput if a turn is not a text, or if no turn has any text."""
     turns = [value] if isinstance(value, str) else _require_list(value, name, "turns, or a text")
     for number, turn in enumerate(turns):
         _require_text(turn, name if isinstance(value, str) else f"{name}[{number}]")
@@ -23,13 +23,13 @@ def context(value: Context, name: str = "context") -> list[str]:
 
 
 def contexts(values: Iterable[Context]) -> list[list[str]]:
-    """The turns of each context. Raises BadInput as `context`."""
+    """The turns of each context. Raises BadInput as `context` does."""
     items = _require_list(values, "contexts", "contexts")
     return [context(item, f"contexts[{number}]") for number, item in enumerate(items)]
 
 
 def texts(values: Iterable[str], name: str) -> list[str]:
-    """Raises BadInput for what is no text, and for an empty one."""
+    """The values as a list. Raises BadInput if one is not a text, or is empty."""
     items = _require_list(values, name, "texts")
     for number, text in enumerate(items):
         _require_filled(text, f"{name}[{number}]")
@@ -37,7 +37,7 @@ def texts(values: Iterable[str], name: str) -> list[str]:
 
 
 def candidates(values: Iterable[str] | Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """(ids, texts). Raises BadInput as `texts`, and where there is none."""
+    """(ids, texts). Raises BadInput as `texts` does, and if there are no candidates."""
     if isinstance(values, Mapping):
         for key, text in values.items():
             require(isinstance(key, str), "candidates", key, "ids that are text")
@@ -52,7 +52,7 @@ def candidates(values: Iterable[str] | Mapping[str, str]) -> tuple[list[str], li
 
 
 def require_top_k(top_k: int) -> None:
-    """More than there are candidates is allowed."""
+    """Raises BadInput unless `top_k` is a whole number from 1. It may exceed the number of candidates."""
     is_number = isinstance(top_k, int) and not isinstance(top_k, bool)
     require(is_number and top_k >= 1, "top_k", top_k, "a whole number >= 1")
 

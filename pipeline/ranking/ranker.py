@@ -5,8 +5,8 @@
     ranker = Ranker.load("rankers/poly")
     print(ranker.rank(["hi !", "any plans for the weekend ?"], ["no", "i go skiing"], top_k=1))
 
-No Ray, no service, no cluster; `serve/` answers with the same code. What is loaded when: nothing slow by
-importing this module, torch and transformers by loading a ranker.
+It needs no Ray, no service and no cluster; `serve/` answers with the same code. Importing this module is
+quick: torch and transformers are loaded with the first ranker.
 
 Axes: N contexts or texts, M vectors of a context, D dimensions, T tokens, C candidates.
 """
@@ -45,19 +45,20 @@ class ContextVectors(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Why a ranker with vectors scores candidates as it does."""
+    """The tokens and vectors of a context that the scores of candidates come from."""
 
     tokens: list[str]
-    """[T]: what the model has read of the context, special tokens included; joined they read as the text."""
+    """[T]: the tokens that the model has read of the context, special tokens included. Joined, they read
+    as the text."""
     attention: Floats
-    """[M, T] float32: how much each vector of the context (of a poly-encoder: each code) takes of each
-    token. Rows add up to 1, those of vectors that do not count to 0."""
+    """[M, T] float32: the attention of each vector of the context (of a poly-encoder: each code) to each
+    token. A row adds up to 1, or to 0 for a vector that does not count."""
     weights: Floats
-    """[C, M] float32: how much each of these vectors counts in each candidate's score. Rows add up to 1."""
+    """[C, M] float32: the weight of each of these vectors in each candidate's score. Rows add up to 1."""
 
     @property
     def token_weights(self) -> Floats:
-        """[C, T] float32: how much of each token each candidate's score has seen, through all vectors."""
+        """[C, T] float32: the weight of each token in each candidate's score, summed over the vectors."""
         weights: Floats = self.weights @ self.attention
         return weights
 
@@ -65,9 +66,9 @@ class Explanation(NamedTuple):
 class Ranker:
     """A bi-, poly- or cross-encoder or a ConveRT model, loaded on this machine.
 
-    Threads may share it. A context is a text, or a list of turns, oldest first and newest last; too long
-    ones keep their newest tokens (ConveRT: the first ones of the newest turn). Whatever cannot be ranked
-    ends in `BadInput`, whose message is one line.
+    Threads may share it. A context is a text, or a list of turns, oldest first and newest last. A
+    context that is too long keeps its newest tokens (ConveRT: the first tokens of the newest turn). Input
+    that cannot be ranked raises `BadInput`, whose message is one line.
     """
 
     def __init__(self, module: RankerModule, uri: str, artifact: Artifact | None = None) -> None:
@@ -84,9 +85,9 @@ class Ranker:
 
         `uri`: a folder, here or in an object store (s3://…, gs://…), or `models:/name@alias` of MLflow's
         registry. `precision`: fp32, bf16, or auto, which is bf16 where the hardware multiplies it.
-        `device`: cpu, cuda, or auto, which is a GPU that there is.
+        `device`: cpu, cuda, or auto, which is a GPU if there is one.
 
-        Raises BadInput where there is no ranker, or where its files are damaged.
+        Raises BadInput if there is no ranker at the URI, or if its files are damaged.
 
         >>> ranker = Ranker.load("rankers/poly")
         >>> ranker.architecture, ranker.dimensions
@@ -96,11 +97,11 @@ class Ranker:
         pipeline.config.BadInput: .../rankers/none: not a ranker (manifest.json is missing)...
         """
         from pipeline.models.ranker import load_ranker
-        from pipeline.ranking import files
+        from pipeline.ranking import ranker_files
 
-        opened = files.open_ranker(str(uri))
-        module = _prepare(load_ranker(opened.folder), precision, device)
-        return cls(module, opened.uri, opened.artifact)
+        files = ranker_files.open_ranker(str(uri))
+        module = _prepare(load_ranker(files.folder), precision, device)
+        return cls(module, files.uri, files.artifact)
 
     @classmethod
     def from_sentence_transformers(
@@ -111,16 +112,17 @@ class Ranker:
         precision: Precision = "auto",
         device: str = "auto",
     ) -> Ranker:
-        """Loads what sentence-transformers saved: a bi-encoder, or a CrossEncoder of BERT.
+        """Loads a model that sentence-transformers saved: a bi-encoder, or a CrossEncoder of BERT.
 
         `path`: its folder, here or in an object store, or its name on the Hugging Face hub.
-        `max_context_tokens`, `max_candidate_tokens`: longer texts are cut; 0: what the model takes. Its
-        vectors are those of `SentenceTransformer.encode`; `jobs.convert_model` writes it as a ranker.
+        `max_context_tokens`, `max_candidate_tokens`: longer texts are truncated; 0: as many as the model
+        takes. The vectors are those of `SentenceTransformer.encode`. `jobs.convert_model` writes the model
+        as a ranker.
 
-        Raises BadInput for a model that no ranker is equal to.
+        Raises BadInput for a model that a ranker cannot reproduce.
         """
         from pipeline.models.exchange import from_sentence_transformers
-        from pipeline.ranking import files
+        from pipeline.ranking import ranker_files
 
         for name, value in (
             ("max_context_tokens", max_context_tokens),
@@ -128,15 +130,15 @@ class Ranker:
         ):
             require(value >= 0, name, value, ">= 0")
         lengths = from_sentence_transformers.Lengths(max_context_tokens, max_candidate_tokens)
-        folder = files.external_folder(str(path))
+        folder = ranker_files.external_folder(str(path))
         module = from_sentence_transformers.load(folder, lengths)
         return cls(_prepare(module, precision, device), str(path))
 
-    # What it is
+    # Its properties
 
     @property
     def config(self) -> RankerConfig:
-        """Its settings, as in its `ranker.json`."""
+        """The settings of the ranker, as in its `ranker.json`."""
         return self.module.config
 
     @property
@@ -146,7 +148,7 @@ class Ranker:
 
     @property
     def dimensions(self) -> int:
-        """D of its vectors. Raises BadInput for a cross-encoder, which has none."""
+        """D, the width of its vectors. Raises BadInput for a cross-encoder, which has no vectors."""
         return self.module.dual.dimensions
 
     @property
@@ -156,16 +158,16 @@ class Ranker:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the contents of its files; a pool names the one of the ranker that embedded it."""
-        from pipeline.ranking import files
+        """A hash of the ranker's files. A pool stores the fingerprint of the ranker that embedded it."""
+        from pipeline.ranking import ranker_files
 
-        return files.fingerprint(self.uri, self.artifact)
+        return ranker_files.fingerprint(self.uri, self.artifact)
 
     def __repr__(self) -> str:
         device = self.module.device
         return f"Ranker({self.uri!r}, {self.architecture}, {self.precision} on {device})"
 
-    # What it does
+    # Rankings and vectors
 
     def rank(
         self,
@@ -173,11 +175,12 @@ class Ranker:
         candidates: Iterable[str] | Mapping[str, str],
         top_k: int = 10,
     ) -> Ranking:
-        """The best candidates, best first; all of them where there are fewer than `top_k`.
+        """The best `top_k` candidates, best first; all of them if there are fewer.
 
         `candidates`: texts, or texts by ids. Equal texts have equal scores.
 
-        Raises BadInput for an empty context, no candidates, an empty one, and for what is no text.
+        Raises BadInput if the context is empty, if there are no candidates, and if a text is empty or not a
+        text.
 
         >>> ranker = Ranker.load("rankers/poly")
         >>> context = ["hi !", "do you like hot tea ?"]
@@ -197,7 +200,7 @@ class Ranker:
     def score(self, context: Context, candidates: Iterable[str]) -> Floats:
         """[C] float32: the scores of texts, in their order.
 
-        Raises BadInput as `rank`.
+        Raises BadInput as `rank` does.
 
         >>> Ranker.load("rankers/cross").score("do you like tea ?", ["yes", "no", "yes"]).shape
         (3,)
@@ -220,9 +223,10 @@ class Ranker:
     ) -> ContextVectors:
         """Vectors [N, M, D] and their mask [N, M] of N contexts, in their order.
 
-        `progress`: shows a bar. `batch_tokens`: bounds a batch, padding included; 0: what suits the device.
+        `progress`: shows a bar. `batch_tokens`: the most tokens of a batch, padding included; 0: as many as
+        suit the device.
 
-        Raises BadInput for an empty context, what is no text, and for a cross-encoder, which has no vectors.
+        Raises BadInput if a context is empty or not a text, and for a cross-encoder, which has no vectors.
 
         >>> vectors, mask = Ranker.load("rankers/poly").encode_contexts(["tea ?", ["hi !", "tea ?"]])
         >>> vectors.shape, str(vectors.dtype), mask.all().item()
@@ -253,8 +257,9 @@ class Ranker:
     ) -> Floats:
         """[N, D] float32: the vectors of N candidate texts, in their order.
 
-        As jobs.embed_pool makes them: sorted by length, in batches bounded by tokens, while the next texts
-        are tokenised. `progress`, `batch_tokens` and BadInput as for `encode_contexts`.
+        They are made as in jobs.embed_pool: texts are sorted by length and encoded in batches bounded by
+        tokens, while the next texts are tokenised. `progress`, `batch_tokens` and BadInput: as for
+        `encode_contexts`.
 
         >>> ranker = Ranker.load("rankers/poly")
         >>> vectors = ranker.encode_candidates(["i like tea", "it rains"])
@@ -283,9 +288,9 @@ class Ranker:
         return vectors_ND
 
     def explain(self, context: Context, candidates: Iterable[str]) -> Explanation:
-        """Which tokens each vector of the context attends to, and how much each counts for each candidate.
+        """The attention of each vector of the context to the tokens, and its weight for each candidate.
 
-        Raises BadInput as `rank`, and for a cross-encoder, which has no vectors.
+        Raises BadInput as `rank` does, and for a cross-encoder, which has no vectors.
 
         >>> explanation = Ranker.load("rankers/poly").explain("hot tea ?", ["i like tea", "it rains"])
         >>> explanation.weights.shape, explanation.weights.sum(axis=1).round(3).tolist()
@@ -313,7 +318,7 @@ class Ranker:
         encode: Callable[[list[list[int]]], Any],
         label: str,
     ) -> Iterable[Any]:
-        """The encoded items, some thousand at a time; `label`: of the bar, "": no bar."""
+        """Yields the encoded items, some thousand at a time. `label`: the label of the bar; "": no bar."""
         from tqdm import tqdm
 
         from pipeline.models import inference

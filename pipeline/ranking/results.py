@@ -26,18 +26,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Ranking(Sequence[Result]):
-    """The best candidates, best first; ties in the order given, in a pool by id. A sequence of `Result`."""
+    """A sequence of `Result`, best first. Ties keep the order given; in a pool they are ordered by id."""
 
     results: tuple[Result, ...]
     certified: bool = True
     """Whether this is provably the exact top k."""
 
     @overload
-    def __getitem__(self, at: int) -> Result: ...
+    def __getitem__(self, place: int) -> Result: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Result, ...]: ...
-    def __getitem__(self, at: int | slice) -> Result | tuple[Result, ...]:
-        return self.results[at]
+    def __getitem__(self, place: slice) -> tuple[Result, ...]: ...
+    def __getitem__(self, place: int | slice) -> Result | tuple[Result, ...]:
+        return self.results[place]
 
     def __len__(self) -> int:
         return len(self.results)
@@ -46,13 +46,13 @@ class Ranking(Sequence[Result]):
         return iter(self.results)
 
     def __str__(self) -> str:
-        """A line for each result: its score, its text."""
+        """A line for each result, with its score and its text."""
         return "\n".join(f"{result.score:9.3f}  {result.text}" for result in self.results)
 
 
 def best_results(
     ids: Sequence[str], texts: Sequence[str], scores: Sequence[float], top_k: int
 ) -> list[Result]:
-    """The `top_k` candidates with the highest scores, best first; ties in the order given."""
+    """The `top_k` candidates with the highest scores, best first. Ties keep the order given."""
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_k]
     return [Result(index, ids[index], texts[index], scores[index]) for index in order]

@@ -1,4 +1,4 @@
-"""A pool, asked with a context's text: what `Pool.search` does."""
+"""Searches a pool for the best candidates for a context. `Pool.search` calls it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def search(
     deny: Collection[str],
     method: Method,
 ) -> Ranking:
-    """As `Pool.search`."""
+    """See `Pool.search`."""
     inputs.require_top_k(top_k)
     inputs.context(context)
     pool.require_model(ranker)
@@ -46,7 +46,7 @@ def search(
 
 
 def results_at(pool: Pool, places_K: Ints, scores_K: Floats) -> list[Result]:
-    """The candidates at places of a pool, in this order."""
+    """The candidates at these places of a pool, in the order of the places."""
     names = filters.columns(pool)
     rows = pool.rows_at(places_K, names)
     return [

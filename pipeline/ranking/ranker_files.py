@@ -1,4 +1,4 @@
-"""Where the files of a ranker are, and what names their contents."""
+"""Finds the files of a ranker at a URI, and the fingerprint of their contents."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from pipeline.models.settings import SETTINGS
 from pipeline.models.sources import SENTENCE_TRANSFORMERS, fetch_from_hub, open_external
 
 
-class Opened(NamedTuple):
-    """A ranker on this machine."""
+class RankerFiles(NamedTuple):
+    """The files of a ranker, on this machine."""
 
     uri: str
     folder: Path
     artifact: Artifact | None
-    """None: a plain folder, which no job published."""
+    """The artifact that a job has published; None: a plain folder."""
 
 
-def open_ranker(uri: str) -> Opened:
-    """Brings a ranker's files here: a published one, a plain folder with a `ranker.json`, or the one that
-    `models:/name@alias` means now.
+def open_ranker(uri: str) -> RankerFiles:
+    """Fetches the files of a ranker to this machine.
 
-    Raises BadInput where there is none.
+    `uri`: a published ranker, a plain folder with a `ranker.json`, or `models:/name@alias`. Raises BadInput
+    if there is no ranker at the URI.
     """
     uri = storage.absolute(registry.model_uri(uri).rstrip("/"))
     has_manifest = storage.exists(storage.join(uri, MANIFEST))
     if not has_manifest and storage.exists(storage.join(uri, SETTINGS)):
-        return Opened(uri, external_folder(uri), None)
+        return RankerFiles(uri, external_folder(uri), None)
     if not has_manifest and storage.exists(storage.join(uri, SENTENCE_TRANSFORMERS)):
         raise BadInput(f"{uri}: a model of sentence-transformers, not a ranker; load it with "
                        "Ranker.from_sentence_transformers")  # fmt: skip
     artifact = open_artifact(uri, "ranker")
-    return Opened(artifact.uri, artifact.local(), artifact)
+    return RankerFiles(artifact.uri, artifact.local(), artifact)
 
 
 def external_folder(uri: str) -> Path:
-    """A local folder with a model that another project saved, or its snapshot from the hub.
+    """The local folder of a model that another project saved. A folder elsewhere, or on the hub, is copied.
 
-    Raises BadInput where there is neither.
+    Raises BadInput if there is no such folder.
     """
     if storage.exists(uri):
         if storage.is_local(uri):
@@ -54,7 +54,7 @@ def external_folder(uri: str) -> Path:
 
 
 def fingerprint(uri: str, artifact: Artifact | None) -> str:
-    """As in a manifest: the same files have the same fingerprint, published or not."""
+    """The fingerprint of a ranker's files. It is the same for the same files, published or not."""
     if artifact is not None:
         return artifact.fingerprint
     entries = folder_entries(external_folder(uri))
