@@ -15,7 +15,7 @@ from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
-from pipeline.evaluation import none, protocols
+from pipeline.evaluation import none_candidate, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import CandidateSource, Questions, questions
 from pipeline.evaluation.results import Measurement, Result, compare_all
@@ -131,21 +131,21 @@ def run(config: Config) -> program.Summary:
     require(mapped is None or corpus.rows("train/") > 0, "mapped", config.mapped, "none, with a corpus "
             "that has no train split")  # fmt: skip
     measure = measurement(config, corpus)
-    question_set = measure.asked
+    question_set = measure.questions
     models = _models_by_name(artifacts)
     skipped = {} if config.slow else _slow_models(models, question_set.candidates)
     require(not (config.together and skipped), "together", True,
             f"false: {'; '.join(f'{name}: {why}' for name, why in skipped.items())}")  # fmt: skip
-    asked_models = {name: model for name, model in models.items() if name not in skipped}
+    timed_models = {name: model for name, model in models.items() if name not in skipped}
     if config.dry_run:
-        return _dry_run(config, question_set, asked_models)
+        return _dry_run(config, question_set, timed_models)
 
     from pipeline.evaluation import report
 
     baselines = _baselines(corpus, measure, config) if config.baselines else []
     if mapped is not None:
         baselines += _mapped_baselines(mapped[0], corpus, measure, config)
-    asked_artifacts = {name: model for name, (model, _) in asked_models.items()}
+    asked_artifacts = {name: model for name, (model, _) in timed_models.items()}
     with nullcontext() if config.resources == HERE else cluster.session():
         precision = _precision(config)
         model_results, attach_to_runs = _ask_models(
@@ -157,8 +157,8 @@ def run(config: Config) -> program.Summary:
         "corpus": corpus.uri,
         "split": config.split,
         **asdict(measure.protocol),
-        "shorter": question_set.shorter(),
-        "unanswerable": question_set.unanswerable(),
+        "shorter": question_set.shorter_count(),
+        "unanswerable": question_set.unanswerable_count(),
         "left_out": dict(question_set.left_out),
         "precision": precision,
         "models": {model.uri: model.fingerprint for model in artifacts},
@@ -171,7 +171,7 @@ def run(config: Config) -> program.Summary:
     print(table)
     for name, reason in skipped.items():
         print(f"{name}: skipped: {reason}")
-    if unanswerable := question_set.unanswerable():
+    if unanswerable := question_set.unanswerable_count():
         print(f"{unanswerable:,} of {len(question_set):,} questions have a wrong candidate with the right "
               "one's text: nobody can answer them")  # fmt: skip
     files = {
@@ -192,8 +192,10 @@ def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[R
     """The rows of the methods that know no model."""
     from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
 
-    question_set = measure.asked
-    texts = known_texts(corpus) or [question_set.texts[place] for place in question_set.right()]
+    question_set = measure.questions
+    texts = known_texts(corpus) or [
+        question_set.texts[place] for place in question_set.right_places()
+    ]
     return [
         measure.of("chance", lambda: Chance(config.seed), timed=False),
         measure.of("tf-idf", lambda: TfIdf.fit(texts)),
@@ -244,11 +246,11 @@ def _notes(question_set: Questions, protocol: Protocol, config: Config) -> list[
     ]
     if len(question_set) < _FEW_QUESTIONS:
         notes.append(f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are wide")
-    if shorter := question_set.shorter():
+    if shorter := question_set.shorter_count():
         notes.append(f"questions with fewer than {protocol.candidates:,} candidates: {shorter:,}")
-    if protocol.candidates < (wanted := config.rules().candidates) != protocols.ALL:
+    if protocol.candidates < (full_count := config.rules().candidates) != protocols.ALL:
         notes.append(
-            f"{protocol.candidates:,} candidates each, not {wanted:,}: {config.split}/ has no more"
+            f"{protocol.candidates:,} candidates each, not {full_count:,}: {config.split}/ has no more"
         )
     return notes
 
@@ -264,29 +266,31 @@ def _plot(results: Sequence[Result], config: Config) -> Files:
 
 def _worst_errors(results: Sequence[Result], question_set: Questions, config: Config) -> Files:
     """Each row's worst answers; the first of them are printed."""
-    from pipeline.evaluation import errors
+    from pipeline.evaluation import worst_answers
 
     if not config.errors:
         return {}
-    worst_records = [errors.worst(result, question_set, _ERRORS) for result in results]
+    worst_records = [
+        worst_answers.worst_answers(result, question_set, _ERRORS) for result in results
+    ]
     for records in worst_records:
-        print("", *map(errors.shown, records[:_ERRORS_SHOWN]), sep="\n")
-    return {"errors.jsonl": (config.errors, errors.lines(worst_records))}
+        print("", *map(worst_answers.as_text, records[:_ERRORS_SHOWN]), sep="\n")
+    return {"errors.jsonl": (config.errors, worst_answers.json_lines(worst_records))}
 
 
 def _dry_run(
     config: Config, question_set: Questions, models: Mapping[str, tuple[Artifact, RankerConfig]]
 ) -> program.Summary:
-    from pipeline.evaluation.estimate import AskedModel, estimate
+    from pipeline.evaluation.estimate import TimedModel, estimate
     from pipeline.evaluation.ranking import load_scorer
 
     precision = _precision(config)
-    asked_models = {
-        name: AskedModel(functools.partial(load_scorer, model, "", precision), settings.has_vectors)
+    timed_models = {
+        name: TimedModel(functools.partial(load_scorer, model, "", precision), settings.has_vectors)
         for name, (model, settings) in models.items()
     }
     return cost.show(
-        "evaluate", estimate(question_set, asked_models), {"candidates": question_set.candidates}
+        "evaluate", estimate(question_set, timed_models), {"candidates": question_set.candidates}
     )
 
 
@@ -299,7 +303,7 @@ def measurement(config: Config, corpus: Artifact) -> Measurement:
     rules = replace(rules, candidates=question_set.candidates)
     calibration = None
     if config.none == "threshold":
-        none.require_none(question_set, "--none threshold")
+        none_candidate.require_none(question_set, "--none threshold")
         calibration = questions(corpus, "valid", *draw)
     return Measurement(question_set, rules, calibration, config.latency_queries, config.seed)
 

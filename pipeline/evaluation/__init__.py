@@ -1,1 +1,1 @@
-"""How good a ranker is."""
+"""Measures how well a ranker ranks, beside baselines."""

@@ -1,6 +1,6 @@
 """The baselines that a ranker has to beat: chance, and shared words by TF-IDF and BM25.
 
-Words are hashed, so that one that no known text holds is a rare word, not an unknown one.
+Words are hashed, so a word that is in no known text counts as rare, not as unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HASH = HashingVectorizer(
 
 
 def known_texts(corpus: Artifact, limit: int = 200_000) -> list[str]:
-    """The first responses of the train split: what the weights come from."""
+    """The first responses of the train split, from which the weights are computed."""
     texts: list[str] = []
     for uri in corpus.files("train/", ".parquet"):
         with storage.open_input(uri) as stream:
@@ -110,7 +110,7 @@ class BM25:
 
 @dataclass(frozen=True)
 class _Random:
-    """Scores that go on from call to call."""
+    """Random scores. A call continues where the one before has ended."""
 
     rng: np.random.Generator
 

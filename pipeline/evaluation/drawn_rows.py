@@ -1,4 +1,4 @@
-"""Examples at chosen places of a split: only footers, and the row groups that hold them, are read."""
+"""Reads examples at chosen places of a split. It reads only footers, and the row groups with these places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILES_AT_ONCE = 16  # an object store answers in a tenth of a second each
 
 
 def draw_places(rows: int, count: int, seed: int) -> list[int]:
-    """At most `count` of so many places, in random order."""
+    """At most `count` places of `rows` rows, in random order."""
     return random.Random(f"examples {seed}").sample(range(rows), min(rows, count))
 
 

@@ -1,4 +1,4 @@
-"""The time that an evaluation will take, extrapolated from a few questions that are asked here."""
+"""Estimates the time of an evaluation, from a few questions that are answered on this machine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _MOST_CANDIDATES = 64  # of a question that is asked here: among 10,001, one wou
 
 
 @dataclass(frozen=True)
-class AskedModel:
+class TimedModel:
     """A model, and whether its time grows with texts or with pairs."""
 
     load: Callable[[], Scorer]
     has_vectors: bool
-    """Then it reads each text once, else each pair of a context and a candidate."""
+    """True: the model reads each text once. False: it reads each pair of a context and a candidate."""
 
     def reads(self, questions: Questions) -> int:
-        """Texts or pairs."""
+        """The number of texts or pairs that the model reads."""
         if self.has_vectors:
             return len(questions.texts) + len(questions)
         return int((questions.places_NK != NO_TEXT).sum()) + len(questions) * questions.shared
 
 
-def estimate(questions: Questions, models: Mapping[str, AskedModel]) -> cost.Estimate:
+def estimate(questions: Questions, models: Mapping[str, TimedModel]) -> cost.Estimate:
     """Asks each model some of the questions, in this process. Baselines count as free."""
     rates = {name: _rate(model, questions) for name, model in models.items()}
     hours = sum(model.reads(questions) / rates[name] for name, model in models.items()) / 3600
@@ -40,7 +40,7 @@ def estimate(questions: Questions, models: Mapping[str, AskedModel]) -> cost.Est
     return cost.measured_here(hours, measured, rows=len(questions))
 
 
-def _rate(model: AskedModel, questions: Questions) -> float:
+def _rate(model: TimedModel, questions: Questions) -> float:
     """Texts or pairs that the model reads in a second."""
     scorer, count = model.load(), 2
     while True:

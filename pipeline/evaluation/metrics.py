@@ -1,4 +1,4 @@
-"""Ranks and what is made of them. Ties count against the model, so a constant scorer earns nothing."""
+"""Ranks, and the metrics made of them. Ties count against the model, so a constant scorer earns nothing."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 """Ranking tasks: contexts, the candidates of each, and which of them is right.
 
-    given     the corpus' own candidates; in DSTC7 an example with several right answers has fewer, as the
-              other ones have left them
+    given     the corpus' own candidates. In DSTC7 an example with several right answers has fewer than the
+              others, because only one right answer stays among its candidates
     sampled   the response among other responses of the split
     blocks    1-of-C as PolyAI defines it (C = 100): examples at random in blocks of C; the block's C
               responses are the candidates of its contexts. PolyAI leaves out the last, smaller block;
-              here its responses stand among as many drawn from the other blocks as make C
+              here, responses drawn from the other blocks fill it up to C
     others    the response among the fixed texts of the corpus' others/ (article search)
 
-Training asks the questions of `validation_questions`: given or sampled, whichever an example allows.
+A validation during training asks `validation_questions`: given or sampled, as each example allows.
 
-Candidates and contexts are in random order, so that a habit of some place earns nothing: in some public
-files the right answer is always the last.
+Candidates and contexts are in random order. In some public files the right answer is always the last one, so
+a model that prefers a place would score well.
 """
 
 from __future__ import annotations
@@ -115,22 +115,22 @@ class Questions:
         places_NK = np.where(subset.places_NK == NO_TEXT, NO_TEXT, places[subset.places_NK])
         return replace(subset, texts=texts, places_NK=places_NK)
 
-    def right(self) -> Ints:
-        """The right candidates as places in `texts`, [N]."""
+    def right_places(self) -> Ints:
+        """The places of the right candidates in `texts`, [N]."""
         places_N: Ints = np.take_along_axis(self.places_NK, self.label_N[:, None], axis=1)[:, 0]
         return places_N
 
     def place_of(self, text: str) -> int:
-        """-1: no candidate is this text."""
+        """The place of a text in `texts`; -1: no candidate has this text."""
         return self.texts.index(text) if text in self.texts else -1
 
-    def shorter(self) -> int:
-        """Questions with fewer candidates than C."""
+    def shorter_count(self) -> int:
+        """The number of questions with fewer candidates than C."""
         return int((self.places_NK == NO_TEXT).any(axis=1).sum())
 
-    def unanswerable(self) -> int:
-        """Questions where a wrong candidate has the right one's very text: nobody can tell them apart."""
-        right_places_N = self.right()
+    def unanswerable_count(self) -> int:
+        """The number of questions with a wrong candidate whose text equals the right one's."""
+        right_places_N = self.right_places()
         has_copy_N = (self.places_NK == right_places_N[:, None]).sum(axis=1) > 1
         return int((has_copy_N | (right_places_N < self.shared)).sum())
 
@@ -146,10 +146,10 @@ def questions(
 ) -> Questions:
     """The questions of a split, of at most `max_examples` examples, drawn at random.
 
-    Which examples, which candidates and in which order depends on the corpus and the seed only. `fewer`:
-    whether a split that is too small for so many candidates (blocks, sampled) may give all that it has.
+    The examples, their candidates and the order depend on the corpus and the seed only. `fewer`: a split
+    that is too small for this many candidates (blocks, sampled) gives all that it has.
 
-    Raises BadInput where there are no candidates, or not as many.
+    Raises BadInput if there are no candidates, or fewer than `candidates`.
     """
     total = _count_examples(corpus, split)
     places = draw_places(total, max_examples, seed)
@@ -190,7 +190,7 @@ def validation_questions(
 
 
 def _count_examples(corpus: Artifact, split: str) -> int:
-    """Examples of a split. Raises BadInput where there are none."""
+    """The number of examples of a split. Raises BadInput if there are none."""
     total = corpus.rows(f"{split}/")
     if not total:
         raise BadInput(f"{corpus.uri}: the corpus has no examples in {split}/")

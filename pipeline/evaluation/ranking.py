@@ -36,8 +36,8 @@ class PreparedScorer(Protocol):
     """A scorer that has done all work on the candidates that needs no context."""
 
     def scores(self, questions: Questions) -> Floats:
-        """[N, C], higher is better; a question's own candidates first, then the shared ones. What stands
-        where a question has no candidate (`NO_TEXT`) does not matter."""
+        """[N, C], higher is better; a question's own candidates first, then the shared ones. The score at a
+        place without a candidate (`NO_TEXT`) has no meaning."""
 
 
 class Scorer(Protocol):
@@ -64,7 +64,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds that one question takes, alone, from its texts to its candidates' scores."""
+    """Milliseconds of one question alone, from its texts to the scores of its candidates."""
 
     median: float
     p95: float
@@ -77,7 +77,7 @@ def rank(
 ) -> Ranking:
     """Ranks every question's candidates; memory is bounded by 256 questions' scores.
 
-    `none_score`: that of the candidate NONE, instead of the scorer's own.
+    `none_score`: the score of the candidate NONE, in place of the scorer's own.
     """
     none_place = questions.place_of(NONE)
     # Contexts of similar lengths waste little on padding.
@@ -102,8 +102,10 @@ def rank(
 
 
 def _tie_copies(scores_NC: Floats, questions: Questions) -> None:
-    """Gives every copy of the right text its score: in a batch of another shape it is rounded otherwise."""
-    own_scores_NK, right_places_N = scores_NC[:, : questions.places_NK.shape[1]], questions.right()
+    """Gives every copy of the right text its score. A batch of another shape may have rounded it
+    differently."""
+    own_scores_NK = scores_NC[:, : questions.places_NK.shape[1]]
+    right_places_N = questions.right_places()
     right_scores_N1 = np.take_along_axis(own_scores_NK, questions.label_N[:, None], axis=1)
     own_scores_NK[:] = np.where(
         questions.places_NK == right_places_N[:, None], right_scores_N1, own_scores_NK
@@ -119,9 +121,9 @@ def join_rankings(parts: Sequence[Ranking]) -> Ranking:
 
 
 def latency(prepared: PreparedScorer, questions: Questions, queries: int) -> Latency:
-    """Measures `queries` of the questions, from all over them, one at a time, after 5 to warm up.
+    """Measures `queries` questions, spread over all of them, one at a time, after 5 to warm up.
 
-    Stops after 20 seconds with what it has, and the warm-up after 5.
+    It stops after 20 seconds with the questions measured by then; the warm-up stops after 5 seconds.
     """
     numbers = np.linspace(0, len(questions) - 1, num=_WARM_UP + queries).astype(np.int64)
     _seconds(prepared, questions, numbers[:_WARM_UP], _WARM_UP_S)
@@ -224,8 +226,8 @@ class MeanScorer:
 
 
 def load_mean_scorer(models: Sequence[Artifact], precision: Precision = "auto") -> MeanScorer:
-    """Several rankers' scorers as one, all in this process. Each has its scores as its loss took them: a
-    ConveRT model's cosines would count for nothing beside a cross-encoder's logits."""
+    """The scorers of several rankers as one, all in this process. Scores are scaled as in each ranker's loss,
+    because a ConveRT model's cosines would count for nothing beside a cross-encoder's logits."""
     scorers = [load_scorer(model, precision=precision) for model in models]
     return MeanScorer([replace(scorer, as_in_loss=True) for scorer in scorers])
 

@@ -1,4 +1,4 @@
-"""The results of one scorer: its ranking, and the numbers made of it."""
+"""The results of one scorer: its ranking, and the metrics computed from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from pipeline.evaluation import none, significance
+from pipeline.evaluation import none_candidate, significance
 from pipeline.evaluation.metrics import summarise
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.questions import Questions
@@ -49,7 +49,7 @@ class Result:
 class Measurement:
     """The settings of a measurement, the same for every scorer."""
 
-    asked: Questions
+    questions: Questions
     protocol: Protocol
     calibration: Questions | None
     """Questions that a threshold for NONE is chosen on; None: NONE keeps the scorer's own score."""
@@ -60,19 +60,21 @@ class Measurement:
     def of(
         self, name: str, make: Callable[[], Scorer], timed: bool = True, actors: Actors = HERE
     ) -> Result:
-        """Asks a scorer all questions, in this process or on a cluster (see `ask`)."""
+        """Asks a scorer all questions, in this process or on a cluster (see `rank_questions`)."""
         none_score = None
         if self.calibration:
-            ranking, _ = ask(f"{name}: NONE", make, self.calibration, 0, -np.inf, actors)
-            none_score = none.threshold(ranking, none.is_right(self.calibration))
+            ranking, _ = rank_questions(f"{name}: NONE", make, self.calibration, 0, -np.inf, actors)
+            none_score = none_candidate.threshold(
+                ranking, none_candidate.is_right(self.calibration)
+            )
         queries = self.queries if timed else 0
-        ranking, latency = ask(name, make, self.asked, queries, none_score, actors)
+        ranking, latency = rank_questions(name, make, self.questions, queries, none_score, actors)
         numbers = (ranking.ranks_N, self.protocol.candidates, self.protocol.recall_at)
         intervals = significance.intervals(*numbers, self.seed)
         return Result(name, ranking, summarise(*numbers), intervals, latency)
 
 
-def ask(
+def rank_questions(
     name: str,
     make: Callable[[], Scorer],
     questions: Questions,
@@ -80,13 +82,13 @@ def ask(
     none_score: float | None,
     actors: Actors,
 ) -> tuple[Ranking, Latency | None]:
-    """The ranking, and the time that `queries` of the questions take; None for 0.
+    """The ranking of the questions, and the latency measured on `queries` of them (None for 0).
 
-    `actors` other than `HERE`: in as many tasks of a Ray cluster, each with its share of the
-    questions, the texts that those need, and a scorer of its own.
+    With `actors` other than `HERE`, tasks of a Ray cluster share the questions. Each task has its share of
+    the questions, the texts that these need, and a scorer of its own.
     """
     if actors == HERE:
-        return _ask(name, make, questions, queries, none_score)
+        return _rank_and_time(name, make, questions, queries, none_score)
 
     import ray
 
@@ -94,7 +96,7 @@ def ask(
 
     task_count = max(actors.count(len(questions)), min(actors.max_actors, len(questions)))
     cpus = cpus_each(task_count, actors.gpu, actors.cpus_per_actor)
-    task = ray.remote(_ask).options(num_cpus=cpus, num_gpus=int(actors.gpu))
+    task = ray.remote(_rank_and_time).options(num_cpus=cpus, num_gpus=int(actors.gpu))
     shares = np.array_split(np.arange(len(questions)), task_count)
     tasks = [
         task.remote("", make, questions.part(numbers), 0 if share else queries, none_score)
@@ -104,7 +106,7 @@ def ask(
     return ranking.join_rankings([part for part, _ in answers]), answers[0][1]
 
 
-def _ask(
+def _rank_and_time(
     name: str,
     make: Callable[[], Scorer],
     questions: Questions,

@@ -1,4 +1,4 @@
-"""How sure a number is, and whether two models differ.
+"""Confidence intervals of metrics, and tests of whether two models differ.
 
 Intervals are percentiles of means in which each question has a random weight (the Bayesian bootstrap: Rubin,
 1981), the same exponential distribution for all. One more question has the least possible value for the

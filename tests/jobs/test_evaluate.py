@@ -375,7 +375,7 @@ def test_an_example_of_dstc7_with_several_right_answers_is_ranked_among_fewer(
     assert done.summary["table"]["tf-idf"]["R@1/100"] == 1
     assert all(metrics["R@50/100"] >= 0 for metrics in done.summary["table"].values())
     config = evaluate_job.Config(model=("m",), corpus=output, protocol="dstc7")
-    asked = evaluate_job.measurement(config, open_artifact(output, "corpus")).asked
+    asked = evaluate_job.measurement(config, open_artifact(output, "corpus")).questions
     assert {name[-1]: len(asked.places(n)) for n, name in enumerate(asked.ids)} == {
         "1": 100,
         "2": 98,

@@ -274,9 +274,9 @@ def train_and_evaluate(job: Job, tracking_server: str, news: Queue) -> None:
     settings = {**to_dict(job.ask), "precision": precision}
     with tracking.start_evaluation(model, corpus, settings) as tracked:
         tracked.log(result.numbers(), wait=True)
-        table = pa.table({"example_id": measure.asked.ids, "rank": result.ranking.ranks_N})
+        table = pa.table({"example_id": measure.questions.ids, "rank": result.ranking.ranks_N})
         files = [out.write_table(_RANKS, table)]
-        counts = {"examples": len(measure.asked)}
+        counts = {"examples": len(measure.questions)}
         out.publish(
             files, counts, run_id=tracked.run_id, metrics=result.metrics, precision=precision
         )

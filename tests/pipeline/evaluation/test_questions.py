@@ -192,7 +192,7 @@ def test_blocks_allow_the_same_response_twice(tiny):
     found = ask(corpus, "blocks")
     assert sorted(found.texts) == ["no", "yes"]
     assert found.places_NK.shape == (5, 5)
-    assert found.unanswerable() == 4
+    assert found.unanswerable_count() == 4
 
 
 def test_the_own_article_stands_among_the_fixed_others(search):
@@ -352,13 +352,13 @@ def test_an_own_candidate_may_be_a_shared_one():
     assert found.texts == ["y", "z", "x", "w"]
     assert one_by_one(found.part(np.array([1, 2])))[0].candidates == ["z", "y", "z"]
     assert found.part(np.array([1, 2])).texts == ["y", "z", "w"]
-    assert found.unanswerable() == 1
+    assert found.unanswerable_count() == 1
 
 
 def test_places_of_texts():
     found = Questions.of([Question("a", [], ["x", "NONE"], 1)])
     assert (found.place_of("NONE"), found.place_of("y")) == (1, -1)
-    assert found.right().tolist() == [1]
+    assert found.right_places().tolist() == [1]
 
 
 # -------------------------------------------------------------------------------------------------

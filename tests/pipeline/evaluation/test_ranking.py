@@ -112,7 +112,7 @@ def test_a_wrong_candidate_with_the_right_ones_text_ties_however_it_is_rounded(f
     below, above = np.nextafter(2.0, [0.0, 3.0])
     ready = fixed({"a": [2.0, 1.0, below, 0.0, 0.0], "b": [1.0, 2.0, 1.5, 0.0, above]})
     found = rank(ready, asked)
-    assert asked.unanswerable() == 2
+    assert asked.unanswerable_count() == 2
     assert found.ranks_N.tolist() == [2, 2]
     ready = fixed({"a": [2.0, 3.0, above, 0.0, 0.0], "b": [1.0, 2.0, 2.5, 0.0, below]})
     assert rank(ready, asked).ranks_N.tolist() == [3, 3]

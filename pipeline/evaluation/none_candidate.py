@@ -1,8 +1,8 @@
 """DSTC7's sub-task 4: the right answer may be absent, and then the candidate NONE is right.
 
-NONE is ranked like any other candidate, as the challenge's own scorer does. What score it has is a
-choice: the model's own for the text "NONE", which one that was trained on such examples has learnt, or
-a threshold, for scorers that never saw one: whatever scores below it is no answer.
+NONE is ranked like any other candidate, as in the challenge's own scorer. Its score is one of two: the
+model's own score of the text "NONE", for models that were trained on such examples, or a threshold, for
+scorers that never saw one. Candidates below the threshold then rank behind NONE.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def require_none(questions: Questions, option: str) -> None:
 
 def is_right(questions: Questions) -> Bools:
     """Whether NONE is the right candidate of each question, [N]."""
-    is_right_N: Bools = questions.right() == questions.place_of(NONE)
+    is_right_N: Bools = questions.right_places() == questions.place_of(NONE)
     return is_right_N
 
 
 def threshold(best: Ranking, is_none_right_N: Bools) -> float:
     """The score for NONE with the highest R@1 on questions that were ranked with NONE at -inf.
 
-    A threshold is right about a question where NONE is right and all scores are below it, and about
-    one where the right answer has the highest score and that is above it. Only between two scores
-    does the number change; of equally good thresholds the lowest is taken.
+    A threshold is right about a question where NONE is right and all scores are below it, and about one where
+    the right answer has the highest score and that is above it. The number of right answers is constant
+    between two scores. Of equally good thresholds the lowest is taken.
     """
     best_N = best.top_scores_NT[:, 0].astype(np.float64)
     absent = np.sort(best_N[is_none_right_N])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import BadInput
-from pipeline.evaluation import none
+from pipeline.evaluation import none_candidate
 from pipeline.evaluation.questions import Question, Questions
 from pipeline.evaluation.ranking import rank
 
@@ -20,15 +20,15 @@ ASKED = Questions.of([
 
 
 def test_where_none_is_right():
-    assert none.is_right(ASKED).tolist() == [False, True, False]
-    none.require_none(ASKED, "--none threshold")
+    assert none_candidate.is_right(ASKED).tolist() == [False, True, False]
+    none_candidate.require_none(ASKED, "--none threshold")
 
 
 def test_questions_without_the_candidate_are_refused():
     for questions in ([Question("x", [], ["a", "b"], 0)],
                       [Question("x", [], ["a", "NONE"], 0), Question("y", [], ["a", "b"], 0)]):  # fmt: skip
         with pytest.raises(BadInput, match="--none threshold: there are examples without"):
-            none.require_none(Questions.of(questions), "--none threshold")
+            none_candidate.require_none(Questions.of(questions), "--none threshold")
 
 
 def test_the_threshold_stands_in_for_nones_own_score(fixed):
@@ -60,7 +60,7 @@ def test_no_other_threshold_has_a_higher_recall(rows):
         return int((rank(Scores(), asked, none_score=value).ranks_N == 1).sum())
 
     last = rank(Scores(), asked, none_score=-np.inf)
-    chosen = none.threshold(last, none.is_right(asked))
+    chosen = none_candidate.threshold(last, none_candidate.is_right(asked))
     tried = [-3.0, -1.0, -0.25, 0.1, 0.6, 2.0, 4.0]
     assert recall(chosen) == max(map(recall, tried))
     assert np.isfinite(chosen)
