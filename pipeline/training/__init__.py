@@ -1,1 +1,1 @@
-"""Tokens to trained weights: batches, the one loop, its Ray Train shell."""
+"""Trains encoders and rankers: batches, the training loop, and its shell on Ray Train."""

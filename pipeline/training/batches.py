@@ -1,4 +1,4 @@
-"""Batches of a corpus for one rank: endless, shuffled, resumable at any batch.
+"""Endless shuffled batches of a corpus for one rank, which can resume at any batch.
 
 An epoch is the files of a split in a random order, and the row groups of each in a random order;
 each rank takes an equal, contiguous piece of that stream of rows. A rank reads its piece in windows,
@@ -43,7 +43,7 @@ class Cursor(NamedTuple):
     window: int = 0
     batch: int = 0
     world: int = 0
-    """Ranks that shared the epoch; 0: as many as now."""
+    """Number of ranks that shared the epoch; 0: as many as there are now."""
 
 
 class Collator(Protocol[BatchT_co]):
@@ -97,7 +97,7 @@ class Rows:
         return sum(sum(rows) for _, rows in self.files)
 
     def __len__(self) -> int:
-        """Rows in an epoch of one rank: the same for all, up to world - 1 rows are left out."""
+        """Rows in an epoch of one rank. All ranks have as many, so up to world - 1 rows are left out."""
         return self.total // self.world
 
     def epoch(self, number: int) -> Epoch:
@@ -111,7 +111,7 @@ class Rows:
         return self._epoch(groups)
 
     def in_order(self) -> Epoch:
-        """Not shuffled: for rank 0 of 1, a row's number is its `PLACE`."""
+        """The rows in the order of the files. For rank 0 of 1 the number of a row is its `PLACE`."""
         sizes = [rows for _, rows in self.files]
         return self._epoch([(file, g) for file, rows in enumerate(sizes) for g in range(len(rows))])
 
@@ -143,7 +143,7 @@ class Epoch:
     """The place of this rank's first row."""
 
     def read(self, start: int, stop: int) -> pa.Table:
-        """Rows start to stop, which is beyond start, of this rank's share."""
+        """Rows `start` to `stop` of this rank's share; `stop` is above `start`."""
         start, stop = self.first_row + start, self.first_row + stop
         place, end = bisect_right(self.ends, start), bisect_left(self.ends, stop) + 1
         # Neighbours in the order lie in the same file: one read for all of them.
@@ -170,10 +170,10 @@ def _rows_of_groups(uri: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _open(uri: str, thread: int) -> pq.ParquetFile:
-    """Kept open while its row groups are read: a footer is a tenth of a second from far away.
+    """A Parquet file, kept open while its row groups are read: to read a remote footer takes 0.1 s.
 
-    Each thread has its own: two that read one file at once get "ReadRangeCache did not find matching
-    cache entry", or die, and one may prepare batches while another reads what to mine.
+    Each thread has its own open file, because two threads that read one file at once get "ReadRangeCache did
+    not find matching cache entry", or die. One thread may prepare batches while another one mines.
     """
     return pq.ParquetFile(storage.open_input(uri), pre_buffer=True)
 
@@ -187,8 +187,8 @@ class Batches(Generic[BatchT]):
     batch_examples: int
     """Rows in a step of all ranks. Each rank takes an equal share; what is left over is not read."""
     window_rows: int = 16_384
-    """Rows that are mixed. Of 4,096, half of ConvAI2's dialogues, all-MiniLM learnt less: R@1/20 0.611
-    after half an epoch, not 0.623."""
+    """Rows that are shuffled together. With 4,096, half of ConvAI2's dialogues, all-MiniLM learnt less: its
+    R@1/20 was 0.611 after half an epoch, not 0.623."""
 
     def __post_init__(self) -> None:
         if len(self.rows) < self.examples:

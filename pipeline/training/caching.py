@@ -5,8 +5,8 @@
     3. encode each chunk again, with a graph, and go back  memory: one chunk and its graph
        from the gradient of its rows
 
-The gradients are those of the whole batch, as a row is made of its example alone. It costs a second
-encoding without a graph, about a third more time.
+The gradients are those of the whole batch, because each row comes from its example alone. The price is a
+second encoding without a graph: a step takes about a third longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.training.objectives import Objective
 
 
 def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, StepMetrics]:
-    """The loss and its gradients, of the whole batch at once."""
+    """Computes the loss and its gradients on the whole batch at once."""
     with autocast:
         loss, metrics = model(batch)
     torch.autograd.backward(loss)
@@ -31,7 +31,8 @@ def backward(model: nn.Module, batch: Any, autocast: Autocast) -> tuple[Tensor, 
 
 
 def cached_backward(objective: Objective, chunk_examples: int) -> Backward:
-    """`backward` by chunks of so many examples; `model` is `objective`, wrapped for its ranks.
+    """A `backward` that works in chunks of `chunk_examples` examples. Its `model` is `objective`, wrapped
+    for its ranks.
 
     Both encodings of a chunk draw the same dropout, which follows from torch's generator.
     """

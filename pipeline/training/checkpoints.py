@@ -1,9 +1,9 @@
-"""The content of a checkpoint: the state of a run as safetensors and JSON, so that loading it runs no code.
+"""Writes the state of a run as safetensors and JSON, so that loading a checkpoint runs no code.
 
     state.safetensors    every tensor
     state.json           everything else; a tensor's place holds its name
 
-Weights that are sharded over ranks (FSDP2) are saved whole: another number of ranks may go on.
+Weights that are sharded over ranks (FSDP2) are saved whole, so another number of ranks may resume.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import BadInput
 
 _TENSORS, _STRUCTURE = "state.safetensors", "state.json"
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_FULL_STATE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -37,8 +37,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights by name, on the CPU. A collective call where they are sharded: the device
-    holds one whole tensor at a time."""
+    """Copies of the whole weights by name, on the CPU. For sharded weights it is a collective call, in
+    which the device holds one whole tensor at a time."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value)
         .detach()
@@ -48,7 +48,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Puts whole weights in; every rank brings the same ones."""
+    """Loads whole weights into the module. Every rank hands in the same weights."""
     if not is_sharded(module):
         module.load_state_dict(dict(weights))
         return
@@ -56,11 +56,11 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def training_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and the optimizer's moments. A collective call where they are sharded, and then empty on
-    all ranks but the first."""
+    """The weights and the optimizer's moments. For sharded weights it is a collective call, whose result is
+    empty on all ranks but the first."""
     if not is_sharded(module):
         return {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
-    weights, moments = get_state_dict(module, optimizer, options=_WHOLE)
+    weights, moments = get_state_dict(module, optimizer, options=_FULL_STATE_ON_CPU)
     numbers = {name: number for number, name in _names(module, optimizer).items()}
     return {"module": weights, "optimizer": _rename_parameters(moments, numbers)}
 
@@ -68,7 +68,7 @@ def training_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def load_training_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Puts a `training_state` back, of sharded weights or of whole ones."""
+    """Loads a `training_state` into the module and the optimizer; the weights may be sharded or whole."""
     if not is_sharded(module):
         module.load_state_dict(dict(state["module"]))
         optimizer.load_state_dict(dict(state["optimizer"]))
@@ -83,8 +83,8 @@ def load_training_state(
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """The parameters' names by their numbers in the optimizer's state, where the functions for sharded
-    weights have names."""
+    """The names of the parameters by their numbers in the optimizer's state. The functions for sharded
+    weights use names instead of numbers."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = (weight for group in optimizer.param_groups for weight in group["params"])
     return {number: names[parameter] for number, parameter in enumerate(parameters)}
@@ -115,7 +115,7 @@ def write_state(state: Mapping[str, Any], folder: Path) -> None:
 def read_state(folder: Path) -> dict[str, Any]:
     """The state that `write_state` wrote, on the CPU.
 
-    Raises BadInput for files that are missing or cut off.
+    Raises BadInput for files that are missing or truncated.
     """
     try:
         tensors = load_file(folder / _TENSORS)

@@ -1,4 +1,4 @@
-"""A published run that goes on with more steps (`--continue-from`): what it must have, and what must stay.
+"""Checks a published run that `--continue-from` continues with more steps: its state and its settings.
 
 Nothing here needs torch, so that a job can refuse settings before it loads it.
 """
@@ -21,7 +21,7 @@ _FIXED = tuple(
 
 
 def open_with_state(uri: str, kind: str, job: str) -> Artifact:
-    """The result of an earlier run of `job`. Raises BadInput where it has no training state."""
+    """The result of an earlier run of `job`. Raises BadInput if it has no training state."""
     artifact = open_artifact(uri, kind)
     if not artifact.paths(f"{TRAINING_STATE}/"):
         raise BadInput(f"--continue-from {artifact.uri}: has no {TRAINING_STATE}; allowed: the {kind} of a "
@@ -30,7 +30,7 @@ def open_with_state(uri: str, kind: str, job: str) -> Artifact:
 
 
 def state_uri(earlier: Artifact | None) -> str:
-    """Where the state of an earlier run lies; "": there is no earlier run."""
+    """The URI of the state of an earlier run; "": there is no earlier run."""
     return storage.join(earlier.uri, TRAINING_STATE) if earlier else ""
 
 
@@ -42,22 +42,25 @@ def require_same_run(
     may_change: Sequence[str],
     otherwise: str,
 ) -> None:
-    """Raises BadInput for an input or a setting that a run which goes on cannot change.
+    """Raises BadInput for an input or a setting that a continued run cannot change.
 
-    Its place in the corpora, the optimizer's state and its best validation go on, too: with other data or
-    another task they would mean nothing. Learning rates, schedules and lengths may change.
+    The run keeps its place in the corpora, the optimizer's state and the best validation. With other data or
+    another task these would mean nothing. Learning rates, schedules and lengths may change.
 
-    `inputs`: the fingerprints of each input. `fixed`: beginnings of the names of inputs and options that
-    must stay, beside the optimizer's. `may_change`: options among these that need not. `otherwise`: how the
-    message ends.
+    `inputs`: the fingerprints of each input. `fixed`: prefixes of the inputs and options that must stay,
+    beside those of the optimizer. `may_change`: exceptions from `fixed`. `otherwise`: the end of the
+    message.
     """
-    then, now = flatten(earlier.manifest["config"]), flatten(to_dict(config))
-    then_inputs = earlier.manifest["inputs"].items()
+    earlier_settings, settings = flatten(earlier.manifest["config"]), flatten(to_dict(config))
+    earlier_inputs = earlier.manifest["inputs"].items()
     for name, fingerprints in inputs.items():
-        now[name] = list(fingerprints)
-        then[name] = [ref["fingerprint"] for key, ref in then_inputs if key.split(".")[0] == name]
-    for name, value in now.items():
-        is_fixed = name.startswith((*_FIXED, *fixed))
-        if is_fixed and name not in may_change and then.get(name, value) != value:
-            raise BadInput(f"--continue-from {earlier.uri}: {name} is {then[name]!r} there, {value!r} here; "
-                           f"allowed: as there, or {otherwise}")  # fmt: skip
+        settings[name] = list(fingerprints)
+        earlier_settings[name] = [
+            ref["fingerprint"] for key, ref in earlier_inputs if key.split(".")[0] == name
+        ]
+    for name, value in settings.items():
+        is_fixed = name.startswith((*_FIXED, *fixed)) and name not in may_change
+        earlier_value = earlier_settings.get(name, value)
+        if is_fixed and earlier_value != value:
+            raise BadInput(f"--continue-from {earlier.uri}: {name} is {earlier_value!r} there, {value!r} "
+                           f"here; allowed: as there, or {otherwise}")  # fmt: skip

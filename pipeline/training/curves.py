@@ -1,4 +1,4 @@
-"""The curves of a training as a picture."""
+"""Draws the curves of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model trains on several ranks: its weights are whole on every rank, or sharded over them."""
+"""Wraps a model for several ranks: its weights are whole on every rank, or sharded over the ranks."""
 
 from __future__ import annotations
 

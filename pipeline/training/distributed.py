@@ -44,7 +44,7 @@ def gather_with_gradient(rows: Tensor) -> Tensor:
 
 
 def gather(rows: Tensor) -> Tensor:
-    """As `gather_with_gradient`, for what has no gradient."""
+    """Like `gather_with_gradient`, for tensors without a gradient."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rows
     parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
@@ -53,7 +53,8 @@ def gather(rows: Tensor) -> Tensor:
 
 
 def gather_texts(texts: list[str]) -> list[str]:
-    """Every rank's texts, of which there may be any number, in the order of ranks, on all of them."""
+    """The texts of all ranks, in the order of ranks, on each rank. Ranks may have different numbers of
+    texts."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return texts
     parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]

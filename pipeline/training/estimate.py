@@ -1,4 +1,4 @@
-"""The needs of a training: sizes, steps, memory by estimate, hours by a rate measured here."""
+"""Estimates a training: sizes, steps and memory, and hours at a rate measured on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEASURED_SECONDS = 5.0
 def estimate_pretraining(
     recipe: Pretraining, workers: Workers, device: torch.device, steps_done: int = 0
 ) -> tuple[Estimate, dict[str, Any]]:
-    """Computes a few micro-batches on `device` to measure its rate; (estimate, what else there is to say).
+    """Computes a few micro-batches on `device` to measure its rate; (estimate, further facts).
 
     `steps_done`: those of the run that this one continues.
     """
@@ -41,14 +41,14 @@ def estimate_pretraining(
     model, start_note = recipe.model()
     parameters = sum(value.numel() for value in model.parameters())
     sharded = workers.workers if workers.shard_weights else 1
-    pace = _measure(task, recipe.loop, device, workers, -(-config.lanes // workers.workers))
+    measured = _measure(task, recipe.loop, device, workers, -(-config.lanes // workers.workers))
     memory, memory_is = _pretraining_memory(
-        pace, parameters, sharded, device, config.gradient_checkpointing
+        measured, parameters, sharded, device, config.gradient_checkpointing
     )
-    rate = pace.work["tokens"] / pace.seconds
+    rate = measured.work["tokens"] / measured.seconds
     steps = config.steps - steps_done
     tokens = steps * config.batch_tokens
-    cpu_hours, gpu_hours = _hours(tokens / rate / 3600, pace, device)
+    cpu_hours, gpu_hours = _hours(tokens / rate / 3600, measured, device)
     entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
     estimate = Estimate(
         input_files=len(entries),
@@ -57,7 +57,7 @@ def estimate_pretraining(
         memory_bytes=memory,
         cpu_hours=cpu_hours,
         gpu_hours=gpu_hours,
-        basis=_basis(pace, "micro-batches", workers, device),
+        basis=_basis(measured, "micro-batches", workers, device),
     )
     return estimate, {
         "memory_is": memory_is,
@@ -78,17 +78,16 @@ def estimate_pretraining(
 def estimate_finetuning(
     recipe: Finetuning, workers: Workers, device: torch.device, steps_done: int = 0
 ) -> tuple[Estimate, dict[str, Any]]:
-    """Computes a few steps of one worker on `device` to measure its rate; (estimate, what else there is to
-    say).
+    """Computes a few steps of one worker on `device` to measure its rate; (estimate, further facts).
 
     `steps_done`: those of the run that this one continues.
     """
     task = recipe.build(0, workers.workers)
     parameters = sum(value.numel() for value in task.ranker.parameters())
-    pace = _measure(task, recipe.loop, device, workers)
+    measured = _measure(task, recipe.loop, device, workers)
     steps = task.steps - steps_done
-    hours = steps * pace.seconds / pace.steps / 3600
-    cpu_hours, gpu_hours = _hours(hours * workers.workers, pace, device)
+    hours = steps * measured.seconds / measured.steps / 3600
+    cpu_hours, gpu_hours = _hours(hours * workers.workers, measured, device)
     on_gpu = device.type == "cuda"
     estimate = Estimate(
         input_files=len(recipe.corpus.paths("train/", ".parquet")),
@@ -100,7 +99,7 @@ def estimate_finetuning(
         else parameters * _BYTES_PER_PARAMETER,
         cpu_hours=cpu_hours,
         gpu_hours=gpu_hours,
-        basis=_basis(pace, "steps", workers, device),
+        basis=_basis(measured, "steps", workers, device),
     )
     return estimate, {
         "memory_is": "the peak of these steps"
@@ -114,48 +113,54 @@ def estimate_finetuning(
     }
 
 
-def _hours(hours: float, pace: _Pace, device: torch.device) -> tuple[float | None, float | None]:
-    """(core hours, GPU hours) of so many hours of a process on this device."""
-    return (None, hours) if device.type == "cuda" else (hours * pace.threads, None)
+def _hours(
+    hours: float, measured: _MeasuredSteps, device: torch.device
+) -> tuple[float | None, float | None]:
+    """(core hours, GPU hours) of a process that takes `hours` on this device."""
+    return (None, hours) if device.type == "cuda" else (hours * measured.threads, None)
 
 
 def _pretraining_memory(
-    pace: _Pace, parameters: int, sharded: int, device: torch.device, recomputes: bool = False
+    measured: _MeasuredSteps,
+    parameters: int,
+    sharded: int,
+    device: torch.device,
+    recomputes: bool = False,
 ) -> tuple[int, str]:
-    """(bytes of a worker whose weights are sharded over so many, what they are). `recomputes`: layers are
-    computed again on the way back (gradient checkpointing)."""
+    """(bytes of a worker whose weights are sharded over `sharded` workers, what was counted). `recomputes`:
+    layers are computed again on the way back (gradient checkpointing)."""
     weights = parameters * _BYTES_PER_PARAMETER
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         return peak - weights + weights // sharded, "the peak of these micro-batches"
-    kept = weights // sharded + pace.kept_bytes
+    kept = weights // sharded + measured.kept_bytes
     kinds = "of weights, gradients, moments and the activations kept for the way back"
     # What a layer keeps that is computed again is not seen: it is made and dropped within the way back.
     return kept, f"{kinds}; those of one layer come on top" if recomputes else kinds
 
 
-def _basis(pace: _Pace, unit: str, workers: Workers, device: torch.device) -> str:
-    basis = f"{pace.steps} {unit}, measured on {device} ({pace.threads} threads)"
+def _basis(measured: _MeasuredSteps, unit: str, workers: Workers, device: torch.device) -> str:
+    basis = f"{measured.steps} {unit}, measured on {device} ({measured.threads} threads)"
     on_cpu = workers.gpu and device.type != "cuda"
     return f"{basis}; GPUs take less" if on_cpu else basis
 
 
 @dataclass(frozen=True)
-class _Pace:
-    """Measured steps, their work and their time."""
+class _MeasuredSteps:
+    """Measured steps, with their work and their time."""
 
     steps: int
     work: dict[str, float]
     seconds: float
     threads: int
     kept_bytes: int
-    """Memory of the tensors that the first step kept for its way back, the weights not counted."""
+    """Bytes that the first step kept for the backward pass, the weights not counted."""
 
 
 def _measure(
     task: Task, loop: LoopConfig, device: torch.device, workers: Workers, update_every: int = 1
-) -> _Pace:
-    """The pace of one worker with its share of this machine's cores, from the second step on.
+) -> _MeasuredSteps:
+    """The rate of one worker with its share of this machine's cores, from the second step on.
 
     `update_every`: steps whose gradients are added up before they change the weights.
     """
@@ -170,8 +175,8 @@ def _measure(
 
 def _compute(
     task: Task, loop: LoopConfig, device: torch.device, threads: int, update_every: int
-) -> _Pace:
-    """Computes for some seconds, and one step more than the first at least, which is not counted."""
+) -> _MeasuredSteps:
+    """Computes for some seconds, but at least two steps. The first step is not counted."""
     module = task.module.to(device).train()
     prepare_for_training(module, device, loop.precision)
     bf16 = resolve_precision(loop.precision, device) == "bf16"
@@ -188,7 +193,7 @@ def _compute(
     try:
         for number, (batch, _) in enumerate(batches):
             autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-            with saved_tensors_hooks(note, lambda kept: kept) if number == 0 else nullcontext():
+            with saved_tensors_hooks(note, lambda tensor: tensor) if number == 0 else nullcontext():
                 task.backward(module, batch.to(device), autocast)
             if number % update_every == 0:
                 optimization.clip()
@@ -207,7 +212,7 @@ def _compute(
     seconds = time.perf_counter() - began
     for parameter in module.parameters():
         kept_by_address.pop(parameter.untyped_storage().data_ptr(), None)
-    return _Pace(number, dict(work), seconds, threads, sum(kept_by_address.values()))
+    return _MeasuredSteps(number, dict(work), seconds, threads, sum(kept_by_address.values()))
 
 
 def _flops_per_token(recipe: Pretraining) -> int:

@@ -1,4 +1,4 @@
-"""Rows of a corpus to batches: contexts with their responses, or with candidates of their own."""
+"""Turns rows of a corpus into batches: contexts with their responses, or with candidates of their own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DualBatch:
     """K wrong candidates of each context's own, B · K rows; K may be 0."""
     negative_keys_BK: Tensor
     teacher_BC: Tensor
-    """The teacher's scores of the response and the K others; NaN where it gave none."""
+    """The teacher's scores of the response and of the K negatives; NaN: the teacher gave no score."""
     teacher_contexts_BE: Tensor
     teacher_responses_BE: Tensor
     """The teacher's vectors, float32; their products are its scores. E is 0 where it gave none."""
@@ -117,7 +117,7 @@ class PairBatch:
 
 
 def teacher_dimensions(corpus: Artifact) -> int:
-    """How many numbers a teacher's vector of this corpus' train split has; 0: there is none."""
+    """The width of the teacher's vectors in the train split of this corpus; 0: it has none."""
     for uri in corpus.files("train/", ".parquet"):
         with storage.open_input(uri) as stream:
             file = pq.ParquetFile(stream)
@@ -132,8 +132,8 @@ def teacher_dimensions(corpus: Artifact) -> int:
 def has_values(corpus: Artifact, column: str) -> bool:
     """Whether any example of the train split has a value in this column.
 
-    The Parquet footers say it, and the first that does ends the search: a corpus that was joined
-    from several may begin with files that have none.
+    It is read from the Parquet footers, up to the first one with a value. A corpus that was joined from
+    several corpora may begin with files that have none.
     """
     for uri in corpus.files("train/", ".parquet"):
         with storage.open_input(uri) as stream:
@@ -155,9 +155,9 @@ class _Candidate(NamedTuple):
 def _choose_candidates(
     row: ExampleRow, other_responses: Sequence[str], count: int, generator: torch.Generator
 ) -> list[_Candidate]:
-    """The right candidate, then wrong ones: given if there are any, else other responses.
+    """The right candidate, then wrong ones: given ones if the row has any, else other responses.
 
-    Missing ones are filled up by other responses, so that every example has as many.
+    Other responses fill up missing ones, so that every example has `count` of them.
     """
     texts = row.get("candidates") or ()
     scores = row.get(TEACHER) or [_NO_SCORE] * len(texts)
@@ -176,7 +176,7 @@ def _choose_candidates(
 
 
 class _Item(NamedTuple):
-    """Texts yet: a window of them would be minutes of tokenising before its first batch."""
+    """An example as texts. To tokenise a whole window in advance would delay the first batch by minutes."""
 
     context: list[str]
     candidates: list[_Candidate]
@@ -205,11 +205,11 @@ def _teacher_scores(items: Sequence[_Item]) -> Tensor:
 def teacher_vectors(
     name: str, stored: Sequence[bytes], dtype: type[np.float32 | np.float16] = np.float32
 ) -> Tensor:
-    """[B, E]. Raises BadInput where some examples of the column have none, or another E."""
+    """[B, E]. Raises BadInput if some examples of the column have no vector, or one of another width."""
     sizes = Counter(len(vector) // 2 for vector in stored)
     if len(sizes) > 1:  # joined, they would be cut at the wrong places
-        found = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
-        raise BadInput(f"{name}: vectors of several lengths together ({found}; 0: none); allowed: one "
+        lengths = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
+        raise BadInput(f"{name}: vectors of several lengths together ({lengths}; 0: none); allowed: one "
                        "length, of one run of jobs.score_candidates over all of train")  # fmt: skip
     values = np.frombuffer(b"".join(stored), "<f2").astype(dtype)
     return torch.from_numpy(values).view(len(stored), -1)
@@ -234,8 +234,8 @@ def _keys(candidates: Sequence[Sequence[Sequence[int]]]) -> Tensor:
 class DualCollator:
     """For bi- and poly-encoders: responses, and `negatives` wrong candidates for each context.
 
-    Those are of the row's own candidates, or of what `mined` returns for its place in the split.
-    `teacher`: some of `TEACHER_COLUMNS`.
+    The wrong candidates come from the row's own candidates, or from `mined`, which returns those of its
+    place in the split. `teacher`: some of `TEACHER_COLUMNS`.
     """
 
     def __init__(

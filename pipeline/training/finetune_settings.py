@@ -23,18 +23,20 @@ _DRAWS_NEGATIVES = read_when(
 
 @dataclass(frozen=True, kw_only=True)
 class Mining:
-    """How hard negatives are found, for `negatives_from: mined`."""
+    """How hard negatives are mined, for `negatives_from: mined`."""
 
     every_epochs: float = 1.0
-    """Found again so often; before the first time wrong candidates are any."""
+    """Epochs between two rounds of mining. Before the first round negatives are any other responses."""
     responses: int = 20_000
-    """Train rows whose responses are searched, others each time; equal responses are searched once."""
+    """Train rows whose responses a round searches. Each round draws other rows; equal responses are
+    searched once."""
     top_k: int = 30
-    """Nearest that an example keeps; `finetune.negatives` of them are drawn for a batch."""
+    """Number of nearest responses that an example keeps; `finetune.negatives` of them are drawn for a
+    batch."""
     margin: float = 0.0
-    """Wrong ones score at least so much lower than the right one."""
+    """A negative scores at least this much lower than the right response."""
     max_share: float = 0.95
-    """And at most this share of the right one's score, where that is above 0."""
+    """A negative scores at most this share of the right response's score, if that score is above 0."""
 
     def __post_init__(self) -> None:
         name = "finetune.mine"
@@ -50,21 +52,22 @@ class Distillation:
     """What is learnt from a teacher's scores (of jobs.score_candidates), beside the right answers."""
 
     loss: TeachingLoss = "none"
-    """kl: the teacher's distribution over what `over` says. margin_mse: its margins between the right
-    one and each other. cosine, over batch: that each text's vector points where the teacher's does; both
-    have as many numbers (with matryoshka: all of them), and a context has one vector."""
+    """kl: learn the teacher's distribution over the candidates that `over` chooses. margin_mse: learn its
+    margins between the right candidate and each other one. cosine (over batch): learn the direction of
+    the teacher's vector of each text; both models need the same width (with matryoshka: the full one) and
+    one vector per context."""
     over: Taught = field(default="candidates", metadata=_DISTILS)
-    """candidates: those that the corpus gives a context. batch, for bi, poly and convert: the responses
-    of the batch over all workers, by the teacher's vectors (--teaching.over batch)."""
+    """candidates: the candidates that the corpus gives a context. batch, for bi, poly and convert: the
+    responses of the batch over all workers, scored by the teacher's vectors (--teaching.over batch)."""
     weight: float = field(default=1.0, metadata=_DISTILS)
-    """Factor on that loss; that of the right answers has 1."""
+    """Factor on this loss; the loss of the right answers has the factor 1."""
     temperature: float = field(default=1.0, metadata=read_when({"finetune.distill.loss": ("kl",)}))
-    """kl: both scores are divided by it."""
+    """kl: the scores of teacher and student are divided by this number."""
     teacher_scale: float = field(
         default=1.0, metadata=read_when({"finetune.distill.loss": ("kl", "margin_mse")})
     )
-    """kl, margin_mse: factor on the teacher's scores. 20 for one of sentence-transformers, whose scores are
-    cosines: its own losses take 20 times as much."""
+    """kl, margin_mse: factor on the teacher's scores. Use 20 for a model of sentence-transformers: its
+    scores are cosines, and its own losses multiply them by 20."""
 
     def __post_init__(self) -> None:
         for name in ("weight", "temperature", "teacher_scale"):
@@ -77,17 +80,17 @@ class FinetuneConfig:
     """Which examples, against which negatives, for how long."""
 
     batch_examples: int = 64
-    """Examples in a batch over all workers."""
+    """Examples in a batch, over all workers."""
     chunk_examples: int = 0
-    """Examples of a worker's batch in memory at once (gradient caching): the same gradients, a third
-    more time; 0: all of them."""
+    """Examples of a worker's batch that are in memory at once (gradient caching). The gradients are the
+    same, and a step takes a third longer. 0: all examples."""
     negatives_from: NegativesFrom = "batch"
-    """bi and poly: a context's wrong candidates are all other responses of the batch, or `negatives`
-    of those that the corpus gives it, or both; mined: the batch's, and `negatives` of those in all of
-    train that the model scores highest."""
+    """bi, poly and convert: where a context's wrong candidates come from. batch: all other responses of
+    the batch. given: `negatives` of the candidates that the corpus gives the context. both: these two
+    together. mined: the batch, and `negatives` of the train responses that the model scores highest."""
     negatives: int = field(default=15, metadata=_DRAWS_NEGATIVES)
-    """cross, given, both and mined: wrong candidates per example, of those given or mined; where they
-    are too few, other examples' responses."""
+    """cross, given, both and mined: wrong candidates per example. If an example has too few given or
+    mined ones, responses of other examples fill up."""
     label_smoothing: float = 0.0
     """bi, poly and convert: share of the target that is spread evenly over all candidates."""
     share_negatives: bool = False
@@ -96,31 +99,33 @@ class FinetuneConfig:
     mine: Mining = field(
         default_factory=Mining, metadata=read_when({"finetune.negatives_from": ("mined",)})
     )
-    """mined: how they are found."""
+    """mined: how hard negatives are mined."""
     distill: Distillation = field(default_factory=Distillation)
     """Learning from another ranker's scores; needs candidates that are given."""
     folds: int = 1
-    """The files of train go to so many folds in turn; above 1: one of them is not read, and the ranker
-    can score it as a teacher that has not seen it (jobs.score_candidates --teaching.held-out)."""
+    """Divides the files of train into this many folds, in turn. Above 1, the run leaves out one fold, so
+    that jobs.score_candidates --teaching.held-out can use the ranker as a teacher for that fold."""
     held_out: int = 0
-    """Which fold, from 0."""
+    """The number of the fold that is left out, from 0."""
     epochs: float = 3.0
-    """Passes over the training examples; 0: none, for a ranker as its encoder makes it."""
+    """Passes over the training examples; 0: no training, a ranker straight from its encoder."""
     max_steps: int = 0
-    """Stop after so many steps, whatever the epochs; 0: no limit."""
+    """Stop after this many steps, whatever the epochs; 0: no limit."""
     train_layers: TrainLayers = "all"
-    """Of the encoders; the head always trains. top, top4: the last one or four layers. The paper
-    freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its own."""
+    """Which layers of the encoders train; the head always trains. top, top4: the last one or four layers.
+    The paper freezes the embeddings of Google's BERT (R@1/20 83.3 against 83.0) and nothing of its
+    own."""
     keep_layers: int = 0
-    """Of the encoder's layers, the first so many; 0: all. A smaller, faster model, that a whole one may
-    teach."""
+    """Keep only this many first layers of the encoder; 0: all. The smaller, faster model may learn from
+    the full one as its teacher."""
     dropout: float | None = None
-    """Of the encoder while it is fine-tuned; null: as it comes. On CPUs dropout costs a third."""
+    """Dropout of the encoder during fine-tuning; null: as the encoder has it. On CPUs dropout costs a
+    third."""
     valid_examples: int = 1000
-    """Examples of the valid split that a validation ranks, at most; drawn at random."""
+    """Number of examples of the valid split that a validation ranks at most, drawn at random."""
     valid_candidates: int = 20
-    """Where an example of the valid split has no candidates: responses of the split that its context is
-    ranked against, its own among them."""
+    """For an example of the valid split without candidates: number of responses of the split that its
+    context is ranked against, its own among them."""
 
     def __post_init__(self) -> None:
         require(self.batch_examples >= 2, "finetune.batch_examples", self.batch_examples, ">= 2")

@@ -1,4 +1,4 @@
-"""Fine-tuning: which rankers learn from which examples, against what, for how long."""
+"""Fine-tunes a ranker: builds its examples, negatives, objective and validation from the settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FinetuneTask(Task):
 
     @property
     def validated(self) -> tuple[int, dict[str, int]]:
-        """How many examples of valid/ a validation asks, and by reason how many it leaves out."""
+        """How many examples of valid/ a validation ranks, and how many it leaves out, by reason."""
         if not isinstance(self.validation, Validation):
             return 0, {}
         return len(self.validation.questions), dict(self.validation.questions.left_out)
@@ -51,7 +51,7 @@ class FinetuneTask(Task):
 
 @dataclass(frozen=True)
 class Finetuning:
-    """All that a worker needs to build its task."""
+    """Everything that a worker needs to build its task."""
 
     corpus: Artifact
     encoder: Source
@@ -60,14 +60,14 @@ class Finetuning:
     loop: LoopConfig
 
     def held_out(self) -> list[str]:
-        """The files of train that are not read. Raises BadInput where a fold has none."""
+        """The files of train that are not read. Raises BadInput if the fold has no files."""
         paths, folds = self.corpus.paths("train/", ".parquet"), self.finetune.folds
         require(folds == 1 or folds <= len(paths), "finetune.folds", folds,
                 f"1 to {len(paths)}, the files of {self.corpus.uri}/train")  # fmt: skip
         return paths[self.finetune.held_out :: folds] if folds > 1 else []
 
     def unseen(self) -> list[str]:
-        """The held-out files that the ranker which this one starts from has not read either."""
+        """The held-out files that were also held out from the ranker that this one starts from."""
         held_out, start = self.held_out(), self.encoder
         if isinstance(start, Tower) and corpora_of(start.ranker) & corpora_of(self.corpus):
             return [path for path in held_out if path in start.ranker.manifest.get("held_out", ())]
@@ -152,10 +152,10 @@ class Finetuning:
                 ranker, config.negatives, teacher
             )
         if distill.loss == "cosine":
-            theirs, ours = teacher_dimensions(self.corpus), ranker.dual.dimensions
-            require(theirs == ours, "finetune.distill.loss", distill.loss,
-                    f"kl, margin_mse, as the teacher's vectors have {theirs} numbers and the "
-                    f"ranker's {ours}")  # fmt: skip
+            teacher_width, ranker_width = teacher_dimensions(self.corpus), ranker.dual.dimensions
+            require(teacher_width == ranker_width, "finetune.distill.loss", distill.loss,
+                    f"kl, margin_mse, as the teacher's vectors have {teacher_width} numbers and the "
+                    f"ranker's {ranker_width}")  # fmt: skip
         negatives = 0 if config.negatives_from == "batch" else config.negatives
         module = DualModule(
             ranker.dual,
@@ -169,7 +169,7 @@ class Finetuning:
         )
 
     def _check_encoders(self, encoders: Sequence[Encoder]) -> None:
-        """Raises BadInput for settings of a pre-trained encoder where there is none."""
+        """Raises BadInput for settings of a pre-trained encoder if the ranker has no such encoder."""
         config, kind = self.finetune, self.ranker.architecture
         for name, value, default in (
             ("keep_layers", config.keep_layers, 0),
@@ -180,7 +180,7 @@ class Finetuning:
                     f"{default!r} with ranker.architecture {kind!r}")  # fmt: skip
 
     def _check_teacher(self) -> None:
-        """Raises BadInput for a loss on a teacher's scores that nothing would get."""
+        """Raises BadInput for a distillation loss that would get no scores of a teacher."""
         config, distill = self.finetune, self.finetune.distill
         if distill.loss == "none":
             return
@@ -220,7 +220,7 @@ class Finetuning:
             steps = max(steps, 1)
         steps = min(steps, self.finetune.max_steps or steps)
         if miner is not None:
-            every = self.finetune.mine.every_epochs
-            require(miner.every_steps < steps, "finetune.mine.every_epochs", every,
+            every_epochs = self.finetune.mine.every_epochs
+            require(miner.every_steps < steps, "finetune.mine.every_epochs", every_epochs,
                     f"less: it is {miner.every_steps} steps, and the run has {steps}")  # fmt: skip
         return steps

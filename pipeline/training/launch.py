@@ -1,4 +1,4 @@
-"""The shell around the loop: workers of Ray Train, or this process alone; checkpoints, restarts."""
+"""Runs the training loop on workers of Ray Train or in this process, with checkpoints and restarts."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def fit(
 ) -> Trained:
     """Trains on the cluster, or on one rank in this process, and leaves the model in the draft.
 
-    `watch` hears of the steps that are done, of how many. `start` is the URI of the state of another run
-    (`TRAINING_STATE` of a published model), which this one continues.
+    `watch` is called with the steps done and the steps of the run. `start` is the URI of the state of another
+    run (`TRAINING_STATE` of a published model), which this one continues.
 
-    Checkpoints lie in the draft, so that the same job, started again, goes on from the last one.
+    Checkpoints lie in the draft, so the same job, started again, continues from the last one.
     """
     with _progress(label, steps, run, watch) as show:
         if executors.current():
@@ -182,7 +182,8 @@ def _fit_on_cluster(assignment: _Assignment, messages: Queue) -> Trained:
 
 
 def _fit_in_this_process(assignment: _Assignment, show: Show) -> Trained:
-    """On one rank. It restarts nothing; the same job, started again, goes on from the last checkpoint."""
+    """Trains on one rank. It restarts nothing; the same job, started again, continues from the last
+    checkpoint."""
     folder = assignment.draft.path(_CHECKPOINTS, _RUN)
     uris = storage.list_folders(folder)
 
@@ -205,9 +206,9 @@ def _precision_in(draft: Draft) -> str:
 
 @contextmanager
 def _progress(label: str, steps: int, run: Run, watch: Watch | None) -> Iterator[Show]:
-    """Hears rank 0's (step, metrics): a bar on the driver's terminal, and what MLflow logs.
+    """Shows the (step, metrics) of rank 0 as a bar on the driver's terminal, and logs them to MLflow.
 
-    So workers need no way to the MLflow server and no secret for it, and start a second sooner without it.
+    Workers then need neither access to the MLflow server nor its secret, and start a second sooner.
     """
     # Whoever watches shows it in a way of their own.
     with progress.bar(label, steps, unit="step", hidden=watch is not None) as bar:
@@ -235,7 +236,7 @@ _SHOWN = {
 
 
 def progress_line(metrics: Mapping[str, float]) -> str:
-    """One line for a person; the bar before it shows the steps and the time left."""
+    """The metrics as one line for a person, beside a bar that shows the steps and the time left."""
     parts = [
         f"{label} {form.format(metrics[name])}"
         for name, (label, form) in _SHOWN.items()
@@ -247,7 +248,7 @@ def progress_line(metrics: Mapping[str, float]) -> str:
 def collect_model(draft: Draft, checkpoint: str = "") -> list[FileEntry]:
     """Moves the trained model into place and returns its files' manifest entries.
 
-    With the URI of a checkpoint it is kept with the model, so that a longer run can start from it.
+    `checkpoint`: the URI of a checkpoint to keep with the model, so that a longer run can start from it.
     """
     with tempfile.TemporaryDirectory() as folder:
         node_cache.download(draft.path("_model"), Path(folder))

@@ -1,9 +1,9 @@
-"""THE training loop: for pre-training and for every architecture. It knows no model.
+"""The training loop, for pre-training and for every architecture. It knows no model.
 
-What is trained, on which batches, how weights move and what is validated come in as a `Task`. Schedules
+A `Task` holds the model, the batches, the optimization and the validation. Schedules
 are functions of the step and of the validations so far, and dropout is seeded by (seed, step, rank), so a
 checkpoint holds weights, optimizer state, the step, what validations decided, the task's own state and
-the ranks' cursors. A run that was killed ends with the weights of one that was not.
+the ranks' cursors. A killed run, once resumed, ends with the same weights as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class BatchSource(Protocol):
 
 
 class Refresh(Protocol):
-    """Something made with the weights of now, again and again, such as hard negatives."""
+    """Data that is made again and again with the current weights, such as hard negatives."""
 
     every_steps: int
 
     def __call__(self) -> None:
-        """Makes it; a collective call."""
+        """Makes the data anew; a collective call."""
 
     def state(self) -> dict[str, Any]:
         """The state in a checkpoint: the weights that made it may no longer exist."""
@@ -69,11 +69,11 @@ class Refresh(Protocol):
 
 
 def no_hook(step: int) -> None:
-    """Nothing happens at a step."""
+    """The hook of a task that needs none."""
 
 
 def no_work(batch: Any) -> Mapping[str, float]:
-    """Nothing is counted."""
+    """The work of a task that counts none."""
     return {}
 
 
@@ -115,7 +115,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint: the state is the same on all ranks, the cursors are of each."""
+    """A checkpoint: the state, which all ranks share, and the cursor of each rank."""
 
     state: dict[str, Any]
     cursors: list[Cursor]
@@ -140,7 +140,7 @@ class Listener:
 def validation_steps(task: Task, config: LoopConfig) -> int:
     """Steps from one validation to the next; 0: none.
 
-    Raises BadInput for a schedule that waits for validations which never come.
+    Raises BadInput for a schedule that needs validations if there are none.
     """
     if task.validation is None:
         if config.schedule == "plateau":
@@ -168,7 +168,7 @@ def train(
     `model` is `task.module`, wrapped for its ranks. `listener.checkpoint` is called on every rank every
     `checkpoint_every_steps` and at the end; `resume` returns what an earlier run saved.
 
-    Raises Stopped where the loss or the gradient is not finite `max_skipped_steps` times in a row.
+    Raises Stopped if the loss or the gradient is not finite `max_skipped_steps` times in a row.
     """
     module, steps, optimization = task.module, task.steps, task.optimize()
     validate_every = validation_steps(task, config)
@@ -255,8 +255,8 @@ def _resume(
 
 
 def _is_finite_on_all_ranks(loss: Tensor, norm: Tensor) -> bool:
-    """Waits for the device: a step that must be skipped has to be known before the weights move. All
-    ranks decide alike, or their weights would part."""
+    """Whether the loss and the gradient are finite on all ranks. It waits for the device, because the step
+    must be skipped before the weights move. All ranks decide alike, so their weights stay the same."""
     finite = torch.isfinite(loss.float()) & torch.isfinite(norm.float())
     if dist.is_initialized():
         finite = finite.int()

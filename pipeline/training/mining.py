@@ -1,14 +1,14 @@
-"""Hard negatives: wrong responses that the model in training takes for right ones, found again and again.
+"""Mines hard negatives: wrong responses that the model in training scores nearly as high as the right one.
 
-In each round some rows of train are drawn. Their responses are the pool, which is embedded with the
-weights of now, and every train context looks for its nearest responses in it. Those that score nearly as
-high as the right response, or higher, are left out: among them are right ones that nobody marked (limits
-relative to the right one's score: Moreira et al., NV-Retriever, 2024).
+Each round draws some rows of train. Their responses are the pool, which is embedded with the current weights.
+Every train context then looks for its nearest responses in the pool. Responses that score nearly as high as
+the right one, or higher, are left out, because some of them are right, too, and nobody marked them (limits
+relative to the score of the right one: Moreira et al., NV-Retriever, 2024).
 
     1. draw P rows             each rank reads its share of their responses, row group by row group
     2. embed the pool          each rank its share; all ranks get all P texts and vectors
     3. search                  each rank reads its share of the contexts, row group by row group
-    4. exchange what is found  all ranks get the places in the pool of all N rows
+    4. exchange the places     all ranks get the places in the pool of all N rows
 
 Memory of one rank, with N rows, P responses, K = `top_k` and vectors of D dimensions:
 
@@ -18,11 +18,11 @@ Memory of one rank, with N rows, P responses, K = `top_k` and vectors of D dimen
     4 · N · K bytes            places found, in an unlinked file in the directory for temporary files;
                                its pages are the kernel's to drop
 
-Of five million articles with P = 20,000, K = 30, D = 768 and texts of 1 KB that is 81 MB + 128 MB + 2 MB in
-memory and 600 MB on disk, twice that while a round replaces the one before. Drawing the rows takes 40 MB
-(8 · N bytes) for a moment where P is above N / 50. A checkpoint holds the pool's texts and the places. It
-is written from the mapped file: 5,000,000 · 30 places added 573 MiB of file pages to a process that saved
-them, and no other memory.
+For five million articles with P = 20,000, K = 30, D = 768 and texts of 1 KB these are 81 MB + 128 MB + 2 MB
+in memory, and 600 MB on disk (twice that while a round replaces the one before). Drawing the rows takes 40
+MB (8 · N bytes) for a moment where P is above N / 50. A checkpoint holds the pool's texts and the places.
+It is written from the mapped file: 5,000,000 · 30 places added 573 MiB of file pages to a process that
+saved them, and no other memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _NO_ROUND = _Round(0, [], np.empty((0, 0), np.int32))
 
 
 class Miner:
-    """Finds hard negatives, and knows those of each row of the train split."""
+    """Mines hard negatives, and returns those of each row of the train split."""
 
     def __init__(
         self, ranker: Ranker, rows: Rows, config: Mining, every_steps: int, rank: int, world: int
@@ -108,9 +108,9 @@ class Miner:
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        """Finds them with the weights of now. A collective call; leaves the ranker in evaluation mode.
+        """Mines them with the current weights. A collective call; it leaves the ranker in evaluation mode.
 
-        Raises OSError where the file of what is found does not fit on the disk.
+        Raises OSError if the file of places does not fit on the disk.
         """
         self._ranker.eval()
         number = self._round.number + 1
@@ -136,7 +136,7 @@ class Miner:
         return list(dict.fromkeys(gather_texts(texts)))
 
     def _share(self, count: int, rank: int | None = None) -> tuple[int, int]:
-        """A rank's part of so many, by default this rank's: from where to where."""
+        """The part of `count` rows that a rank works on, by default this rank: (start, stop)."""
         size, rank = -(-count // self._world), self._rank if rank is None else rank
         return min(count, rank * size), min(count, (rank + 1) * size)
 

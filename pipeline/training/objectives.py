@@ -167,7 +167,7 @@ class DualModule(Objective):
 
 
 class PairModule(Objective):
-    """Softmax over each context's own candidates, but those whose tokens are the right one's."""
+    """Softmax over each context's own candidates. Copies of the right candidate are left out."""
 
     def __init__(self, network: PairNetwork, distill: Distillation = _NO_TEACHER) -> None:
         super().__init__()

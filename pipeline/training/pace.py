@@ -1,4 +1,4 @@
-"""How fast a training process is, and how much memory it has needed."""
+"""Measures the speed and the peak memory of a training process."""
 
 from __future__ import annotations
 

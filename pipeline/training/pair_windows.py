@@ -27,7 +27,7 @@ _VALIDATION_GROUPS = 64  # row groups that validation reads at most: a million r
 
 @dataclass(frozen=True)
 class Window:
-    """Pairs, and how they are cut."""
+    """Pairs of a window, and their division into micro-batches."""
 
     pairs: Pairs
     batches: list[Ints]
@@ -47,7 +47,8 @@ class WindowReader:
     def of(
         cls, corpus: TokenizedCorpus, number: int, config: PretrainConfig, seed: int
     ) -> WindowReader:
-        """Raises BadInput where a lane has no row, or texts are cut shorter than the recipe's."""
+        """Raises BadInput if a lane has no row, or if texts were truncated below the lengths of the
+        recipe."""
         require_text_lengths(corpus, config)
         rows = Rows.of(corpus.artifact, "train", _COLUMNS, 0, config.lanes, seed)
         if not len(rows):
@@ -93,7 +94,7 @@ class WindowReader:
     def _read_other_responses(
         self, order: Epoch, start: int, stop: int, rng: np.random.Generator
     ) -> Texts | None:
-        """Responses of as many neighbouring rows elsewhere in the epoch's order, if there are so many."""
+        """Responses of as many neighbouring rows elsewhere in the order of the epoch, if it has as many."""
         total, rows_beyond = self.total, self.total - (stop - start)
         count = min(stop - start, rows_beyond)
         if not count:
@@ -166,7 +167,7 @@ def sample_valid_pairs(
 
 
 def require_text_lengths(corpus: TokenizedCorpus, config: PretrainConfig) -> None:
-    """Raises BadInput where the corpus' texts are cut shorter than the recipe's."""
+    """Raises BadInput if the texts of the corpus were truncated below the lengths of the recipe."""
     limits = corpus.tokenize_config
     for name, available, needed in zip(
         ("max_context_tokens", "max_response_tokens"),

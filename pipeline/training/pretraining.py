@@ -1,7 +1,8 @@
 """Pre-training: an encoder that predicts masked tokens (MLM) and the next utterance or sentence.
 
-A step is one micro-batch of every lane (pretraining_batches.py). Each loss is the sum over all micro-batches
-of all workers, divided by what is predicted in them, so the number of workers does not change the objective.
+A step is one micro-batch of every lane (pretraining_batches.py). Each loss is the sum over all
+micro-batches of all workers, divided by the number of their predictions, so the number of workers does not
+change the objective.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _metrics(sums: PretrainingSums) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Pretraining:
-    """All that a worker needs to build its task."""
+    """Everything that a worker needs to build its task."""
 
     corpora: tuple[TokenizedCorpus, ...]
     weights: tuple[float, ...]
@@ -185,8 +186,8 @@ class Pretraining:
         return model, start_note
 
     def _require_own_tokenizer(self, encoder: Path, size: int) -> None:
-        """Raises BadInput where an encoder of so many tokens knows the corpora's tokens by other ids, or
-        not at all: each would look up another token's embedding."""
+        """Raises BadInput if an encoder of `size` tokens has other ids for the tokens of the corpora, or
+        lacks some: a token would then get the embedding of another one."""
         corpus = self.corpora[0]
         allowed = "allowed: corpora that were tokenized with the encoder's own tokenizer"
         if size < corpus.vocabulary.size:

@@ -2,9 +2,9 @@
 
 A run has a fixed number of lanes, and a step is one micro-batch of each. Lane s reads the s-th contiguous
 piece of each epoch's order of files and row groups, in windows of rows; the pairs of a window are shuffled,
-sorted by length, cut into micro-batches of so many tokens, and these are shuffled again. Of W workers, worker
-r serves the lanes s with s % W == r. So the micro-batches of a step, and with them the sum of their
-gradients, are the same for 1, 2 or 32 workers, and a run may go on with another number of workers.
+sorted by length, divided into micro-batches of a fixed number of tokens, and these are shuffled again. Of W
+workers, worker r serves the lanes s with s % W == r. So the micro-batches of a step, and with them the sum
+of their gradients, are the same for 1, 2 or 32 workers, and a run may go on with another number of workers.
 
 With several corpora each lane reads each of them, with a position of its own; from which one its k-th
 micro-batch comes is drawn by weight from (seed, lane, k).
@@ -65,7 +65,7 @@ LaneCursor = dict[str, LanePosition]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pairs that are computed at once, and what is to be predicted of them."""
+    """Pairs that are computed at once, and the tokens to predict in them."""
 
     tokens: Tokens
     """With masks, where tokens are predicted."""
@@ -88,7 +88,7 @@ class MicroBatch:
 
     @property
     def pair_count(self) -> int:
-        """Pairs of which the next utterance is asked."""
+        """Pairs whose next utterance is predicted."""
         return 0 if self.is_next_B is None else len(self.is_next_B)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -204,8 +204,9 @@ class PretrainingBatches:
         world: int,
         seed: int,
     ) -> PretrainingBatches:
-        """Raises BadInput for more workers than lanes, corpora of different tokenizers, weights that are
-        not positive, one for each corpus, and a corpus that is too small or cut too short."""
+        """The batches of one worker. Raises BadInput for more workers than lanes, corpora of different
+        tokenizers, weights that are not one positive number per corpus, and a corpus that is too small or
+        whose texts were truncated too short."""
         require(world <= config.lanes, "resources.workers", world,
                 f"at most {config.lanes}, the micro-batches of a step "
                 "(pretrain.batch_tokens / pretrain.micro_batch_tokens)")  # fmt: skip
@@ -222,8 +223,8 @@ class PretrainingBatches:
     def start(self, cursors: Sequence[LaneCursor] = ()) -> Generator[tuple[StepBatch, LaneCursor]]:
         """(the batch of a step, the cursor after it) for ever, prepared in a thread of their own.
 
-        `cursors`: those of all workers of the run that saved them, of whatever number; none: from the
-        beginning. Raises BadInput where they are not of as many lanes.
+        `cursors`: those of all workers of the run that saved them, of any number; none: from the beginning.
+        Raises BadInput if they have another number of lanes.
         """
         return ahead(self._walk(self._positions(cursors)), depth=_STEPS_AHEAD)
 
@@ -307,8 +308,8 @@ def validation_batches(
     """One worker's part of the fixed micro-batches of the valid splits.
 
     At most `valid_examples`, shared out by weight over the corpora that have a valid split, drawn at random
-    from it. An alternating run validates each pair twice: with masks, and without for the next utterance.
-    [] where no corpus has a valid split.
+    from it. An alternating run validates each pair twice: with masks, and without masks for the next
+    utterance. [] if no corpus has a valid split.
     """
     _check(corpora, weights)
     collator = _Collator.of(corpora, weights, config)

@@ -22,11 +22,11 @@ class PretrainConfig:
     """Which pairs, for how long."""
 
     batch_tokens: int = 32_000
-    """Tokens of a step over all workers at most, padding included."""
+    """Tokens of a step at most, over all workers, padding included."""
     micro_batch_tokens: int = 0
-    """Tokens that a worker computes at once at most, padding included; 0: 16,384. A step consists of
-    batch_tokens / micro_batch_tokens micro-batches, rounded up, which the workers share out: they are the
-    same for every number of workers, so this number has to stay when a run is resumed."""
+    """Tokens that a worker computes at once at most, padding included; 0: 16,384. A step has batch_tokens
+    / micro_batch_tokens micro-batches, rounded up, which the workers share out. They are the same for
+    every number of workers, so a resumed run needs the same value."""
     steps: int = field(default=100_000, metadata=NOT_IDENTITY)
     """Updates of the weights. A run that was stopped may be resumed with more."""
     objective: Objective = "joint"
@@ -40,10 +40,10 @@ class PretrainConfig:
     """Share of the tokens that are predicted. Of these 80 % become the mask token, 10 % a random token, and
     10 % stay."""
     rare_token_alpha: float = 0.0
-    """Predicts a token with a probability proportional to (its count in the corpus)^-alpha, so that rare
+    """Predict a token with a probability proportional to (its count in the corpus)^-alpha, so that rare
     tokens are predicted more often (XLM's sample_alpha); 0: all tokens alike."""
     whole_words: bool = False
-    """Predicts all pieces of a word, or none."""
+    """Predict all pieces of a word, or none."""
     max_context_tokens: int = 180
     """First text of a pair: its newest tokens, as many as fit with [CLS] and [SEP]."""
     max_response_tokens: int = 72
@@ -56,8 +56,8 @@ class PretrainConfig:
     window_rows: int = 16_384
     """Examples that are shuffled together and cut into micro-batches of similar length."""
     gradient_checkpointing: bool = False
-    """Layers are computed again on the way back, which takes a third more time and a fraction of the
-    memory: for micro-batches that do not fit otherwise."""
+    """Compute layers again in the backward pass. A step takes a third longer and a fraction of the
+    memory, for micro-batches that do not fit otherwise."""
     valid_examples: int = 4096
     """Examples of the held-out split that validation uses at most."""
 
@@ -99,14 +99,14 @@ class PretrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeConfig:
-    """What is kept of each example."""
+    """Which tokens of each example are kept."""
 
     max_context_tokens: int = 510
     """The newest tokens of a context that are kept, special tokens not counted."""
     max_response_tokens: int = 510
     """The first tokens of a response that are kept, special tokens not counted."""
     valid_share: float = 0.01
-    """Share of the groups (threads, dialogues, articles) of train that validation gets, where the corpus
+    """Share of the groups (threads, dialogues, articles) of train that go to validation, if the corpus
     has no valid split."""
 
     def __post_init__(self) -> None:

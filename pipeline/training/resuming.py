@@ -1,4 +1,4 @@
-"""A checkpoint's folder, and which one a run goes on from.
+"""Writes and reads the folder of a checkpoint, and finds the one that a run continues from.
 
 state.safetensors, state.json    the state, the same on all ranks; rank 0 writes it
 cursor-00000.json …              each rank's place in the training data
@@ -32,7 +32,7 @@ def write_saved(
 
 
 def read_saved(folder: Path) -> Saved:
-    """Raises BadInput for a checkpoint that is not whole."""
+    """Raises BadInput for an incomplete checkpoint."""
     try:
         cursors = [json.loads(path.read_text()) for path in sorted(folder.glob("cursor-*.json"))]
     except ValueError as error:
@@ -46,22 +46,22 @@ def read_saved(folder: Path) -> Saved:
 
 
 def read_saved_at(uri: str) -> Saved:
-    """Raises BadInput for a checkpoint that is not whole."""
+    """Raises BadInput for an incomplete checkpoint."""
     with tempfile.TemporaryDirectory() as local:
         node_cache.download(uri, Path(local))
         return read_saved(Path(local))
 
 
 def read_start(uri: str) -> Saved:
-    """The state of another run, which a new run continues: validations that the other one waited for in vain
-    do not count against this one. Raises BadInput for a state that is not whole."""
+    """The state of another run, which a new run continues. Validations of the other run without improvement
+    do not count against the new one. Raises BadInput for an incomplete state."""
     saved = read_saved_at(uri)
     selection = {**saved.state["selection"], "without_better": 0}
     return Saved({**saved.state, "selection": selection}, saved.cursors)
 
 
 def newest_readable(checkpoints: list[str]) -> str:
-    """The newest that can be read, of folders that are named by the time; "": none."""
+    """The newest readable one of checkpoint folders, which are named by their time; "": none can be read."""
     for checkpoint in reversed(checkpoints):
         with suppress(BadInput):
             read_saved_at(checkpoint)
@@ -70,9 +70,9 @@ def newest_readable(checkpoints: list[str]) -> str:
 
 
 def unlisted_checkpoint(folder: str) -> str:
-    """The newest whole checkpoint in Ray Train's folder, where a kill came before its list of them was
-    written, or truncated it; then the list is removed, as Ray Train would end at it. "": the list is whole,
-    or there is no checkpoint."""
+    """The newest complete checkpoint in Ray Train's folder, if a kill truncated Ray Train's list of
+    checkpoints or came before it was written. A truncated list is removed, because Ray Train would fail on
+    it. "": the list is complete, or there is no checkpoint."""
     listing = storage.join(folder, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME)
     if storage.exists(listing):
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The decisions by validations: the learning rate after a plateau, when to stop, which weights to keep."""
+"""Decides by validations: the rate after a plateau, when to stop, and which weights to keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Measured:
     metrics: Mapping[str, float]
     """By name; "loss" is among them, in nats."""
     selection: str
-    """The metric that decides which weights are best; where it is equal, the lower loss."""
+    """The metric that chooses the best weights. If it is equal, the lower loss wins."""
     higher_is_better: bool = True
 
     @property
@@ -29,14 +29,15 @@ class Measured:
 
 @dataclass
 class Selection:
-    """Goes into checkpoints whole, so that a resumed run decides as one that was not killed."""
+    """The decisions so far. Checkpoints hold all of it, so a resumed run decides as an undisturbed one
+    does."""
 
     decay: float
     """Factor on the rate after a validation whose loss is not below the lowest (ParlAI: 0.4)."""
     patience: int
     """Stop after this many validations without a better one; 0: never."""
     share: float = 1.0
-    """The rate's factor now."""
+    """The current factor on the rate."""
     lowest_loss: float = math.inf
     best_merit: tuple[float, float] = (-math.inf, -math.inf)
     best_metrics: dict[str, float] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Selection:
 
     @property
     def best(self) -> dict[str, float]:
-        """The best validation, to be shown; empty before the first."""
+        """The metrics of the best validation, to show; empty before the first one."""
         if not self.best_metrics:
             return {}
         best = {f"best_valid_{name}": value for name, value in self.best_metrics.items()}
@@ -61,7 +62,7 @@ class Selection:
     def judge(
         self, measured: Measured, step: int, weights: Callable[[], dict[str, Tensor]]
     ) -> dict[str, float]:
-        """Takes a validation in; returns what is to be shown.
+        """Adds a validation; returns the metrics to show.
 
         `weights` copies the measured weights. It is called if they are the best so far; all ranks decide that
         alike.

@@ -20,28 +20,29 @@ class OptimizationConfig:
     learning_rate: float = 5e-5
     """Peak learning rate."""
     new_weights_factor: float = 10.0
-    """Learning rate of weights that were not pre-trained (codes, heads), as a multiple."""
+    """The learning rate of weights that were not pre-trained (codes, heads), as a multiple of
+    `learning_rate`."""
     warmup_steps: float = 0.1
     """Steps in which the rate rises linearly; below 1: this share of the run's steps."""
     initial_rate_share: float = 0.0
-    """What the rate rises from in the warm-up, as a share of the peak."""
+    """The rate at which the warm-up begins, as a share of the peak."""
     schedule: Literal["linear", "cosine", "inverse_sqrt", "wsd", "constant", "plateau"] = "linear"
     """How the rate falls after the warm-up. linear, cosine: to `final_rate_share` at the last step.
-    inverse_sqrt: with 1/sqrt(step). wsd: stays at the peak, then falls linearly in the last
-    `decay_share` of the steps. constant: stays. plateau: by `plateau_decay` whenever the validation
-    loss is not lower than ever (the paper's)."""
+    inverse_sqrt: with 1/sqrt(step). wsd: it stays at the peak, then falls linearly in the last
+    `decay_share` of the steps. constant: it stays. plateau: it is multiplied by `plateau_decay` whenever
+    the validation loss is not a new lowest one (the paper's schedule)."""
     final_rate_share: float = field(
         default=0.0, metadata=read_when({"loop.schedule": ("linear", "cosine", "wsd")})
     )
-    """linear, cosine, wsd: the last rate as a share of the peak."""
+    """linear, cosine, wsd: the rate at the last step, as a share of the peak."""
     decay_share: float = field(default=0.1, metadata=read_when({"loop.schedule": ("wsd",)}))
     """wsd: share of the steps in which the rate falls."""
     plateau_decay: float = field(default=0.4, metadata=read_when({"loop.schedule": ("plateau",)}))
-    """plateau: factor on the rate."""
+    """plateau: the factor on the rate."""
     optimizer: Literal["adamw", "adamax", "adadelta"] = "adamw"
     """AdamW for BERT-like weights; the Poly-encoder paper used Adamax for its own, ConveRT AdaDelta."""
     weight_decay: float = 0.01
-    """Not on biases and layer norms."""
+    """Weight decay. It does not apply to biases and layer norms."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the optimizer's moments; the paper pre-trained with 0.9, 0.98. AdaDelta takes the
     first as rho."""
@@ -50,8 +51,8 @@ class OptimizationConfig:
     max_gradient_norm: float = 1.0
     """Gradients are scaled down to this L2 norm."""
     token_tables: Literal["as_all", "apart"] = "as_all"
-    """apart: only the gradients of the token embeddings are scaled down, and of them only the rows that
-    the batch looks up decay, by an L2 penalty in the gradient (ConveRT)."""
+    """apart: only the gradients of the token embeddings are scaled down. Only the embeddings that the
+    batch looks up decay, by an L2 penalty in the gradient (ConveRT)."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "new_weights_factor", "max_gradient_norm", "epsilon"):
@@ -76,31 +77,31 @@ class LoopConfig(OptimizationConfig):
     """How weights are updated, and how often the loop validates, reports and saves."""
 
     validate_every_epochs: float = 0.5
-    """Validate so often, and after the last step; the weights of the best validation are the result.
-    0: never, the last weights are, unless `validate_every_steps` is above 0. Without a valid split nothing
-    is validated."""
+    """Epochs between two validations; the last step is validated, too. The weights of the best validation
+    are the result. 0: no validation by epochs; without `validate_every_steps` the last weights are the
+    result. Without a valid split nothing is validated."""
     validate_every_steps: int = 0
-    """Validate so often, whatever the epochs; 0: `validate_every_epochs` decides."""
+    """Steps between two validations, whatever the epochs; 0: `validate_every_epochs` decides."""
     stop_after_validations: int = 10
     """Stop after this many validations in a row without a better one; 0: never."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """bf16 autocast with float32 weights; auto: where the hardware multiplies bf16."""
+    """bf16: bf16 autocast with float32 weights. auto: bf16 where the hardware multiplies it."""
     compile: bool = False
-    """torch.compile the model: a minute at the start, faster steps on a GPU."""
+    """torch.compile the model. It takes a minute at the start; steps on a GPU are faster then."""
     max_skipped_steps: int = field(default=5, metadata=NOT_IDENTITY)
-    """A step whose loss or gradient is not finite changes no weights. After this many such steps in a
-    row the run ends, and keeps the last batch for a look at it."""
+    """A step whose loss or gradient is not finite changes no weights. After this many such steps in a row
+    the run ends, and the last batch is saved for inspection."""
     checkpoint_every_steps: int = field(default=500, metadata=NOT_IDENTITY)
     """A killed run loses at most this many steps."""
     checkpoint_every_minutes: float = field(default=10.0, metadata=NOT_IDENTITY)
-    """Nor this many minutes, checked every `log_every_steps`: on CPUs 500 steps take most of an hour.
-    0: the clock does not count."""
+    """A killed run loses at most this many minutes, too. The clock is read every `log_every_steps`,
+    because on CPUs 500 steps take most of an hour. 0: the clock does not count."""
     keep_checkpoints: int = field(default=2, metadata=NOT_IDENTITY)
-    """The last checkpoints that are kept."""
+    """Number of the last checkpoints that are kept."""
     log_every_steps: int = field(default=20, metadata=NOT_IDENTITY)
     """Steps between two points of the curves."""
     seed: int = 0
-    """Of the order of examples, masks, dropout and new weights."""
+    """Seed of the order of examples, of masks, dropout and new weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,25 +118,25 @@ class LoopConfig(OptimizationConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """What a training runs on. It never changes which settings make a model."""
+    """The hardware of a training. It is not part of the settings that identify a model."""
 
     workers: int = 1
-    """Training processes; on GPUs one each. On CPUs one per core: all-MiniLM, 64 contexts of 160 tokens,
-    takes 1.7 s a step by two of one thread, 1.9 s by one of two."""
+    """Training processes: one per GPU, or on CPUs one per core. all-MiniLM with 64 contexts of 160 tokens
+    takes 1.7 s a step with two workers of one thread, and 1.9 s with one worker of two."""
     min_workers: int = 0
-    """Train on with this many workers while the cluster has no room for all of them; 0: wait for all.
-    jobs.pretrain: the global batch stays the same. jobs.finetune: where so many workers do not divide
-    the batch, it is rounded down: 63 of 64 examples on 7 workers."""
+    """Train with this many workers while the cluster has no room for all of them; 0: wait for all.
+    jobs.pretrain: the global batch stays the same. jobs.finetune: if the number of workers does not
+    divide the batch, the batch is rounded down: 63 of 64 examples on 7 workers."""
     cpus_per_worker: int = 0
-    """Cores, and threads, of a worker; 0: the cluster's cores shared out among the workers."""
+    """Cores, and threads, of a worker; 0: the workers share out the cluster's cores."""
     gpu: bool = False
     """One GPU per worker, NCCL between them; else CPU and gloo."""
     shard_weights: bool = False
     """jobs.pretrain: weights, gradients and optimizer state are sharded over the workers (FSDP2), for
     encoders that do not fit on one GPU; else every worker holds all of them."""
     max_restarts: int = 3
-    """Times in the whole run that dead workers are replaced and go on from the last checkpoint. The same
-    command, started again, counts from 0."""
+    """How often dead workers are replaced in the whole run; each time the run continues from the last
+    checkpoint. The same command, started again, counts from 0."""
 
     def __post_init__(self) -> None:
         require(self.workers >= 1, "resources.workers", self.workers, ">= 1")
@@ -147,23 +148,24 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class TeachingConfig:
-    """What is scored."""
+    """What the teachers score."""
 
     over: Taught = "candidates"
-    """candidates: each example's candidates. batch: the teacher's vectors of each context and response are
-    kept, whose products are its scores of any batch; of one bi-encoder or ConveRT model."""
+    """candidates: scores of each example's candidates. batch: the teacher's vectors of each context and
+    response, whose products are its scores over any batch. batch needs one bi-encoder or ConveRT
+    model."""
     random_candidates: int = 0
-    """A train example without candidates gets its response and so many other responses of its shard;
-    0: it stays without, and without scores."""
+    """A train example without candidates gets its response and this many other responses of its shard; 0:
+    it gets no candidates and no scores."""
     hardest_of: int = 0
-    """Of so many others those are taken that its first bi- or poly-encoder among the teachers scores
-    highest: any other one is told from the response at once, and teaches little; 0: any."""
+    """Draws this many random candidates and keeps the ones that the first bi- or poly-encoder teacher
+    scores highest. Most random candidates are too easy to teach much. 0: keeps any."""
     batch_tokens: int = 0
-    """Tokens in a batch at most, padding included; 0: what suits the device."""
+    """Tokens in a batch at most, padding included; 0: as many as suit the device."""
     held_out: bool = False
-    """A shard of train is scored only by those teachers that were not trained on it (finetune.folds)."""
+    """Score a shard of train only with the teachers that were not trained on it (finetune.folds)."""
     seed: int = 0
-    """Of the candidates that are drawn."""
+    """Seed of the draw of candidates."""
 
     def __post_init__(self) -> None:
         for name in ("random_candidates", "batch_tokens", "seed"):
@@ -180,16 +182,16 @@ class TokenizerConfig:
     """What is learnt."""
 
     kind: Literal["wordpiece", "bpe", "subwords"] = "wordpiece"
-    """wordpiece: BERT's pieces and normalisation. bpe: byte-level, nothing is ever unknown. subwords:
-    ConveRT's; it hashes what they lack, and the paper's are 31,476."""
+    """wordpiece: BERT's pieces and normalisation. bpe: byte-level, so no text is unknown. subwords:
+    ConveRT's, which hashes pieces that the vocabulary lacks; the paper has 31,476."""
     vocabulary: int = 30_000
-    """Pieces, the special ones included."""
+    """Number of pieces, the special ones included."""
     min_frequency: int = 2
-    """Pieces that are rarer are not kept."""
+    """Rarer pieces are left out."""
     max_examples: int = 1_000_000
     """Examples to learn from; more than a million change little."""
     vectors: bool = False
-    """subwords: fit a vector to each as well, by a teacher's vectors of the texts (`jobs.score_candidates
+    """subwords: also fit a vector to each, from a teacher's vectors of the texts (`jobs.score_candidates
     --teaching.over batch`), for ranker.start taught_words."""
 
     def __post_init__(self) -> None:

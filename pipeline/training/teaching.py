@@ -1,4 +1,4 @@
-"""What rankers know of a corpus, once, for others to learn from.
+"""Adds the scores or vectors of teachers to a corpus, for other rankers to learn from.
 
     train/….parquet      the corpus' rows, in their order, and beside them
         over candidates  `teacher_scores` list<float>: one for each of `candidates`, the mean of the
@@ -7,8 +7,8 @@
                          examples.py)
     valid/…, test/…      as they are, these columns null
 
-Scores are what a softmax over candidates takes, so their mean stands for the geometric mean of the
-teachers' distributions (Hinton et al., 2015, section 1). Each shard is one task.
+Scores are logits of a softmax over candidates, so their mean stands for the geometric mean of the teachers'
+distributions (Hinton et al., 2015, section 1). Each shard is one task.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def score(
     config: TeachingConfig,
     actors: Actors,
 ) -> list[TaskRecord]:
-    """Makes the shards; returns their records."""
+    """Writes the shards with scores or vectors; returns their records."""
     teachers_of_shard = teachers_of(corpus, teachers, config)
     tasks = {
         path.replace("/", "-"): {"uri": storage.join(corpus.uri, path), "path": path,
@@ -83,7 +83,7 @@ def score(
 def estimate(
     corpus: Artifact, teachers: Sequence[Artifact], config: TeachingConfig
 ) -> cost.Estimate:
-    """Scores a few rows of the first shard, here, to measure a rate."""
+    """Estimates the cost: scores a few rows of the first shard in this process to measure a rate."""
     device = best_device()
     rankers = [load_ranker(teacher.local()).to(device) for teacher in teachers]
     files = corpus.files("train/", ".parquet")
@@ -108,8 +108,11 @@ def estimate(
 def teachers_of(
     corpus: Artifact, teachers: Sequence[Artifact], config: TeachingConfig
 ) -> dict[str, list[int]]:
-    """Which teachers score each shard of train. Raises BadInput for a shard that none does, or none
-    that can tell the hardest, and for teachers whose scores are no products of two vectors."""
+    """The teachers that score each shard of train, by their numbers.
+
+    Raises BadInput for a shard that no teacher scores, or no teacher that can choose the hardest
+    candidates, and for teachers over the batch whose scores are not products of two vectors.
+    """
     paths, all_numbers = corpus.paths("train/", ".parquet"), list(range(len(teachers)))
     teachers_of_path = dict.fromkeys(paths, all_numbers)
     if config.held_out:
@@ -127,11 +130,11 @@ def teachers_of(
         count = settings[0].vectors_per_context
         require(count == 1, "teaching.over", "batch", f"candidates with {teachers[0].uri}, whose contexts "
                 f"have {count} vectors; 1 is needed, as of a bi-encoder")  # fmt: skip
-    dual = [each.has_vectors for each in settings]
+    is_dual = [ranker.has_vectors for ranker in settings]
     for path, numbers in teachers_of_path.items():
         require(bool(numbers), "teaching.held_out", True,
                 f"false, as no teacher held out {path} (finetune.folds, finetune.held_out)")  # fmt: skip
-        require(config.hardest_of == 0 or any(dual[number] for number in numbers), "teaching.hardest_of",
+        require(config.hardest_of == 0 or any(is_dual[number] for number in numbers), "teaching.hardest_of",
                 config.hardest_of, f"0, as no teacher of {path} is a bi- or poly-encoder")  # fmt: skip
     return teachers_of_path
 
@@ -170,7 +173,7 @@ def _teach(
     config: TeachingConfig,
     draw: np.random.Generator,
 ) -> list[ExampleRow]:
-    """Adds what the teachers know of these rows of a shard; returns the rows that have it now."""
+    """Adds the scores or vectors to these rows of a shard; returns the rows that have them now."""
     if config.over == "batch":
         for part in _parts(rows):
             _add_vectors(part, rankers[0], config.batch_tokens)

@@ -1,4 +1,4 @@
-"""A corpus as token ids: written once, read by pre-training in every epoch.
+"""A corpus as token ids. It is written once, and pre-training reads it in every epoch.
 
     train/….parquet      columns `context` and `response`, list<uint16> (uint32 for a vocabulary of more
     valid/….parquet      than 65,535 entries), ids without special tokens, in the corpus' order of rows
@@ -64,7 +64,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, uri: str) -> Vocabulary:
-        """Raises BadInput where there is no mask token; `uri` names the tokenizer."""
+        """Raises BadInput if the tokenizer has no mask token; `uri` is its URI."""
         mask = tokenizer.hf.mask_token_id
         if mask is None:
             raise BadInput(f"--tokenizer {uri}: the tokenizer has no mask_token")
@@ -80,7 +80,7 @@ class TokenizedCorpus:
 
     @classmethod
     def open(cls, uri: str) -> TokenizedCorpus:
-        """Raises BadInput where there is none."""
+        """Raises BadInput if there is no such corpus at the URI."""
         return cls(open_artifact(uri, TOKENS))
 
     @property
@@ -90,7 +90,7 @@ class TokenizedCorpus:
 
     @property
     def tokenizer_version(self) -> str:
-        """The same for the same tokenizer, wherever it came from."""
+        """Equal for equal tokenizers, wherever they came from."""
         return str(self.artifact.manifest["tokenizer_version"])
 
     @property
@@ -101,7 +101,7 @@ class TokenizedCorpus:
 
     @property
     def tokenize_config(self) -> TokenizeConfig:
-        """The settings that cut the texts."""
+        """The settings by which the texts were truncated."""
         return TokenizeConfig(**self.artifact.manifest["config"]["tokenize"])
 
     def tokenizer(self) -> Source:
@@ -169,7 +169,7 @@ def tokenize(
 
 
 def estimate(corpus: Artifact, source: Source, config: TokenizeConfig) -> cost.Estimate:
-    """Tokenizes some rows of the first shard, here, to measure a rate."""
+    """Estimates the cost: tokenizes some rows of the first shard in this process to measure a rate."""
     entries = example_files(corpus, *_SPLITS)
     tokenizer = _load(source.local())
     with storage.open_input(storage.join(corpus.uri, entries[0]["path"])) as stream:

@@ -1,4 +1,4 @@
-"""A tokenizer from a corpus: lower-cased WordPiece (BERT's), byte-level BPE, or ConveRT's subwords."""
+"""Learns a tokenizer from corpora: lower-cased WordPiece (BERT's), byte-level BPE, or ConveRT's subwords."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LearntSubwords:
     texts: int
     """How many texts were counted."""
     vectors_VE: Tensor | None = None
-    """What a bag of them learnt from a teacher."""
+    """The vectors that a bag of the pieces has learnt from a teacher."""
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -65,10 +65,10 @@ class LearntSubwords:
 def learn(
     corpora: list[Artifact], config: TokenizerConfig
 ) -> PreTrainedTokenizerFast | LearntSubwords:
-    """Learns from the train splits, in equal parts where `max_examples` is fewer than there are.
+    """Learns from the train splits: from equal parts of each, if they have more than `max_examples` examples.
 
-    The same corpora and settings give the same tokenizer. Raises BadInput where a corpus has no train split,
-    and for `vectors` where it has no teacher's.
+    The same corpora and settings give the same tokenizer. Raises BadInput if a corpus has no train split,
+    and with `vectors` if it has no vectors of a teacher.
     """
     _require_inputs(corpora, config)
     share = -(-config.max_examples // len(corpora))
@@ -137,9 +137,9 @@ def _taught_share(share: int, corpora: int) -> int:
 def _word_pieces(texts: Callable[[], Iterator[str]], config: TokenizerConfig) -> Tokenizer:
     """BERT's tokenizer.
 
-    Left alone the trainer numbers the pieces "##a" in the order of a hash table that differs from run
-    to run, and breaks ties by those numbers. So they are given to it, in order, as special tokens,
-    and the tokenizer is built again from the vocabulary, in which they are none.
+    By default the trainer numbers the pieces "##a" in the order of a hash table, which differs from run to
+    run, and breaks ties by these numbers. So the trainer gets these pieces as special tokens, in order.
+    Then the tokenizer is built again from the vocabulary, in which they are no special tokens.
     """
     normalizer = normalizers.BertNormalizer(lowercase=True)
     letters: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Pairs (context, next utterance) of a window of examples, half of them with another one's response.
+"""Pairs (context, next utterance) of a window of examples; half of them have the response of another example.
 
 R rows of a window, F flat tokens, B pairs of a micro-batch, T tokens of its longest pair.
 """
@@ -53,7 +53,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Contexts and second texts of a window, cut to their lengths."""
+    """Contexts and second texts of a window, truncated to their lengths."""
 
     ids_F: Ints
     context_starts_R: Ints
@@ -74,10 +74,10 @@ class Pairs:
 def make_pairs(
     contexts: Texts, responses: Texts, pool: Texts | None, keys_R: Keys, random_share: float
 ) -> Pairs:
-    """Gives a share of the contexts a response out of the `pool` that is not equal to its own; where none is
-    found, the pair stays true.
+    """Gives a share of the contexts a response from the `pool` that differs from their own. If there is
+    none, the pair stays true.
 
-    Which ones and which response follows from `keys_R`. Without a `pool` all pairs are true.
+    `keys_R` decide which contexts change, and which response they get. Without a `pool` all pairs are true.
     """
     rows = len(keys_R)
     is_drawn_R = uniform(derive_keys(keys_R, _SWAP)) < random_share
@@ -115,7 +115,7 @@ def make_pairs(
 def cut(lengths_R: Ints, tokens: int, rng: np.random.Generator) -> list[Ints]:
     """Rows of micro-batches of similar length: `tokens` at most, padding included, in random order.
 
-    Raises ValueError where a row is longer than that.
+    Raises ValueError if a row has more tokens than that.
     """
     order_R = rng.permutation(len(lengths_R))
     order_R = order_R[np.argsort(lengths_R[order_R], kind="stable")]

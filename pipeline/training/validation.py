@@ -17,7 +17,7 @@ from pipeline.training.selection import Measured
 
 
 class Validation:
-    """Asks a ranker the same questions whenever it is called."""
+    """Ranks the same questions with a ranker at every call."""
 
     def __init__(self, ranker: Ranker, questions: Questions, rank: int, world: int) -> None:
         """`questions`: those of all ranks."""

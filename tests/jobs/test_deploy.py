@@ -71,11 +71,11 @@ def clock(monkeypatch) -> Any:
 @pytest.mark.parametrize("error", [ConnectionError("reset"), RuntimeError("status code 500: …")])
 def test_a_lost_connection_does_not_end_the_wait(clock, error):
     cluster = Cluster("DEPLOYING", error, error, "RUNNING")
-    assert deploy._await(cluster, ["dialogue"], 60.0) == {}
+    assert deploy._wait_for(cluster, ["dialogue"], 60.0) == {}
 
 
 def test_a_cluster_that_does_not_answer_any_more_is_given_up(clock):
     cluster = Cluster("DEPLOYING", ConnectionError("no route to host"))
-    problems = deploy._await(cluster, ["dialogue"], 60.0)
+    problems = deploy._wait_for(cluster, ["dialogue"], 60.0)
     assert problems == {"dialogue": "UNREACHABLE: no route to host"}
     assert 60 < clock.now < 65
