@@ -1,1 +1,1 @@
-"""Public formats to examples, with Ray Data. The columns are in `schema.py`."""
+"""Turns public formats into examples, with Ray Data. `schema.py` has the columns."""

@@ -1,4 +1,4 @@
-"""The key of authors' hashes: with this key and a list of names, one can tell whose hash is whose."""
+"""The key of authors' hashes. Whoever has the key and a list of names can tell whose hash is whose."""
 
 from __future__ import annotations
 

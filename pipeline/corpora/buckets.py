@@ -1,4 +1,4 @@
-"""Rows of a draft's tasks in buckets: a later task reads one bucket of every file and nothing else.
+"""Stores rows of a draft's tasks in buckets, so that a later task reads one bucket of every file only.
 
     _buckets/block-00003-000017   `bucket_count` + 1 offsets (int64, little endian), then the rows of each
                                   bucket as a stream of Arrow's IPC format; an empty bucket has no bytes

@@ -1,4 +1,4 @@
-"""The shape of every corpus whose files can be read one by one: one task per input file."""
+"""Prepares any corpus whose files can be read one by one, with one task per input file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ParsedRow = dict[str, Any]
 
 
 class Account:
-    """A parser's report: counts and samples of the records that became no row."""
+    """The report of a parser: counts and samples of the records that became no row."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -109,7 +109,7 @@ def is_document(uri: str) -> bool:
 
 
 def require_distinct(names: Iterable[str]) -> None:
-    """Raises BadInput where two files have one name, which the ids of their examples begin with."""
+    """Raises BadInput if two files have the same name, because ids of examples begin with it."""
     for name, count in Counter(names).items():
         if count > 1:
             raise BadInput(f"--input: {count} files are named {name}; allowed: names that differ, "
@@ -117,7 +117,7 @@ def require_distinct(names: Iterable[str]) -> None:
 
 
 def length_fault(size: int, min_size: int, max_size: int) -> str:
-    """ "too short", "too long", or "" where a text's size is neither."""
+    """ "too short" or "too long", or "" for a size within the bounds."""
     return "too short" if size < min_size else "too long" if size > max_size else ""
 
 

@@ -32,16 +32,18 @@ class Privacy:
         return hash_names(names, self.salt) if self.authors == "hash" else names
 
     def author_keys(self, names: pa.Array) -> pa.Array:
-        """What authors are compared by: their names in lower case, as Reddit takes Ann and ann for one, and
-        hashed like all names, so that a list of them can be stored."""
+        """The keys by which authors are compared: their names in lower case, because Ann and ann are one
+        author for Reddit, and hashed, so that a list of them can be stored."""
         return self.hashed(pc.utf8_lower(names))
 
     def subreddit_keys(self, subreddits: pa.Array) -> pa.Array:
-        """What subreddits are compared by: their names in lower case; of profiles, the author's key."""
+        """The keys by which subreddits are compared: names in lower case; for a profile, the key of its
+        author."""
         return self.profiles_hashed(pc.utf8_lower(subreddits))
 
     def profiles_hashed(self, subreddits: pa.Array) -> pa.Array:
-        """Subreddits; of profiles, which are called u_<author>, with the author's hash: u_<hash>."""
+        """The subreddits, with the hash of the author in the names of profiles: u_<author> becomes
+        u_<hash>."""
         if self.authors == "plain":
             return subreddits
         names = pc.replace_substring_regex(subreddits, _PROFILE, "")
@@ -49,7 +51,7 @@ class Privacy:
         return pc.if_else(pc.match_substring_regex(subreddits, _PROFILE), hashed, subreddits)
 
     def redacted_lines(self, lines: pa.Array) -> pa.Array:
-        """Lines of JSON as they were read, which may be broken: redacted, and without names of authors."""
+        """Lines of JSON, which may be broken, with redacted texts and without names of authors."""
         if self.authors == "hash":
             for pattern, tag in _NAMES_IN_JSON:
                 lines = pc.replace_substring_regex(lines, pattern, tag)

@@ -1,7 +1,7 @@
 """The published numbers of examples and dialogues of public files, compared with a corpus's own.
 
-A part of a file, another edition of it or a damaged download shows here, where the format alone is
-right. Files are known by their names; a corpus of many files is compared where all of them are given.
+A part of a file, another edition or a damaged download may have the right format, but it has other numbers.
+Files are known by their names. A corpus of many files is compared only if all of them are given.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def differences(comparisons: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def check(comparisons: Sequence[Mapping[str, Any]], expect: Expect) -> None:
-    """Raises BadInput where the published counts are expected and not found."""
+    """Raises BadInput if the published counts are expected and the corpus has others."""
     if expect == "report":
         return
     if not comparisons:

@@ -1,4 +1,4 @@
-"""Raw public files: decompression, whole lines, and an account of every line that is no record.
+"""Reads raw public files: decompresses them, yields whole lines, and counts every line that is no record.
 
 A stream is recognised by its first bytes, not by its name: Zstandard (with the 2 GiB window of the
 Reddit dumps), bzip2, gzip, xz, or plain.
@@ -55,12 +55,14 @@ class Reading:
     """How much damage in the input is tolerated."""
 
     max_malformed_share: float = 0.01
-    """Share of records that may be malformed; above it the job stops and says why."""
+    """Share of records that may be malformed. Above it the job stops and names the reason."""
     truncated: Literal["stop", "keep"] = "stop"
-    """A compressed file or JSON array that is cut off or broken: stop, or keep what is whole before."""
+    """What to do with a truncated or broken compressed file or JSON array: stop, or keep the records
+    before the break."""
     files_at_once: int = 0
-    """Dump files that are decompressed at a time (reddit), each with up to 2 GiB of memory and for some
-    5 cores that parse; 0: one for every 4 cores that are up at the start. More let a cluster grow."""
+    """Dump files that are decompressed at once (reddit). Each needs up to 2 GiB of memory and keeps some
+    5 cores busy with parsing. 0: one for every 4 cores that are up at the start; a higher number lets a
+    cluster grow."""
 
     def __post_init__(self) -> None:
         require(0 <= self.max_malformed_share <= 1, "reading.max_malformed_share",
@@ -105,7 +107,7 @@ def read_decompressed(uri: str, start: int = 0, end: int | None = None) -> Itera
 
 
 def expansion(uri: str) -> tuple[float, float]:
-    """(bytes for each stored byte, bytes of a line) at the beginning of a file, by one short read."""
+    """(bytes per stored byte, bytes per line) at the beginning of a file, measured by one short read."""
     stored_bytes = min(storage.size_of(uri), _SAMPLED_BYTES)
     size = lines = 0
     with suppress(Truncated):
@@ -174,7 +176,7 @@ def read_lines(
     mark that some programs begin UTF-8 with.
 
     Bytes that are no UTF-8 become U+FFFD, and `notes` say in how many lines. Lines end at \\n only: U+2028 is
-    text. Raises BadInput for a stream that is cut off, unless those are kept: then `notes` say so.
+    text. Raises BadInput for a truncated stream, unless `reading` keeps those: then `notes` say so.
     """
     number = undecodable = 0
     try:

@@ -63,7 +63,7 @@ def named_split(name: str) -> Split | None:
 
 
 def split_by_name_or_group(name: str, group_id: str) -> Split:
-    """The split in the file's name; without one, groups are cut 90 : 5 : 5."""
+    """The split in the file's name. If it names none, groups are divided 90 : 5 : 5."""
     return named_split(name) or hash_split(group_id, (900, 50, 50))
 
 

@@ -1,15 +1,15 @@
 """Removes duplicates from a corpus, and training examples that share text with evaluation sets.
 
-    decontaminate   examples of train that share a run of words with an evaluation set
-    exact           of examples with the same words all but one
-    near            of examples with mostly the same shingles all but one
-    write           the examples that stay, and samples of those that go
+    decontaminate   drops examples of train that share a run of words with an evaluation set
+    exact           drops all but one of the examples with the same words
+    near            drops all but one of the examples with mostly the same shingles
+    write           writes the examples that stay, and samples of the others
 
-Each stage works on what the stages before it leave, by tasks per shard or per bucket of hashes that file
-what they find for the next ones (`buckets`): memory is bounded by one of them, whatever the corpus's
-size, and a killed job goes on where it was. What stays depends on the examples alone, not on how they
-lie in shards: of duplicates one of test, else of valid, else of train, and of several there the one with
-the smallest example_id.
+Each stage works on the examples that the stages before it leave. Its tasks, one per shard or per bucket of
+hashes, write their results for the next stage (`buckets`). So memory is bounded by one task, whatever the
+size of the corpus, and a killed job resumes where it was. Which examples stay does not depend on the
+shards: of duplicates one in test stays, else one in valid, else one in train; of several there, the one
+with the smallest example_id.
 """
 
 from __future__ import annotations

@@ -79,14 +79,15 @@ class Options:
     own_splits: bool = True
     """The corpus's own valid and test splits are evaluation sets too."""
     text: ComparedText = "example"
-    """What is looked at, here and there: all turns and the response, or the response."""
+    """The compared text, in train and in the evaluation sets: all turns and the response, or the
+    response."""
     ngram_words: int = 13
-    """Words in a run that must not be in an evaluation set."""
+    """Number of words in a run. A run of train must not be in an evaluation set."""
     min_words: int = 8
-    """Shorter texts are compared whole, if they have as many words as this."""
+    """Shorter texts are compared as a whole, if they have at least this many words."""
     boilerplate_groups: int = 0
-    """Runs in more groups (dialogues, threads, articles, lines) of the evaluation sets than this are
-    boilerplate and don't count; 0: all count."""
+    """Runs that are in more groups (dialogues, threads, articles, lines) of the evaluation sets than this
+    are boilerplate and do not count; 0: all runs count."""
 
     def __post_init__(self) -> None:
         require(self.ngram_words >= 1, "decontaminate.ngram_words", self.ngram_words, ">= 1")
@@ -116,7 +117,7 @@ class Layout:
 
     @classmethod
     def for_sizes(cls, evaluation_bytes: int, train_bytes: int) -> Layout:
-        """For stored files of so many bytes."""
+        """The layout for stored files of these sizes."""
         ngrams = evaluation_bytes * _NGRAMS_PER_BYTE
         filter_bits = max(_LEAST_FILTER_BITS, math.ceil(math.log2(6 * ngrams + 1)))
         suspects = train_bytes * _NGRAMS_PER_BYTE * ngrams / (1 << filter_bits)

@@ -1,7 +1,7 @@
-"""Exact duplicates: examples whose words are the same, one after the other.
+"""Drops exact duplicates: examples with the same words in the same order.
 
 hash    shard    a hash of every example's words     → filed by hash
-first   bucket   of those with one hash, the first stays
+first   bucket   of examples with one hash the first stays
 """
 
 from __future__ import annotations

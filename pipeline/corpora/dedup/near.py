@@ -1,4 +1,4 @@
-"""Near duplicates, in the stages of datatrove's MinHash deduplication; each is a task per file.
+"""Drops near duplicates, in the stages of datatrove's MinHash deduplication; each is a task per file.
 
     sign   shard    a key for every band of every example         → filed by key
     pair   bucket   examples with the same key make pairs         → filed by pair, and by shard

@@ -47,9 +47,9 @@ class Options:
     """Which pairs make an example. The defaults are PolyAI's."""
 
     min_words: int = 4
-    """Questions and answers with fewer words, as spaces part them, make no example."""
+    """Questions and answers with fewer words make no example. Words are separated by spaces."""
     max_words: int = 59
-    """Nor do those with more."""
+    """Questions and answers with more words make no example."""
     train_share: float = 0.9
     """Share of the products in `train`; the rest is `test`."""
 

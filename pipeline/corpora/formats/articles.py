@@ -1,4 +1,4 @@
-"""Articles of any format, and the examples made of them.
+"""Makes examples of articles, whatever their format.
 
 pairs     each sentence, and the one after it
 search    a random sentence, and the article without it (StarSpace's task, Wu et al. 2018)
@@ -31,11 +31,11 @@ class Search:
     """Options of article search."""
 
     queries: int = 1
-    """For search: examples per article, each with another sentence as its query."""
+    """For search: number of examples per article. Each has another sentence as its query."""
     max_article_characters: int = 4000
-    """For search: the article's text is cut after so many."""
+    """For search: the article's text is truncated after this many characters."""
     others: int = 10_000
-    """For search: articles in others/, the fixed wrong answers of an evaluation; 0: none."""
+    """For search: number of articles in others/, the fixed wrong answers of an evaluation; 0: none."""
 
     def check(self, corpus: str) -> None:
         require(self.queries >= 1, f"{corpus}.queries", self.queries, ">= 1")

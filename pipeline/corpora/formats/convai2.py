@@ -5,10 +5,10 @@
 
     [{"persona": ["i like to remodel homes."], "dialogue": [["hi , how are you doing ?", "great , …"], …]}, …]
 
-Line numbers restart at 1 with each dialogue. The persona lines are those of the side that answers
-(*_self_*: "your persona: "), of the other one (*_other_*: "partner's persona: "), of both or of neither.
-A file is the split that its name begins with. ParlAI's folder has each split several times, once for each
-set of persona lines, original or revised, with candidates or without: one variant of a split is read.
+Line numbers restart at 1 with each dialogue. A file has the persona lines of the side that answers
+(*_self_*: "your persona: "), of the other side (*_other_*: "partner's persona: "), of both or of neither.
+The beginning of its name is its split. ParlAI's folder has each split several times: for each set of persona
+lines, original or revised, with candidates or without. Only one variant of a split can be read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Options:
     """What a context begins with."""
 
     persona: Literal["all", "self", "none"] = "all"
-    """The persona lines of contexts: `all` of the file, those of the side that answers (`self`), none."""
+    """Whose persona lines begin a context: `all` of the file, those of the side that answers (`self`), or
+    none."""
 
 
 class _Turn(NamedTuple):

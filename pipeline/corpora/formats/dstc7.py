@@ -47,11 +47,11 @@ class Options:
     """What becomes of a dialogue."""
 
     speakers: Literal["named", "none"] = "named"
-    """`named`: each turn of a context begins with "participant 1: " or "participant 2: ", as ParlAI has
-    it. `none`: with its first word."""
+    """`named`: each turn of a context begins with "participant 1: " or "participant 2: ", as in ParlAI.
+    `none`: it begins with its first word."""
     augment: bool = False
-    """In training files also an example for each earlier turn of participant 2, without candidates. The
-    published results come from such a set."""
+    """Also make an example of each earlier turn of participant 2 in training files, without candidates.
+    The published results come from such a set."""
 
 
 class _Malformed(Exception):
@@ -127,7 +127,7 @@ def parse(
 
 
 def read_answers(uris: list[str], reading: raw.Reading) -> Answers:
-    """The answers to the test files. Raises BadInput for what is no such file."""
+    """The answers to the test files. Raises BadInput for any other file."""
     answers: dict[int, dict[str, list[str]]] = {}
     for uri in uris:
         subtask = _SUBTASK.search(raw.plain_name(uri))

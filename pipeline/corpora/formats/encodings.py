@@ -1,8 +1,8 @@
 """Lines of text files whose encoding the user names, or that turn out not to be UTF-8.
 
 Text that is decoded by the wrong encoding is corrupt, and no count shows it. So a file that is not UTF-8 is
-refused with a guess. A file that has had other letters than ASCII in good UTF-8 is UTF-8: a later line that
-is not is damage, and marked for the reader to set aside (see `is_damaged`).
+refused, with a guess at its encoding. A file with letters beyond ASCII in valid UTF-8 counts as UTF-8: a
+later line that is not UTF-8 is damage, which is marked so that the reader sets it aside (see `is_damaged`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def lines(
     """(line number from 1, text without its line end) of a whole file, without a byte order mark.
 
     `option` sets the encoding; "": nothing does. Raises BadInput for a file in another encoding, and as
-    `raw.read_lines` for a stream that is cut off.
+    `raw.read_lines` for a truncated stream.
     """
     utf8 = codecs.lookup(encoding).name == "utf-8"
     decoded_lines = _utf8_lines(uri, option) if utf8 else _decoded_lines(uri, encoding, option)

@@ -1,4 +1,4 @@
-"""Sets for intent classification: what somebody says, and the intent's name as the response.
+"""Sets for intent classification: the context is a text, and the response is the name of its intent.
 
     BANKING77   train.csv, test.csv        text,category
                                            I am still waiting on my card?,card_arrival

@@ -1,4 +1,4 @@
-"""A JSON array of objects as a stream: a file of gigabytes is never in memory as a whole.
+"""Streams a JSON array of objects, so that a file of gigabytes is never in memory as a whole.
 
 [{"example-id": 1, …}, {"example-id": 2, …}, …]
 """
@@ -23,11 +23,11 @@ _SHOWN_CHARACTERS = 80  # of a file that is no array
 def read_objects(
     uri: str, reading: raw.Reading, account: file_tasks.Account
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 1, object) of a file; what else is in its array is set aside.
+    """(number from 1, object) for each object of the array; other values are set aside.
 
-    Bytes that are no UTF-8 become U+FFFD. An array that does not end, or that is no JSON from some
-    place on, is cut off there: BadInput, or a note, as `reading` says. Raises BadInput for a file that
-    holds something else.
+    Bytes that are no UTF-8 become U+FFFD. An array without an end, or with broken JSON from some place on, is
+    truncated: it ends in BadInput or in a note, as `reading` says. Raises BadInput for a file without an
+    array.
     """
     number = 0
     try:

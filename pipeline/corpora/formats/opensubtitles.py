@@ -45,13 +45,14 @@ class Options:
     """Which lines make an example. The defaults are PolyAI's."""
 
     min_characters: int = 9
-    """Lines with fewer, once cleaned, make no example."""
+    """Lines that have fewer characters, once cleaned, make no example."""
     max_characters: int = 127
-    """Nor do those with more."""
+    """Lines that have more characters, once cleaned, make no example."""
     earlier_lines: int = 10
     """Lines in a context before the immediate one, at most."""
     lines_per_part: int = 0
-    """Each so many lines of a file count as a file of their own; 0: a file is a whole."""
+    """Divide a file into parts of this many lines, each with a split of its own; 0: a file is one
+    part."""
     train_share: float = 0.9
     """Share of the files in `train`; the rest is `test`."""
 

@@ -5,9 +5,9 @@
     how are you?,"fine, and you?",17
 
 Parquet, CSV, TSV or JSON lines (see `tables`). `Options` name the columns. A context that is a list is
-turns, oldest first; a text is one turn. Rows of a group are never parted: those of one value of the group
-column or, without one, those whose contexts begin with the same turn. Splits are given by a column, by
-the names of files (`train.csv`) or of their folders (`train/part-0.parquet`), else a group's hash tells.
+turns, oldest first; a text is one turn. Rows of a group stay in one split. A group has one value of the
+group column; without such a column its contexts begin with the same turn. A column gives the splits, or the
+names of files (`train.csv`) or of their folders (`train/part-0.parquet`), or else the hash of the group.
 """
 
 from __future__ import annotations
@@ -52,21 +52,23 @@ class Options(tables.TableFormat):
     response_column: str = "response"
     """The right answer."""
     group_column: str = ""
-    """What a split never cuts (text or whole number); none: the context's first turn.
-    Groups and ids stay as they are: what names a person, such as an address, does not belong there."""
+    """Rows with the same value (text or whole number) stay in one split; none: rows whose contexts begin
+    with the same turn do. Groups and ids are stored as they are, so do not put personal data there, such
+    as an address."""
     id_column: str = ""
     """A row's id, unique among all files (text or whole number); none: the file's name and the line."""
     candidates_column: str = ""
-    """A list of texts, the response among them, as JSON where it stands in CSV; may be null."""
+    """The texts to choose from, the response among them: a list, in CSV written as JSON. It may be
+    null."""
     label_column: str = ""
     """The response's place in the candidates, from 0; none: the first that is the same text."""
     split_column: str = ""
     """train, valid (or dev, val, validation) or test."""
     split_by: Literal["names", "groups"] = "names"
     """Without a split column. `names`: files or folders called train…, valid…, dev… or test… are that
-    split, groups of others are shared out. `groups`: all are shared out."""
+    split, and the groups of other files are divided. `groups`: the groups of all files are divided."""
     shares: tuple[float, float, float] = (0.9, 0.05, 0.05)
-    """Shares of the groups in train, valid and test where they are shared out."""
+    """The shares of train, valid and test by which groups are divided."""
     earlier_turns: Literal["off", "numbered"] = "off"
     """`numbered`: turns before the context stand in columns context/0 (the latest), context/1, … as in
     PolyAI's JSON."""

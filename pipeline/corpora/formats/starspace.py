@@ -2,9 +2,9 @@
 
     He was born in 1905 .<TAB>He wrote three novels .<TAB>…
 
-A random sentence is the query, the article without it the right answer. A file is the split that its
-name says (wikipedia_train5M.txt, wikipedia_shuf_train5M.txt, wikipedia_test10k.txt); one that names
-none is cut 90 : 5 : 5 by article. Articles have no ids here: their hashes stand for them.
+A random sentence is the query, the article without it the right answer. The name of a file says its split
+(wikipedia_train5M.txt, wikipedia_shuf_train5M.txt, wikipedia_test10k.txt). A file that names no split is
+divided 90 : 5 : 5 by article. Articles have no ids, so their hashes are the ids.
 
 Files with "basedocs" in their names (wikipedia_test_basedocs.txt) are the published others of the
 evaluation (`others`): give those of one split. Without them others are chosen from `train`. An
@@ -68,7 +68,7 @@ def parse(
     """The examples of a file."""
     file = _PREFIX.sub("", raw.plain_name(uri))
     article_ids: set[str] = set()  # some 100 bytes an article
-    for number, name, sentences in _read(uri, reading, account):
+    for number, name, sentences in _read_articles(uri, reading, account):
         if len(sentences) < 2 or name in article_ids:
             reason = "the same article again" if name in article_ids else "fewer than 2 sentences"
             account.dropped.add(reason, uri, number, " ".join(sentences))
@@ -92,11 +92,11 @@ def _base_articles(
     options: Options,
 ) -> Iterator[tuple[str, str]]:
     for uri in uris:
-        for _, name, sentences in _read(uri, reading, account):
+        for _, name, sentences in _read_articles(uri, reading, account):
             yield name, articles.article_text(sentences, options)
 
 
-def _read(
+def _read_articles(
     uri: str, reading: raw.Reading, account: file_tasks.Account
 ) -> Iterator[tuple[int, str, list[str]]]:
     """(line, id, sentences) of each article of a file; an empty line is none."""

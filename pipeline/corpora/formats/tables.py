@@ -1,8 +1,9 @@
 """Tables of named columns, row by row in bounded memory: Parquet, CSV, TSV or JSON lines.
 
-A file is Parquet by its first bytes; CSV, TSV or JSON lines by its name (`.csv`, `.tsv`, `.jsonl`, before
-`.gz` and the like), else by its first line: an object is JSON lines, a tab means TSV, else it is CSV. CSV
-and TSV begin with the names of their columns; fields in double quotes may hold line breaks.
+The first bytes of a file tell whether it is Parquet. Its name tells CSV, TSV and JSON lines apart (`.csv`,
+`.tsv`, `.jsonl`, before `.gz` and the like), or else its first line: an object means JSON lines, a tab
+means TSV, anything else CSV. CSV and TSV begin with the names of their columns; fields in double quotes may
+hold line breaks.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class TableFormat:
     GROUP = ""
     """The settings' name on the command line; "": there are no such options."""
     encoding: str = "utf-8"
-    """Of CSV, TSV and JSON lines: utf-8, cp1252 (Windows' Latin-1), utf-16, or another that Python knows."""
+    """The encoding of CSV, TSV and JSON lines: utf-8, cp1252 (Windows' Latin-1), utf-16, or another one
+    that Python knows."""
     delimiter: str = ""
     """Between the fields of CSV and TSV, such as ";" or "\\t"; empty: a comma, in TSV a tab."""
     quotes: bool = True
-    """False: double quotes in CSV and TSV are text like any other."""
+    """False: double quotes in CSV and TSV are ordinary characters."""
 
     def __post_init__(self) -> None:
         require(encodings.is_known(self.encoding), f"{self.GROUP}.encoding", self.encoding,

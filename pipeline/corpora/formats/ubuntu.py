@@ -45,7 +45,7 @@ class Options:
     """What becomes of the marks."""
 
     end_of_utterance: Literal["dot", "none"] = "dot"
-    """What stands for `__eou__`: a full stop, as ParlAI has it, or nothing."""
+    """The replacement of `__eou__`: a full stop, as in ParlAI, or nothing."""
 
 
 class _Question(NamedTuple):

@@ -1,9 +1,8 @@
-"""Wikipedia to sentence pairs (for next-sentence prediction) or to article search.
+"""Turns Wikipedia into sentence pairs (for next-sentence prediction) or into article search.
 
-It is read from Wikipedia's own dumps (`wikipedia_xml`) or from WikiExtractor's output
-(`wikipedia_extracted`); the first bytes of a file say which. An article that stands twice in a file, or
-in a part of a large dump, is used once. One that stands in two files is used twice, with the same
-ids, always in the same split.
+The input is Wikipedia's own dumps (`wikipedia_xml`) or WikiExtractor's output (`wikipedia_extracted`); the
+first bytes of a file tell which. An article that is twice in a file, or in a part of a large dump, is used
+once. An article that is in two files is used twice, with the same ids and in the same split.
 
 `search` writes beside the examples the fixed wrong answers of an evaluation (`others`).
 """
@@ -36,7 +35,7 @@ class Options(articles.Search):
     task: Literal["pairs", "search"] = "pairs"
     """`pairs`: each sentence and the one after it. `search`: a sentence and the rest of its article."""
     min_words: int = 5
-    """Sentences with fewer words are not used; most headings go with them."""
+    """Sentences with fewer words are left out, and with them most headings."""
 
     def __post_init__(self) -> None:
         require(self.min_words >= 1, "wikipedia.min_words", self.min_words, ">= 1")

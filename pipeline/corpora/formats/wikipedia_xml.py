@@ -8,11 +8,11 @@
       </page>
     </mediawiki>
 
-A page is cut out of the stream by its tags (its text has every "<" escaped) and parsed alone. So the
-memory is that of one page, one page's damage costs that page, and no document type, which XML's
-attacks by entities need, ever gets to the parser. A large dump is read in parts, a task each: a part is a
-range of the stored bytes and owns the pages that begin in it. Plain files can be cut anywhere, bzip2
-where one of its streams begins: the multistream dumps begin one every 100 pages.
+A page is cut out of the stream by its tags (its text has every "<" escaped) and parsed alone. So one page is
+in memory, damage costs one page, and no document type, which XML's attacks by entities need, reaches the
+parser. A large dump is read in parts, one task each. A part is a range of the stored bytes and owns the pages
+that begin in it. Plain files can be divided anywhere, bzip2 files only where a stream begins: the multistream
+dumps begin one every 100 pages.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Malformed(Exception):
 def articles(part: str, reading: raw.Reading, account: Account) -> Iterator[Article]:
     """The articles of a dump or a part of one; every other page is counted with its reason.
 
-    Raises BadInput for a stream that is cut off, unless those are kept: then a note says so.
+    Raises BadInput for a truncated stream, unless `reading` keeps those: then a note says so.
     """
     uri, start, end = _bounds(part)
     namespaces = _HIDDEN.findall(_head(uri).decode(errors="replace"))

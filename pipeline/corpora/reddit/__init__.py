@@ -1,16 +1,15 @@
-"""Reddit dumps to (context, response) examples, by the rules of PolyAI's pipeline.
+"""Turns Reddit dumps into (context, response) examples, by the rules of PolyAI's pipeline.
 
-Two phases over storage, so that memory is bounded by one bucket of threads, whatever the input's
-size. `read_dumps`: each dump file streams through in blocks of lines; a block is parsed and its
-comments are filed by bucket, a hash of the thread. Many blocks are merged (`shuffle`).
-`build_bucket`: one task per bucket reads it from all blocks, joins comments to their parents and
-writes examples. Blocks, files and buckets are marked when done, so a job that was killed at any
-point goes on there.
+There are two phases over storage, so that memory is bounded by one bucket of threads, whatever the size of
+the input. `read_dumps` streams each dump file in blocks of lines, parses a block, and files its comments by
+bucket, a hash of the thread. Many blocks are merged (`shuffle`). `build_bucket` is one task per bucket: it
+reads the bucket from all blocks, joins comments to their parents and writes examples. Finished blocks, files
+and buckets are marked, so a job that was killed at any point resumes there.
 
-The rules (github.com/PolyAI-LDN/conversational-datasets, reddit/create_data.py, 50f626a): a
-comment whose parent is in its thread is a response, the parent its context, up to 9 earlier
-comments follow; neither of the two may be deleted, over 127 characters or under 9; threads are
-split by the MD5 of their id. `Options` has what else is asked for.
+The rules (github.com/PolyAI-LDN/conversational-datasets, reddit/create_data.py, 50f626a): a comment whose
+parent is in its thread is a response. The parent is its context, with up to 9 earlier comments. Neither of
+the two may be deleted, over 127 characters or under 9. Threads are split by the MD5 of their id. `Options`
+has further rules.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _MEMORY_RATIO = 22  # of the memory that a bucket takes to its share of the comp
 
 
 def _block_bytes_and_buckets(size: int, options: Options) -> tuple[int, int]:
-    """(bytes of a block of lines, number of buckets) for dumps of so many compressed bytes."""
+    """(bytes of a block of lines, number of buckets) for dumps of `size` compressed bytes."""
     block_bytes = min(
         max(size * _COMPRESSION_RATIO // _TARGET_BLOCKS, _BLOCK_MIB[0] * _MIB), _BLOCK_MIB[1] * _MIB
     )

@@ -1,4 +1,4 @@
-"""Raw fields to the columns of threads; applies each rule on a single comment."""
+"""Turns raw fields into the columns of threads, and applies each rule on a single comment."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def normalise(comments: pa.Table, options: Options, privacy: Privacy) -> tuple[p
 
 
 def trim(text: str, max_characters: int) -> str:
-    """Cuts a text to at most `max_characters`, at the edge of a word."""
+    """Truncates a text to at most `max_characters`, at the edge of a word."""
     if len(text) <= max_characters:
         return text
     end = max_characters + 1

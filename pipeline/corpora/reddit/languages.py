@@ -1,4 +1,4 @@
-"""The language of a text by py3langid: 30,000 texts a second, a fair guess on short ones."""
+"""Detects the language of texts by py3langid: 30,000 texts a second, with more errors on short ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of a Reddit dump to a table; other lines are rejected with a reason."""
+"""Parses lines of a Reddit dump into a table, and rejects other lines with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options: which comments of a dump make an example, and the form of an example."""
+"""The options for reddit: which comments of a dump make an example, and the form of an example."""
 
 from __future__ import annotations
 
@@ -16,40 +16,45 @@ class Options:
     """The rules. The defaults are PolyAI's, exactly."""
 
     layout: Literal["turns", "dialogue"] = "turns"
-    """`turns`: PolyAI's, each earlier comment a turn, deleted ones too. `dialogue`: the Poly-encoder's,
-    one text, its turns joined by line breaks, from the last deleted one on."""
+    """`turns`: PolyAI's layout; each earlier comment is a turn, also a deleted one. `dialogue`: the
+    Poly-encoder's layout; the context is one text, with its turns joined by line breaks, after the last
+    deleted one."""
     submissions: Literal["off", "first-turn"] = "off"
-    """Title and text of the submissions (RS_* files among the input) as the first turn of a thread."""
+    """`first-turn`: title and text of a submission (RS_* files in the input) are the first turn of its
+    thread."""
     max_characters: int = 127
-    """Texts with more are cut at a word's end, and make no example."""
+    """Longer texts are truncated at the end of a word, and make no example."""
     min_characters: int = 9
-    """Texts with fewer make no example."""
+    """Shorter texts make no example."""
     max_tokens: int = 0
     """Texts with more words and punctuation marks make no example; 0: no bound."""
     min_tokens: int = 0
     """Texts with fewer words and punctuation marks make no example."""
     max_context_turns: int = 10
-    """Earlier comments in a context, the immediate one included."""
+    """Number of earlier comments in a context, the immediate one included."""
     subreddits: tuple[str, ...] = ()
-    """Only these; none named: all. Of profiles, such as u_Name, the author's hash is stored."""
+    """Use only these subreddits; none named: all. For a profile, such as u_Name, the hash of its author
+    is stored."""
     exclude_subreddits: tuple[str, ...] = ()
-    """Not these. Profiles as in `subreddits`."""
+    """Leave these subreddits out. Profiles are stored as for `subreddits`."""
     languages: tuple[str, ...] = ()
-    """Only responses in these (ISO 639-1: en, de, …); none named: all. Needs the extra `language`."""
+    """Use only responses in these languages (ISO 639-1: en, de, …); none named: all. Needs the extra
+    `language`."""
     min_score: int | None = None
-    """Comments scored lower, or not at all, are no response."""
+    """Comments with a lower score, or without a score, are no response."""
     bots: Literal["keep", "drop"] = "keep"
-    """What well-known bots wrote, and whoever has a name that ends in "Bot", "_bot" or "-bot"."""
+    """Keep or drop texts of well-known bots, and of names that end in "Bot", "_bot" or "-bot"."""
     deleted_authors: Literal["keep", "drop"] = "keep"
-    """What people wrote who have left since."""
+    """Keep or drop texts of people who have left since."""
     exclude_authors: tuple[str, ...] = ()
-    """What these people wrote is in no example, in any case of letters. Stored are their hashes."""
+    """Leave out the texts of these people; upper and lower case are the same. Only hashes of the names
+    are stored."""
     train_share: float = 0.9
     """Share of the threads in `train`; the rest is `test`."""
     rows_per_shard: int = 250_000
     """Examples in one Parquet file at most."""
     bucket_mib: int = 32
-    """Threads are worked on in buckets of so many MiB of compressed dump: 0.7 GB of memory for 32."""
+    """Threads are processed in buckets of this many MiB of compressed dump; 32 needs 0.7 GB of memory."""
 
     def with_name_keys(self, privacy: Privacy) -> Options:
         """The rules with authors and profiles as the corpus, its manifest and its tasks may know them."""

@@ -1,4 +1,4 @@
-"""Phase 1: dump files to comments on storage, filed by bucket of threads."""
+"""Phase 1: reads dump files, and writes their comments to storage by bucket of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between the phases: the blocks' files merged, so that the join has few files to read from.
+"""Merges the files of blocks between the two phases, so that the join reads from few files.
 
 Each bucket is read from each file, in three requests: the file's size, its offsets, the bucket. The 18,600
 blocks and 3,725 buckets of all Reddit would be 208 million requests under one prefix, of which S3 answers
@@ -23,7 +23,7 @@ _MERGED_FROM = 1_000_000  # reads of a bucket from a block: minutes
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The way of the rows from blocks to their buckets."""
+    """The numbers of blocks and buckets, and of the files and requests between them."""
 
     blocks: int
     buckets: int

@@ -1,4 +1,4 @@
-"""Phase 2: a bucket of whole threads to shards of examples."""
+"""Phase 2: turns a bucket of whole threads into shards of examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look at a corpus: what is in it, how long, how often, and what was left out.
+"""Reports on a corpus: its examples, their lengths, repeated texts, and the records that were left out.
 
 `survey` computes, `text` prints for a terminal, `page` makes one self-contained HTML page.
 """

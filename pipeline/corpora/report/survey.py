@@ -1,4 +1,4 @@
-"""Numbers of a corpus from a sample of its rows, spread evenly over all files."""
+"""Computes numbers of a corpus from a sample of its rows, spread evenly over all files."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _map(
 
     def read(place: int) -> list[Any]:
         with _open(names[place]) as file:
-            return [work(_read(file, block, columns)) for block in by_file[place]]
+            return [work(_read_block(file, block, columns)) for block in by_file[place]]
 
     with (
         tqdm(
@@ -236,7 +236,7 @@ def _open(uri: str) -> pq.ParquetFile:
         raise BadInput(f"{uri}: no readable Parquet file ({error})") from None
 
 
-def _read(file: pq.ParquetFile, block: Block, columns: list[str] | None) -> pa.Table:
+def _read_block(file: pq.ParquetFile, block: Block, columns: list[str] | None) -> pa.Table:
     """The rows of a block, from the row groups that hold them."""
     sizes = [file.metadata.row_group(place).num_rows for place in range(file.num_row_groups)]
     ends = np.cumsum(sizes)
@@ -253,7 +253,7 @@ def _rows_of_files(corpus: Artifact) -> dict[str, int]:
 
 
 def _text_columns(uri: str) -> list[str]:
-    """The corpus' own columns of texts, but those of people."""
+    """The columns of texts that only this corpus has, without those of people."""
     with _open(uri) as file:
         return [
             field.name
@@ -288,7 +288,7 @@ def _top_responses(names: list[str], blocks: list[Block], hashes: Hashes) -> Ran
         block = blocks[number := int(np.searchsorted(ends, first[place], side="right"))]
         row = int(first[place] - ends[number]) + block.rows
         with _open(names[block.file]) as file:
-            text = _read(file, block, ["response"])["response"][row].as_py()
+            text = _read_block(file, block, ["response"])["response"][row].as_py()
         ranked.append((text, int(counts[place])))
     return ranked
 
@@ -306,7 +306,7 @@ def _top_values(parts: list[pa.StructArray]) -> Ranked:
 def _examples(
     file_rows: dict[str, int], files: list[str], count: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Rows of a split, each as likely as any other."""
+    """Rows of a split, drawn at random."""
     files = [uri for uri in files if uri in file_rows]
     ends = np.cumsum([file_rows[uri] for uri in files])
     rng = np.random.default_rng(seed)
@@ -315,7 +315,7 @@ def _examples(
         place = int(np.searchsorted(ends, row, side="right"))
         start = int(row - ends[place]) + file_rows[files[place]]
         with _open(files[place]) as file:
-            examples += _read(file, Block(place, start, 1), None).to_pylist()
+            examples += _read_block(file, Block(place, start, 1), None).to_pylist()
     return examples
 
 
