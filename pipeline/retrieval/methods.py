@@ -1,4 +1,5 @@
-"""The ways to search a pool. Apart from the search, so that a job can name them without torch."""
+"""The methods of searching a pool. They have a module of their own, so that jobs need no torch to name
+them."""
 
 from typing import Literal
 

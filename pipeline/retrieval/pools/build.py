@@ -1,7 +1,7 @@
-"""Writes what a pool consists of: each shard by itself, then what takes a look at all of them.
+"""Writes the files of a pool: each shard by itself, then the index over all shards.
 
-The rotation of the sketches comes from a sample of the finished shards' vectors; every shard's sketch is
-a task of its own, which a killed job does not do again.
+The rotation of the sketches comes from a sample of the finished shards' vectors. Every shard's sketch is a
+task of its own, which a resumed job does not repeat.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SketchRecord(TaskRecord):
 
 
 def require_faiss() -> None:
-    """Raises BadInput where FAISS is not installed."""
+    """Raises BadInput if FAISS is not installed."""
     if importlib.util.find_spec("faiss") is None:
         raise BadInput("embed.neighbours: needs the package faiss-cpu; pip install polyrank[faiss]")
 
@@ -72,7 +72,7 @@ def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list
 def _write_together(
     draft: Draft, files: Mapping[str, bytes | pa.Buffer], rows: int
 ) -> list[FileEntry]:
-    """At the same time: an object store answers each after 20 to 100 ms."""
+    """Writes the files at the same time, because an object store answers each after 20 to 100 ms."""
     with ThreadPoolExecutor(len(files)) as pool:
         return list(pool.map(lambda name: draft.write_file(name, files[name], rows), files))
 

@@ -1,14 +1,14 @@
-"""Tables of (id, text) to candidates on their way into a pool; a task for each file, or for each
-131,072 rows of a Parquet file.
+"""Turns tables of (id, text) into candidates of a pool, by a task for each file, or for each 131,072 rows of
+a Parquet file.
 
     _candidates/file-00000-000.arrow   id, text, content_hash of up to 16,384 rows, in the file's order, and
                                        the columns kept to filter by, as text
     _candidates/file-00000-000.npy     their keys, [rows, 4] uint64: 64 bits of the hashes of the text, of
                                        the content and of the id; bytes of the text
 
-The content is the text and its values to filter by: it says which candidates are the same. The text alone
-says which vector a candidate has. The keys are all that the plan of a pool needs. 64 bits: among 10⁸ rows
-0.0003 pairs collide, and the texts themselves are compared before a vector is copied.
+The content is the text and its values to filter by: candidates with the same content are the same. The text
+alone decides the vector. The plan of a pool needs only the keys. They have 64 bits: among 10⁸ rows 0.0003
+pairs collide, and the texts themselves are compared before a vector is copied.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from pipeline.arrays import Keys
 
 @dataclass(frozen=True)
 class RowSet:
-    """Some candidates, by their ids and contents: equal for the same ones, in any order and in any files."""
+    """A set of candidates by their ids and contents. It is equal for the same candidates in any order and
+    files."""
 
     rows: int = 0
     digest: int = 0

@@ -1,9 +1,9 @@
-"""Whether the files of a pool are those that were published.
+"""Checks that the files of a pool are those that were published.
 
 Sizes are compared whenever a pool is opened. Checksums are computed `once`: by the first process of a
 node that opens these files, at some 1.5 GB a second and core, and again only when a file's size, time or
-inode has changed. A note in the node's cache folder says what has passed. `always` takes no notice of
-the notes, for disks that decay in silence; `never` is for who has just written the pool.
+inode has changed. A note in the node's cache folder says which files have passed. `always` ignores
+the notes, for disks that decay in silence. `never` is for the process that has just written the pool.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Candidate texts to the shards of a pool: rows, and their vectors.
+"""Turns candidate texts into the shards of a pool: rows, and their vectors.
 
-Four steps, and each is resumed where it was: every file is read (`candidates`); the plan says which rows
-there are, and whose vectors the version before has (`plan`); actors make the shards (`embedder`); what
-searches need is added (`build`). Who drives this never loads the model, nor holds the texts. What the
-files of a pool are: `pool`.
+There are four steps, and a killed job resumes each where it was. Every file is read (`candidates`). The plan
+says which rows there are, and whose vectors the version before has (`plan`). Actors make the shards
+(`embedder`). The index for searches is added (`build`). The driver never loads the model, and holds no texts.
+`pool` describes the files of a pool.
 """
 
 from __future__ import annotations
@@ -43,28 +43,30 @@ _CANARY_CHARACTERS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedConfig(tables.TableFormat):
-    """Which texts, and how they are cut into shards."""
+    """Which texts are embedded, and how they are divided into shards."""
 
     GROUP = "embed"
     text_column: str = "text"
     """Column with the candidate's text."""
     id_column: str = "id"
-    """Column with its id, text or integer; empty: the text's content hash is the id."""
+    """Column with the candidate's id, text or integer; empty: a hash of the text and of its filter
+    columns is the id."""
     repeated_ids: Literal["stop", "first"] = field(default="stop", metadata=NOT_IDENTITY)
-    """An id that rows with different texts have: stop, or keep its first row and count the others."""
+    """What to do with an id whose rows have different texts: stop, or keep its first row and count the
+    others."""
     filter_columns: tuple[str, ...] = ()
-    """Columns that searches can filter by; a text with other values there is another candidate."""
+    """Columns that searches can filter by. A text with other values in them is another candidate."""
     rows_per_shard: int = 16_384
-    """Rows in a shard at most; small pools are cut in 16. A killed job loses one shard per actor."""
+    """Rows in a shard at most; a small pool has 16 shards. A killed job loses one shard per actor."""
     dtype: Dtype = "float32"
-    """What is kept of a vector's numbers: float32, bfloat16, float16, or int8 with a scale for each."""
+    """The stored type of a vector: float32, bfloat16, float16, or int8 with a scale for each vector."""
     precision: Precision = "auto"
-    """What the encoder computes in; auto: bf16 where the actors' hardware multiplies it. Vectors of
-    another precision are not copied from the version before."""
+    """The precision that the encoder computes in; auto: bf16 where the actors' hardware multiplies it.
+    Vectors of another precision are not copied from the version before."""
     neighbours: bool = False
-    """Whether an index for approximate searches is made; needs faiss-cpu, and a byte for six numbers."""
+    """Make an index for approximate searches. It needs faiss-cpu, and a byte for six numbers."""
     batch_tokens: int = 0
-    """Tokens in a batch at most, padding included; 0: what suits the device."""
+    """Tokens in a batch at most, padding included; 0: as many as suit the device."""
     max_text_bytes: int = 1 << 20
     """Longer texts are set aside."""
 
@@ -87,8 +89,8 @@ class EmbedConfig(tables.TableFormat):
 
 @dataclass(frozen=True)
 class GateInputs:
-    """The gate's questions to every shard. Where they change, a resumed build is planned anew, and finished
-    shards are asked again; their rows and vectors stay."""
+    """The gate's questions to every shard. If they change, a resumed build is planned anew and asks
+    finished shards again. Their rows and vectors stay."""
 
     previous: str
     """URI of the version that the gate compares with; "": there is none."""
@@ -135,7 +137,7 @@ class EmbedRecord(TaskRecord):
 
     check: ShardCheck | None
     """None: all rows of the shard were dropped."""
-    asked: str = ""  # of earlier builds: not known, so they are asked again
+    asked: str = ""  # "": a build of earlier code, so the gate asks it again
     """The name of the `GateInputs` that `check` answers."""
     rows_embedded: int
     """The other rows were copied, from the version before or from unfinished builds."""
@@ -170,9 +172,9 @@ def prepare(
     """Reads all candidates and plans the pool.
 
     `previous`: the version before. `copies`: whether its vectors are those that the model would make.
-    `precision`: what it would compute them in; a job that is resumed elsewhere keeps to it.
-    `privacy`: what leaves the texts. `unfinished`: what killed builds and versions other than `previous` have
-    embedded by this model, these settings and this precision.
+    `precision`: the precision of its computation, which a job that is resumed elsewhere keeps. `privacy`: how
+    texts are redacted. `unfinished`: shards of killed builds, and of versions other than `previous`, by this
+    model, these settings and this precision.
     Raises BadInput where nothing is left to embed, too much is malformed, or an id comes twice.
     """
     canaries_before: Canaries | None = (
@@ -259,16 +261,16 @@ def embed(
     reading: raw.Reading,
     actors: Actors,
 ) -> list[EmbedRecord]:
-    """Makes the shards that are not finished; returns the records of all.
+    """Makes the missing shards; returns the records of all shards.
 
-    Raises BadInput where nothing could be embedded, or too little.
+    Raises BadInput if no text, or too small a share of them, could be embedded.
     """
-    asked = prepared.asked.name
+    gate_name = prepared.asked.name
     settings = dict[str, Any](
         model=model,
         batch_tokens=config.batch_tokens,
         plan=prepared.plan.name,
-        asked=asked,
+        gate_name=gate_name,
         previous=prepared.asked.previous if prepared.copies else "",
         canaries=prepared.canaries,
         top_k=gate.top_k,
@@ -284,21 +286,19 @@ def embed(
         draft, shards, make_work, "embed candidates", EmbedRecord, actors, rows, _SHARDS_AT_ONCE
     )
     record_of_shard = dict(zip(shards, records, strict=True))
-    asked_before = [name for name, r in record_of_shard.items() if r.check and r.asked != asked]
-    if (
-        asked_before
-    ):  # CURRENT has moved since; the model embeds no more than the gate's sample of them
+    to_check = [name for name, r in record_of_shard.items() if r.check and r.asked != gate_name]
+    if to_check:  # CURRENT has moved since; the model embeds no more than the gate's sample of them
         checks = run_tasks_on_actors(
             draft,
-            {f"check-{asked}-{name}": (name, shards[name]) for name in asked_before},
+            {f"check-{gate_name}-{name}": (name, shards[name]) for name in to_check},
             functools.partial(_checker, **settings),
             "check finished shards again",
             CheckRecord,
             actors,
-            {f"check-{asked}-{name}": rows[name] for name in asked_before},
+            {f"check-{gate_name}-{name}": rows[name] for name in to_check},
             _SHARDS_AT_ONCE,
         )
-        for name, check_record in zip(asked_before, checks, strict=True):
+        for name, check_record in zip(to_check, checks, strict=True):
             record_of_shard[name] = replace(record_of_shard[name], check=check_record.check)
         records = list(record_of_shard.values())
     raw.check_share(draft, [prepared, *records], reading)
@@ -309,7 +309,7 @@ def embed(
 
 
 def _canaries(gate: GateConfig, canaries_before: Canaries | None) -> list[list[str]] | None:
-    """The contexts that this version is asked; None: texts that the plan has to choose."""
+    """The contexts of this version's canaries; None: the plan has to choose texts."""
     if gate.canaries:
         return read_canaries(gate.canaries)
     if canaries_before and not canaries_before.get("file") and canaries_before["contexts"]:

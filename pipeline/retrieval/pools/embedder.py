@@ -60,7 +60,7 @@ class Embedder:
         model: Path,
         batch_tokens: int,
         plan: str,
-        asked: str,
+        gate_name: str,
         previous: str,
         canaries: list[list[str]],
         top_k: int,
@@ -69,20 +69,19 @@ class Embedder:
         precision: Precision = "auto",
         unfinished: Sequence[UnfinishedShard] = (),
     ) -> None:
-        """`plan`: the name of the plan; `asked`: the name of the gate's questions.
+        """`plan`: the name of the plan; `gate_name`: the name of the gate's questions.
 
-        `previous`: the version whose vectors are those that the model would make, or "".
-        `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard
-        that are embedded once more. `dtype`: what the pool keeps of a vector; `precision`: what it is
-        computed in. `unfinished`: what killed builds, or a version that is not `previous`, have embedded
-        the same way.
+        `previous`: the version whose vectors are those that the model would make; "": there is none.
+        `canaries`: contexts; `top_k`: how many answers to each are kept. `sample`: rows of a shard that are
+        embedded once more. `dtype`: the stored type of vectors; `precision`: that of the computation.
+        `unfinished`: what killed builds, or a version that is not `previous`, have embedded the same way.
         """
         # Several shards are worked on at once, each by a thread. A tokenizer takes one at a time.
         self._model_is_free, self._tokenizer_is_free = Lock(), Lock()
         self._unfinished = UnfinishedVectors(unfinished) if unfinished else None
         # Ray gives torch as many threads as the actor has cores; the tokenizer would take all there are.
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
-        self._plan, self._asked = plan, asked
+        self._plan, self._gate_name = plan, gate_name
         self._batch_tokens, self._top_k, self._sample = batch_tokens, top_k, sample
         self._dtype: Dtype = dtype
         self._ranker = inference.prepare(load_ranker(model), best_device(), precision)
@@ -132,7 +131,7 @@ class Embedder:
             dropped=rejects,
             malformed=rejects,
             check=self._check(draft, name, rows, vectors_ND, is_known_N) if len(rows) else None,
-            asked=self._asked,
+            asked=self._gate_name,
             rows_embedded=len(todo),
             actor_seconds=round(actor_seconds, 3),
             started=started,
@@ -142,7 +141,7 @@ class Embedder:
         )
 
     def check_again(self, draft: Draft, task: str, shard: tuple[str, Slices]) -> CheckRecord:
-        """Asks a finished shard the gate's questions, as CURRENT has moved since it was made."""
+        """Asks a finished shard the gate's questions again, because CURRENT has moved since it was made."""
         name, slices = shard
         rows, places_N, _ = self._read_candidates(draft, slices)
         finished_rows, layer = build.read_shard(draft, name)
@@ -205,13 +204,13 @@ class Embedder:
         texts = rows["text"].to_pylist()
         keys = np.array([candidates.content_hash(text)[:KEY_DIGITS] for text in texts])
         # A text that comes with several values to filter by is one answer.
-        asked_rows = np.sort(np.unique(keys, return_index=True)[1])
-        known_rows = asked_rows[is_known_N[asked_rows]]
+        distinct_rows = np.sort(np.unique(keys, return_index=True)[1])
+        known_rows = distinct_rows[is_known_N[distinct_rows]]
         answers = ShardAnswers(
-            best=self._answers(vectors_ND[asked_rows], keys[asked_rows].tolist()),
+            best=self._answers(vectors_ND[distinct_rows], keys[distinct_rows].tolist()),
             best_known=self._answers(vectors_ND[known_rows], keys[known_rows].tolist()),
         )
-        write_answers(draft, name, self._asked, answers)
+        write_answers(draft, name, self._gate_name, answers)
         return ShardCheck(
             dimensions=vectors_ND.shape[1],
             norms=(float(norms_N.min()), float(norms_N.mean()), float(norms_N.max())),
@@ -237,7 +236,7 @@ class Embedder:
 
 
 def _copy(rows: pa.Table, places_N: Ints, vectors_ND: Floats, read: ReadVectors) -> Bools:
-    """Fills in the vectors that `read` has of the same texts; returns which rows'.
+    """Fills in the vectors that `read` has of the same texts; returns the rows that are filled.
 
     `places_N`: where it has them, or NEW.
     """

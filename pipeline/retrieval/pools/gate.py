@@ -1,10 +1,10 @@
 """The checks that a version of a pool has to pass before it is published.
 
-Every shard's record brings along what the gate looks at (`ShardCheck`), so that no vector is read again.
-A canary is a query that every version is asked. The answers of each shard are a file of the draft, because
-those of 200 canaries are 658 kB: the driver reads one after the other and keeps the best.
+Every shard's record holds the facts that the gate checks (`ShardCheck`), so that no vector is read again. A
+canary is a query that checks every version. The answers of a shard are a file of the draft, because those to
+200 canaries take 658 kB: the driver reads one file after the other and keeps the best answers.
 
-    _answers/part-00000-<asked>.json    `ShardAnswers` to the gate's questions of this name
+    _answers/part-00000-<gate>.json    `ShardAnswers` to the gate's questions of this name
 """
 
 from __future__ import annotations
@@ -80,24 +80,27 @@ class Passed(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
-    """What a version has to pass."""
+    """The checks that a version has to pass."""
 
     sample: int = 8
-    """Rows of each shard that are embedded once more, one by one, and compared; 0: none."""
+    """Rows of each shard that are embedded once more, one by one, and compared with their vectors; 0:
+    none."""
     min_cosine: float = 0.99
-    """Of every such row to itself."""
+    """The least cosine between the two vectors of each such row."""
     canaries: str = ""
-    """File of queries, one a line, a dialogue's turns parted by tabs, which another model of the same
-    kind has to answer alike; empty: texts of the pool's own, which the same model has to."""
+    """File of canaries: one query a line, the turns of a dialogue separated by tabs. Another model of the
+    same kind has to answer them alike. Empty: texts of the pool are the canaries, and only the same model
+    has to."""
     canary_texts: int = 16
-    """Texts of its own that a pool without a file is asked for; 0: none."""
+    """Number of texts of the pool that are canaries, if there is no file; 0: none."""
     top_k: int = 10
-    """Answers that are compared with those of the version before."""
+    """Answers to a canary that are compared with those of the version before."""
     min_recall: float = 0.5
-    """Share of those, where their texts are still there, that have to be found again."""
+    """Share of the earlier answers that have to be found again, as far as their texts are still in the
+    pool."""
     max_removed_share: float = 0.2
-    """Share of the ids of the version before that may be gone: an export that broke off stops here, before
-    anything is embedded. 1: all of them."""
+    """Share of the ids of the version before that may be gone; 1: all of them. It stops an incomplete
+    export before anything is embedded."""
     max_changed_share: float = 0.5
     """Share of those ids that may have another text. 1: all of them."""
 
@@ -131,14 +134,14 @@ class Shares:
 
 
 def shares_of(changes: Changes, rows: int, rows_before: int) -> Shares:
-    """`rows_before`: of the version before, which may be one that nobody can open any more."""
+    """`rows_before`: the rows of the version before, which may be one that nobody can open any more."""
     rows_before = max(1, rows_before)
     removed = max(changes.gone, rows_before - rows, 0)
     return Shares(removed / rows_before, changes.changed / rows_before)
 
 
 def refusal(config: GateConfig, shares: Shares, version_before: str, rows_before: int) -> str:
-    """Why a version may not take the place of the one before, and how it may; "": it may."""
+    """Why a version may not replace the one before, and which options would allow it; "": it may."""
     limits = (
         ("max_removed_share", shares.removed, "are gone"),
         ("max_changed_share", shares.changed, "have another text"),
@@ -168,13 +171,13 @@ def check(
     present: Collection[str],
     shares: Shares = Shares(0.0, 0.0),
 ) -> tuple[Passed, Canaries]:
-    """(what was found, the canaries for the next version) of a pool's shards.
+    """(the results, the canaries for the next version) of the checks of a pool's shards.
 
-    `answers` of the shards are taken one by one. `kind` of model: answers of others are not compared.
-    `contexts`: the canaries. `before`: those of the version before. `present`: which of its answers are
-    still in the pool. `shares`: those that `refusal` let pass.
+    `answers` of the shards are read one by one. `kind`: the kind of the model; answers of other kinds are
+    not compared. `contexts`: the canaries. `before`: the canaries of the version before. `present`: its
+    answers that are still in the pool. `shares`: the shares that `refusal` has accepted.
 
-    Raises Stopped, naming all that does not pass.
+    Raises Stopped, naming all failed checks.
     """
     faults = []
     dimensions = sorted({shard.dimensions for shard in shards})
@@ -212,23 +215,23 @@ def check(
     return passed, {"kind": kind, "contexts": list(map(list, contexts)), "answers": best}
 
 
-def write_answers(draft: Draft, name: str, asked: str, answers: ShardAnswers) -> None:
-    """Keeps a shard's answers to the questions of the name `asked`."""
-    draft.write_file(_answers_file(name, asked), json.dumps(asdict(answers)).encode())
+def write_answers(draft: Draft, name: str, gate_name: str, answers: ShardAnswers) -> None:
+    """Keeps a shard's answers to the questions of this name."""
+    draft.write_file(_answers_file(name, gate_name), json.dumps(asdict(answers)).encode())
 
 
-def read_answers(draft: Draft, names: Iterable[str], asked: str) -> Iterator[ShardAnswers]:
+def read_answers(draft: Draft, names: Iterable[str], gate_name: str) -> Iterator[ShardAnswers]:
     """The answers of these shards, in order."""
 
     def read(name: str) -> ShardAnswers:
-        data = storage.read_bytes(draft.path(_answers_file(name, asked)))
+        data = storage.read_bytes(draft.path(_answers_file(name, gate_name)))
         return ShardAnswers(**json.loads(data))
 
     return ahead(read, names)
 
 
-def _answers_file(name: str, asked: str) -> str:
-    return f"_answers/{name}-{asked}.json"
+def _answers_file(name: str, gate_name: str) -> str:
+    return f"_answers/{name}-{gate_name}.json"
 
 
 def _recall(
@@ -263,8 +266,8 @@ def _best_keys(
     """The keys of the pool's best answers to each canary, and of the best known ones."""
     best, best_known = ([list[Answer]() for _ in range(canaries)] for _ in range(2))
     for shard in answers:
-        for running, found in ((best, shard.best), (best_known, shard.best_known)):
-            for canary, ranked in enumerate(zip(running, found, strict=True)):
+        for running, shard_answers in ((best, shard.best), (best_known, shard.best_known)):
+            for canary, ranked in enumerate(zip(running, shard_answers, strict=True)):
                 running[canary] = _best_answers(chain(*ranked), top_k)
     best_keys, best_known_keys = (
         [[key for _, key in ranked] for ranked in running] for running in (best, best_known)

@@ -1,4 +1,4 @@
-"""Who works on a pool, and who serves which of its versions: files that their owners keep fresh.
+"""Locks of pools and leases of their versions: files that their owners keep fresh.
 
 <pools>/_locks/<name>/00000017.json             versions are made or removed; see `pipeline.files.locks`
 <pools>/_locks/<name>/current/00000017.json     CURRENT, PREVIOUS or PINNED is changed
@@ -26,7 +26,7 @@ _CURRENT_EXPIRES_S, _CURRENT_WAIT_S, _CURRENT_ASKED_EVERY_S = 30.0, 60.0, 0.5
 
 @contextmanager
 def locked(pools: str, name: str, expires_s: float) -> Iterator[Lock]:
-    """Holds the lock of a pool. Raises Stopped, naming the owner, where another holds it."""
+    """Holds the lock of a pool. Raises Stopped, naming the owner, if another process holds it."""
     folder = storage.join(pools, "_locks", name)
     with locks.locked(folder, f"pool {name}", expires_s) as lock:
         yield lock
@@ -57,7 +57,7 @@ def current_locked(pools: str, name: str) -> Iterator[None]:
 def lease(version: str) -> Beat | None:
     """Says that a version of a pool (<pools>/<name>/<version>) is open here, so that it is not removed.
 
-    None where nothing can be written, as in a folder that is mounted read-only.
+    None if nothing can be written, as in a folder that is mounted read-only.
     """
     pool, _, name = version.rstrip("/").rpartition("/")
     pools, _, pool = pool.rpartition("/")

@@ -1,4 +1,4 @@
-"""The plan of a pool: the content of each shard, and which texts the version before has already."""
+"""Plans a pool: the content of each shard, and which texts the version before already has."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Plan:
     first: tuple[str, ...]
     """The texts with the lowest hashes."""
     present: tuple[str, ...]
-    """Which of the `hashes` that were asked about are in the pool."""
+    """The `hashes` of the query that are in the pool."""
     repeated_id: str = ""
     """An id that rows with different texts have; "": there is none."""
     name: str = ""  # of earlier builds, whose verdicts are in no folder of their own
@@ -87,7 +87,7 @@ def make(draft: Draft, rows: PlanInput, rows_per_shard: int, query: TextQuery) -
 
 
 def _cut_shards(draft: Draft, plan: str, parts: Files, rows_per_shard: int) -> Iterator[Slices]:
-    """Shards of so many rows that are kept, or of fewer that hold much text.
+    """Shards of `rows_per_shard` kept rows, or of fewer rows with much text.
 
     Some parts are held in memory, 16 bytes a row.
     """
@@ -118,7 +118,7 @@ def _cut_shards(draft: Draft, plan: str, parts: Files, rows_per_shard: int) -> I
 
 
 def _count_dropped(draft: Draft, parts: Files, decided: Verdicts) -> dict[str, int]:
-    """Counts what is dropped by reason, and names the first ones."""
+    """Counts dropped candidates by reason, and saves the first ones as samples."""
     rejects = raw.Rejects()
     for verdict, reason in REASONS.items():
         places = decided.samples[verdict]

@@ -4,7 +4,7 @@
     rows/part-00000.arrow         id, text, content_hash, and the columns kept to filter by
     vectors/, norms/              `stored`
     rotation.npy, sketch/, sketch_norms/    `sketch`
-    neighbours/                   where it was asked for: `approximate`
+    neighbours/                   with `--embed.neighbours true`: `approximate`
 
 A version never changes. Its matrices and its rows are memory-mapped, so that processes of one node
 share them.
@@ -86,9 +86,11 @@ class Pool:
     def open(cls, uri: str | Path, check: Check = "once", share: Share | None = None) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
 
-        `check`: the files' checksums and the ids; sizes and shapes are checked always. `share`: opens this
-        part of the rows alone, and needs only the files that hold it; places then begin at its first row.
-        Raises BadInput where there is none, or where a file is not what the manifest says.
+        `check`: when checksums and ids are checked (`checksums`); sizes and shapes always are. `share`:
+        opens only this part of the rows, which needs only the files that hold it; places then begin at its
+        first row.
+
+        Raises BadInput if there is no pool, or if a file does not fit its manifest.
         """
         uri = storage.absolute(str(uri).rstrip("/"))
         if storage.exists(storage.join(uri, CURRENT)):
@@ -199,7 +201,7 @@ class Pool:
         deny: Collection[str] = (),
         method: Method = "auto",
     ) -> Ranking:
-        """The best candidates for a context, best first; all of them where there are fewer than `top_k`.
+        """The best `top_k` candidates for a context, best first; all of them if there are fewer.
 
         `ranker`: the one that embedded the pool. `context`: a text, or turns, oldest first. `where`: columns
         that the pool keeps (`--embed.filter-columns`), and the value or the values that a candidate may have
@@ -309,7 +311,7 @@ def current_uri(pools: str, name: str) -> str:
 
 
 def make_current(pools: str, name: str, version: str) -> None:
-    """Lets readers that open the pool from now on have `version`; one atomic step."""
+    """Makes `version` the CURRENT one for all readers that open the pool from now on, in one atomic step."""
     storage.write_bytes(current_uri(pools, name), f"{version}\n".encode())
 
 

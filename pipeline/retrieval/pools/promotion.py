@@ -1,4 +1,4 @@
-"""Which version of a pool is CURRENT, which one was before, and whether jobs may change that.
+"""Reads and changes which version of a pool is CURRENT, which one was before, and whether it is pinned.
 
 <pools>/<name>/CURRENT    the version that readers open
 <pools>/<name>/PREVIOUS   the version that was CURRENT before
@@ -19,10 +19,10 @@ _PINNED = "PINNED"
 
 
 def publish(pools: str, name: str, version: str, publish_only: bool, compared: str) -> None:
-    """Makes a job's new version CURRENT, unless the CURRENT one is pinned or is to stay.
+    """Makes a job's new version CURRENT, unless the CURRENT one is pinned or has to stay.
 
     `compared`: the version that was CURRENT when the gate compared the new one with it; "": there was none.
-    Raises Stopped where CURRENT has moved since then.
+    Raises Stopped if CURRENT has moved since then.
     """
     with current_locked(pools, name):
         current = current_name(pools, name)

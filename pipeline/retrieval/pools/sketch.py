@@ -1,12 +1,13 @@
-"""A quarter of a pool's bytes or less that prove, for nearly every row, that it is not in the top k.
+"""The sketch of a pool: a quarter of its bytes or less, which prove for nearly every row that it is not in
+the top k.
 
     rotation.npy                  [D, K] float64: K orthonormal directions R in which most of the pool lies
     sketch/part-00000.npy         [rows, K] int8: a row c in these directions, R^T c, in codes q
     sketch_norms/part-00000.npy   [4, rows] float32: scale s, and the lengths of s q, of R^T c - s q, and of
                                   the rest of c, which no direction of R has
 
-The directions are the pool's own first principal ones, so many that 95 % of its energy lies in them. Any
-others would give the same answers, only later. How the lengths bound a product: `bounds.sketch_columns`.
+The directions are the first principal ones of the pool, as many as hold 95 % of its energy. Other directions
+would give the same answers, only later. `bounds.sketch_columns` shows how the lengths bound a product.
 """
 
 from __future__ import annotations

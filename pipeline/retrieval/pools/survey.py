@@ -1,4 +1,4 @@
-"""A look at a pool: how long its vectors are, which of them are equal, and which nearly so."""
+"""Surveys a pool: the lengths of its vectors, rows with equal vectors, and the nearest pairs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Survey:
 
 
 def survey(pool: Pool, sample_rows: int, pairs: int, seed: int) -> Survey:
-    """`sample_rows`: how many are looked at for equal vectors, 0: all; `pairs`: how many are told."""
+    """`sample_rows`: rows that are compared for equal vectors; 0: all. `pairs`: number of nearest pairs."""
     sampled = _sample(len(pool), sample_rows or len(pool), seed)
     keys = []
     for start in range(0, len(sampled), _TAKEN_ROWS):

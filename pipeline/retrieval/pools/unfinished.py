@@ -1,9 +1,9 @@
 """Vectors of builds that were killed and never finished, which a later build copies. The vectors of a version
 that is not CURRENT are copied the same way.
 
-A build that is killed resumes with the same input. With another input it is another version, with a draft
-of its own: without what stands here, that would embed again what took hours. A draft's finished shards are
-as good as a published version's, where the same model made them by the same settings and numerics.
+A killed build resumes with the same input. With another input it becomes another version, with a draft of
+its own, which would embed again what took hours. So it copies finished shards of other drafts. They are as
+good as those of a published version, if the same model made them by the same settings and numerics.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How a pool keeps vectors, and what the bounds of a search need to know of them.
+"""The stored form of a pool's vectors, and the lengths that the bounds of a search need.
 
     vectors/part-00000.npy   [rows, D] float32, float16 or int8; bfloat16 as uint16, its upper half
     norms/part-00000.npy     [2, rows] float32: what a row's numbers are multiplied with; its length
 
-A pool's vectors are what stands in these files: searches are exact for them, whatever was rounded on the
-way here. Lengths are of these vectors, and rounded up, so that what is bounded by them is.
+A search is exact for the vectors in these files, whatever was rounded before they were written. Lengths are
+those of the stored vectors, rounded up, so that bounds made of them hold.
 """
 
 from __future__ import annotations

@@ -84,8 +84,11 @@ class Verdicts:
 
 
 def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
-    """Writes the verdicts on all candidates, a row at least: as if they came one by one, and each took a
-    content and an id if both are free."""
+    """Writes the verdicts on all candidates, of which there is at least one.
+
+    They are those of candidates that come one by one, each of which takes its content and its id if both are
+    free.
+    """
     job = PlanJob.of(rows, query)
     with _executor(job):
         _file_keys(
@@ -110,7 +113,7 @@ def decide(draft: Draft, rows: PlanInput, query: TextQuery) -> Verdicts:
         for verdict in REASONS
     }
     lowest = dict[int, int]()  # a text with several values counts once, by its first place
-    for key, place in sorted(found for record in id_records for found in record.first):
+    for key, place in sorted(pair for record in id_records for pair in record.first):
         lowest.setdefault(key, place)
     present = {hash_ for record in id_records for hash_ in record.present}
     return Verdicts(
@@ -141,7 +144,7 @@ def compare(draft: Draft, rows: Files, before: Files, same_columns: bool = True)
 
 
 def is_small(*files: Files) -> bool:
-    """Whether one bucket holds the rows: then a cluster gains nothing, and takes seconds to start."""
+    """Whether one bucket holds the rows. A cluster then gains nothing, and takes seconds to start."""
     return bucket_count(*files) == 1
 
 
@@ -152,7 +155,7 @@ def read_verdicts(draft: Draft, plan: str, part: str) -> Ints:
 
 
 def read_salvaged(draft: Draft, plan: str, part: str) -> Ints:
-    """Places in unfinished builds; all NEW where there are none."""
+    """Places in unfinished builds; all NEW if there are no such builds."""
     uri = draft.path(FOLDER, plan, f"{part}-unfinished.npy")
     if not storage.exists(uri):
         return np.full(len(read_verdicts(draft, plan, part)), NEW, np.int64)

@@ -1,4 +1,4 @@
-"""The versions of a pool: which one is CURRENT, and which old ones may go."""
+"""The versions of a pool: finds the CURRENT one, and removes old ones."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _NOT_OF_VECTORS = {
 
 
 def current_name(pools: str, name: str) -> str:
-    """The version that CURRENT names; "" where there is no CURRENT."""
+    """The version that CURRENT names; "": there is no CURRENT."""
     uri = current_uri(pools, name)
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
 
 def previous_name(pools: str, name: str) -> str:
-    """The version that was CURRENT before; "" where there was none."""
+    """The version that was CURRENT before; "": there was none."""
     uri = storage.join(pools, name, PREVIOUS)
     return storage.read_bytes(uri).decode().strip() if storage.exists(uri) else ""
 
@@ -110,7 +110,7 @@ def files_of_rows(pool: Artifact) -> list[tuple[str, int]]:
 
 
 def rows_of(pools: str, name: str, version: str) -> int:
-    """How many candidates a version has; 0 where there is none, or none whose manifest can be read."""
+    """The number of candidates of a version; 0 if it does not exist or its manifest cannot be read."""
     try:
         artifact = read_artifact(storage.join(pools, name, version), KIND)
     except BadInput:
@@ -196,7 +196,7 @@ def read_versions(pools: str, name: str) -> Iterator[Artifact]:
 
 
 def plans(pools: str) -> str:
-    """The folder of plans that are only looked at."""
+    """The folder of the plans of dry runs."""
     return storage.join(pools, "_plans")
 
 

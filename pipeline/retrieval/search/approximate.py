@@ -1,11 +1,11 @@
-"""Rows that are likely among the best, from indices of FAISS that a pool may have.
+"""Finds rows that are likely among the best, by the FAISS indices that a pool may have.
 
     neighbours/part-00000.faiss    product quantizer of 16 shards, 4 bits for every three numbers or so
 
-The indices are gone through whole, at a twelfth of bfloat16's bytes, and find rows by their product with
-the mean of the context's vectors: with 1,000 of a million rows scored exactly, 99 % of the top 10 of a
-poly-encoder with 64 vectors are among them. Lists of an inverted file that are not looked at lose more than
-they save, while all of them fit in memory.
+A search reads all indices, a twelfth of bfloat16's bytes, and finds rows by their product with the mean of
+the context's vectors. If 1,000 of a million rows are scored exactly, they hold 99 % of the top 10 of a
+poly-encoder with 64 vectors. An inverted file, whose search skips lists, loses more than it saves while all
+lists fit in memory.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pipeline.arrays import Floats, Ints
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.search.bounds import in_parallel
 
-_FOUND = 1000  # of which `search` scores those that can reach the top
+_NEIGHBOURS = 1000  # of which `search` scores those that can reach the top
 
 
 def neighbours(pool: Pool, vectors_MD: Floats, top_k: int) -> Ints:
     """Places of rows that are likely among the best for a context's vectors, the likeliest first.
 
-    Raises BadInput where the pool has no index.
+    Raises BadInput if the pool has no index.
     """
     if not len(pool):
         return np.empty(0, np.int64)
     query_1D = vectors_MD.mean(axis=0, keepdims=True).astype(np.float32)
-    count = min(len(pool), max(_FOUND, 4 * top_k))
+    count = min(len(pool), max(_NEIGHBOURS, 4 * top_k))
     index = pool.neighbours
     # Its parts have a thread each. More, which this thread's OpenMP would start, wait for work busily.
     ((_, places_1N),) = in_parallel(lambda query: index.search(query, count), [query_1D])

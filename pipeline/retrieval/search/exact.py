@@ -1,15 +1,15 @@
-"""The top k of a pool for a context's vectors: exact, in steps that each look at fewer rows.
+"""Searches a pool for the exact top k of a context's vectors, in steps that each read fewer rows.
 
 With L[c,i] = candidate[c] · vector[i] the score is Σ softmax_i(L)·L, a weighted mean of the L, so
-score ≤ max_i L[c,i]. A row whose bound (`bounds`) lies below the k-th best score so far is done with.
+score ≤ max_i L[c,i]. A row whose bound (`bounds`) lies below the k-th best score so far needs no score.
 
     exact         every row of the vectors, in blocks, by some centres of the context's vectors
     pruned        every row of the sketch instead, a sixth of the bytes of float32; the same answer
     approximate   what an index of neighbours finds (`approximate`); likely, not proved
 
-The rows that are left are bounded by all vectors instead of the centres, at last by their own vectors,
-and what is still left, some dozens of a million, is scored in float64. Scores are compared as float32;
-those that are equal then are tied, and stand in the order of their ids.
+The remaining rows are bounded by all vectors instead of the centres, and at last by their own vectors. The
+rows that then remain, some dozens of a million, are scored in float64. Scores are compared as float32; rows
+with equal scores are tied, and are in the order of their ids.
 """
 
 from __future__ import annotations

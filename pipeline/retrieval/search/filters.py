@@ -1,4 +1,4 @@
-"""Which of a pool's rows a search may answer with.
+"""Selects the rows of a pool that a search may return.
 
 Ids that are not in the pool are no mistake: a list may be older than last night's version.
 """

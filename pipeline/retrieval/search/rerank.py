@@ -1,6 +1,6 @@
-"""The second of two stages: a cross-encoder reads the best that a search has found.
+"""The second of two stages: a cross-encoder scores the best candidates of a search again.
 
-It sees context and candidate together, and takes milliseconds for each; so it gets some hundred rows.
+It reads context and candidate together and takes milliseconds for each, so it gets some hundred candidates.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def rerank(
 ) -> list[Reranked]:
     """The candidates by the cross-encoder's scores, best first; ties stay in their order.
 
-    `first`: the search's scores; the order is then that of the mean of both. A cross-encoder of few
-    examples errs elsewhere than the bi-encoder does: pipeline/training/experiments.md.
+    `first`: the search's scores; the order is then that of the mean of both. A cross-encoder trained on few
+    examples makes other errors than the bi-encoder: pipeline/training/experiments.md.
     """
     if not texts:
         return []

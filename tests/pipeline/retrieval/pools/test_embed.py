@@ -342,7 +342,7 @@ def test_a_resumed_run_embeds_the_shards_that_are_missing_only(
     )
     actor = embed._embedder(model=External(str(model), ""), batch_tokens=0, previous="", top_k=10, sample=8,
                             canaries=prepared.canaries, plan=prepared.plan.name,
-                            asked=prepared.asked.name)  # fmt: skip
+                            gate_name=prepared.asked.name)  # fmt: skip
     for task in ("part-00000", "part-00002"):  # as a killed run leaves them
         out.mark(task, actor(out, task, prepared.plan.shards[task]))
     file.write_text("read no more")  # the plan is there

@@ -28,7 +28,7 @@ from .conftest import stage_rows, write_version_before
 ORIGINAL = content_hash
 TEXTS = [f"{'long ' * (n % 4)}text {n}" for n in range(12)]
 KNOWN = {
-    "asked": "", "batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0,
+    "gate_name": "", "batch_tokens": 0, "previous": "", "canaries": [], "top_k": 3, "sample": 0,
 }  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def test_answers_to_canaries_are_the_best_of_the_shard_and_of_its_known_texts(
     before = Before(TEXTS[6:])
     work = shard(TEXTS, before)
     record = work.make(model, canaries=contexts, top_k=4)
-    (shard_answers,) = gate.read_answers(work.out, ["part-00000"], KNOWN["asked"])
+    (shard_answers,) = gate.read_answers(work.out, ["part-00000"], KNOWN["gate_name"])
     assert all(answer[1] not in to_json(record) for answer in shard_answers.best[0])  # one by one
     vectors, mask = inference.context_vectors(ranker, contexts)
     all_vectors = torch.from_numpy(np.stack([written[text] for text in TEXTS]))

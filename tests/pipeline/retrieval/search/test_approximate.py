@@ -53,7 +53,7 @@ def texts():
 
 
 def test_most_of_the_best_are_found_and_nothing_is_promised(publish, texts, monkeypatch):
-    monkeypatch.setattr(approximate, "_FOUND", 400)
+    monkeypatch.setattr(approximate, "_NEIGHBOURS", 400)
     rows, vectors = texts
     pool = publish(rows, 1000)
     exact = top_rows(pool, vectors, 10, method="exact")
@@ -69,7 +69,7 @@ def test_most_of_the_best_are_found_and_nothing_is_promised(publish, texts, monk
 
 
 def test_it_goes_on_until_it_is_certified(publish, texts, monkeypatch):
-    monkeypatch.setattr(approximate, "_FOUND", 40)  # finds little
+    monkeypatch.setattr(approximate, "_NEIGHBOURS", 40)  # finds little
     rows, vectors = texts
     pool = publish(rows, 1000)
     found = top_rows(pool, vectors, 10, method="approximate", certify=True)
@@ -81,7 +81,7 @@ def test_it_goes_on_until_it_is_certified(publish, texts, monkeypatch):
 
 def test_too_few_rows_that_are_allowed_are_no_answer(publish, texts, monkeypatch):
     """The index knows nothing of filters; where it leaves less than was asked for, all rows are looked at."""
-    monkeypatch.setattr(approximate, "_FOUND", 40)
+    monkeypatch.setattr(approximate, "_NEIGHBOURS", 40)
     rows, vectors = texts
     pool = publish(rows, 1000)
     among = np.arange(8000) % 50 == 7
