@@ -66,7 +66,7 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     files = storage.expand(config.input)
-    texts = intent_texts.read(config.input, config.read, config.reading)
+    texts = intent_texts.read_texts(config.input, config.read, config.reading)
     source, reference = open_text_encoder(config.encoder)
     if config.dry_run:
         from pipeline.classification import training

@@ -1,5 +1,5 @@
-"""Texts to intents: a small classifier on the vectors of a frozen encoder.
+"""Classifies texts by intent, with a small head on the vectors of a frozen encoder.
 
-A stage of its own beside `retrieval`: it reads vectors of `models`, and what it makes, a head with its
-labels, is neither a ranker nor a pool.
+It is a stage of its own beside `retrieval`: it reads vectors of `models` and makes a head with its labels,
+which is neither a ranker nor a pool.
 """

@@ -1,4 +1,4 @@
-"""A trained head on disk, and at work.
+"""A trained head: its files, and its answers.
 
     classifier.json     its settings, the intents in the order of the head's outputs, the threshold, the
                         encoder's URI and fingerprint
@@ -113,7 +113,7 @@ class Classifier:
 def open_classifier(uri: str) -> tuple[Artifact, Classifier]:
     """A published head.
 
-    Raises BadInput for what is none, or is damaged.
+    Raises BadInput if there is none, or if it is damaged.
     """
     artifact = open_artifact(uri, KIND)
     return artifact, load(artifact.local())

@@ -1,4 +1,4 @@
-"""A frozen encoder: any model of ours or others' that gives a text a vector."""
+"""A frozen encoder: any model, of polyrank or of others, that gives a text a vector."""
 
 from __future__ import annotations
 

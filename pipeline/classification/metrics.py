@@ -1,4 +1,4 @@
-"""How well intents are told apart. N texts, C intents; counts[true, answered] is the confusion."""
+"""Metrics of a classifier of intents. N texts, C intents; counts[true, answered] is the confusion."""
 
 from __future__ import annotations
 

@@ -23,11 +23,12 @@ class EncodeConfig:
     side: Side = "context"
     """The ranker's tower that reads the text. A context with several vectors counts as their mean."""
     reduction: Literal["mean", "first"] = "mean"
-    """Token outputs to one vector, for a plain transformers directory; other models say it themselves."""
+    """How token outputs become one vector, for a plain transformers directory. Other models have their
+    own reduction."""
     max_tokens: int = 0
-    """For models that are not rankers: texts keep so many tokens; 0: as many as the model takes."""
+    """For models that are not rankers: texts keep this many tokens; 0: as many as the model takes."""
     precision: Precision = "auto"
-    """What the encoder computes in; auto: bf16 where the hardware multiplies it."""
+    """The precision that the encoder computes in; auto: bf16 where the hardware multiplies it."""
 
     def __post_init__(self) -> None:
         require(self.max_tokens == 0 or self.max_tokens >= 3, "encode.max_tokens", self.max_tokens,
@@ -46,13 +47,14 @@ class HeadConfig:
     dropout: float = 0.75
     """Share of the vector's numbers that a training step leaves out."""
     learning_rate: float = 0.7
-    """Of plain SGD in the first epoch; it falls linearly to 0, by the same amount after every epoch."""
+    """Learning rate of plain SGD in the first epoch. It falls linearly to 0, by the same amount after
+    every epoch."""
     batch: int = 32
     """Texts in a step, drawn with replacement."""
     epochs: int = 500
-    """An epoch has as many steps as batches would hold all texts once."""
+    """Number of epochs. An epoch has as many steps as batches would hold all texts once."""
     balanced: bool = False
-    """Draw every intent equally often; false: as often as it stands in the training texts."""
+    """Draw every intent equally often; false: as often as it occurs in the training texts."""
 
     def __post_init__(self) -> None:
         for name in ("hidden", "batch", "epochs"):

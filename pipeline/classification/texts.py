@@ -1,14 +1,15 @@
-"""Labelled texts: read, split and drawn.
+"""Reads labelled texts, splits them and draws from them.
 
-Which texts are trained on, which are asked, and which set the threshold:
+The files decide which texts train the head, which test it, and which set the threshold:
 
-    files            train           asked           threshold (only with texts out of scope)
+    files            train           test            threshold (only with texts out of scope)
     train and test   train           test            valid; without one, a tenth of train
     train and valid  train           valid           a tenth of train, which is not trained on
     any others       eight tenths    one tenth       one tenth
 
-Tenths are of every intent's texts, by a hash of the text: the same in every run, and equal texts of an
-intent stay together. Texts out of scope that are not asked help to set the threshold; none is trained on.
+Each intent gives a tenth of its texts, chosen by a hash of the text. The choice is the same in every run,
+and equal texts of an intent stay together. Texts out of scope that are not test texts help to set the
+threshold. The head is never trained on them.
 """
 
 from __future__ import annotations
@@ -47,22 +48,23 @@ class ReadConfig(tables.TableFormat):
 
     GROUP = "read"
     dataset: Dataset = "csv"
-    """csv: your own tables with a column for the text and one for the intent (CSV, TSV, JSON lines or
-    Parquet); the others are the public sets, as they are published."""
+    """csv: your own tables (CSV, TSV, JSON lines or Parquet) with a column for the text and one for the
+    intent. The others are the public sets, as they are published."""
     text_column: str = "text"
     """csv: the column of the text."""
     label_column: str = "label"
     """csv: the column of the intent."""
     out_of_scope_label: str = ""
-    """csv: the intent of texts that have none of the others, such as "oos"; empty: there are no such."""
+    """csv: the intent of texts that belong to no intent, such as "oos"; empty: there are no such
+    texts."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts by their purpose."""
+    """The texts that train the head, test it, and set the threshold."""
 
     train: list[Labelled]
-    asked: list[Labelled]
+    tested: list[Labelled]
     threshold: list[Labelled]
     asked_split: str
     """test or valid, or "tenth": held out here."""
@@ -71,11 +73,11 @@ class Texts:
     notes: tuple[str, ...] = ()
 
 
-def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts:
+def read_texts(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts:
     """The texts of files and folders, split as above.
 
-    Raises BadInput for what cannot be trained or asked: fewer than two intents, an intent of one text where
-    a tenth is to be held out, asked intents that train lacks.
+    Raises BadInput for fewer than two intents, for an intent with one text if a tenth is to be held out,
+    and for test intents that train lacks.
     """
     account = file_tasks.Account()
     by_split: dict[Split | None, list[Labelled]] = {}
@@ -88,12 +90,12 @@ def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts
         raise BadInput(f"--input {inputs}: no text with an intent")
     if len(rows_by_split) == 1 or rows_by_split.keys() <= {"train", None}:
         rows = [row for rows in rows_by_split.values() for row in rows]
-        train, valid, asked = _split_tenths(rows, inputs)
+        train, valid, tested = _split_tenths(rows, inputs)
         asked_split = "tenth"
     else:
         train = [*rows_by_split.get(None, []), *rows_by_split.get("train", [])]
         asked_split = "test" if "test" in rows_by_split else "valid"
-        asked = rows_by_split[cast(Split, asked_split)]
+        tested = rows_by_split[cast(Split, asked_split)]
         valid = rows_by_split["valid"] if asked_split == "test" and "valid" in rows_by_split else []
     outside = [row for row in (*train, *valid) if row.out_of_scope]
     inside = [row for row in valid if not row.out_of_scope]
@@ -101,11 +103,15 @@ def read(uris: Sequence[str], config: ReadConfig, reading: raw.Reading) -> Texts
     if outside and not inside:
         eight, ninth, tenth = _split_tenths(train, inputs)
         train, inside = [*eight, *ninth], tenth
-    notes = [*account.notes, *_contradiction_notes([*train, *asked]), *_overlap_notes(train, asked)]
+    notes = [
+        *account.notes,
+        *_contradiction_notes([*train, *tested]),
+        *_overlap_notes(train, tested),
+    ]
     if not outside:
         notes.append("no text out of scope sets a threshold: it is 0, so every text gets an intent")
     dropped = {**account.dropped.counts, **account.malformed.counts}
-    texts = Texts(train, asked, [*inside, *outside] if outside else [], asked_split, dropped,
+    texts = Texts(train, tested, [*inside, *outside] if outside else [], asked_split, dropped,
                   tuple(notes))  # fmt: skip
     _check(texts, inputs)
     return texts
@@ -211,11 +217,11 @@ def _key(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _overlap_notes(train: Sequence[Labelled], asked: Sequence[Labelled]) -> list[str]:
-    """Says how many asked texts are trained on: their answers are known."""
+def _overlap_notes(train: Sequence[Labelled], tested: Sequence[Labelled]) -> list[str]:
+    """Says how many test texts are also trained on, so that their answers are known."""
     keys = {_key(row.text) for row in train}
-    count = sum(_key(row.text) in keys for row in asked)
-    return [f"of {len(asked):,} asked texts, trained on too: {count:,}"] if count else []
+    count = sum(_key(row.text) in keys for row in tested)
+    return [f"of {len(tested):,} asked texts, trained on too: {count:,}"] if count else []
 
 
 def _contradiction_notes(texts: Sequence[Labelled]) -> list[str]:
@@ -232,7 +238,7 @@ def _check(texts: Texts, inputs: str) -> None:
         names = ", ".join(train_intents) or "none"
         raise BadInput(f"--input {inputs}: the texts to train on have {len(train_intents)} intents "
                        f"({names}); allowed: 2 at least")  # fmt: skip
-    inside = [row for row in texts.asked if not row.out_of_scope]
+    inside = [row for row in texts.tested if not row.out_of_scope]
     if not inside:
         raise BadInput(f"--input {inputs}: no text with an intent is left to ask")
     for rows, name in ((inside, texts.asked_split), (texts.threshold, "valid")):

@@ -1,4 +1,5 @@
-"""Texts with vectors to heads with numbers: what a killed job need not do again is marked in its draft."""
+"""Trains and tests heads on texts with vectors. Finished work is marked, so a killed job does not repeat
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _MEASURED_TEXTS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRecord(TaskRecord):
-    """One head that was trained and asked."""
+    """One head that was trained and tested."""
 
     seed: int
     numbers: dict[str, float]
@@ -86,7 +87,7 @@ def estimate(texts: Texts, source: Source, config: EncodeConfig) -> cost.Estimat
 
 def _distinct_texts(texts: Texts) -> list[str]:
     """The texts that get a vector."""
-    rows = (*texts.train, *texts.asked, *texts.threshold)
+    rows = (*texts.train, *texts.tested, *texts.threshold)
     return list(dict.fromkeys(row.text for row in rows))
 
 
@@ -105,7 +106,7 @@ class TrainingPlan:
 
 
 def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: int) -> HeadRecord:
-    """Trains a head and asks it; a resumed job has those that were finished."""
+    """Trains a head and tests it. A resumed job reads the finished heads."""
     task, marks = f"head-{seed}", out.marks()
     if task in marks:
         return marks.record(task, HeadRecord)
@@ -131,8 +132,8 @@ def train(out: Draft, texts: Texts, vectors: Vectors, plan: TrainingPlan, seed: 
             calibration.confidence_N, calibration.is_right, calibration.outside_M
         )
         classifier = replace(classifier, threshold=threshold)
-    asked_probabilities = classifier.probabilities(vectors.of(texts.asked).cpu())
-    answers = evaluation.answers(texts.asked, asked_probabilities, labels)
+    test_probabilities = classifier.probabilities(vectors.of(texts.tested).cpu())
+    answers = evaluation.answers(texts.tested, test_probabilities, labels)
     numbers = evaluation.numbers(answers, len(labels), classifier.threshold)
     record = HeadRecord(
         seed=seed,

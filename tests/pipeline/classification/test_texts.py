@@ -29,7 +29,7 @@ def read(tmp_path: Path):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
         reading = Reading(max_malformed_share=damaged)
-        return intent_texts.read([str(tmp_path)], ReadConfig(**config), reading)
+        return intent_texts.read_texts([str(tmp_path)], ReadConfig(**config), reading)
 
     return run
 
@@ -41,10 +41,10 @@ def test_one_file_is_cut_eight_to_one_to_one_of_every_intent(read):
     found = read({"mine.csv": HEAD + rows("pay", 40) + rows("block", 20)})
     train = [row.intent for row in found.train]
     assert (train.count("pay"), train.count("block")) == (32, 16)
-    asked = [row.intent for row in found.asked]
+    asked = [row.intent for row in found.tested]
     assert (asked.count("pay"), asked.count("block")) == (4, 2)
     assert found.asked_split == "tenth"
-    assert not {row.text for row in found.train} & {row.text for row in found.asked}
+    assert not {row.text for row in found.train} & {row.text for row in found.tested}
     assert not found.threshold
 
 
@@ -52,7 +52,7 @@ def test_the_cut_depends_on_the_texts_alone(read):
     body = (rows("pay", 40) + rows("block", 20)).splitlines(keepends=True)
     first = read({"mine.csv": HEAD + "".join(body)})
     second = read({"mine.csv": HEAD + "".join(reversed(body))})
-    assert set(first.asked) == set(second.asked)
+    assert set(first.tested) == set(second.tested)
     assert set(first.train) == set(second.train)
 
 
@@ -60,7 +60,7 @@ def test_equal_texts_of_an_intent_stay_together(read):
     body = "".join(f"Pay  {at},pay\npay {at},pay\n" for at in range(30)) + rows("block", 10)
     found = read({"mine.csv": HEAD + body})
     normal = [
-        {" ".join(row.text.lower().split()) for row in part} for part in (found.train, found.asked)
+        {" ".join(row.text.lower().split()) for row in part} for part in (found.train, found.tested)
     ]
     assert not normal[0] & normal[1]
 
@@ -69,7 +69,7 @@ def test_equal_texts_of_an_intent_stay_together(read):
 def test_an_intent_of_few_texts_is_both_trained_and_asked(read, count):
     found = read({"mine.csv": HEAD + rows("pay", 30) + rows("rare", count)})
     assert [row.intent for row in found.train].count("rare") >= 1
-    assert [row.intent for row in found.asked].count("rare") == 1
+    assert [row.intent for row in found.tested].count("rare") == 1
 
 
 def test_splits_of_the_files_names_stand(read):
@@ -78,14 +78,14 @@ def test_splits_of_the_files_names_stand(read):
         "valid.csv": HEAD + rows("pay", 1, 10),
         "test.csv": HEAD + rows("block", 2, 20),
     })  # fmt: skip
-    assert (len(found.train), len(found.asked), found.asked_split) == (4, 2, "test")
+    assert (len(found.train), len(found.tested), found.asked_split) == (4, 2, "test")
 
 
 def test_a_file_of_another_name_beside_a_test_file_is_for_training(read):
     found = read(
         {"mine.csv": HEAD + rows("pay", 3) + rows("block", 3), "test.csv": HEAD + rows("pay", 1, 9)}
     )
-    assert (len(found.train), len(found.asked)) == (6, 1)
+    assert (len(found.train), len(found.tested)) == (6, 1)
 
 
 def test_files_without_one_to_ask_are_cut_together(read):
@@ -93,7 +93,7 @@ def test_files_without_one_to_ask_are_cut_together(read):
         "train.csv": HEAD + rows("pay", 20) + rows("block", 10),
         "faq.csv": HEAD + rows("pay", 20, 20) + rows("block", 10, 10),
     })  # fmt: skip
-    assert (len(found.train), len(found.asked), found.asked_split) == (48, 6, "tenth")
+    assert (len(found.train), len(found.tested), found.asked_split) == (48, 6, "tenth")
 
 
 def clinc(**parts: list[list[str]]) -> str:
@@ -107,7 +107,7 @@ def test_clinc150_without_its_test_part(read):
     body = clinc(train=inside, val=[["pay x", "pay"]], oos_train=outside[:4], oos_val=outside[4:])
     found = read({"data_full.json": body}, dataset="clinc150")
     assert found.asked_split == "valid"
-    assert [row.out_of_scope for row in found.asked] == [False, True, True]
+    assert [row.out_of_scope for row in found.tested] == [False, True, True]
     assert len(found.train) == 36 and not any(row.out_of_scope for row in found.train)
     assert [row.out_of_scope for row in found.threshold] == [False] * 4 + [True] * 4
 
@@ -117,7 +117,7 @@ def test_clinc150_with_its_test_part(read):
     asked = {"val": [["pay x", "pay"]], "test": [["block y", "block"]]}
     outside = {name: [[name, "oos"]] for name in ("oos_train", "oos_val", "oos_test")}
     found = read({"data_full.json": clinc(train=inside, **asked, **outside)}, dataset="clinc150")
-    assert [row.text for row in found.asked] == ["block y", "oos_test"]
+    assert [row.text for row in found.tested] == ["block y", "oos_test"]
     assert len(found.train) == 40
     assert sorted(row.text for row in found.threshold) == ["oos_train", "oos_val", "pay x"]
 
@@ -126,7 +126,7 @@ def test_ones_own_texts_out_of_scope(read):
     found = read({"mine.csv": HEAD + rows("pay", 20) + rows("block", 20) + rows("oos", 20)},
                  out_of_scope_label="oos")  # fmt: skip
     assert intent_texts.labels_of(found.train) == ("block", "pay")
-    assert sum(row.out_of_scope for row in found.asked) == 2
+    assert sum(row.out_of_scope for row in found.tested) == 2
     assert sum(row.out_of_scope for row in found.threshold) == 18
     assert sum(not row.out_of_scope for row in found.threshold) == 4
 
@@ -137,7 +137,7 @@ def test_hwu64s_folders(read):
         "valid/seq.in": "wake me\n", "valid/label": "alarm_query\n",
     }, dataset="hwu64")  # fmt: skip
     assert found.train[0] == Labelled("what alarms", "alarm_query")
-    assert (len(found.asked), found.asked_split) == (1, "valid")
+    assert (len(found.tested), found.asked_split) == (1, "valid")
 
 
 def test_columns_have_any_name_and_labels_may_be_numbers(read):
