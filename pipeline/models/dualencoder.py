@@ -1,4 +1,4 @@
-"""What bi- and poly-encoders share: two towers, and one vector per candidate.
+"""The base of bi- and poly-encoders: two towers, and one vector per candidate.
 
     token outputs · output_scaling → reduced, or attended to → projected → cut → scaled to a length
 
@@ -61,7 +61,7 @@ class DualEncoder(VectorNetwork):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The widths that vectors are cut to in training: `matryoshka`, then the full width."""
+        """The widths of vectors in training: `matryoshka`, then the full width."""
         narrower = (width for width in self.config.matryoshka if width < self.dimensions)
         return (*narrower, self.dimensions)
 

@@ -1,4 +1,4 @@
-"""Why a bi- or poly-encoder scores a candidate as it does.
+"""Explains the scores of a bi- or poly-encoder by attention and weights.
 
     score[c] = Σ_m weight[c,m] · (vector[m] · candidate[c]),   vector[m] = Σ_t attention[m,t] · output[t]
 

@@ -1,4 +1,4 @@
-"""How the encoders of a model compute on a device in training."""
+"""Chooses how the encoders of a model compute on a device in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which numbers a model computes: bf16 under autocast with float32 weights, or float32.
+"""The precision in which a model computes: bf16 under autocast with float32 weights, or float32.
 
 Nothing here loads torch before a device is asked about, so that settings can name a precision.
 """

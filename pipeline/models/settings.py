@@ -1,4 +1,4 @@
-"""A ranker's settings, one dataclass per architecture: what `ranker.json` holds.
+"""The settings of a ranker, as in `ranker.json`: one dataclass per architecture.
 
 Other modules ask the settings what a ranker can do (`has_vectors`, `search_attention`), not which
 architecture it has. Nothing here needs torch, so that a job can refuse settings before it loads it.
@@ -37,7 +37,7 @@ _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerConfig:
-    """What all rankers have."""
+    """Settings that all rankers have."""
 
     architecture: str
     max_context_tokens: int = 360
@@ -133,23 +133,24 @@ class DualConfig(OnEncoderConfig):
     """What bi- and poly-encoders share: two towers, and one vector per candidate."""
 
     reduction: Reduction = "mean"
-    """Token outputs to one vector: mean for sentence-encoder and Reddit weights, first for BERT's."""
+    """How token outputs become one vector: mean for sentence encoders and Reddit weights, first for
+    BERT's."""
     reduction_m: int = field(
         default=64, metadata=read_when({"ranker.reduction": ("mean_first_m",)})
     )
-    """mean_first_m: tokens that the mean is over."""
+    """mean_first_m: number of tokens that the mean is over."""
     share_towers: bool = False
-    """One encoder for both sides."""
+    """Use one encoder for both sides."""
     projection: int = 0
-    """Vectors of this width, by a linear layer per tower; 0: the encoder's own width."""
+    """Width of the vectors, by a linear layer per tower; 0: the encoder's own width."""
     vector_length: float = 0.0
     """Every vector is scaled to this L2 norm, so that a product is a cosine times its square (4.5:
     20 · cosine); 0: vectors stay as they are."""
     matryoshka: tuple[int, ...] = ()
-    """Widths that vectors can be cut to later; training averages the losses of all of them and of the
-    full width."""
+    """Widths that vectors can be truncated to later. Training averages the losses of these widths and of
+    the full one."""
     dimensions: int = 0
-    """Vectors are cut to their first dimensions, one of `matryoshka`; 0: all of them."""
+    """Truncate vectors to this width, one of `matryoshka`; 0: the full width."""
 
     ABOVE_0 = (*OnEncoderConfig.ABOVE_0, "reduction_m")
 
@@ -186,19 +187,19 @@ class PolyConfig(DualConfig):
     architecture: Literal["poly"] = "poly"
     """Several vectors per context and one per candidate."""
     context_codes: ContextCodes = "learnt"
-    """Attend with learnt codes; or take the first m outputs, the last m, or the last m and the first
-    one, which makes m + 1."""
+    """Where the context vectors come from: learnt codes that attend to the tokens; the first m outputs;
+    the last m; or the last m and the first one, which makes m + 1."""
     m: int = 64
-    """Context vectors."""
+    """Number of context vectors."""
     code_attention: HeadAttention = field(default="dot", metadata=_HAS_CODES)
     """Attention of the codes over tokens."""
     candidate_attention: HeadAttention = "dot"
-    """Attention of a candidate over context vectors; pools cannot be searched by multi_head."""
+    """Attention of a candidate over context vectors. With multi_head a ranker cannot search pools."""
     attention_heads: int = field(default=4, metadata=_HAS_HEADS)
-    """multi_head: heads, each with its share of the width."""
+    """multi_head: number of heads, each with its share of the width."""
     code_init_std: float = field(default=0.05, metadata=_HAS_CODES)
-    """Codes start as N(0, std). Small ones start at mean pooling; ParlAI's uniform(0, 1) needs weights
-    made for it (ConvAI2, all-MiniLM, one epoch: R@1/20 0.675 against 0.583)."""
+    """Codes start as N(0, std). With a small std they start at mean pooling; ParlAI's uniform(0, 1) needs
+    weights made for it (ConvAI2, all-MiniLM, one epoch: R@1/20 0.675 against 0.583)."""
 
     ABOVE_0 = (*DualConfig.ABOVE_0, "m", "attention_heads", "code_init_std")
 
@@ -247,15 +248,16 @@ class ConvertConfig(ScorerConfig):
     max_candidate_tokens: int = 60
     """Candidates keep their first tokens."""
     earlier_turns: int = 0
-    """Turns before the newest that a context keeps, the newest of them; 0: single-context. The paper's
-    multi-context model has 10."""
+    """Number of turns before the newest one that a context keeps, the latest ones; 0: single-context. The
+    paper's multi-context model has 10."""
     number_earlier_turns: bool = False
-    """Earlier turns begin with "0: ", "1: ", …, 0 for the newest of them, as PolyAI's model for DSTC7."""
+    """Put "0: ", "1: ", … before earlier turns, 0 before the latest, as PolyAI's model for DSTC7 has
+    them."""
     context_codes: int = 0
-    """A poly-encoder on ConveRT: a context has so many vectors, by learnt codes over its tokens, and a
-    candidate attends to them; 0: one, as in the paper."""
+    """A poly-encoder on ConveRT: learnt codes give a context this many vectors, and a candidate attends
+    to them; 0: one vector, as in the paper."""
     buckets: int = 1000
-    """Embedding rows that subwords outside the vocabulary are hashed to."""
+    """Number of embeddings for subwords outside the vocabulary, which are hashed to them."""
     width: int = 512
     """Size of a token's vector."""
     position_tables: tuple[int, ...] = (47, 11)
@@ -267,32 +269,32 @@ class ConvertConfig(ScorerConfig):
     intermediate: int = 2048
     """Width of a block's feed-forward layer."""
     reduction_heads: int = 2
-    """Attentions that sum a text's tokens up; their sums stand side by side."""
+    """Attention heads that sum up the tokens of a text; their sums are joined."""
     reduction_width: int = 64
-    """Size of their queries and keys."""
+    """Size of the queries and keys of these heads."""
     hidden: tuple[int, ...] = (1024, 1024, 1024)
-    """Hidden layers of each side's own network."""
+    """Widths of the hidden layers in the network of each side."""
     encoding_width: int = 512
-    """Of an encoding."""
+    """Width of an encoding."""
     activation: Activation = "fast_gelu"
-    """Of those hidden layers. Blocks always have fast_gelu."""
+    """Activation of the hidden layers. Blocks always have fast_gelu."""
     anneal_steps: int = 10_000
-    """Steps of training in which the factor on cosines grows from 1 to the root of `encoding_width`; 0: it
-    is that from the first, as a model should have it that is trained on."""
+    """Steps in which the factor on cosines grows from 1 to the root of `encoding_width`; 0: it has this
+    value from the first step, which suits a model that is trained further."""
     start: Literal["paper", "shared_words", "taught_words"] = "paper"
     """How new weights start. paper: embeddings below 0.01, for AdaDelta. shared_words: embeddings are 20
-    times as large, so that a step of AdamW is small beside them, and the other layers change little of
-    their sum: a new model already scores texts that share words higher. taught_words: likewise, with
-    the vectors of subwords that `jobs.train_tokenizer --tokenizer.vectors true` has fitted to a teacher's;
+    times as large, so that a step of AdamW changes them little, and other layers change their sum little:
+    a new model already scores texts that share words higher. taught_words: the same, with vectors of
+    subwords that `jobs.train_tokenizer --tokenizer.vectors true` has fitted to a teacher's;
     `encoding_width` is the teacher's."""
     quantised: bool = True
-    """Embeddings of 8 bits, in training too, and 16 bits for all other weights that are saved; false:
+    """Use embeddings of 8 bits, in training too, and save all other weights in 16 bits; false:
     float32."""
     block_weights: Literal["float16", "int8"] = "float16"
-    """Of the blocks' linear layers in a saved model, where it is quantised. int8: with a scale for each
+    """Saved weights of the blocks' linear layers, if the model is quantised. int8: with a scale for each
     output; CPUs multiply them with inputs of 8 bits."""
     range_every_steps: int = field(default=100, metadata=read_when({"ranker.quantised": (True,)}))
-    """Training sets the range of 8-bit tables so often."""
+    """Steps after which training sets the range of the 8-bit tables again."""
 
     ABOVE_0 = (
         *ScorerConfig.ABOVE_0,

@@ -15,7 +15,7 @@ class Shape:
     """A new encoder. The paper's is BERT-base: 12 layers, width 768, 12 heads."""
 
     architecture: Literal["bert", "modernbert"] = "bert"
-    """bert: as in the paper. modernbert: rotary positions, gated layers; learns from far fewer
+    """bert: as in the paper. modernbert: rotary positions and gated layers; it learns from far fewer
     examples (sample corpora, 2 layers of 64, 2,000 steps: MLM loss 0.9 against 4.4)."""
     layers: int = 12
     """Transformer blocks."""
@@ -26,7 +26,7 @@ class Shape:
     positions: int = 512
     """Tokens in a sequence at most."""
     dropout: float = 0.1
-    """Of embeddings, residuals and attention."""
+    """Dropout of embeddings, residuals and attention."""
     init_std: float = 0.02
     """New weights are normal with this standard deviation; small encoders need 0.05."""
     intermediate: int = 0

@@ -1,7 +1,8 @@
 """Text to token ids, the same way in training, embedding and serving.
 
-A context is its turns joined by newlines, cut at the LEFT to keep the newest; a candidate is cut at
-the right. Special tokens stand outside of the cut: [CLS] … [SEP], [CLS] context [SEP] candidate [SEP].
+A context is its turns joined by newlines. It is truncated on the LEFT, to keep the newest turns; a
+candidate is truncated on the right. Special tokens are added afterwards: [CLS] … [SEP], [CLS] context [SEP]
+candidate [SEP].
 """
 
 from __future__ import annotations

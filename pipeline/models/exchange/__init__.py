@@ -1,1 +1,1 @@
-"""Rankers to and from the formats of other projects."""
+"""Converts rankers to and from the formats of other projects."""

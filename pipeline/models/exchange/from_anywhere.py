@@ -1,4 +1,4 @@
-"""A ranker from a folder of any format that can be read; its files say which one it is."""
+"""Loads a ranker from a folder of any known format, which its files tell."""
 
 from __future__ import annotations
 

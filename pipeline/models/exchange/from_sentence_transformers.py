@@ -1,4 +1,4 @@
-"""A ranker from what sentence-transformers saved.
+"""Loads a ranker from a model that sentence-transformers saved.
 
     modules.json            Transformer → Pooling (cls, mean) → Dense → Normalize: a bi-encoder,
                             the last two only where there are any; one model serves both sides
@@ -7,8 +7,8 @@
     config.json             of a BertForSequenceClassification with one label: a cross-encoder,
                             whose scores are those before the activation (a sigmoid, mostly)
 
-Whatever else a model does is refused rather than left out. Weights are read from safetensors only,
-and no code of the model's is run. Contexts that are too long keep their end, not their beginning.
+A model with any other part is refused. Weights are read from safetensors only, and no code of the model is
+run. Contexts that are too long keep their end, not their beginning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CLASSIFIER = "BertForSequenceClassification"  # others have other layers before
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths that texts are cut to, special tokens included; 0: as the model says."""
+    """The lengths that texts are truncated to, special tokens included; 0: those of the model."""
 
     context: int = 0
     candidate: int = 0
@@ -74,7 +74,7 @@ class _Chain:
 
 
 def load(folder: Path, lengths: Lengths) -> Ranker:
-    """Raises BadInput, in one line, for a model that no ranker is equal to."""
+    """The ranker of a folder. Raises BadInput, in one line, for a model that a ranker cannot reproduce."""
     try:
         return _load(folder, lengths)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -159,8 +159,8 @@ def _classifier(transformer: _Transformer, lengths: Lengths) -> Ranker:
     names = {"pooler": "bert.pooler.dense", "score": "classifier"}
     saved_weights = _weights(transformer.folder)
     weights = {
-        f"{ours}.{part}": saved_weights[f"{theirs}.{part}"]
-        for ours, theirs in names.items()
+        f"{name}.{part}": saved_weights[f"{saved_name}.{part}"]
+        for name, saved_name in names.items()
         for part in ("weight", "bias")
     }
     return _pair_ranker(transformer, weights, lengths)
@@ -178,11 +178,11 @@ def _pair_ranker(transformer: _Transformer, weights: dict[str, Tensor], lengths:
         max_candidate_tokens=candidate,
     )
     tokenizer, encoder = transformer.tokenizer, transformer.encoder
-    theirs = tokenizer.hf.backend_tokenizer.encode("a b", "c")
-    ours = tokenizer.pairs(tokenizer.contexts([["a b"]], 9), tokenizer.candidates(["c"], 9))
-    assert ours.segments_BT is not None
-    same_ids = theirs.ids == ours.ids_BT[0].tolist()
-    if not same_ids or (encoder.segments and theirs.type_ids != ours.segments_BT[0].tolist()):
+    encoding = tokenizer.hf.backend_tokenizer.encode("a b", "c")
+    batch = tokenizer.pairs(tokenizer.contexts([["a b"]], 9), tokenizer.candidates(["c"], 9))
+    assert batch.segments_BT is not None
+    same_ids = encoding.ids == batch.ids_BT[0].tolist()
+    if not same_ids or (encoder.segments and encoding.type_ids != batch.segments_BT[0].tolist()):
         raise BadInput(f"{transformer.folder}: pairs are not [CLS] context [SEP] candidate [SEP]")
     return _ranker(config, transformer, weights)
 
