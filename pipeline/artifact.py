@@ -1,6 +1,6 @@
 """Artifacts, which jobs pass to each other: immutable directories with a `manifest.json`.
 
-No manifest, no artifact. `pipeline.drafts` makes them.
+A directory without a manifest is no artifact. `pipeline.drafts` makes artifacts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Artifact:
 
     @property
     def fingerprint(self) -> str:
-        """Names the contents: the same files have the same fingerprint, wherever they lie."""
+        """A hash of the contents: the same files have the same fingerprint, wherever they are."""
         return str(self.manifest["fingerprint"])
 
     @property
@@ -100,7 +100,7 @@ def open_artifact(uri: str, *kinds: str) -> Artifact:
     """Returns the artifact at `uri`, which is of one of the `kinds`, with complete files.
 
     Raises BadInput as `read_artifact`, and for a file that is missing or has another size than the
-    manifest says, as after a copy that broke off.
+    manifest says, as after an interrupted copy.
     """
     artifact = read_artifact(uri, *kinds)
     _check_sizes(artifact.uri, artifact.manifest)

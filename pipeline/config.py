@@ -1,4 +1,4 @@
-"""How YAML and the command line become a frozen dataclass.
+"""Turns YAML and the command line into a frozen dataclass.
 
 Precedence: the dataclass' defaults < `--config file.yaml` < `--name value` and `--group.name value`.
 Unknown names, wrong types and values outside their range are refused before anything starts.
@@ -40,7 +40,7 @@ alone are the same job. On a field that is a dataclass it holds for the whole gr
 
 
 class BadInput(Exception):
-    """The user's input, settings or usage are at fault; the message is one clear line (exit code 2)."""
+    """The user's input, settings or usage are wrong. The message is one clear line (exit code 2)."""
 
 
 class Stopped(Exception):

@@ -1,4 +1,4 @@
-"""The cost of a job, for `--dry-run`: sizes from listings and manifests, time by measured rates.
+"""Estimates the cost of a job for `--dry-run`: sizes from listings and manifests, time by measured rates.
 
 No input is copied. A rate is either measured by the dry run itself, on this machine, or one of
 `MEASURED`; the estimate names which.
@@ -119,7 +119,7 @@ def reads(sizes: Iterable[int]) -> int:
 
 
 def core_hours(count: float, name: str) -> float:
-    """Core hours for so many items, by a rate of `MEASURED`."""
+    """Core hours for `count` items, by a rate of `MEASURED`."""
     return count / MEASURED[name].per_core_s / 3600
 
 

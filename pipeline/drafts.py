@@ -1,6 +1,6 @@
-"""Outputs on their way: a job's tasks write files into a draft and mark themselves done.
+"""Drafts: unfinished outputs, into which the tasks of a job write files and mark themselves done.
 
-So a killed job goes on where it was. `publish` writes the manifest and makes the directory visible as an
+So a killed job resumes where it was. `publish` writes the manifest and makes the directory visible as an
 artifact (pipeline.artifact) in one step. Locally the draft is `<output>.partial` and publishing is a rename;
 in an object store the files lie in place already, and the manifest's upload is the step.
 """
@@ -41,7 +41,7 @@ _held: dict[str, locks.Lock] = {}
 
 @dataclass(frozen=True)
 class Marks:
-    """The finished tasks of a draft. Their records are read when they are asked for."""
+    """The finished tasks of a draft. Their records are read at their first use."""
 
     staging: str
     tasks: frozenset[str]
@@ -55,7 +55,7 @@ class Marks:
     def record(self, task: str, kind: type[RecordT]) -> RecordT:
         """The record of a finished task.
 
-        Raises BadInput where it is of another kind: an earlier version of polyrank wrote it.
+        Raises BadInput for a record of another kind, which an earlier version of polyrank wrote.
         """
         try:
             return from_json(kind, storage.read_bytes(_mark_uri(self.staging, task)))
@@ -74,7 +74,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Draft:
-    """An output on its way. Plain data, so that tasks on other machines write into it too."""
+    """An unfinished output. It is plain data, so tasks on other machines can write into it, too."""
 
     uri: str
     staging: str
@@ -156,9 +156,9 @@ class Draft:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other jobs from this draft, while it is made. `publish` checks that it still does.
+        """Locks the draft against other jobs while it is made. `publish` checks that the lock still holds.
 
-        Raises Stopped, naming the owner, where another job makes it, or has just published it.
+        Raises Stopped, naming the owner, if another job makes it or has just published it.
         """
         with locks.locked(self.path(_LOCK), self.uri, _LOCK_EXPIRES_S) as lock:
             if storage.exists(storage.join(self.uri, MANIFEST)):
@@ -219,7 +219,7 @@ def _tidy(uri: str) -> None:
 
 
 def request_of(kind: str, config: Any, inputs: Mapping[str, Artifact | dict[str, Any]]) -> str:
-    """Names what a job would make: the same for the same kind, settings and contents of inputs."""
+    """The name of a job's output. It is the same for the same kind, settings and contents of inputs."""
     return digest(describe_request(kind, config, _references(inputs)))
 
 

@@ -1,4 +1,4 @@
-"""Which code makes an artifact: the revision, and the versions of the libraries."""
+"""Tells which code makes an artifact: its revision, and the versions of the libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of MLflow's registry instead of URIs: `models:/name@alias`."""
+"""Resolves names of MLflow's registry, `models:/name@alias`, to URIs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ REGISTRY = "models:/"
 
 
 def model_uri(target: str) -> str:
-    """The URI of a model, or of the one that an alias means now.
+    """The URI of a model; for an alias, of the model that it means now.
 
     Raises BadInput where the registry has no such alias.
     """

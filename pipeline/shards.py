@@ -1,8 +1,8 @@
-"""Work cut into named tasks that run on the cluster once each, however often the job is killed.
+"""Runs named tasks on the cluster, each one once, however often the job is killed.
 
-A task is tried again after an error of the network or the object store (`pipeline.files.retries`), and
-started again where its process or its node died, 3 times. One that still fails stops no other: those go on
-to the end, and then the failed ones are named with their inputs.
+A task is tried again after an error of the network or the object store (`pipeline.files.retries`). It is
+started again up to 3 times if its process or its node died. A task that still fails stops no other one: the
+others run to the end, and then the failed ones are named with their inputs.
 
 Tasks run on the cluster, by Ray Data, or in this process (`pipeline.tasks.executors`).
 """
@@ -79,7 +79,7 @@ def run_tasks_on_actors(
     rows: Mapping[str, int] | None = None,
     tasks_at_once: int = 1,
 ) -> list[RecordT]:
-    """As `run_tasks`, on actors that each call `make()` once for the `work` they do.
+    """Like `run_tasks`, on actors. Each actor calls `make()` once and does the `work` that it returns.
 
     `rows`: how many each task has, where that tells better how long it takes. `tasks_at_once`: of an
     actor, each in a thread of its own.
@@ -328,7 +328,7 @@ def failures(
 
 
 def describe(failed: Mapping[str, str], tasks: Mapping[str, Any], label: str) -> str:
-    """What failed, and why; `tasks`: all of them, with their inputs."""
+    """Describes which tasks failed, and why; `tasks`: all tasks, with their inputs."""
     shown = "; ".join(
         f"{task} ({str(tasks[task])[:200]}): {failed[task]}" for task in list(failed)[:_SHOWN]
     )

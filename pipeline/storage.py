@@ -1,4 +1,4 @@
-"""Files behind a URI: a local path, s3://, gs://, hdfs:// or whatever else pyarrow or fsspec reads.
+"""Reads and writes files at URIs: local paths, s3://, gs://, hdfs:// and others of pyarrow and fsspec.
 
 A local file is published by a rename and an object by its upload, so nobody sees half of one.
 """
@@ -77,7 +77,7 @@ def _arrow_root(root: str, query: str) -> tuple[pafs.FileSystem, str] | None:
 
 
 def absolute(uri: str) -> str:
-    """The URI as every process means it: a worker's directory is not the driver's."""
+    """The URI in a form that all processes understand: a worker has another directory than the driver."""
     return locate(uri)[1] if is_local(uri) else uri
 
 
@@ -100,7 +100,7 @@ def size_of(uri: str) -> int:
 
 
 def list_files(uri: str) -> list[str]:
-    """Every file below a folder, sorted; [] where the folder does not exist.
+    """Every file below a folder, sorted; [] if the folder does not exist.
 
     Names that begin with "." or "_" are passed over, as every Parquet reader does.
     """
@@ -288,7 +288,7 @@ def write_pieces(uri: str, pieces: Iterable[bytes]) -> None:
 
 
 def create_bytes(uri: str, data: bytes) -> bool:
-    """Writes a file that is not there; False where there is one, which stays as it is.
+    """Creates a file. False: there is one already, which stays as it is.
 
     One atomic step, locally and in S3, GCS and Azure. In other stores, which only fsspec knows, the later
     one of two that write at the same moment wins, and the earlier one may not notice.

@@ -1,7 +1,7 @@
-"""MLflow: one run per job, its settings, numbers and ancestry.
+"""Tracks jobs in MLflow: one run per job, with its settings, numbers and ancestry.
 
-The server is what MLFLOW_TRACKING_URI says, else `mlflow.db` in the working directory. The driver
-owns the run and logs what its workers tell it; other processes log to it by id.
+MLFLOW_TRACKING_URI names the server; without it runs go to `mlflow.db` in the working directory. The driver
+owns the run and logs the messages of its workers. Other processes log to the run by its id.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _attach_stages(run: Run, stages: Sequence[costs.Stage]) -> None:
 
 
 def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None = None) -> None:
-    """Records what came out: fingerprint, precision, counts, drop reasons, the manifest itself.
+    """Records the output: fingerprint, precision, counts, drop reasons, and the manifest itself.
 
     `delivered`: metrics of the weights in the artifact, logged as `delivered_<name>`. The last point
     of a curve is that of the last validation, and the weights may be those of an earlier one.

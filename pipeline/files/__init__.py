@@ -1,1 +1,1 @@
-"""What `pipeline.storage` and artifacts stand on: locks, retries, copies on a node, names for contents."""
+"""Parts of `pipeline.storage` and artifacts: locks, retries, copies on a node, fingerprints."""

@@ -1,4 +1,4 @@
-"""Names for the contents of raw inputs, which a job's identity is made of."""
+"""Fingerprints of the contents of raw inputs, which are part of a job's identity."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `pipeline.config` reads a command line with: its words, its help, and the faults in it."""
+"""Parts of `pipeline.config`: the words of a command line, its help, and its faults."""

@@ -1,4 +1,4 @@
-"""The words of a command line in the one form that the parser of options reads."""
+"""Brings the words of a command line into the form that the parser of options reads."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def normalise(argv: Sequence[str], fields: dict[str, Any], aliases: Mapping[str,
 def _resolve_recipe(file: str) -> str:
     """The file itself; or, if the working directory has no such file, the installed recipe of that name
     (`jobs/configs/finetune/bi.yaml`), so that commands work outside of a checkout."""
-    ours = _ROOT / file
-    is_recipe = ours.is_relative_to(_ROOT / "jobs" / "configs") and ours.is_file()
-    return str(ours) if is_recipe and not Path(file).exists() else file
+    recipe = _ROOT / file
+    is_recipe = recipe.is_relative_to(_ROOT / "jobs" / "configs") and recipe.is_file()
+    return str(recipe) if is_recipe and not Path(file).exists() else file
 
 
 def gather_passed_on(argv: Sequence[str], field: str, groups: Collection[str]) -> list[str]:

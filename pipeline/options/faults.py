@@ -1,4 +1,4 @@
-"""The fault of an option or a settings file, in one line that helps to correct it."""
+"""Describes the fault of an option or a settings file in one line that helps to correct it."""
 
 from __future__ import annotations
 

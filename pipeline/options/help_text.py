@@ -39,10 +39,10 @@ def take_help(argv: Sequence[str]) -> tuple[list[str], str | None]:
     """The words without `--help TOPIC`, and the topic: "" where no word follows, None where no help is
     asked for."""
     words = list(argv)
-    ours = words[: words.index("--")] if "--" in words else words  # the rest is another job's
-    for place, word in enumerate(ours):
+    own_words = words[: words.index("--")] if "--" in words else words  # the rest is another job's
+    for place, word in enumerate(own_words):
         if word in ("--help", "-h"):
-            topics = [word for word in ours[place + 1 : place + 2] if not word.startswith("-")]
+            topics = [word for word in own_words[place + 1 : place + 2] if not word.startswith("-")]
             del words[place : place + 1 + len(topics)]
             return words, "".join(topics)
     return words, None
@@ -75,8 +75,8 @@ def text(
     for paragraph in (parser.description or "").split("\n\n"):
         lines += [_wrap(" ".join(paragraph.split()), "", ""), ""]
     lines += _section("Required:", required, types) if required else []
-    rest = [option for option in own_options if not option.required]
-    lines += _section("Options:", rest, types)
+    optional = [option for option in own_options if not option.required]
+    lines += _section("Options:", optional, types)
     if topic == ALL:
         for group in groups.values():
             lines += _section(f"{group.meaning}:", group.options, types)
@@ -131,9 +131,9 @@ def _metavar(option: Action, types: Mapping[str, Any]) -> str:
     if typing.get_origin(hint) is not tuple and option.metavar:  # the choices
         return str(option.metavar).strip("{}").replace(",", "|")
     members = dict.fromkeys(
-        each for each in typing.get_args(hint) or [hint] if each is not Ellipsis
+        kind for kind in typing.get_args(hint) or [hint] if kind is not Ellipsis
     )
-    name = "|".join(_TYPE_NAMES.get(each, "null") for each in members)
+    name = "|".join(_TYPE_NAMES.get(kind, "null") for kind in members)
     return f"{name} …" if typing.get_origin(hint) is tuple else name
 
 

@@ -1,4 +1,4 @@
-"""Options that nothing reads under the other settings, such as the heads of an attention that has none."""
+"""Finds options that nothing reads under the other settings, such as heads of an attention without heads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def unread_options(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str
     """
     for name, value, conditions in _conditional_options(config):
         for condition in conditions:
-            if not any(values.get(other) in allowed for other, allowed in condition.items()):
-                needs = " or ".join(
-                    f"{other} {', '.join(map(repr, allowed))} (here {values.get(other)!r})"
-                    for other, allowed in condition.items()
+            if not any(values.get(option) in allowed for option, allowed in condition.items()):
+                requirement = " or ".join(
+                    f"{option} {', '.join(map(repr, allowed))} (here {values.get(option)!r})"
+                    for option, allowed in condition.items()
                 )
-                yield name, f"{name}: {value!r} has no effect; it is read with {needs}"
+                yield name, f"{name}: {value!r} has no effect; it is read with {requirement}"
                 break
 
 

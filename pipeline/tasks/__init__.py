@@ -1,1 +1,1 @@
-"""What `pipeline.shards` and training run tasks with: where they run, on what, and what they report."""
+"""Parts of `pipeline.shards` and training: the places where tasks run, their resources, and their reports."""

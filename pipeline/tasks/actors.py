@@ -10,15 +10,15 @@ from pipeline.tasks import executors, resources
 
 @dataclass(frozen=True, kw_only=True)
 class Actors:
-    """Processes that keep a model in memory. They never change what comes out."""
+    """Processes that keep a model in memory. Their number never changes the output."""
 
     actors: int = 0
     """Processes at the start; 0: one for each GPU, or else for each core, of the nodes that are up."""
     max_actors: int = 0
-    """Processes while work waits, as far as the cluster can grow; 0: `actors`, or without a number of
-    those as many as there are tasks, where the cluster has an autoscaler."""
+    """Most processes while tasks wait, as far as the cluster can grow. 0: `actors`; if this is 0 too and
+    the cluster has an autoscaler, as many as there are tasks."""
     cpus_per_actor: int = 0
-    """Cores, and threads, of each; 0: the nodes' cores shared out among the actors."""
+    """Cores, and threads, of each process; 0: the processes share out the nodes' cores."""
     gpu: bool = False
     """One GPU per actor."""
 
@@ -31,7 +31,7 @@ class Actors:
     def count(self, tasks: int) -> int:
         """Processes at the start, no more than there are tasks.
 
-        Waits for a first node on which one fits. Raises BadInput where the cluster has no such node.
+        Waits for a first node on which one fits. Raises BadInput if the cluster has no such node.
         """
         if executors.current():
             return 1
@@ -55,4 +55,4 @@ class Actors:
 
 
 HERE = Actors()
-"""In this process, without a cluster, where a job allows it."""
+"""This process alone, without a cluster, in jobs that allow it."""

@@ -1,7 +1,7 @@
-"""Where tasks run: on the cluster's processes, or in this one.
+"""Decides where tasks run: in processes of the cluster, or in this process.
 
-On the cluster is the rule. In this process, one task after the other and without Ray, is for notebooks,
-tests, and inputs for which the start of a cluster would take longer than the work:
+By default tasks run on the cluster. To run them in this process, one after the other and without Ray, is for
+notebooks, for tests, and for inputs for which the start of a cluster would take longer than the work:
 
     with executors.in_this_process():
         prepare_corpus.run(config)

@@ -1,4 +1,4 @@
-"""Exceptions of other machines, out of Ray's wrappers; and which of them a retry cannot mend."""
+"""Unwraps exceptions of other machines from Ray's wrappers, and tells which ones a retry cannot mend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job shows its progress: bars for a person, or JSON for a machine (`--progress json`).
+"""Shows the progress of a job: bars for a person, or JSON for a machine (`--progress json`).
 
 Each event is one line of standard error that begins with "{". Other lines are messages.
 """
@@ -38,7 +38,7 @@ def mode() -> Mode:
 
 
 def event(name: str, **facts: Any) -> None:
-    """Tells a machine that listens what has happened; a person is not told."""
+    """Prints an event as JSON, if a machine listens; nothing is printed for a person."""
     if mode() == "json":
         line = json.dumps(
             {"event": name, "time": round(time.time(), 3), **facts}, ensure_ascii=False
@@ -56,7 +56,7 @@ def bar(
         try:
             yield events
         finally:
-            events.tell()
+            events.emit()
         return
     is_scaled = unit not in ("task", "step", "file", "share", "trial")
     with tqdm(
@@ -74,18 +74,18 @@ class _Events:
         self._facts = {"stage": label, "total": total, "unit": unit}
         self._text = ""
         self._began = time.monotonic()
-        self.tell()
+        self.emit()
 
     def update(self, n: float = 1) -> None:
         self.n += n
-        if time.monotonic() - self._told >= _EVENT_SECONDS:
-            self.tell()
+        if time.monotonic() - self._emitted_at >= _EVENT_SECONDS:
+            self.emit()
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
         self._text = s
 
-    def tell(self) -> None:
-        self._told = time.monotonic()
-        seconds = round(self._told - self._began, 1)
+    def emit(self) -> None:
+        self._emitted_at = time.monotonic()
+        seconds = round(self._emitted_at - self._began, 1)
         text = {"text": self._text} if self._text else {}
         event("progress", **self._facts, done=self.n, seconds=seconds, **text)

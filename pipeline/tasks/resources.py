@@ -1,7 +1,7 @@
-"""How a cluster's cores and GPUs are shared out, and what they compute in.
+"""Shares out the cores and GPUs of a cluster, and tells their precision.
 
-A cluster may have no node but its head, which does no work, until something is asked of it: `await_node`
-asks, waits for the autoscaler, and refuses what no node type offers.
+A cluster may have only its head, which does no work, until a task needs a node. `await_node` asks for a node,
+waits for the autoscaler, and refuses needs that no node type meets.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def _say_if_busy(needed: dict[str, float]) -> None:
 
 
 def fitting(cpus: float, gpus: int = 0) -> int:
-    """Processes with so many cores and GPUs that fit on the nodes that are up, were these idle."""
+    """Number of processes with these cores and GPUs that fit on the nodes that are up, if all are idle."""
     return sum(_process_count(node, {"CPU": cpus, "GPU": gpus}) for node in _nodes())
 
 
 def largest_memory() -> int:
-    """Bytes for tasks on the node that has most of them, of those with a core."""
+    """Bytes for tasks on the node with the most memory, among the nodes with a core."""
     return int(max((node.get("memory", 0) for node in _nodes() if node.get("CPU")), default=0))
 
 
@@ -194,7 +194,7 @@ def _nodes() -> list[dict[str, float]]:
 
 
 def _process_count(node: dict[str, float], needed: dict[str, float]) -> int:
-    """How many processes of these needs a node holds."""
+    """The number of processes with these needs that fit on a node."""
     return min(
         (int(node.get(name, 0) // value) for name, value in needed.items() if value), default=0
     )
