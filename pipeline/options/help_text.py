@@ -116,7 +116,7 @@ def _section(title: str, options: Sequence[Action], types: Mapping[str, Any]) ->
             words.append(f"(default: {_plain(option.default)})")
         lines.append(_wrap(" ".join(filter(None, words)), "  ", "      "))
         meaning = _GENERAL.get(option.dest, ("", option.help or ""))[1].replace("%%", "%")
-        lines.append(_wrap(meaning, "      ", "      "))
+        lines.append(_wrap(" ".join(meaning.split()), "      ", "      "))
     return [*lines, ""]
 
 

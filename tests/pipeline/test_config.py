@@ -39,7 +39,8 @@ class Config:
     keep: bool = False
     """A flag."""
     name: str = "x"
-    """A text."""
+    """A text, which is described
+    on two lines."""
     inner: Inner = field(default_factory=Inner)
     """A group."""
 
@@ -213,6 +214,10 @@ def test_help_says_what_is_needed_first_and_names_the_options_of_a_group(capsys)
     required, options = shown.partition("\nOptions:\n")[::2]
     assert "\n  --input TEXT …\n" in required and "--max-steps INTEGER (default: 3)\n" in options
     assert "  --inner.…" in shown and "share, ks" in shown and "--inner.share" not in shown
+
+
+def test_help_joins_the_lines_of_a_docstring_by_one_space(capsys):
+    assert "      A text, which is described on two lines.\n" in help_of("--help", capsys=capsys)
 
 
 def test_help_of_a_group_shows_its_options_alone(capsys):
