@@ -55,7 +55,7 @@ class TableFormat:
     """The encoding of CSV, TSV and JSON lines: utf-8, cp1252 (Windows' Latin-1), utf-16, or another one
     that Python knows."""
     delimiter: str = ""
-    """Between the fields of CSV and TSV, such as ";" or "\\t"; empty: a comma, in TSV a tab."""
+    """Delimiter between the fields of CSV and TSV, such as ";" or "\\t"; empty: a comma, in TSV a tab."""
     quotes: bool = True
     """False: double quotes in CSV and TSV are ordinary characters."""
 
