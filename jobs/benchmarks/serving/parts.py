@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import random
 import subprocess
@@ -36,6 +35,7 @@ from jobs.benchmarks.serving.in_process import InProcess
 from jobs.benchmarks.serving.inputs import contexts_and_texts, embed_texts, peer_models
 from jobs.benchmarks.serving.load import Client, LoadResult, Step, clients
 from jobs.benchmarks.serving.noop import Noop
+from jobs.benchmarks.serving.peers import Peer, peers
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, require
 from serve.app import Args
@@ -82,7 +82,7 @@ def measure(
             print(f"{part} …", flush=True)
             try:
                 if part in ("rerank", "embed"):
-                    report_rows += service.beside_plain_fastapi(part, encoder, texts)
+                    report_rows += service.beside_peers(part, encoder, texts)
                 else:
                     report_rows += getattr(service, part)()
             except BadInput as problem:  # the other parts count nevertheless
@@ -249,41 +249,35 @@ class _OwnService(AnyService):
             "replicas": changes, "statuses": result.statuses(),
             "requests/s": [round(step.per_s, 1) for step in steps]})]  # fmt: skip
 
-    def beside_plain_fastapi(
-        self, task: str, encoder: str, texts: Sequence[str]
-    ) -> list[BenchmarkRow]:
+    def beside_peers(self, task: str, encoder: str, texts: Sequence[str]) -> list[BenchmarkRow]:
         """32 clients; both sides may use both cores."""
         cores = os.cpu_count() or 1
         peer_model, ranker = peer_models(task, encoder, self.work)
         rng = random.Random(0)
         text_lists = [rng.sample(list(texts), 17 if task == "rerank" else 8) for _ in range(500)]
-        if task == "rerank":
-            bodies = [
-                json.dumps({"query": texts_of_request[0], "texts": texts_of_request[1:]}).encode()
-                for texts_of_request in text_lists
-            ]
-        else:
-            bodies = [
-                json.dumps({"inputs": texts_of_request}).encode() for texts_of_request in text_lists
-            ]
-        rates: dict[str, list[float]] = {"ours": [], "theirs": []}
-        # The other side refuses nothing: 32 requests of 16 pairs are some 2 s of work.
+        # The other sides refuse nothing: 32 requests of 16 pairs are some 2 s of work.
         args = Args(model=ranker, name=task, limits=Limits(waiting_s=60.0))
-        module = "jobs.benchmarks.serving.peers"
-        with (
-            services.ranking(self.port, args, ray_actor_options={"num_cpus": cores}) as our_url,
-            services.plain_fastapi(module, task, peer_model, cpus=cores) as peer_url,
-        ):
-            for _ in range(self.size.rounds):
-                for side, url in (("ours", our_url), ("theirs", peer_url)):
-                    result = clients(f"{url}/{task}", bodies, CLIENTS, self.size.seconds)
-                    require_answers(result)
-                    rates[side].append(result.per_s(self.size.seconds / 4, self.size.seconds))
-        our_rate, peer_rate = (float(np.median(rates[side])) for side in ("ours", "theirs"))
-        return [BenchmarkRow(f"serve.{task}.vs_plain_fastapi", our_rate, "requests/s", peer=peer_rate,
-                    ratio=our_rate / peer_rate, detail={
+        rows = list[BenchmarkRow]()
+        with services.ranking(self.port, args, ray_actor_options={"num_cpus": cores}) as our_url:
+            for peer in peers(task, peer_model):
+                rates: dict[str, list[float]] = {"ours": [], "theirs": []}
+                # Our service takes the first peer's requests, which are TEI's.
+                tei = Peer("plain_fastapi", task, peer_model)
+                with services.other(peer.command_at, cpus=cores) as peer_url:
+                    sides = {"ours": (our_url, tei), "theirs": (peer_url, peer)}
+                    for _ in range(self.size.rounds):
+                        for side, (url, asked) in sides.items():
+                            bodies = list(map(asked.body, text_lists))
+                            seconds = self.size.seconds
+                            result = clients(f"{url}/{asked.path}", bodies, CLIENTS, seconds)
+                            require_answers(result)
+                            rates[side].append(result.per_s(seconds / 4, seconds))
+                our_rate, peer_rate = (float(np.median(rates[side])) for side in sides)
+                rows.append(BenchmarkRow(f"serve.{task}.vs_{peer.name}", our_rate, "requests/s",
+                    peer=peer_rate, ratio=our_rate / peer_rate, detail={
                         "texts a request": len(text_lists[0]) - (task == "rerank"),
-                        "clients": CLIENTS, "threads of each side": cores})]  # fmt: skip
+                        "clients": CLIENTS, "threads of each side": cores}))  # fmt: skip
+        return rows
 
 
 def _p99(seconds: Sequence[float]) -> float:

@@ -1,16 +1,57 @@
-"""A common service: sentence-transformers behind FastAPI, a thread of the pool for each request.
+"""Others' services: sentence-transformers behind FastAPI, a thread of the pool for each request; and infinity.
 
-python -m jobs.benchmarks.serving.peers rerank|embed MODEL PORT
+python -m jobs.benchmarks.serving.peers rerank|embed MODEL PORT        the first one
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A service that does one task, rerank or embed."""
+
+    name: str
+    task: str
+    model: str
+    """A directory of sentence-transformers."""
+
+    def command_at(self, port: int) -> list[str]:
+        if self.name == "infinity":
+            options = ("--engine", "torch", "--device", "cpu", "--no-bettertransformer")
+            return ["infinity_emb", "v2", "--model-id", self.model, "--served-model-name", "peer",
+                    *options, "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
+        return [sys.executable, "-m", __name__, self.task, self.model, str(port)]
+
+    @property
+    def path(self) -> str:
+        return "embeddings" if (self.name, self.task) == ("infinity", "embed") else self.task
+
+    def body(self, texts: Sequence[str]) -> bytes:
+        """The request for these texts; the first one is the query of a rerank."""
+        query, *documents = texts
+        if self.name == "infinity":
+            rerank: dict[str, Any] = {"model": "peer", "query": query, "documents": documents}
+            embed: dict[str, Any] = {"model": "peer", "input": list(texts)}
+        else:
+            rerank, embed = {"query": query, "texts": documents}, {"inputs": list(texts)}
+        return json.dumps(rerank if self.task == "rerank" else embed).encode()
+
+
+def peers(task: str, model: str) -> list[Peer]:
+    """infinity has libraries of its own, older ones: install it elsewhere, and put it at the end of PATH."""
+    names = ["plain_fastapi", *(["infinity"] if shutil.which("infinity_emb") else [])]
+    return [Peer(name, task, model) for name in names]
 
 
 class Rerank(BaseModel):

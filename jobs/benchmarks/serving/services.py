@@ -6,12 +6,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -80,12 +79,12 @@ def result(reference: Any) -> Any:
 
 
 @contextmanager
-def plain_fastapi(module: str, *arguments: object, cpus: int) -> Iterator[str]:
-    """`python -m module arguments… port`: the URL of another service, once it answers GET /health."""
+def other(command_at: Callable[[int], Sequence[str]], cpus: int) -> Iterator[str]:
+    """The URL of another service, once it answers GET /health. `command_at(port)` starts it."""
     port = free_port()
     env = {**os.environ, "OMP_NUM_THREADS": str(cpus), "TOKENIZERS_PARALLELISM": "true"}
-    command = [sys.executable, "-m", module, *map(str, arguments), str(port)]
-    process = subprocess.Popen(command, env=env)
+    command = command_at(port)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + _START_S
