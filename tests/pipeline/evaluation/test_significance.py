@@ -163,6 +163,16 @@ def test_the_interval_leaves_out_0_where_the_sign_test_does():
             assert (low <= 0 <= high) == (found.p > 0.05), (wins, losses)
 
 
+@pytest.mark.parametrize(("wins", "losses"), [(47, 29), (52, 33), (82, 58)])
+def test_an_interval_that_leaves_out_0_is_never_without_significance(wins, losses):
+    """jobs.promote promotes by the interval, and says that this is the sign test."""
+    for sign in (1, -1):
+        found = disagreeing(*(wins, losses)[::sign], 300)
+        low, high = found.interval
+        assert 0.05 < found.p < 0.052
+        assert low <= 0 <= high
+
+
 @pytest.mark.slow
 def test_an_interval_of_rare_disagreements_misses_the_true_difference_on_each_side_once_in_40_times():
     counts = [(wins, losses) for wins in range(16) for losses in range(16 - wins)]
