@@ -6,9 +6,9 @@ lower bound, the greatest for the upper bound: it stands for what N questions do
 bounds of Gaffke (2005) for the mean of a bounded value (Learned-Miller and Thomas, arXiv 1905.06208). The
 weights of equal questions sum up to a gamma draw, so 10,000 draws take milliseconds.
 
-For shares, such as R@1, they are the bounds of Clopper and Pearson (1934) but for the noise of the draws: 30 of
-30 right mean 0.884 at least. The interval of two models' difference leaves out 0 only where the sign test has p
-below 0.05. Two models that agree on all of 300 questions may differ by 0.012 on either side.
+For shares, such as R@1, they are the bounds of Clopper and Pearson (1934) but for the noise of the draws:
+30 of 30 right mean 0.884 at least. The interval of two models' difference leaves out 0 only where the sign
+test has p below 0.05. Two models that agree on all of 300 questions may differ by 0.012 on either side.
 
 Questions of one dialogue are not independent, so true intervals are wider.
 """
