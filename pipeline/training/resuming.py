@@ -49,7 +49,10 @@ def read_saved_at(uri: str) -> Saved:
     """Raises BadInput for an incomplete checkpoint."""
     with tempfile.TemporaryDirectory() as local:
         node_cache.download(uri, Path(local))
-        return read_saved(Path(local))
+        try:
+            return read_saved(Path(local))
+        except BadInput as error:  # it names the copy
+            raise BadInput(str(error).replace(local, uri)) from None
 
 
 def read_start(uri: str) -> Saved:

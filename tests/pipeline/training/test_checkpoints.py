@@ -18,7 +18,7 @@ from pipeline.training.checkpoints import (
     training_state,
     write_state,
 )
-from pipeline.training.resuming import read_saved, unlisted_checkpoint
+from pipeline.training.resuming import read_saved, read_start, unlisted_checkpoint
 
 
 @pytest.fixture
@@ -104,3 +104,10 @@ def test_a_checkpoint_without_the_cursors_of_all_ranks_is_refused(checkpoint):
     write_state({**state, "ranks": 2}, folder)
     with pytest.raises(BadInput, match="1 cursors of 2 ranks"):
         read_saved(folder)
+
+
+def test_a_damaged_state_of_another_run_is_named_where_it_lies(checkpoint):
+    folder = checkpoint[-1]
+    (folder / "state.json").write_text("{")
+    with pytest.raises(BadInput, match=f"^{folder}: not a training state"):
+        read_start(str(folder))
