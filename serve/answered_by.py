@@ -1,7 +1,8 @@
-"""Which model answers a request: a header tells the client, and a record tells the metrics with the time.
+"""Names the model that answers a request: for the client in a header, for the metrics in a record with the
+time.
 
-Only so is it seen that a candidate model is slow or fails: an error and some formats of other services have
-no field for it.
+Otherwise nobody would see that a candidate model is slow or fails, because errors, and some formats of other
+services, have no field for the model.
 """
 
 from __future__ import annotations

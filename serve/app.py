@@ -84,27 +84,29 @@ class Args(BaseModel):
         description="A ranker (of jobs.finetune), or models:/name@alias of MLflow's registry.",
     )
     pools: list[str] = Field(
-        default=[], description="Pools that it embedded; on the command line a,b."
+        default=[], description="Pools that the model embedded; on the command line a,b."
     )
     sharded_pools: list[str] = Field(
         default=[],
-        description="Pools that no replica holds whole: each of their shards is in a deployment of its own.",
+        description="Pools that are divided into shards, each in a deployment of its own.",
     )
     shards: int = Field(
-        default=2, ge=1, le=1000, description="How many shards `sharded_pools` have."
+        default=2, ge=1, le=1000, description="Number of shards of `sharded_pools`."
     )
     shard_replicas: int = Field(default=1, ge=1, description="Replicas of each shard.")
-    shard_cpus: float = Field(default=1.0, ge=0, description="Cores of each, and threads.")
+    shard_cpus: float = Field(
+        default=1.0, ge=0, description="Cores, and threads, of each replica of a shard."
+    )
     shard_resources: dict[str, float] = Field(
         default={},
-        description="Resources of each besides, such as serving: 1; only nodes that have them run it.",
+        description="Further resources of such a replica, such as serving: 1; only nodes with these run it.",
     )
     shard_wait_s: float = Field(
-        default=2.0, gt=0, description="A shard that has not answered after so long is missing."
+        default=2.0, gt=0, description="Seconds after which a silent shard counts as missing."
     )
     on_missing_shard: OnMissingShard = Field(
         default="refuse",
-        description="refuse: answer 503; answer: without that shard's rows, and say so.",
+        description="refuse: answer 503. answer: answer without the shard's rows, and say so.",
     )
     second_stage: str = Field(
         default="",
@@ -321,7 +323,7 @@ def build(args: Args) -> serve.Application:
 
 
 def application(args: Args, **options: Any) -> serve.Application:
-    """As `build`, with options for the deployment, such as `num_replicas`."""
+    """Like `build`, with options for the deployment, such as `num_replicas`."""
     pools = tuple(storage.absolute(uri.rstrip("/")) for uri in [*args.pools, *args.sharded_pools])
     champion = Targets(_absolute(args.model), pools)
     versions, _ = resolve(champion)

@@ -4,9 +4,9 @@
         for result in client.rank(["hi", "hello , what do you do ?"], pool="replies").results:
             print(result.score, result.text)
 
-Requests change nothing, so they are sent again: after 429 and 503, when `Retry-After` has passed, and after a
-connection that was refused or lost. All of it, waiting included, ends with the timeout, which the service is
-told (`x-timeout-ms`): it computes nothing that would come too late.
+Requests change nothing, so they are sent again: after 429 and 503, when `Retry-After` has passed, and after
+a connection that was refused or lost. The timeout covers all of this, waiting included. The client sends it
+along (`x-timeout-ms`), so the service computes nothing that would be late.
 
 HTTP is httpx2's, as in openai's and Hugging Face's clients: `pip install 'polyrank[client]'`.
 """

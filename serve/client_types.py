@@ -1,4 +1,4 @@
-"""What a client of the service asks and gets. Fields that a later service adds are left out."""
+"""The questions and answers of a client of the service. Fields that a later service adds are ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Question:
-    """Candidates to rank for a context: of the request, or of a pool."""
+    """Candidates to rank for a context. They come with the request, or from a pool."""
 
     context: str | Sequence[str]
     """The turns so far, newest last; a text is one turn."""
@@ -49,7 +49,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a ranking comes from."""
+    """The tokens and vectors of the context that a ranking comes from."""
 
     tokens: Sequence[str]
     """The context as the model read it."""

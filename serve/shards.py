@@ -1,4 +1,4 @@
-"""Pools that no replica holds whole: each shard of their rows is served by a deployment of its own.
+"""Pools that are divided into shards, each of which is served by a deployment of its own.
 
 A ranker's replica encodes the context, asks all shards at once, and merges their best rows. Every query
 names the pool's version by its URI, so no answer mixes two. A `PoolShard` is the work of one shard's replica,

@@ -6,8 +6,8 @@ reports the result. When all replicas have loaded it, the proposal becomes the d
 one assignment when it next asks the decider, within `poll_s`. If one replica refuses a version, no replica
 takes it: the old versions stay, and the reason is reported.
 
-The decider has a process of its own, which loads this module and no model: without torch it starts 5 s of a
-processor sooner, in a quarter of the memory.
+The decider has a process of its own, which loads this module and no model. Without torch its start takes 5 s
+of a processor less, and it needs a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Decision:
     """The decider's answer."""
 
     decided: Versions | None
-    """To serve; None: no versions have been loaded yet."""
+    """The versions to serve; None: no versions have been loaded yet."""
     proposed: Versions | None
-    """To load beside the decided versions."""
+    """The versions to load beside the decided ones."""
     problems: tuple[str, ...]
     """Reasons why the wanted versions are not served."""
 
@@ -109,7 +109,7 @@ def resolve(
 
 
 def require_search(model: Artifact, pools: Sequence[str]) -> None:
-    """Raises BadInput where there are pools, and the model has no vectors or cannot be searched with."""
+    """Raises BadInput if there are pools, but the model has no vectors or cannot search pools."""
     if not pools:
         return
     config = read_settings(model)
@@ -201,7 +201,7 @@ class _RefusedVersions:
     pools: tuple[str, ...]
     """The pool versions that the problem names."""
     until: float
-    """When they may be proposed again."""
+    """The time from which they may be proposed again."""
 
 
 class Decider:
