@@ -60,19 +60,19 @@ def session(
 @contextmanager
 def _without_line_of_log_level() -> Iterator[None]:
     """Holds back standard error, and then prints it without the line in which Ray's C++ code says that it has
-    read RAY_BACKEND_LOG_LEVEL: it has no way to say nothing."""
+    read RAY_BACKEND_LOG_LEVEL, which cannot be turned off."""
     sys.stderr.flush()
     terminal = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
             os.dup2(terminal, 2)
             os.close(terminal)
-            held.seek(0)
-            for line in held:
+            captured.seek(0)
+            for line in captured:
                 if b"Set ray log level from environment variable" not in line:
                     os.write(2, line)
 

@@ -151,7 +151,7 @@ def _train_rankers(work: Path, encoder: str, recipes: str) -> None:
     # Side by side: of so small a model two threads do only 14 % more steps than one, and start no sooner.
     one_core = ("--resources.cpus-per-worker", "1")
     trainings = {name: begin(name, *one_core) for name in ("bi", "articles", "cross", "poly")}
-    run_side_by_side(trainings, at_once=2, after={"cross": "bi", "poly": "bi"})
+    run_side_by_side(trainings, at_once=2, predecessors={"cross": "bi", "poly": "bi"})
 
 
 def _evaluate(work: Path, all_examples: bool) -> dict[str, Any]:

@@ -72,11 +72,14 @@ def timed(title: str) -> Iterator[None]:
 
 
 def run_side_by_side(
-    trainings: Mapping[str, Stage], at_once: int, after: Mapping[str, str] = MappingProxyType({})
+    trainings: Mapping[str, Stage],
+    at_once: int,
+    predecessors: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Runs so many of the trainings at once, in their order; `after`: those that wait for another one.
+    """Runs `at_once` of the trainings at a time, in their order. `predecessors`: the training that another
+    one waits for.
 
-    One bar for all of them: bars of several threads would overwrite each other.
+    They share one bar, because bars of several threads would overwrite each other.
     """
     lock = threading.Lock()
     progress: dict[str, str] = {}
@@ -94,8 +97,8 @@ def run_side_by_side(
                     bar.update(step - steps_done[name])
                     steps_done[name] = step
 
-            if name in after:
-                futures[after[name]].result()
+            if name in predecessors:
+                futures[predecessors[name]].result()
             text = trainings[name].work(watch)
             with lock:
                 bar.write(text)

@@ -135,7 +135,7 @@ def run(config: Config) -> program.Summary:
     models = _models_by_name(artifacts)
     skipped = {} if config.slow else _slow_models(models, question_set.candidates)
     require(not (config.together and skipped), "together", True,
-            f"false: {'; '.join(f'{name}: {why}' for name, why in skipped.items())}")  # fmt: skip
+            f"false: {'; '.join(f'{name}: {reason}' for name, reason in skipped.items())}")  # fmt: skip
     timed_models = {name: model for name, model in models.items() if name not in skipped}
     if config.dry_run:
         return _dry_run(config, question_set, timed_models)

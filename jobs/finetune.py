@@ -90,8 +90,8 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         _require_more_steps(config, task.steps, steps_done)
     validation_steps(task, config.loop)
     if config.dry_run:
-        found = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
-        return cost.show("finetune", *found)
+        estimated = estimate_finetuning(recipe, config.resources, best_device(), steps_done)
+        return cost.show("finetune", *estimated)
     # Empty it is no part of the identity, so that rankers of earlier versions are still known.
     unused = () if earlier else ("continue_from",)
     out = draft(config.output, "ranker", config, inputs, unused)

@@ -91,7 +91,7 @@ def _inspect_pool(config: Config) -> program.Summary:
         "lengths": survey.lengths,
         "sampled": survey.sampled,
         "equal_vectors": survey.equal,
-        "nearest": [[pair.cosine, pair.one.id, pair.other.id] for pair in survey.pairs],
+        "nearest": [[pair.cosine, pair.first.id, pair.second.id] for pair in survey.pairs],
         "dropped": pool.artifact.manifest["dropped"],
     }
 

@@ -100,8 +100,8 @@ def run(config: Config) -> program.Summary:
     validation_steps(task, config.loop)
     if config.dry_run:
         steps_done = earlier.counts["steps"] if earlier else 0
-        found = estimate_pretraining(recipe, config.resources, best_device(), steps_done)
-        return cost.show("pretrain", *found)
+        estimated = estimate_pretraining(recipe, config.resources, best_device(), steps_done)
+        return cost.show("pretrain", *estimated)
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.artifact_summary(_require_same_steps(out, config), already_there=True)

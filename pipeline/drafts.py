@@ -35,7 +35,7 @@ _TASKS = "_tasks"
 _MARKS_AT_ONCE = 16  # there may be 20,000, 20 ms each from an object store
 _LOCK = "_lock"
 _LOCK_EXPIRES_S = 120.0
-_held: dict[str, locks.Lock] = {}
+_held_locks: dict[str, locks.Lock] = {}
 """The locks of this process, by draft. A draft is plain data, which tasks elsewhere get, too."""
 
 
@@ -145,7 +145,7 @@ class Draft:
             "files": entries,
         }
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
-        if lock := _held.get(self.staging):
+        if lock := _held_locks.get(self.staging):
             lock.check()
         storage.remove_unfinished(self.staging)
         storage.write_bytes(self.path(MANIFEST), text)
@@ -163,11 +163,11 @@ class Draft:
         with locks.locked(self.path(_LOCK), self.uri, _LOCK_EXPIRES_S) as lock:
             if storage.exists(storage.join(self.uri, MANIFEST)):
                 raise Stopped(f"{self.uri}: another job has published it meanwhile")
-            _held[self.staging] = lock
+            _held_locks[self.staging] = lock
             try:
                 yield
             finally:
-                del _held[self.staging]
+                del _held_locks[self.staging]
 
 
 def is_being_made(staging: str) -> bool:

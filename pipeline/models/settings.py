@@ -91,9 +91,9 @@ class ScorerConfig:
         if type(model) is not type(self):
             return self
         return replace(self, **{
-            each.name: getattr(model, each.name)
-            for each in fields(self)
-            if each.name in self.SIZES and getattr(self, each.name) == each.default
+            setting.name: getattr(model, setting.name)
+            for setting in fields(self)
+            if setting.name in self.SIZES and getattr(self, setting.name) == setting.default
         })  # fmt: skip
 
     @property

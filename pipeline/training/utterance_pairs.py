@@ -15,7 +15,7 @@ from pipeline.training.pretraining_settings import PretrainConfig
 from pipeline.training.token_masking import derive_keys, hash_keys, uniform
 from pipeline.training.tokenized_corpus import Vocabulary
 
-_SWAP, _OTHER = 3, 4  # what a hash decides; token_masking has 1 and 2
+_SWAP_DRAW, _RESPONSE_DRAW = 3, 4  # the numbers of hash draws; token_masking has 1 and 2
 _DRAWS = 16  # of another response, until it differs from the true one
 _TOKEN, _PLACE = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
 
@@ -80,14 +80,14 @@ def make_pairs(
     `keys_R` decide which contexts change, and which response they get. Without a `pool` all pairs are true.
     """
     rows = len(keys_R)
-    is_drawn_R = uniform(derive_keys(keys_R, _SWAP)) < random_share
+    is_drawn_R = uniform(derive_keys(keys_R, _SWAP_DRAW)) < random_share
     other_row_R = np.full(rows, -1, np.int64)
     if pool is not None and len(pool.lengths_R):
         prints = pool.fingerprints(np.arange(len(pool.lengths_R)))
         pending = np.flatnonzero(is_drawn_R)
         own_prints = responses.fingerprints(pending)
         for draw in range(_DRAWS):
-            share = uniform(derive_keys(keys_R[pending], _OTHER + draw))
+            share = uniform(derive_keys(keys_R[pending], _RESPONSE_DRAW + draw))
             rows_drawn = (share * len(prints)).astype(np.int64)
             differs = prints[rows_drawn] != own_prints
             other_row_R[pending[differs]] = rows_drawn[differs]

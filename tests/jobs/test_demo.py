@@ -165,7 +165,7 @@ def test_a_training_waits_for_the_one_it_starts_from():
 
     jobs = {"articles": Job("articles"), "bi": Job("bi"), "poly": Job("poly", "bi")}
     stages = {name: demo_stages.Stage(name, job, None) for name, job in jobs.items()}
-    demo_stages.run_side_by_side(stages, at_once=3, after={"poly": "bi"})
+    demo_stages.run_side_by_side(stages, at_once=3, predecessors={"poly": "bi"})
     assert set(ended) == set(jobs)
 
 
@@ -178,7 +178,7 @@ def test_a_training_that_fails_fails_the_demo_and_those_that_wait_for_it(at_once
 
     with pytest.raises(BadInput, match=r"^no$"):
         stages = {name: demo_stages.Stage("A ranker", Job, None) for name in ("bi", "poly")}
-        demo_stages.run_side_by_side(stages, at_once, after={"poly": "bi"})
+        demo_stages.run_side_by_side(stages, at_once, predecessors={"poly": "bi"})
 
 
 def test_the_picture_has_the_curves_and_the_answers(tmp_path):

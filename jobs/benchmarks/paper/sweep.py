@@ -92,9 +92,9 @@ def _check_rows(table: Table, jobs: Sequence[Job]) -> None:
 
 def _note(jobs: Sequence[Job], setting: Setting, outcomes: Mapping[str, Outcome | str]) -> str:
     """The conditions of the figures."""
-    good = [outcome for outcome in outcomes.values() if isinstance(outcome, Outcome)]
-    trained_in = " and ".join(sorted({outcome.trained_in or "unknown" for outcome in good}))
-    ranked_in = " and ".join(sorted({outcome.ranked_in or "unknown" for outcome in good}))
+    successes = [outcome for outcome in outcomes.values() if isinstance(outcome, Outcome)]
+    trained_in = " and ".join(sorted({outcome.trained_in or "unknown" for outcome in successes}))
+    ranked_in = " and ".join(sorted({outcome.ranked_in or "unknown" for outcome in successes}))
     seeds = len({job.seed for job in jobs})
     changes = f"; {' '.join(setting.overrides)}" if setting.overrides else ""
     encoders = ", ".join("/".join(uri.rstrip("/").split("/")[-2:]) for uri in setting.encoders)

@@ -51,7 +51,7 @@ _TASKS: dict[str, tuple[str, protocols.Name]] = {
     "wikipedia": ("wikipedia", "wikipedia"),
     "starspace": ("wikipedia", "wikipedia"),
 }
-_OTHER: tuple[str, protocols.Name] = ("convai2", "polyai")
+_UNKNOWN_TASK: tuple[str, protocols.Name] = ("convai2", "polyai")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def task_of(corpus: Artifact) -> str:
 def recipe(task: str, architecture: str, size: Literal["small", "full"]) -> tuple[str, ...]:
     """`--config` with two files of jobs/configs/finetune: the architecture's, and the task's for it."""
     ending = "-small.yaml" if size == "small" else ".yaml"
-    name = _TASKS.get(task, _OTHER)[0]
+    name = _TASKS.get(task, _UNKNOWN_TASK)[0]
     architecture_file = _CONFIGS / "tasks" / f"{name}-{architecture}{ending}"
     task_file = _CONFIGS / "tasks" / f"{name}{ending}"
     file = architecture_file if architecture_file.exists() else task_file
@@ -135,7 +135,7 @@ def paper_task(task: str) -> str:
 
 def protocol(task: str) -> protocols.Name:
     """The task's evaluation protocol."""
-    return _TASKS.get(task, _OTHER)[1]
+    return _TASKS.get(task, _UNKNOWN_TASK)[1]
 
 
 def plan(trial: Trial, corpus: Artifact, task: str, seed: int, setting: Setting) -> Job:

@@ -197,7 +197,7 @@ def _parse_blocks(
     yield from shards.run_on_cluster(rows, run, died_on)
 
 
-_READ = pa.schema(
+_READ_ROWS = pa.schema(
     [
         ("task", pa.string()),
         ("uri", pa.string()),
@@ -231,7 +231,7 @@ def _read_file(
 
     def row(**values: Any) -> pa.Table:
         place = {"uri": uri, "kind": kind, "first_line": line}
-        return pa.Table.from_pylist([{**place, **values}], schema=_READ)
+        return pa.Table.from_pylist([{**place, **values}], schema=_READ_ROWS)
 
     try:
         for block in raw.line_blocks(uri, block_bytes):

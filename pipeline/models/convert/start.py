@@ -143,12 +143,12 @@ def _rotation(vectors_VE: Tensor, width: int, u_D: Tensor, v_D: Tensor) -> Tenso
     """[E, D]: into the width, orthogonal to u, v and the mean, which layer norms take away. Where E is too
     large for it, the principal directions."""
     length = vectors_VE.shape[1]
-    kept = min(length, width - 3)
-    taken_3D = torch.stack([torch.ones(width), u_D, v_D])
-    q_DX, _ = torch.linalg.qr(torch.cat([taken_3D, torch.randn(kept, width)]).T)
+    dimensions = min(length, width - 3)
+    excluded_3D = torch.stack([torch.ones(width), u_D, v_D])
+    q_DX, _ = torch.linalg.qr(torch.cat([excluded_3D, torch.randn(dimensions, width)]).T)
     principal_EK = torch.eye(length)
-    if kept < length:
-        principal_EK = torch.linalg.eigh(vectors_VE.T @ vectors_VE).eigenvectors[:, -kept:]
+    if dimensions < length:
+        principal_EK = torch.linalg.eigh(vectors_VE.T @ vectors_VE).eigenvectors[:, -dimensions:]
     rotation_ED: Tensor = principal_EK @ q_DX[:, 3:].T
     return rotation_ED
 

@@ -22,8 +22,8 @@ class Pair(NamedTuple):
     """Two candidates of different vectors."""
 
     cosine: float
-    one: PoolRow
-    other: PoolRow
+    first: PoolRow
+    second: PoolRow
 
 
 @dataclass(frozen=True)
