@@ -1,4 +1,4 @@
-"""Others' services: sentence-transformers behind FastAPI, a thread of the pool for each request; and infinity.
+"""Others' services: sentence-transformers behind FastAPI, a thread for each request, and infinity.
 
 python -m jobs.benchmarks.serving.peers rerank|embed MODEL PORT        the first one
 """
