@@ -18,7 +18,7 @@ from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.evaluation import none_candidate, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
 from pipeline.evaluation.questions import CandidateSource, Questions, questions
-from pipeline.evaluation.results import Measurement, Result, compare_all
+from pipeline.evaluation.results import Measurement, ScorerResult, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
 from pipeline.models.settings import RankerConfig
@@ -188,7 +188,7 @@ def run(config: Config) -> program.Summary:
     return summary
 
 
-def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[Result]:
+def _baselines(corpus: Artifact, measure: Measurement, config: Config) -> list[ScorerResult]:
     """The rows of the methods that know no model."""
     from pipeline.evaluation.baselines import BM25, Chance, TfIdf, known_texts
 
@@ -209,14 +209,14 @@ def _ask_models(
     measure: Measurement,
     config: Config,
     precision: Resolved,
-    baselines: Sequence[Result],
-) -> tuple[list[Result], list[AttachFiles]]:
+    baselines: Sequence[ScorerResult],
+) -> tuple[list[ScorerResult], list[AttachFiles]]:
     """A row per model, with `--together` one more of their mean. Each model has an MLflow run, which takes
     the baselines' numbers, too, and files later."""
     from pipeline import tracking
     from pipeline.evaluation.ranking import Scorer, load_mean_scorer, load_scorer
 
-    results, attach_to_runs = list[Result](), list[AttachFiles]()
+    results, attach_to_runs = list[ScorerResult](), list[AttachFiles]()
     settings = {**to_dict(config), "precision": precision}
     make_scorer: Callable[[], Scorer]
     for name, model in models.items():
@@ -255,7 +255,7 @@ def _notes(question_set: Questions, protocol: Protocol, config: Config) -> list[
     return notes
 
 
-def _plot(results: Sequence[Result], config: Config) -> Files:
+def _plot(results: Sequence[ScorerResult], config: Config) -> Files:
     from pipeline.evaluation import report
 
     if not config.latency_queries:
@@ -264,7 +264,9 @@ def _plot(results: Sequence[Result], config: Config) -> Files:
     return {"table.png": (config.plot or default, report.plot(results))}
 
 
-def _worst_errors(results: Sequence[Result], question_set: Questions, config: Config) -> Files:
+def _worst_errors(
+    results: Sequence[ScorerResult], question_set: Questions, config: Config
+) -> Files:
     """Each row's worst answers; the first of them are printed."""
     from pipeline.evaluation import worst_answers
 
@@ -310,7 +312,7 @@ def measurement(config: Config, corpus: Artifact) -> Measurement:
 
 def _mapped_baselines(
     source: sources.Source, corpus: Artifact, measure: Measurement, config: Config
-) -> list[Result]:
+) -> list[ScorerResult]:
     """PolyAI's two baselines on a frozen encoder, in this process."""
     from pipeline.classification import encoder as text_encoder
     from pipeline.classification.settings import EncodeConfig

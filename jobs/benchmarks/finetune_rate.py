@@ -33,7 +33,7 @@ from pipeline import storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, parse, require
 from pipeline.evaluation.ranking import load_scorer
-from pipeline.evaluation.results import Result, compare_all
+from pipeline.evaluation.results import ScorerResult, compare_all
 from pipeline.models.transformer import set_dropout
 from pipeline.tasks.resources import best_device
 from pipeline.training.optimization import warmup_of
@@ -64,7 +64,7 @@ def measure(
     shutil.rmtree(work, ignore_errors=True)
     options = ["--finetune.max-steps", str(_STEPS[size]), *overrides]
     make_pair = functools.partial(_Pair, encoder, open_artifact(corpus, "corpus"), work, options)
-    rows, results = [], list[Result]()
+    rows, results = [], list[ScorerResult]()
     for precision in get_args(Precision):
         if only and precision not in only:
             continue
@@ -84,7 +84,7 @@ def measure(
     return rows
 
 
-def _quality(ours: Result, *theirs: Result) -> BenchmarkRow:
+def _quality(ours: ScorerResult, *theirs: ScorerResult) -> BenchmarkRow:
     """R@1 beside the better of theirs, and whether the two differ."""
     r1 = {result.name: next(iter(result.metrics.values())) for result in (ours, *theirs)}
     best = max(theirs, key=lambda result: r1[result.name])
@@ -153,7 +153,7 @@ class _Pair:
         ))  # fmt: skip
         return samples / seconds
 
-    def result(self, name: str, examples: int) -> Result:
+    def result(self, name: str, examples: int) -> ScorerResult:
         """The evaluation of one of the models on the valid split."""
         uri = str(self._work / name)
         config = evaluate.Config(

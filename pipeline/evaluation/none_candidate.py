@@ -17,7 +17,7 @@ from pipeline.corpora.formats.dstc7 import NONE
 from pipeline.evaluation.questions import Questions
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.ranking import Ranking
+    from pipeline.evaluation.ranking import QuestionRanks
 
 
 def require_none(questions: Questions, option: str) -> None:
@@ -33,7 +33,7 @@ def is_right(questions: Questions) -> Bools:
     return is_right_N
 
 
-def threshold(best: Ranking, is_none_right_N: Bools) -> float:
+def threshold(best: QuestionRanks, is_none_right_N: Bools) -> float:
     """The score for NONE with the highest R@1 on questions that were ranked with NONE at -inf.
 
     A threshold is right about a question where NONE is right and all scores are below it, and about one where

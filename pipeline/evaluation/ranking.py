@@ -48,7 +48,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True)
-class Ranking:
+class QuestionRanks:
     """A scorer's results on N questions."""
 
     ranks_N: Ints
@@ -74,7 +74,7 @@ class Latency:
 
 def rank(
     prepared: PreparedScorer, questions: Questions, label: str = "", none_score: float | None = None
-) -> Ranking:
+) -> QuestionRanks:
     """Ranks every question's candidates; memory is bounded by 256 questions' scores.
 
     `none_score`: the score of the candidate NONE, in place of the scorer's own.
@@ -98,7 +98,7 @@ def rank(
             parts.append(_ranking(scores_NC, batch.label_N))
             bar.update(len(batch))
     inverse = np.argsort(order)
-    return Ranking(*(field[inverse] for field in vars(join_rankings(parts)).values()))
+    return QuestionRanks(*(field[inverse] for field in vars(join_rankings(parts)).values()))
 
 
 def _tie_copies(scores_NC: Floats, questions: Questions) -> None:
@@ -114,10 +114,10 @@ def _tie_copies(scores_NC: Floats, questions: Questions) -> None:
     scores_NC[rows, own_scores_NK.shape[1] + right_places_N[rows]] = right_scores_N1[rows, 0]
 
 
-def join_rankings(parts: Sequence[Ranking]) -> Ranking:
+def join_rankings(parts: Sequence[QuestionRanks]) -> QuestionRanks:
     """The rankings of consecutive questions as one."""
     fields = zip(*(vars(part).values() for part in parts), strict=True)
-    return Ranking(*(np.concatenate(field) for field in fields))
+    return QuestionRanks(*(np.concatenate(field) for field in fields))
 
 
 def latency(prepared: PreparedScorer, questions: Questions, queries: int) -> Latency:
@@ -154,12 +154,12 @@ def device_name() -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def _ranking(scores_NC: Floats, label_N: Ints) -> Ranking:
+def _ranking(scores_NC: Floats, label_N: Ints) -> QuestionRanks:
     top = min(TOP, scores_NC.shape[1])
     best_NT = np.argpartition(-scores_NC, top - 1, axis=1)[:, :top]
     order_NT = np.argsort(-np.take_along_axis(scores_NC, best_NT, axis=1), axis=1, kind="stable")
     best_NT = np.take_along_axis(best_NT, order_NT, axis=1)
-    return Ranking(
+    return QuestionRanks(
         pessimistic_ranks(scores_NC, label_N),
         np.take_along_axis(scores_NC, label_N[:, None], axis=1)[:, 0],
         cross_entropies(scores_NC, label_N),

@@ -10,11 +10,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from pipeline.evaluation.results import Result
+from pipeline.evaluation.results import ScorerResult
 from pipeline.evaluation.significance import Comparison
 
 
-def as_json(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def as_json(rows: Sequence[ScorerResult], comparisons: Sequence[Comparison]) -> dict[str, Any]:
     return {
         "table": {row.name: row.metrics for row in rows},
         "intervals": {row.name: row.intervals for row in rows},
@@ -23,7 +23,7 @@ def as_json(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> dict[s
     }
 
 
-def markdown(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
+def markdown(rows: Sequence[ScorerResult], comparisons: Sequence[Comparison]) -> str:
     """One row per scorer; then every two models; then what the times are."""
     names = list(rows[0].metrics)
     has_latency = any(row.latency for row in rows)
@@ -58,7 +58,7 @@ def markdown(rows: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
     return "\n".join(text)
 
 
-def plot(rows: Sequence[Result]) -> bytes:
+def plot(rows: Sequence[ScorerResult]) -> bytes:
     """A PNG: the main metric, with its interval, against milliseconds."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -83,7 +83,7 @@ def plot(rows: Sequence[Result]) -> bytes:
     return png.getvalue()
 
 
-def _describe_setting(rows: Sequence[Result]) -> str:
+def _describe_setting(rows: Sequence[ScorerResult]) -> str:
     """The devices of the measured times, and the work that the times leave out."""
     devices: dict[str, list[str]] = {}
     for row in rows:

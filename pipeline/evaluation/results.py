@@ -19,15 +19,15 @@ from pipeline.tasks.actors import HERE, Actors
 from pipeline.tasks.resources import cpus_each
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.ranking import Latency, Ranking, Scorer
+    from pipeline.evaluation.ranking import Latency, QuestionRanks, Scorer
 
 
 @dataclass(frozen=True)
-class Result:
+class ScorerResult:
     """One row of the table."""
 
     name: str
-    ranking: Ranking
+    ranking: QuestionRanks
     metrics: dict[str, float]
     """The first is the main metric: R@1, unless other metrics were asked for."""
     intervals: dict[str, Interval]
@@ -59,7 +59,7 @@ class Measurement:
 
     def of(
         self, name: str, make: Callable[[], Scorer], timed: bool = True, actors: Actors = HERE
-    ) -> Result:
+    ) -> ScorerResult:
         """Asks a scorer all questions, in this process or on a cluster (see `rank_questions`)."""
         none_score = None
         if self.calibration:
@@ -71,7 +71,7 @@ class Measurement:
         ranking, latency = rank_questions(name, make, self.questions, queries, none_score, actors)
         numbers = (ranking.ranks_N, self.protocol.candidates, self.protocol.recall_at)
         intervals = significance.intervals(*numbers, self.seed)
-        return Result(name, ranking, summarise(*numbers), intervals, latency)
+        return ScorerResult(name, ranking, summarise(*numbers), intervals, latency)
 
 
 def rank_questions(
@@ -81,7 +81,7 @@ def rank_questions(
     queries: int,
     none_score: float | None,
     actors: Actors,
-) -> tuple[Ranking, Latency | None]:
+) -> tuple[QuestionRanks, Latency | None]:
     """The ranking of the questions, and the latency measured on `queries` of them (None for 0).
 
     With `actors` other than `HERE`, tasks of a Ray cluster share the questions. Each task has its share of
@@ -112,7 +112,7 @@ def _rank_and_time(
     questions: Questions,
     queries: int,
     none_score: float | None,
-) -> tuple[Ranking, Latency | None]:
+) -> tuple[QuestionRanks, Latency | None]:
     from pipeline.evaluation import ranking
 
     prepared = make().prepare(questions)
@@ -120,7 +120,7 @@ def _rank_and_time(
     return result, ranking.latency(prepared, questions, queries) if queries else None
 
 
-def compare_all(results: Sequence[Result], seed: int) -> list[Comparison]:
+def compare_all(results: Sequence[ScorerResult], seed: int) -> list[Comparison]:
     """Comparisons of all pairs of results."""
     return [
         significance.compare(

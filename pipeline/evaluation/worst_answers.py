@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluation.questions import Questions
-from pipeline.evaluation.results import Result
+from pipeline.evaluation.results import ScorerResult
 
 _TURNS = 6
 _CHARACTERS = 300
 
 
-def worst_answers(result: Result, questions: Questions, count: int) -> list[dict[str, Any]]:
+def worst_answers(result: ScorerResult, questions: Questions, count: int) -> list[dict[str, Any]]:
     """Records of the `count` worst-ranked questions, the worst first. Long texts are truncated."""
     records, ranking, right_places_N = [], result.ranking, questions.right_places()
     wrong_count = int((ranking.ranks_N > 1).sum())

@@ -12,14 +12,14 @@ from PIL import Image
 from pipeline.evaluation import report, worst_answers
 from pipeline.evaluation.questions import Question, Questions
 from pipeline.evaluation.ranking import Latency, rank
-from pipeline.evaluation.results import Result
+from pipeline.evaluation.results import ScorerResult
 from pipeline.evaluation.significance import Comparison
 
 
-def result(name="poly", value=0.5, ranking=None, latency=None) -> Result:
+def result(name="poly", value=0.5, ranking=None, latency=None) -> ScorerResult:
     metrics = {"R@1/20": value, "MRR": value + 0.1}
     intervals = {metric: (n - 0.02, n + 0.01) for metric, n in metrics.items()}
-    return Result(name, ranking, metrics, intervals, latency)
+    return ScorerResult(name, ranking, metrics, intervals, latency)
 
 
 ROWS = [
