@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jobs import program
-from pipeline import cost, storage
+from pipeline import cost
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
-from pipeline.models.settings import SETTINGS, PolyConfig, RankerConfig, parse_settings
+from pipeline.models.settings import PolyConfig, RankerConfig, read_settings
 from pipeline.models.sources import open_encoder
 from pipeline.training.continuing import open_with_state, require_same_run, state_uri
 from pipeline.training.finetune_settings import FinetuneConfig
@@ -135,8 +135,7 @@ def _sized_as_encoder(config: Config, reference: Mapping[str, Any]) -> RankerCon
     """The ranker's settings; of a ConveRT model that is trained further with its sizes."""
     if reference.get("kind") != "ranker":
         return config.ranker
-    path = storage.join(config.encoder, SETTINGS)
-    return config.ranker.sized_as(parse_settings(storage.read_bytes(path), path))
+    return config.ranker.sized_as(read_settings(config.encoder))
 
 
 def _open_earlier(config: Config, corpus: Artifact, encoder: Mapping[str, Any]) -> Artifact:

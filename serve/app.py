@@ -33,6 +33,7 @@ from pipeline.artifact import open_artifact
 from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
+from pipeline.models.settings import read_settings
 from pipeline.registry import REGISTRY, model_uri
 from pipeline.retrieval.pools.shard import Share
 from serve.api import create_app
@@ -60,7 +61,6 @@ from serve.versions import (
     Targets,
     Versions,
     problem_of,
-    read_settings,
     resolve,
     without_folders,
 )
@@ -332,7 +332,7 @@ def application(args: Args, **options: Any) -> serve.Application:
     BearerTokens.of_environment()
     second_stage = _resolved(args.second_stage)
     if second_stage:
-        read_settings(open_artifact(second_stage, "ranker")).require_pairs()
+        read_settings(open_artifact(second_stage, "ranker").uri).require_pairs()
     classifier = _resolved(args.classifier)
     if classifier:
         open_classifier(classifier)[1].open_encoder()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
 from pipeline.config import BadInput, digest
-from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
+from pipeline.models.settings import read_settings
 from pipeline.retrieval.pools.pool import CURRENT, KIND
 
 _SILENT_POLLS = 5  # a replica that has not asked for this many polls counts as dead
@@ -112,18 +112,12 @@ def require_search(model: Artifact, pools: Sequence[str]) -> None:
     """Raises BadInput if there are pools, but the model has no vectors or cannot search pools."""
     if not pools:
         return
-    config = read_settings(model)
+    config = read_settings(model.uri)
     if not config.has_vectors:
         raise BadInput(
             "pools: a cross-encoder cannot use one; allowed: none, or another kind of model"
         )
     _ = config.search_attention  # refuses what cannot search
-
-
-def read_settings(model: Artifact) -> RankerConfig:
-    """The settings of a ranker."""
-    uri = storage.join(model.uri, SETTINGS)
-    return parse_settings(storage.read_bytes(uri), uri)
 
 
 def _servable_version(

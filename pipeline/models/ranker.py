@@ -43,7 +43,7 @@ from pipeline.models.settings import (
     DualConfig,
     PolyConfig,
     RankerConfig,
-    parse_settings,
+    read_settings,
 )
 from pipeline.models.tokens import RowTokenizer, Tokenizer
 from pipeline.models.transformer import Encoder
@@ -196,7 +196,7 @@ def load_ranker(folder: Path) -> Ranker:
     path = folder / SETTINGS
     if not path.exists():
         raise BadInput(f"{folder}: not a ranker ({SETTINGS} is missing)")
-    config = parse_settings(path.read_bytes(), str(path))
+    config = read_settings(str(folder))
     if isinstance(config, ConvertConfig):
         return Ranker(config, *convert.load(config, folder)).eval()
     name = _ONLY if isinstance(config, CrossConfig) else _CONTEXTS

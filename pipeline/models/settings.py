@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
 
+from pipeline import storage
 from pipeline.config import BadInput, Variants, from_dict, require, variants_of
 from pipeline.options.unread import read_when
 
@@ -379,15 +380,16 @@ def ranker_config(values: Mapping[str, Any]) -> RankerConfig:
     return settings
 
 
-def parse_settings(text: bytes, origin: str) -> RankerConfig:
-    """The settings in a `ranker.json`.
+def read_settings(uri: str) -> RankerConfig:
+    """The settings of the ranker at this URI.
 
-    Raises BadInput, naming their `origin`, for settings that this version does not know.
+    Raises BadInput for settings that this version does not know.
     """
+    file = storage.join(uri, SETTINGS)
     try:
-        return ranker_config(json.loads(text))
+        return ranker_config(json.loads(storage.read_bytes(file)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadInput(f"{origin}: not the settings of a ranker ({error!r})") from None
+        raise BadInput(f"{file}: not the settings of a ranker ({error!r})") from None
 
 
 def _architectures(has_vectors: bool) -> str:

@@ -18,7 +18,7 @@ from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import BadInput, digest
 from pipeline.drafts import folder_entries
 from pipeline.files import fingerprints, node_cache
-from pipeline.models.settings import SETTINGS, parse_settings
+from pipeline.models.settings import SETTINGS, read_settings
 
 SENTENCE_TRANSFORMERS = "modules.json"
 """A file in every directory that sentence-transformers saved."""
@@ -97,8 +97,7 @@ def open_text_encoder(uri: str) -> tuple[Source, dict[str, Any]]:
     if storage.exists(storage.join(uri, MANIFEST)):
         artifact = open_artifact(uri, "ranker", "encoder", "sentence-transformers")
         if artifact.kind == "ranker":
-            settings = storage.join(artifact.uri, SETTINGS)
-            parse_settings(storage.read_bytes(settings), settings).require_vectors()
+            read_settings(artifact.uri).require_vectors()
         return artifact, artifact.reference()
     if storage.exists(uri):
         uri = storage.absolute(uri)  # a manifest names it, and is read elsewhere

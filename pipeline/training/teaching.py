@@ -29,7 +29,7 @@ from pipeline.drafts import Draft
 from pipeline.evaluation.ranking import own_scores
 from pipeline.models import inference
 from pipeline.models.ranker import Ranker, load_ranker
-from pipeline.models.settings import SETTINGS, RankerConfig, parse_settings
+from pipeline.models.settings import read_settings
 from pipeline.shards import Work, run_tasks_on_actors
 from pipeline.tasks.actors import Actors
 from pipeline.tasks.records import TaskRecord
@@ -124,7 +124,7 @@ def teachers_of(
             path: [number for number in all_numbers if path in unseen_paths[number]]
             for path in paths
         }
-    settings = [_read_settings(teacher) for teacher in teachers]
+    settings = [read_settings(teacher.uri) for teacher in teachers]
     if config.over == "batch":
         require(len(teachers) == 1, "teacher", len(teachers), "one, with teaching.over 'batch'")
         count = settings[0].vectors_per_context
@@ -137,11 +137,6 @@ def teachers_of(
         require(config.hardest_of == 0 or any(is_dual[number] for number in numbers), "teaching.hardest_of",
                 config.hardest_of, f"0, as no teacher of {path} is a bi- or poly-encoder")  # fmt: skip
     return teachers_of_path
-
-
-def _read_settings(teacher: Artifact) -> RankerConfig:
-    uri = storage.join(teacher.uri, SETTINGS)
-    return parse_settings(storage.read_bytes(uri), uri)
 
 
 def _score_shard(

@@ -13,7 +13,7 @@ from pipeline.corpora.privacy import REDACTION_RULES
 from pipeline.corpora.schema import example_files
 from pipeline.files import fingerprints
 from pipeline.models.precision import NUMERICS
-from pipeline.models.settings import SETTINGS, parse_settings
+from pipeline.models.settings import read_settings
 from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.embed import EmbedConfig
 
@@ -38,8 +38,7 @@ def resolve_inputs(
         build.require_faiss()
     model = open_artifact(model_uri, "ranker")
     # The ranker's own module needs torch: where nothing is left to do, that takes seconds.
-    uri = storage.join(model.uri, SETTINGS)
-    settings = parse_settings(storage.read_bytes(uri), uri)
+    settings = read_settings(model.uri)
     settings.require_vectors()
     files, corpora = _candidate_files(candidates)
     order_counts = embed.repeated_ids == "first"  # it says whose text stays

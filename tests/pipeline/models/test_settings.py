@@ -20,7 +20,7 @@ from pipeline.models.settings import (
     DualConfig,
     PolyConfig,
     RankerConfig,
-    parse_settings,
+    read_settings,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -40,9 +40,12 @@ LENGTHS = {"output_scaling": 0.5, "max_context_tokens": 96, "max_candidate_token
     ("poly", PolyConfig(share_towers=True, m=16, candidate_attention="multi_head", **LENGTHS)),
     ("cross", CrossConfig(pooler=True, **LENGTHS)),
 ])  # fmt: skip
-def test_settings_of_former_rankers_load_without_other_architectures_fields(architecture, expected):
+def test_settings_of_former_rankers_load_without_other_architectures_fields(
+    architecture, expected, tmp_path
+):
     text = json.dumps({"architecture": architecture, **FORMER})
-    assert parse_settings(text.encode(), "ranker.json") == expected
+    (tmp_path / "ranker.json").write_text(text)
+    assert read_settings(str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize(("config", "vectors"), [
@@ -67,10 +70,11 @@ def test_settings_say_how_many_vectors_a_context_has(config, vectors):
         ("matryoshka", 8, "whole numbers"),
     ],
 )
-def test_values_of_another_type_are_refused(name, value, allowed):
+def test_values_of_another_type_are_refused(name, value, allowed, tmp_path):
     text = json.dumps({"architecture": "poly", **FORMER, name: value})
+    (tmp_path / "ranker.json").write_text(text)
     with pytest.raises(BadInput, match=rf"ranker\.{name}: .* is not allowed; allowed: {allowed}"):
-        parse_settings(text.encode(), "ranker.json")
+        read_settings(str(tmp_path))
 
 
 def test_settings_that_are_defaults_take_the_sizes_of_a_model_to_train_further():
