@@ -466,3 +466,15 @@ def test_an_unknown_option_of_any_job_is_refused():
     for verb in VERBS:
         with pytest.raises(BadInput, match="--nope"):
             parse(config_of(verb), ["--nope", "1"], verb)
+
+
+def test_help_names_the_choices_of_every_option(capsys):
+    """Those of a union of choices, too, as the source of jobs.evaluate."""
+    for verb in VERBS:
+        with pytest.raises(SystemExit):
+            parse(config_of(verb), ["--help", "all"], verb)
+        assert "null|" not in (shown := capsys.readouterr().out)
+        if verb == "evaluate":
+            assert (
+                "\n  --source given|sampled|blocks|others|protocol (default: protocol)\n" in shown
+            )

@@ -130,11 +130,16 @@ def _metavar(option: Action, types: Mapping[str, Any]) -> str:
     hint: Any = types.get(option.dest)
     if typing.get_origin(hint) is not tuple and option.metavar:  # the choices
         return str(option.metavar).strip("{}").replace(",", "|")
-    members = dict.fromkeys(
-        kind for kind in typing.get_args(hint) or [hint] if kind is not Ellipsis
-    )
-    name = "|".join(_TYPE_NAMES.get(kind, "null") for kind in members)
+    members = [kind for kind in typing.get_args(hint) or [hint] if kind is not Ellipsis]
+    name = "|".join(dict.fromkeys(name for kind in members for name in _value_names(kind)))
     return f"{name} …" if typing.get_origin(hint) is tuple else name
+
+
+def _value_names(kind: Any) -> list[str]:
+    """The words for the values of a type: its choices, or its name."""
+    if typing.get_origin(kind) is typing.Literal:
+        return [_plain(choice) for choice in typing.get_args(kind)]
+    return [_TYPE_NAMES.get(kind, "null")]
 
 
 def _plain(default: Any) -> str:
