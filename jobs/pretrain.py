@@ -115,7 +115,7 @@ def run(config: Config) -> program.Summary:
         state = trained.checkpoint if config.keep_training_state else ""
         files = launch.collect_model(out, state)
         # MLflow has the whole run, also the time before it was resumed.
-        picture = curves.draw({name: tracked.history(name) for name in curves.NAMES}, out.uri)
+        picture = curves.draw(tracked.histories(curves.NAMES), out.uri)
         tracked.attach({"curves.png": picture})
         files.append(out.write_file("curves.png", picture))
         encoder = out.publish(

@@ -31,6 +31,10 @@ from pipeline.drafts import RUN, Draft
 from pipeline.provenance import git_revision
 from pipeline.tasks import costs
 
+# MLflow's thread sends the numbers of a second together, and the last ones as soon as it is told to. Without
+# this it sends them one by one, and each `flush` waits for a second.
+os.environ.setdefault("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", "1")
+
 _SQLITE = "sqlite:///"
 local_store = ""
 """The data base on this machine that this process has logged a run to; "": none yet, or a server."""
@@ -64,14 +68,20 @@ class Run:
                 (Path(folder) / name).write_bytes(data)
             mlflow.log_artifacts(folder, run_id=self.run_id)
 
-    def history(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric in the order of the steps, also from before the job was resumed."""
+    def histories(self, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+        """(step, value) of each metric in the order of the steps, also from before the job was resumed."""
         self.flush()
         client = mlflow.MlflowClient(self.tracking_uri)
-        points = client.get_metric_history(self.run_id, _metric_name(name))
-        return sorted({point.step: point.value for point in points}.items())
+        points_of = {
+            name: client.get_metric_history(self.run_id, _metric_name(name)) for name in names
+        }
+        return {
+            name: sorted({point.step: point.value for point in points}.items())
+            for name, points in points_of.items()
+        }
 
     def flush(self) -> None:
+        """Waits until the server has all that was logged."""
         mlflow.flush_async_logging()
 
 

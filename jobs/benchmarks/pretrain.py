@@ -190,9 +190,13 @@ class _Side:
         run_job("pretrain", *self.options)
         manifest = open_artifact(self.output, "encoder").manifest
         tracked = tracking.Run(manifest["run_id"], tracking.server())
-        self.rates += steady_rates([value for _, value in tracked.history("tokens_per_s")])
-        self.waits += steady_rates([value for _, value in tracked.history("data_wait_share")])
-        self._steps_per_s = steady_rates([value for _, value in tracked.history("steps_per_s")])
+        histories = tracked.histories(("tokens_per_s", "data_wait_share", "steps_per_s"))
+        rates, waits, steps_per_s = (
+            steady_rates([value for _, value in points]) for points in histories.values()
+        )
+        self.rates += rates
+        self.waits += waits
+        self._steps_per_s = steps_per_s
 
     def tokens_per_step(self) -> float:
         """Tokens per step without padding, in the last run."""

@@ -646,7 +646,7 @@ def test_the_memory_of_a_dry_run_has_all_that_the_way_back_needs(
 def test_on_a_gpu_the_memory_of_a_dry_run_is_the_peak(monkeypatch):
     """Of one GPU that holds all weights; sharded, each of four has a quarter of them."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10_000)
-    pace = estimate._Pace(1, {}, 1.0, 1, kept_bytes=77)
+    pace = estimate._MeasuredSteps(1, {}, 1.0, 1, kept_bytes=77)
     memory = functools.partial(estimate._pretraining_memory, pace, 100, device=torch.device("cuda"))
     assert memory(sharded=1)[0] == 10_000
     assert memory(sharded=4)[0] == 10_000 - 1_600 + 400

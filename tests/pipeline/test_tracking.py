@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from pipeline import tracking
 from pipeline.artifact import Artifact
@@ -323,3 +324,27 @@ def test_another_job_in_the_place_of_a_refused_one_has_a_run_of_its_own(tmp_path
         pass
     assert run.run_id != refused.run_id
     assert mlflow.get_run(run.run_id).data.params["name"] == "y"
+
+
+def test_numbers_that_are_logged_at_once_are_sent_together(
+    tmp_path, tracking_uri, other_store, monkeypatch
+):
+    sent: list[int] = []
+    log_batch = SqlAlchemyStore.log_batch
+
+    def count(store, run_id, metrics, params, tags):
+        sent.append(len(metrics))
+        return log_batch(store, run_id, metrics, params, tags)
+
+    monkeypatch.setattr(SqlAlchemyStore, "log_batch", count)
+    try:
+        mlflow.set_tracking_uri(other_store(tmp_path / "other.db"))
+        with tracking.start("train", begin(tmp_path / "a")) as run:
+            sent.clear()
+            for step in range(20):
+                run.log({"loss": 1.0 / (step + 1)}, step)
+            curves = run.histories(["loss", "rate"])
+    finally:
+        mlflow.set_tracking_uri(tracking_uri)
+    assert curves == {"loss": [(step, 1.0 / (step + 1)) for step in range(20)], "rate": []}
+    assert sum(sent) == 20 and len(sent) <= 3
