@@ -7,12 +7,9 @@ tasks take no long training. Two nodes of one core on this machine, each a rayle
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zstandard
@@ -21,9 +18,9 @@ from pipeline.artifact import open_artifact
 from pipeline.config import BadInput
 from pipeline.corpora.raw import Reading, read_lines
 from pipeline.retrieval.pools.pool import Pool
-from tests.helpers import job_command, wait_until
+from tests.helpers import wait_until
 
-from .conftest import ROOT, Nodes, nodes_of_one_core
+from .conftest import Nodes, nodes_of_one_core
 
 pytestmark = pytest.mark.ray
 
@@ -53,31 +50,12 @@ def killed_in_mid_run(nodes: Nodes, start_job) -> Callable[..., None]:
     return run
 
 
-@pytest.fixture
-def resume(nodes: Nodes) -> Callable[..., dict[str, Any]]:
-    """The summary of a job that is started again on the cluster."""
-
-    def run(verb: str, *arguments: object) -> dict[str, Any]:
-        environment = {**os.environ, "RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "token"}
-        done = subprocess.run(
-            job_command(verb, *arguments), cwd=ROOT, env=environment,
-            capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "core_worker" not in done.stderr  # Ray's C++ code
-        summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        assert summary["already_done"] is False
-        return summary
-
-    return run
-
-
 def names_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def test_a_pool_is_that_of_an_undisturbed_run(
-    killed_in_mid_run, resume, run_job_here, tiny_ranker, tmp_path
+    killed_in_mid_run, run_job_here, tiny_ranker, tmp_path
 ):
     pools, texts = tmp_path / "pools", tmp_path / "texts.jsonl"
     rows = ({"id": str(number), "text": f"another text {number}"} for number in range(200))
@@ -95,8 +73,9 @@ def test_a_pool_is_that_of_an_undisturbed_run(
     with pytest.raises(BadInput, match="unfinished"):
         Pool.open(str(partial).removesuffix(".partial"))
 
-    resumed = resume(*command, pools)
+    resumed = run_job_here(*command, pools).summary  # where a job resumes does not matter
     whole = run_job_here(*command, tmp_path / "undisturbed").summary
+    assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]
     assert resumed["counts"] == {"records": 200, "candidates": 200, "shards": 100}
     assert (pools / "p" / "CURRENT").read_text().strip() == whole["version"]
@@ -106,7 +85,7 @@ def test_a_pool_is_that_of_an_undisturbed_run(
 
 
 def test_a_corpus_is_that_of_an_undisturbed_run(
-    killed_in_mid_run, resume, run_job_here, sample_files, tmp_path
+    killed_in_mid_run, run_job_here, sample_files, tmp_path
 ):
     output, dumps = tmp_path / "out", tmp_path / "in"
     dumps.mkdir()
@@ -137,8 +116,9 @@ def test_a_corpus_is_that_of_an_undisturbed_run(
     with pytest.raises(BadInput, match="unfinished"):
         open_artifact(str(output), "corpus")
 
-    resumed = resume(*command, output)
+    resumed = run_job_here(*command, output).summary
     whole = run_job_here(*command, tmp_path / "whole").summary
+    assert (resumed["already_done"], whole["already_done"]) == (False, False)
     assert resumed["fingerprint"] == whole["fingerprint"]
     assert resumed["counts"] == whole["counts"]
     assert names_below(output) == names_below(tmp_path / "whole")

@@ -226,6 +226,7 @@ def test_a_killed_shard_is_said_until_it_is_back_and_new_versions_reach_all_shar
     assert set(map(tuple, load.missing_shards)) == {(), (0,)}
 
 
+@pytest.mark.long
 def test_a_killed_shard_with_a_second_replica_is_not_noticed(port, model, pools):
     """So even if answers without the rows of a shard are refused."""
     args = app.Args(
