@@ -1,4 +1,5 @@
-"""Pre-training heads: masked language model (MLM) and next utterance or sentence (NUP, NSP).
+"""Pre-training heads: masked language model (MLM), next utterance or sentence (NUP, NSP), and the contrastive
+loss, which needs none.
 
 The MLM head is the one that `transformers` has for the encoder's architecture, so a published masked
 language model is continued with its head, and what is saved is such a model again.
@@ -20,6 +21,8 @@ from transformers import AutoModelForMaskedLM
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.config import BadInput
+from pipeline.models.losses import false_negatives, ranking_loss
+from pipeline.models.reduction import reduce
 from pipeline.models.shape import Shape
 from pipeline.models.tokens import Tokens
 from pipeline.models.transformer import Encoder, load_pretrained, new_config
@@ -29,6 +32,7 @@ NEXT_HEAD = "next_head.safetensors"
 # vocabulary of 30,000: 120 kB as float32, as much for its gradient, half of both in bf16. In more chunks
 # than one the head is computed twice: 1 to 2 % of a BERT-base step.
 _POSITIONS_AT_ONCE = 4096
+_COSINE_SCALE = 20.0
 
 
 class PretrainingSums(NamedTuple):
@@ -45,11 +49,11 @@ class PretrainingSums(NamedTuple):
     mlm_hits: Tensor
     """Predicted tokens whose most probable token is the true one."""
     next_sum: Tensor
-    """Binary cross-entropy of the pairs, nats."""
+    """Cross-entropy of the pairs, nats: binary, or over the responses of the batch (contrastive)."""
     next_hits: Tensor
-    """Pairs that are told apart rightly."""
+    """Pairs that are judged rightly."""
     pairs: Tensor
-    """Pairs that the next head judged."""
+    """Pairs that were judged."""
 
 
 class PretrainingModel(nn.Module):
@@ -110,13 +114,15 @@ class PretrainingModel(nn.Module):
         predicted_N: Tensor | None = None,
         labels_N: Tensor | None = None,
         is_next_B: Tensor | None = None,
+        response_keys_B: Tensor | None = None,
     ) -> PretrainingSums:
         """The sums of one batch.
 
         `predicted_N`: places in [B · T] of the tokens to predict, int64, each once; `labels_N`: their
-        true ids; both None: no MLM. `is_next_B`: whether the second text is the true one; None: no next
-        objective. The head that is left out gets gradients of zeros, as DistributedDataParallel waits
-        for one of every parameter.
+        true ids; both None: no MLM. `is_next_B`: whether the second text is the true one; None: not
+        asked. `response_keys_B`: the rows are B contexts and then their responses, each encoded alone, and
+        the contrastive loss is computed; equal keys name equal responses. The head that is left out gets
+        gradients of zeros, as DistributedDataParallel waits for one of every parameter.
         """
         hidden_BTD = self.encoder(tokens)
         zero = hidden_BTD.new_zeros((), dtype=torch.float32)
@@ -137,6 +143,11 @@ class PretrainingModel(nn.Module):
             )
             next_hits = ((logits_B.detach() > 0) == is_next_B).sum().float()
             pairs = zero + len(is_next_B)
+        if response_keys_B is not None:
+            vectors = reduce(hidden_BTD.float(), tokens.mask_BT, "mean", 0)
+            contrastive_sum, next_hits = _contrastive(vectors, response_keys_B)
+            next_sum = next_sum + contrastive_sum
+            pairs = zero + len(response_keys_B)
         return PretrainingSums(mlm_sum, mlm_count, mlm_hits, next_sum, next_hits, pairs)
 
     def mlm_logits(self, hidden_ND: Tensor) -> Tensor:
@@ -169,6 +180,23 @@ class PretrainingModel(nn.Module):
         shared = set(self.encoder.parameters())
         sums = [weight.sum() for weight in head.parameters() if weight not in shared]
         return torch.stack(sums).sum() * 0
+
+
+def _contrastive(vectors: Tensor, response_keys_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of each context's response among those of the batch, and how many come
+    first. `vectors` float32 [2B, D]: contexts, then responses.
+
+    TOD-BERT's response contrastive loss (arXiv 2004.06871, section 3.3) with cosines in place of dot
+    products, times 20 as in sentence-transformers' MultipleNegativesRankingLoss.
+    """
+    with torch.autocast(vectors.device.type, enabled=False):
+        contexts_BD, responses_BD = F.normalize(vectors, dim=1).chunk(2)
+        scores_BB = _COSINE_SCALE * contexts_BD @ responses_BD.T
+        label_B = torch.arange(len(response_keys_B), device=vectors.device)
+        excluded_BB = false_negatives(response_keys_B, label_B)
+        loss_sum = ranking_loss(scores_BB, label_B, excluded_BB) * len(label_B)
+    best_B = scores_BB.detach().masked_fill(excluded_BB, -torch.inf).argmax(dim=1)
+    return loss_sum, (best_B == label_B).sum().float()
 
 
 class _BaseStub(nn.Module):

@@ -218,6 +218,6 @@ def _compute(
 def _flops_per_token(recipe: Pretraining) -> int:
     """Operations per token of the longest pair, with its predicted tokens."""
     model, _ = recipe.model()
-    longest = recipe.pretrain.longest_pair
+    longest = recipe.pretrain.longest_row
     predicted = round(recipe.pretrain.masked_share * longest)
     return TrainingFlops.of(model.encoder, model.mlm).step([longest], predicted) // longest

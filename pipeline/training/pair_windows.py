@@ -83,13 +83,13 @@ class WindowReader:
         responses = Texts.of(table["response"], keep_response, newest=False)
         rng = np.random.default_rng([self.rows.seed, self.corpus, epoch, window, lane])
         other_responses, share = None, 0.0
-        if self.config.objective != "mlm":
+        if self.config.random_pairs:
             other_responses = self._read_other_responses(order, first_place, end_place, rng)
             share = self.config.random_share
         # The place in the epoch's order, which no number of lanes or workers changes, names an example.
         keys_R = example_keys(self.rows.seed, self.corpus, epoch, np.arange(first_place, end_place))
         pairs = utterance_pairs.make_pairs(contexts, responses, other_responses, keys_R, share)
-        return Window(pairs, utterance_pairs.cut(pairs.lengths, self.config.lane_tokens, rng))
+        return Window(pairs, cut_pairs(pairs, self.config, rng))
 
     def _read_other_responses(
         self, order: Epoch, start: int, stop: int, rng: np.random.Generator
@@ -144,6 +144,12 @@ class WindowStream:
         return self._epoch + 1, 0
 
 
+def cut_pairs(pairs: Pairs, config: PretrainConfig, rng: np.random.Generator) -> list[Ints]:
+    """Rows of micro-batches of similar length, in random order."""
+    lengths_R = pairs.padded_apart if config.texts_apart else pairs.lengths
+    return utterance_pairs.cut(lengths_R, config.lane_tokens, rng)
+
+
 def sample_valid_pairs(
     corpus: TokenizedCorpus, number: int, count: int, config: PretrainConfig, seed: int
 ) -> Pairs:
@@ -161,7 +167,7 @@ def sample_valid_pairs(
     keep_context, keep_response = utterance_pairs.keep(config)
     contexts = Texts.of(table["context"], keep_context, newest=True)
     responses = Texts.of(table["response"], keep_response, newest=False)
-    share = 0.0 if config.objective == "mlm" else config.random_share
+    share = config.random_share if config.random_pairs else 0.0
     keys_R = example_keys(seed, number, 0, drawn_rows)
     return utterance_pairs.make_pairs(contexts, responses, responses, keys_R, share)
 

@@ -1,5 +1,8 @@
 """Pre-training: an encoder that predicts masked tokens (MLM) and the next utterance or sentence.
 
+The next utterance is told from a random one where both stand in a pair (NUP), or from the other responses
+of the micro-batch by the vectors of texts that are encoded alone (contrastive).
+
 A step is one micro-batch of every lane (pretraining_batches.py). Each loss is the sum over all
 micro-batches of all workers, divided by the number of their predictions, so the number of workers does not
 change the objective.
@@ -24,7 +27,7 @@ from pipeline.models.precision import resolve_precision
 from pipeline.models.pretraining_heads import PretrainingModel, PretrainingSums
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source
-from pipeline.models.tokens import Tokenizer
+from pipeline.models.tokens import Tokenizer, Tokens
 from pipeline.training.loop import Autocast, Task
 from pipeline.training.meter import StepMetrics, Weighted
 from pipeline.training.optimization import optimization
@@ -63,9 +66,7 @@ class _Accumulation:
             torch.manual_seed(_lane_seed(self._seed, self._step, lane))
             with _gradient_sync(model, is_last=number == len(batch.parts) - 1):
                 with autocast:
-                    sums: PretrainingSums = model(
-                        part.tokens, part.predicted_N, part.labels_N, part.is_next_B
-                    )
+                    sums: PretrainingSums = model(*_model_inputs(part))
                 # Ranks' gradients are averaged, so each rank's share of the sum counts `world` times.
                 share = sums.mlm_sum / max(1, total_predicted) + sums.next_sum / max(1, total_pairs)
                 torch.autograd.backward(share * world)
@@ -80,6 +81,10 @@ class _Accumulation:
             metrics["next_loss"] = Weighted(step_sums.next_sum, pairs)
             metrics["next_accuracy"] = Weighted(step_sums.next_hits, pairs)
         return loss, metrics
+
+
+def _model_inputs(part: MicroBatch) -> tuple[Tokens, *tuple[Tensor | None, ...]]:
+    return part.tokens, part.predicted_N, part.labels_N, part.is_next_B, part.response_keys_B
 
 
 def _sum_over_ranks(predicted: int, pairs: int, device: torch.device) -> tuple[float, float, int]:
@@ -131,7 +136,7 @@ class PretrainingValidation:
             number = start + self.rank
             batch = self.batches[min(number, len(self.batches) - 1)].to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                sums = self.model(batch.tokens, batch.predicted_N, batch.labels_N, batch.is_next_B)
+                sums = self.model(*_model_inputs(batch))
             if number < len(self.batches):
                 total += torch.stack([value.double() for value in sums])
         if dist.is_initialized():
@@ -178,9 +183,10 @@ class Pretraining:
             model, start_note = PretrainingModel.from_encoder(folder)
             self._require_own_tokenizer(folder, int(model.encoder.hf.config.vocab_size))
         positions = model.encoder.positions
-        require(config.longest_pair <= positions, "pretrain.max_context_tokens",
+        require(config.longest_row <= positions, "pretrain.max_context_tokens",
                 config.max_context_tokens,
-                f"with max_response_tokens at most the encoder's positions, {positions}")  # fmt: skip
+                f"{'and' if config.texts_apart else 'with'} max_response_tokens at most the encoder's "
+                f"positions, {positions}")  # fmt: skip
         if config.gradient_checkpointing:
             model.encoder.recompute_layers()
         return model, start_note

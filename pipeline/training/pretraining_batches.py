@@ -31,6 +31,7 @@ from pipeline.training.batches import ahead
 from pipeline.training.pair_windows import (
     WindowReader,
     WindowStream,
+    cut_pairs,
     require_text_lengths,
     sample_valid_pairs,
 )
@@ -48,6 +49,7 @@ from pipeline.training.utterance_pairs import Pairs
 
 _STEPS_AHEAD = 2
 _MIX = 1 << 20  # what a hash decides: the corpus of a micro-batch
+_RESPONSE_MASKS = 1 << 21  # a response's masks, where it is a row of its own
 
 
 class LanePosition(TypedDict):
@@ -75,6 +77,9 @@ class MicroBatch:
     """The true ids of the predicted tokens, int64; None as `predicted_N`."""
     is_next_B: Tensor | None
     """bool: whether the second text is the context's own; None: this step does not ask."""
+    response_keys_B: Tensor | None = None
+    """The rows of `tokens` are B contexts and then their B responses, which are told apart; equal
+    responses have equal keys, int64. None: each row is a pair."""
 
     @property
     def token_count(self) -> int:
@@ -89,7 +94,8 @@ class MicroBatch:
     @property
     def pair_count(self) -> int:
         """Pairs whose next utterance is predicted."""
-        return 0 if self.is_next_B is None else len(self.is_next_B)
+        asked = self.is_next_B if self.response_keys_B is None else self.response_keys_B
+        return 0 if asked is None else len(asked)
 
     def to(self, device: torch.device) -> MicroBatch:
         """The batch on a device; from pinned memory the copy does not wait."""
@@ -114,6 +120,7 @@ class MicroBatch:
             change_optional(self.predicted_N),
             change_optional(self.labels_N),
             change_optional(self.is_next_B),
+            change_optional(self.response_keys_B),
         )
 
 
@@ -154,6 +161,8 @@ class _Collator:
 
     def micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
         """The micro-batch of a step: an alternating run masks tokens in even steps only."""
+        if self.config.texts_apart:
+            return self._micro_batch_apart(pairs, rows_B)
         objective = self.config.objective
         masks_tokens = objective != "alternate" or step % 2 == 0
         asks_next = objective == "joint" or (objective == "alternate" and step % 2 == 1)
@@ -177,6 +186,26 @@ class _Collator:
             None if predicted_N is None else torch.from_numpy(predicted_N),
             None if labels_N is None else torch.from_numpy(labels_N),
             torch.from_numpy(pairs.is_next_R[rows_B]) if asks_next else None,
+        )
+
+    def _micro_batch_apart(self, pairs: Pairs, rows_B: Ints) -> MicroBatch:
+        ids, lengths = utterance_pairs.layout_apart(pairs, rows_B, self.vocabulary)
+        keys_B = pairs.keys_R[rows_B]
+        keys = np.concatenate([keys_B, derive_keys(keys_B, _RESPONSE_MASKS)])
+        ids, predicted_N, labels_N = self.masker.mask_pairs(
+            ids, lengths, np.ones_like(lengths), keys
+        )
+        tokens = Tokens(
+            torch.from_numpy(ids),
+            torch.from_numpy(np.arange(ids.shape[1]) < lengths[:, None]),
+            tuple(lengths.tolist()),
+        )
+        return MicroBatch(
+            tokens,
+            torch.from_numpy(predicted_N),
+            torch.from_numpy(labels_N),
+            is_next_B=None,
+            response_keys_B=torch.from_numpy(pairs.second_prints(rows_B).view(np.int64)),
         )
 
 
@@ -325,7 +354,7 @@ def validation_batches(
         count = max(1, int(config.valid_examples * weight / total))
         pairs = sample_valid_pairs(corpus, number, count, config, seed)
         rng = np.random.default_rng([seed, number])
-        for rows_B in utterance_pairs.cut(pairs.lengths, config.lane_tokens, rng):
+        for rows_B in cut_pairs(pairs, config, rng):
             for step in (0, 1) if config.objective == "alternate" else (0,):
                 batches.append(collator.micro_batch(pairs, rows_B, step))
     return batches[rank::world]

@@ -10,7 +10,7 @@ from pipeline.options.unread import read_when
 
 TOKENS = "tokens"
 """The kind of artifact that a tokenized corpus is."""
-Objective = Literal["joint", "alternate", "mlm"]
+Objective = Literal["joint", "alternate", "mlm", "contrastive"]
 MaskingRule = Literal["bert", "xlm"]
 
 # About 10 GB of activations in a BERT-base encoder in bfloat16, without gradient checkpointing.
@@ -32,7 +32,9 @@ class PretrainConfig:
     objective: Objective = "joint"
     """joint: every batch trains masked tokens and the next utterance (BERT). alternate: even steps train
     masked tokens, odd steps the next utterance, without masks (the Poly-encoder paper). mlm: masked tokens
-    only, and all pairs are true."""
+    only, and all pairs are true. contrastive: every batch trains masked tokens and, from the mean vector of
+    each text, which of the responses in its micro-batch is a context's own (TOD-BERT); for bi- and
+    poly-encoders."""
     masking: MaskingRule = "bert"
     """bert: special tokens are never predicted. xlm: separators are predicted like other tokens; only
     padding and the first position never are."""
@@ -48,7 +50,8 @@ class PretrainConfig:
     """First text of a pair: its newest tokens, as many as fit with [CLS] and [SEP]."""
     max_response_tokens: int = 72
     """Second text of a pair: its first tokens, as many as fit with [CLS] and [SEP] where it stands alone.
-    A pair shares the [CLS], so it has at most max_context_tokens + max_response_tokens - 1 tokens."""
+    A pair shares the [CLS], so it has at most max_context_tokens + max_response_tokens - 1 tokens;
+    contrastive reads two texts."""
     random_share: float = field(
         default=0.5, metadata=read_when({"pretrain.objective": ("joint", "alternate")})
     )
@@ -83,8 +86,26 @@ class PretrainConfig:
 
     @property
     def longest_pair(self) -> int:
-        """Tokens of the longest pair: [CLS] context [SEP] response [SEP]."""
+        """Tokens that the longest pair takes in a micro-batch: [CLS] context [SEP] response [SEP], or, with
+        texts apart, two rows of the same width."""
+        return 2 * self.longest_row if self.texts_apart else self.longest_row
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens that the encoder reads at once at most."""
+        if self.texts_apart:
+            return max(self.max_context_tokens, self.max_response_tokens)
         return self.max_context_tokens + self.max_response_tokens - 1
+
+    @property
+    def texts_apart(self) -> bool:
+        """Whether the encoder reads contexts and responses as rows of their own."""
+        return self.objective == "contrastive"
+
+    @property
+    def random_pairs(self) -> bool:
+        """Whether a share of the contexts gets the response of another example."""
+        return self.objective in ("joint", "alternate")
 
     @property
     def lanes(self) -> int:

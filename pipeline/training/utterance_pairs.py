@@ -70,6 +70,16 @@ class Pairs:
         total: Ints = self.context_lengths_R + self.second_lengths_R + 3
         return total
 
+    @property
+    def padded_apart(self) -> Ints:
+        """Tokens of each pair as two padded rows, int64 [R]: [CLS] context [SEP] and [CLS] response [SEP]."""
+        total: Ints = 2 * (np.maximum(self.context_lengths_R, self.second_lengths_R) + 2)
+        return total
+
+    def second_prints(self, rows: Ints) -> Keys:
+        """The same for the same second text, uint64."""
+        return Texts(self.ids_F, self.second_starts_R, self.second_lengths_R).fingerprints(rows)
+
 
 def make_pairs(
     contexts: Texts, responses: Texts, pool: Texts | None, keys_R: Keys, random_share: float
@@ -151,6 +161,19 @@ def layout(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, In
     ids_BT[number_B, ends_B] = vocabulary.sep
     ids_BT[number_B, lengths_B - 1] = vocabulary.sep
     return ids_BT, lengths_B, ends_B + 1
+
+
+def layout_apart(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints]:
+    """(ids [2B, T], lengths [2B]) of B rows [CLS] context [SEP] and then B rows [CLS] response [SEP]."""
+    starts = np.concatenate([pairs.context_starts_R[rows_B], pairs.second_starts_R[rows_B]])
+    text_lengths = np.concatenate([pairs.context_lengths_R[rows_B], pairs.second_lengths_R[rows_B]])
+    lengths = text_lengths + 2
+    places_T = np.arange(lengths.max())
+    ids: Ints = pairs.ids_F.take(starts[:, None] + places_T - 1, mode="clip").astype(np.int64)
+    ids[places_T >= lengths[:, None]] = vocabulary.pad
+    ids[:, 0] = vocabulary.cls
+    ids[np.arange(len(ids)), lengths - 1] = vocabulary.sep
+    return ids, lengths
 
 
 def keep(config: PretrainConfig) -> tuple[int, int]:

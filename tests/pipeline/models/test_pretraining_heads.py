@@ -108,6 +108,42 @@ def test_right_predictions_are_counted(model, batch):
     assert (wrong.mlm_hits.item(), wrong.next_hits.item()) == (0, 0)
 
 
+@pytest.fixture
+def texts(tiny):
+    """Rows of three contexts and of their responses; the first and the last response are equal."""
+    rows = [[2, 7, 8, 3], [2, 9, 3], [2, 7, 3], [2, 10, 3], [2, 11, 12, 13, 3], [2, 10, 3]]
+    return tiny.tokenizer().batch(rows), torch.tensor([5, -6, 5])
+
+
+def test_the_contrastive_loss_tells_a_response_from_the_others_of_the_batch(model, texts, tmp_path):
+    tokens, keys = texts
+    hf = plain(model, tmp_path)
+    with torch.no_grad():
+        sums = model(tokens, response_keys_B=keys)
+        hidden = hf.base_model(**inputs(tokens, hf)).last_hidden_state.double().numpy()
+    means = np.array(
+        [row[:count].mean(0) for row, count in zip(hidden, tokens.lengths, strict=True)]
+    )
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    scores = 20 * means[:3] @ means[3:].T
+    scores[0, 2] = scores[2, 0] = -np.inf  # the same text is no wrong answer
+    expected = [-log_softmax(scores[row])[row] for row in range(3)]
+    assert sums.next_sum.item() == pytest.approx(sum(expected), rel=1e-4)
+    assert sums.next_hits.item() == (scores.argmax(1) == np.arange(3)).sum()
+    assert (sums.pairs.item(), sums.mlm_count.item()) == (3, 0)
+
+
+def test_the_contrastive_loss_trains_the_encoder_and_leaves_both_heads_alone(model, texts):
+    tokens, keys = texts
+    _, found = gradients(model, tokens, None, None, None, keys)
+    assert [name for name, gradient in found.items() if gradient is None] == []
+    of_encoder = {id(value) for value in model.encoder.parameters()}
+    heads = [value for value in model.parameters() if id(value) not in of_encoder]
+    assert heads
+    assert all((value.grad == 0).all() for value in heads)
+    assert any(value.grad.abs().max() > 1e-3 for value in model.encoder.parameters())
+
+
 def gradients(model, *given):
     model.zero_grad(set_to_none=True)
     sums = model(*given)

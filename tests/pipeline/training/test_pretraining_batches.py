@@ -92,7 +92,9 @@ def take(batches, steps, cursors=()):
 
 def plain(batch):
     """All that a model sees, to compare."""
-    fields = [*batch.tokens, batch.predicted_N, batch.labels_N, batch.is_next_B]
+    fields = [
+        *batch.tokens, batch.predicted_N, batch.labels_N, batch.is_next_B, batch.response_keys_B,
+    ]  # fmt: skip
     return str([field.tolist() if torch.is_tensor(field) else field for field in fields])
 
 
@@ -272,6 +274,77 @@ def test_an_alternating_run_masks_in_even_steps_and_asks_for_the_next_in_odd_one
             assert (batch.is_next_B is None) == (step % 2 == 0)
             assert (batch.pair_count, batch.predicted_count)[step % 2] == 0
             assert step % 2 == 0 or MASK not in batch.tokens.ids_BT
+
+
+def numbers_apart(batch):
+    """Per pair: (the number of its context, that of its response), each a row of its own."""
+    found = []
+    for row, length in zip(true_ids(batch).tolist(), batch.tokens.lengths, strict=True):
+        assert row[0] == CLS and row[length - 1] == SEP
+        assert row[length:] == [PAD] * (len(row) - length)
+        (number,) = set(row[1 : length - 1])
+        found.append(number - FIRST)
+    half = len(found) // 2
+    return list(zip(found[:half], found[half:], strict=True))
+
+
+APART = {"objective": "contrastive", "batch_tokens": 160, "micro_batch_tokens": 40}
+
+
+def test_a_contrastive_batch_has_contexts_and_then_their_own_responses(corpus_of):
+    seen = set()
+    for batches, _ in take(batches_of(corpus_of(70), **APART), 20):
+        for batch in batches:
+            pairs = numbers_apart(batch)
+            assert all(context == response for context, response in pairs)
+            assert batch.tokens.ids_BT.numel() <= 40
+            assert batch.tokens.mask_BT.sum(1).tolist() == list(batch.tokens.lengths)
+            assert batch.tokens.segments_BT is None and batch.is_next_B is None
+            assert batch.pair_count == len(batch.response_keys_B) == len(pairs)
+            assert batch.response_keys_B.dtype == torch.int64
+            assert len(batch.response_keys_B.unique()) == len(pairs)
+            assert plain(batch.to(torch.device("cpu"))) == plain(batch)
+            seen.update(pairs)
+    assert len(seen) == 70
+
+
+def test_equal_responses_have_equal_keys(corpus_of):
+    for batches, _ in take(batches_of(corpus_of(70, same_response=True), **APART), 5):
+        for batch in batches:
+            assert len(batch.response_keys_B.unique()) == 1
+
+
+def test_a_contrastive_batch_masks_both_texts_each_for_itself(corpus_of):
+    share = {0: [], 1: []}
+    same = 0
+    for batches, _ in take(batches_of(corpus_of(70), masked_share=0.5, **APART), 40):
+        for batch in batches:
+            width, half = batch.tokens.ids_BT.shape[1], batch.pair_count
+            is_predicted = torch.zeros(batch.tokens.ids_BT.numel(), dtype=torch.bool)
+            is_predicted[batch.predicted_N] = True
+            rows = is_predicted.view(-1, width)
+            assert not rows[:, 0].any() and not rows[~batch.tokens.mask_BT].any()
+            for number, length in enumerate(batch.tokens.lengths):
+                share[number >= half] += rows[number, 1 : length - 1].tolist()
+            same += (rows[:half, 1:3] == rows[half:, 1:3]).all(1).sum().item() / half
+    assert np.mean(share[0]) == pytest.approx(0.5, abs=0.05)
+    assert np.mean(share[1]) == pytest.approx(0.5, abs=0.05)
+    assert same < 0.8 * 160  # 160 micro-batches: all alike if a response had its context's key
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_workers_share_out_the_same_contrastive_batches(corpus_of, world):
+    alone, cursors = global_batches(corpus_of(70), 1, 12, **APART)
+    assert global_batches(corpus_of(70), world, 12, **APART)[0] == alone
+    resumed, _ = global_batches(corpus_of(70), world, 5, cursors[6], **APART)
+    assert resumed == alone[7:]
+
+
+def test_a_contrastive_micro_batch_has_room_for_two_rows_of_the_longest_text():
+    with pytest.raises(BadInput, match=r"micro_batch_tokens: 17 .*the longest pair, 18"):
+        config_of(**{**APART, "batch_tokens": 68, "micro_batch_tokens": 17})
+    config = config_of(**{**APART, "batch_tokens": 72, "micro_batch_tokens": 18})
+    assert (config.longest_row, config.lane_tokens) == (9, 18)
 
 
 def masks_of(corpus, steps, **settings):
