@@ -29,7 +29,7 @@ from pipeline.training.settings import LoopConfig
 from tests.helpers import run_in_processes
 
 CPU, WORLD, STEPS, HALF = torch.device("cpu"), 2, 8, 4
-OBJECTIVES = ("joint", "alternate")
+OBJECTIVES = ("joint", "alternate", "contrastive")
 
 
 def gradients(recipe, rank, world):
@@ -176,10 +176,12 @@ def oracle(recipe, folder):
             return torch.cat(padded)
 
         tokens = [part.tokens for part in batch.parts]
-        ids, mask, segments = (
-            together([getattr(one, name).long() for one in tokens])
-            for name in ("ids_BT", "mask_BT", "segments_BT")
+        ids, mask = (
+            together([getattr(one, name).long() for one in tokens]) for name in ("ids_BT", "mask_BT")
         )
+        segments = torch.zeros_like(ids)
+        if tokens[0].segments_BT is not None:
+            segments = together([one.segments_BT for one in tokens])
         out = plain(ids, attention_mask=mask, token_type_ids=segments, output_hidden_states=True)
         labels = [
             torch.full(part.tokens.ids_BT.shape, -100).flatten().index_put(
@@ -199,6 +201,8 @@ def oracle(recipe, folder):
             wanted = torch.cat([part.is_next_B for part in batch.parts]).double()
             logits = head(out.hidden_states[-1][:, 0])[:, 0]
             loss = loss + F.binary_cross_entropy_with_logits(logits, wanted)
+        if batch.parts[0].response_keys_B is not None:
+            loss = loss + contrastive_loss(out.hidden_states[-1], mask, batch.parts)
         loss.backward()
         named = {
             **dict(plain.named_parameters()),
@@ -207,6 +211,19 @@ def oracle(recipe, folder):
         }
         found.append({name: value.grad for name, value in named.items()})
     return found
+
+
+def contrastive_loss(hidden, mask, parts):
+    """The mean over all pairs; each chooses among the responses of its own micro-batch."""
+    means = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+    losses, start = [], 0
+    for part in parts:
+        half = part.pair_count
+        contexts, responses = means[start : start + half], means[start + half : start + 2 * half]
+        start += 2 * half
+        scores = 20 * F.cosine_similarity(contexts[:, None], responses[None], dim=2)
+        losses.append(F.cross_entropy(scores, torch.arange(half), reduction="none"))
+    return torch.cat(losses).mean()
 
 
 def theirs(name):

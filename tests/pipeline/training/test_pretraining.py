@@ -93,7 +93,7 @@ def test_validation_measures_every_held_out_token_once(recipe, published):
     assert len(again) == len(task.validation.batches)  # all ranks know all of them
 
 
-@pytest.mark.parametrize("objective", ["joint", "alternate", "mlm"])
+@pytest.mark.parametrize("objective", ["joint", "alternate", "mlm", "contrastive"])
 def test_each_objective_shows_its_losses(recipe, objective):
     task = replace(recipe, pretrain=replace(recipe.pretrain, objective=objective)).build(0, 1)
     walk, names = task.batches.start(()), []
@@ -106,6 +106,7 @@ def test_each_objective_shows_its_losses(recipe, objective):
         "joint": [{"mlm", "next"}] * 2,
         "alternate": [{"mlm"}, {"next"}],
         "mlm": [{"mlm"}] * 2,
+        "contrastive": [{"mlm", "next"}] * 2,
     }
     assert names == wanted[objective]
 
