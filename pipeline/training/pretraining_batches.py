@@ -192,9 +192,11 @@ class _Collator:
         ids, lengths = utterance_pairs.layout_apart(pairs, rows_B, self.vocabulary)
         keys_B = pairs.keys_R[rows_B]
         keys = np.concatenate([keys_B, derive_keys(keys_B, _RESPONSE_MASKS)])
-        ids, predicted_N, labels_N = self.masker.mask_pairs(
-            ids, lengths, np.ones_like(lengths), keys
-        )
+        predicted_N = labels_N = None
+        if self.config.masked_share:
+            ids, predicted_N, labels_N = self.masker.mask_pairs(
+                ids, lengths, np.ones_like(lengths), keys
+            )
         tokens = Tokens(
             torch.from_numpy(ids),
             torch.from_numpy(np.arange(ids.shape[1]) < lengths[:, None]),
@@ -202,8 +204,8 @@ class _Collator:
         )
         return MicroBatch(
             tokens,
-            torch.from_numpy(predicted_N),
-            torch.from_numpy(labels_N),
+            None if predicted_N is None else torch.from_numpy(predicted_N),
+            None if labels_N is None else torch.from_numpy(labels_N),
             is_next_B=None,
             response_keys_B=torch.from_numpy(pairs.second_prints(rows_B).view(np.int64)),
         )

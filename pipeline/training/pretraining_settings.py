@@ -40,7 +40,7 @@ class PretrainConfig:
     padding and the first position never are."""
     masked_share: float = 0.15
     """Share of the tokens that are predicted. Of these 80 % become the mask token, 10 % a random token, and
-    10 % stay."""
+    10 % stay. 0, with contrastive only: no masks, and the MLM head learns nothing."""
     rare_token_alpha: float = 0.0
     """Predict a token with a probability proportional to (its count in the corpus)^-alpha, so that rare
     tokens are predicted more often (XLM's sample_alpha); 0: all tokens alike."""
@@ -69,9 +69,11 @@ class PretrainConfig:
             require(getattr(self, name) >= 1, f"pretrain.{name}", getattr(self, name), ">= 1")
         for name in ("max_context_tokens", "max_response_tokens"):
             require(getattr(self, name) >= 3, f"pretrain.{name}", getattr(self, name), ">= 3")
-        for name in ("masked_share", "random_share"):
-            value = getattr(self, name)
-            require(0 < value < 1, f"pretrain.{name}", value, "between 0 and 1")
+        require(0 < self.random_share < 1, "pretrain.random_share", self.random_share,
+                "between 0 and 1")  # fmt: skip
+        share, lowest = self.masked_share, 0 if self.objective == "contrastive" else 1e-6
+        require(lowest <= share < 1, "pretrain.masked_share", share,
+                "between 0 and 1; 0 with pretrain.objective 'contrastive' only")  # fmt: skip
         require(
             self.rare_token_alpha >= 0, "pretrain.rare_token_alpha", self.rare_token_alpha, ">= 0"
         )

@@ -70,12 +70,6 @@ class Pairs:
         total: Ints = self.context_lengths_R + self.second_lengths_R + 3
         return total
 
-    @property
-    def padded_apart(self) -> Ints:
-        """Tokens of each pair as two padded rows, int64 [R]: [CLS] context [SEP] and [CLS] response [SEP]."""
-        total: Ints = 2 * (np.maximum(self.context_lengths_R, self.second_lengths_R) + 2)
-        return total
-
     def second_prints(self, rows: Ints) -> Keys:
         """The same for the same second text, uint64."""
         return Texts(self.ids_F, self.second_starts_R, self.second_lengths_R).fingerprints(rows)

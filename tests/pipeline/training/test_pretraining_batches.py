@@ -308,6 +308,16 @@ def test_a_contrastive_batch_has_contexts_and_then_their_own_responses(corpus_of
     assert len(seen) == 70
 
 
+def test_contrastive_micro_batches_have_as_many_pairs_whatever_their_lengths(corpus_of):
+    """Two rows of at most 9 tokens a pair: 160 tokens hold 8; a window of 20 pairs has 8, 8 and 4."""
+    settings = {**APART, "micro_batch_tokens": 160, "window_rows": 20}
+    steps = [batches[0] for batches, _ in take(batches_of(corpus_of(60), **settings), 9)]
+    windows = [sorted(batch.pair_count for batch in steps[at : at + 3]) for at in (0, 3, 6)]
+    assert windows == [[4, 8, 8]] * 3
+    lengths = [batch.tokens.lengths[: batch.pair_count] for batch in steps if batch.pair_count == 8]
+    assert np.mean([max(row) - min(row) for row in lengths]) > 3
+
+
 def test_equal_responses_have_equal_keys(corpus_of):
     for batches, _ in take(batches_of(corpus_of(70, same_response=True), **APART), 5):
         for batch in batches:
