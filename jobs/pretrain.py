@@ -1,4 +1,4 @@
-"""Trains an encoder by masked language modelling and next-utterance (or next-sentence) prediction."""
+"""Trains an encoder to predict masked tokens, and to tell the next utterance (or sentence) from others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _MAY_CHANGE = ("pretrain.steps", "pretrain.gradient_checkpointing")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Pre-trains an encoder on pairs: MLM + NUP (dialogues), MLM + NSP (Wikipedia's sentence pairs)."""
+    """Pre-trains an encoder on pairs: MLM + NUP (dialogues), MLM + NSP (Wikipedia's sentence pairs), or
+    contrastive (single texts)."""
 
     ALIASES = MappingProxyType({"encoder": "shape"})
     corpus: tuple[str, ...]

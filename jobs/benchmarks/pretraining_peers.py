@@ -106,7 +106,7 @@ def bare_step(
     for part in parts:
         batch = part.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            sums = model(batch.tokens, batch.predicted_N, batch.labels_N, batch.is_next_B)
+            sums = model(*batch.model_inputs)
         (sums.mlm_sum / predicted + sums.next_sum / pairs).backward()
     optimizer.clip()
     optimizer.optimizer.step()

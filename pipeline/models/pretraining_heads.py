@@ -1,5 +1,5 @@
-"""Pre-training heads: masked language model (MLM), next utterance or sentence (NUP, NSP), and the contrastive
-loss, which needs none.
+"""Pre-training heads: masked language model (MLM) and next utterance or sentence (NUP, NSP); and the
+contrastive loss, which has no head.
 
 The MLM head is the one that `transformers` has for the encoder's architecture, so a published masked
 language model is continued with its head, and what is saved is such a model again.
@@ -96,7 +96,7 @@ class PretrainingModel(nn.Module):
         mlm = f"MLM head new ({', '.join(missing)})" if missing else "MLM head loaded"
         return model, f"{mlm}, next head {'loaded' if next_head else 'new'}"
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, with_next_head: bool = True) -> None:
         """Writes the masked language model as a `transformers` directory, which AutoModelForMaskedLM
         loads with its head and AutoModel without, and the next head beside it."""
         prefix = self.mlm.base_model_prefix
@@ -105,8 +105,11 @@ class PretrainingModel(nn.Module):
             self.mlm.save_pretrained(str(folder), safe_serialization=True)
         finally:
             setattr(self.mlm, prefix, _BaseStub())
-        head = {name: value.detach().contiguous() for name, value in self.next.named_parameters()}
-        save_file(head, folder / NEXT_HEAD)
+        if with_next_head:
+            head = {
+                name: value.detach().contiguous() for name, value in self.next.named_parameters()
+            }
+            save_file(head, folder / NEXT_HEAD)
 
     def forward(
         self,
@@ -119,8 +122,8 @@ class PretrainingModel(nn.Module):
         """The sums of one batch.
 
         `predicted_N`: places in [B · T] of the tokens to predict, int64, each once; `labels_N`: their
-        true ids; both None: no MLM. `is_next_B`: whether the second text is the true one; None: not
-        asked. `response_keys_B`: the rows are B contexts and then their responses, each encoded alone, and
+        true ids; both None: no MLM. `is_next_B`: whether the second text is the true one; None: no
+        NUP. `response_keys_B`: the rows are B contexts and then their responses, each encoded alone, and
         the contrastive loss is computed; equal keys name equal responses. The head that is left out gets
         gradients of zeros, as DistributedDataParallel waits for one of every parameter.
         """
@@ -190,11 +193,12 @@ def _contrastive(vectors: Tensor, response_keys_B: Tensor) -> tuple[Tensor, Tens
     products, times 20 as in sentence-transformers' MultipleNegativesRankingLoss.
     """
     with torch.autocast(vectors.device.type, enabled=False):
-        contexts_BD, responses_BD = F.normalize(vectors, dim=1).chunk(2)
+        vectors, count = F.normalize(vectors, dim=1), len(response_keys_B)
+        contexts_BD, responses_BD = vectors[:count], vectors[count:]
         scores_BB = _COSINE_SCALE * contexts_BD @ responses_BD.T
-        label_B = torch.arange(len(response_keys_B), device=vectors.device)
+        label_B = torch.arange(count, device=vectors.device)
         excluded_BB = false_negatives(response_keys_B, label_B)
-        loss_sum = ranking_loss(scores_BB, label_B, excluded_BB) * len(label_B)
+        loss_sum = ranking_loss(scores_BB, label_B, excluded_BB) * count
     best_B = scores_BB.detach().masked_fill(excluded_BB, -torch.inf).argmax(dim=1)
     return loss_sum, (best_B == label_B).sum().float()
 

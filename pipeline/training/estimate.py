@@ -47,7 +47,10 @@ def estimate_pretraining(
     )
     rate = measured.work["tokens"] / measured.seconds
     steps = config.steps - steps_done
-    tokens = steps * config.batch_tokens
+    step_tokens = config.batch_tokens
+    if config.single_texts:  # a step has so many pairs, however short they are
+        step_tokens = round(config.lanes * measured.work["tokens"] / measured.steps)
+    tokens = steps * step_tokens
     cpu_hours, gpu_hours = _hours(tokens / rate / 3600, measured, device)
     entries = [e for corpus in recipe.corpora for e in corpus.artifact.manifest["files"]]
     estimate = Estimate(
@@ -216,8 +219,9 @@ def _compute(
 
 
 def _flops_per_token(recipe: Pretraining) -> int:
-    """Operations per token of the longest pair, with its predicted tokens."""
+    """Operations per token of the longest row, with its predicted tokens."""
     model, _ = recipe.model()
     longest = recipe.pretrain.longest_row
-    predicted = round(recipe.pretrain.masked_share * longest)
+    share = recipe.pretrain.masked_share if recipe.pretrain.predicts_tokens(step=0) else 0
+    predicted = round(share * longest)
     return TrainingFlops.of(model.encoder, model.mlm).step([longest], predicted) // longest

@@ -148,11 +148,10 @@ def cut_pairs(pairs: Pairs, config: PretrainConfig, rng: np.random.Generator) ->
     """Rows of micro-batches, in random order: of similar length, or, where responses are told apart, drawn
     whatever the lengths, as batches of fine-tuning are: steps of texts of one length seem to teach less
     (experiments.md, "Pre-training")."""
-    if not config.texts_apart:
+    if not config.single_texts:
         return utterance_pairs.cut(pairs.lengths, config.lane_tokens, rng)
     order_R = rng.permutation(len(pairs.lengths))
-    size = config.lane_tokens // config.longest_pair
-    return [order_R[start : start + size] for start in range(0, len(order_R), size)]
+    return np.array_split(order_R, -(-len(order_R) // config.lane_pairs))
 
 
 def sample_valid_pairs(

@@ -27,7 +27,7 @@ from pipeline.models.precision import resolve_precision
 from pipeline.models.pretraining_heads import PretrainingModel, PretrainingSums
 from pipeline.models.shape import Shape
 from pipeline.models.sources import Source
-from pipeline.models.tokens import Tokenizer, Tokens
+from pipeline.models.tokens import Tokenizer
 from pipeline.training.loop import Autocast, Task
 from pipeline.training.meter import StepMetrics, Weighted
 from pipeline.training.optimization import optimization
@@ -66,7 +66,7 @@ class _Accumulation:
             torch.manual_seed(_lane_seed(self._seed, self._step, lane))
             with _gradient_sync(model, is_last=number == len(batch.parts) - 1):
                 with autocast:
-                    sums: PretrainingSums = model(*_model_inputs(part))
+                    sums: PretrainingSums = model(*part.model_inputs)
                 # Ranks' gradients are averaged, so each rank's share of the sum counts `world` times.
                 share = sums.mlm_sum / max(1, total_predicted) + sums.next_sum / max(1, total_pairs)
                 torch.autograd.backward(share * world)
@@ -81,10 +81,6 @@ class _Accumulation:
             metrics["next_loss"] = Weighted(step_sums.next_sum, pairs)
             metrics["next_accuracy"] = Weighted(step_sums.next_hits, pairs)
         return loss, metrics
-
-
-def _model_inputs(part: MicroBatch) -> tuple[Tokens, *tuple[Tensor | None, ...]]:
-    return part.tokens, part.predicted_N, part.labels_N, part.is_next_B, part.response_keys_B
 
 
 def _sum_over_ranks(predicted: int, pairs: int, device: torch.device) -> tuple[float, float, int]:
@@ -136,7 +132,7 @@ class PretrainingValidation:
             number = start + self.rank
             batch = self.batches[min(number, len(self.batches) - 1)].to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                sums = self.model(*_model_inputs(batch))
+                sums = self.model(*batch.model_inputs)
             if number < len(self.batches):
                 total += torch.stack([value.double() for value in sums])
         if dist.is_initialized():
@@ -185,7 +181,7 @@ class Pretraining:
         positions = model.encoder.positions
         require(config.longest_row <= positions, "pretrain.max_context_tokens",
                 config.max_context_tokens,
-                f"{'and' if config.texts_apart else 'with'} max_response_tokens at most the encoder's "
+                f"{'and' if config.single_texts else 'with'} max_response_tokens at most the encoder's "
                 f"positions, {positions}")  # fmt: skip
         if config.gradient_checkpointing:
             model.encoder.recompute_layers()
@@ -219,7 +215,7 @@ class Pretraining:
         accumulation = _Accumulation(seed)
 
         def save(folder: Path) -> None:
-            model.save(folder)
+            model.save(folder, with_next_head=config.random_pairs)
             tokenizer.save(folder)
 
         def work(batch: StepBatch) -> Mapping[str, float]:

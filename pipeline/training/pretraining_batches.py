@@ -1,8 +1,8 @@
 """The batches of pre-training: the global batch of step n follows from (seed, n), on any number of workers.
 
 A run has a fixed number of lanes, and a step is one micro-batch of each. Lane s reads the s-th contiguous
-piece of each epoch's order of files and row groups, in windows of rows; the pairs of a window are shuffled,
-sorted by length, divided into micro-batches of a fixed number of tokens, and these are shuffled again. Of W
+piece of each epoch's order of files and row groups, in windows of rows; the pairs of a window are shuffled
+and divided into micro-batches of a fixed number of tokens, by length (pair_windows.cut_pairs). Of W
 workers, worker r serves the lanes s with s % W == r. So the micro-batches of a step, and with them the sum
 of their gradients, are the same for 1, 2 or 32 workers, and a run may go on with another number of workers.
 
@@ -94,8 +94,13 @@ class MicroBatch:
     @property
     def pair_count(self) -> int:
         """Pairs whose next utterance is predicted."""
-        asked = self.is_next_B if self.response_keys_B is None else self.response_keys_B
-        return 0 if asked is None else len(asked)
+        labels_B = self.is_next_B if self.response_keys_B is None else self.response_keys_B
+        return 0 if labels_B is None else len(labels_B)
+
+    @property
+    def model_inputs(self) -> tuple[Tokens, *tuple[Tensor | None, ...]]:
+        """The arguments of `PretrainingModel`."""
+        return self.tokens, self.predicted_N, self.labels_N, self.is_next_B, self.response_keys_B
 
     def to(self, device: torch.device) -> MicroBatch:
         """The batch on a device; from pinned memory the copy does not wait."""
@@ -152,63 +157,46 @@ class _Collator:
         config: PretrainConfig,
     ) -> _Collator:
         vocabulary = corpora[0].vocabulary
-        shares_V = token_shares(corpora, weights) if config.rare_token_alpha else None
+        masks = config.predicts_tokens(step=0)
+        shares_V = token_shares(corpora, weights) if masks and config.rare_token_alpha else None
         starts_V = None
-        if config.whole_words:
+        if masks and config.whole_words:
             starts_V = word_starts(Tokenizer.load(corpora[0].tokenizer().local()))
         probability_V = prediction_probabilities(vocabulary, config, shares_V)
         return cls(vocabulary, Masker(probability_V, vocabulary.mask, starts_V), config)
 
     def micro_batch(self, pairs: Pairs, rows_B: Ints, step: int) -> MicroBatch:
-        """The micro-batch of a step: an alternating run masks tokens in even steps only."""
-        if self.config.texts_apart:
-            return self._micro_batch_apart(pairs, rows_B)
-        objective = self.config.objective
-        masks_tokens = objective != "alternate" or step % 2 == 0
-        asks_next = objective == "joint" or (objective == "alternate" and step % 2 == 1)
-        ids_BT, lengths_B, second_start_B = utterance_pairs.layout(pairs, rows_B, self.vocabulary)
-        predicted_N = labels_N = None
-        if masks_tokens:
-            ids_BT, predicted_N, labels_N = self.masker.mask_pairs(
-                ids_BT, lengths_B, second_start_B, pairs.keys_R[rows_B]
+        """The micro-batch of a step."""
+        config, keys, is_next_B, response_keys_B = self.config, pairs.keys_R[rows_B], None, None
+        if config.single_texts:
+            ids_BT, lengths_B = utterance_pairs.layout_single_texts(pairs, rows_B, self.vocabulary)
+            second_start_B = np.ones_like(lengths_B)  # of a word; there is no second text
+            keys = np.concatenate([keys, derive_keys(keys, _RESPONSE_MASKS)])
+            fingerprints_B = pairs.second_fingerprints(rows_B)
+            response_keys_B = torch.from_numpy(fingerprints_B.view(np.int64))
+        else:
+            ids_BT, lengths_B, second_start_B = utterance_pairs.layout(
+                pairs, rows_B, self.vocabulary
             )
+            if config.predicts_next(step):
+                is_next_B = torch.from_numpy(pairs.is_next_R[rows_B])
+        predicted_N = labels_N = None
+        if config.predicts_tokens(step):
+            ids_BT, *predictions = self.masker.mask_pairs(ids_BT, lengths_B, second_start_B, keys)
+            predicted_N, labels_N = map(torch.from_numpy, predictions)
         places_T = np.arange(ids_BT.shape[1])
         mask_BT = places_T < lengths_B[:, None]
-        segments_BT = (mask_BT & (places_T >= second_start_B[:, None])).astype(np.int64)
+        segments_BT = None
+        if not config.single_texts:
+            is_second_BT = mask_BT & (places_T >= second_start_B[:, None])
+            segments_BT = torch.from_numpy(is_second_BT.astype(np.int64))
         tokens = Tokens(
             torch.from_numpy(ids_BT),
             torch.from_numpy(mask_BT),
             tuple(lengths_B.tolist()),
-            torch.from_numpy(segments_BT),
+            segments_BT,
         )
-        return MicroBatch(
-            tokens,
-            None if predicted_N is None else torch.from_numpy(predicted_N),
-            None if labels_N is None else torch.from_numpy(labels_N),
-            torch.from_numpy(pairs.is_next_R[rows_B]) if asks_next else None,
-        )
-
-    def _micro_batch_apart(self, pairs: Pairs, rows_B: Ints) -> MicroBatch:
-        ids, lengths = utterance_pairs.layout_apart(pairs, rows_B, self.vocabulary)
-        keys_B = pairs.keys_R[rows_B]
-        keys = np.concatenate([keys_B, derive_keys(keys_B, _RESPONSE_MASKS)])
-        predicted_N = labels_N = None
-        if self.config.masked_share:
-            ids, predicted_N, labels_N = self.masker.mask_pairs(
-                ids, lengths, np.ones_like(lengths), keys
-            )
-        tokens = Tokens(
-            torch.from_numpy(ids),
-            torch.from_numpy(np.arange(ids.shape[1]) < lengths[:, None]),
-            tuple(lengths.tolist()),
-        )
-        return MicroBatch(
-            tokens,
-            None if predicted_N is None else torch.from_numpy(predicted_N),
-            None if labels_N is None else torch.from_numpy(labels_N),
-            is_next_B=None,
-            response_keys_B=torch.from_numpy(pairs.second_prints(rows_B).view(np.int64)),
-        )
+        return MicroBatch(tokens, predicted_N, labels_N, is_next_B, response_keys_B)
 
 
 @dataclass(frozen=True)
@@ -223,7 +211,7 @@ class PretrainingBatches:
     """The lanes of this worker."""
     seed: int
     steps_per_epoch: float
-    """Steps in which as many tokens are read as the corpora have."""
+    """Steps in which as many tokens, or pairs of single texts, are read as the corpora have."""
 
     @classmethod
     def of(
@@ -248,6 +236,9 @@ class PretrainingBatches:
         shares = np.cumsum(weights) / np.sum(weights)
         lanes = tuple(range(rank, config.lanes, world))
         steps_per_epoch = sum(corpus.train_tokens for corpus in corpora) / config.batch_tokens
+        if config.single_texts:  # a step has so many pairs, however short they are
+            pairs = sum(reader.total for reader in readers)
+            steps_per_epoch = pairs / (config.lanes * config.lane_pairs)
         collator = _Collator.of(corpora, weights, config)
         return cls(readers, shares, collator, lanes, seed, steps_per_epoch)
 

@@ -1,4 +1,4 @@
-"""Pairs (context, next utterance) of a window of examples; half of them have the response of another example.
+"""Pairs (context, next utterance) of a window of examples; a share may have the response of another example.
 
 R rows of a window, F flat tokens, B pairs of a micro-batch, T tokens of its longest pair.
 """
@@ -70,8 +70,8 @@ class Pairs:
         total: Ints = self.context_lengths_R + self.second_lengths_R + 3
         return total
 
-    def second_prints(self, rows: Ints) -> Keys:
-        """The same for the same second text, uint64."""
+    def second_fingerprints(self, rows: Ints) -> Keys:
+        """A fingerprint of each second text, uint64; equal texts have equal ones."""
         return Texts(self.ids_F, self.second_starts_R, self.second_lengths_R).fingerprints(rows)
 
 
@@ -157,7 +157,7 @@ def layout(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, In
     return ids_BT, lengths_B, ends_B + 1
 
 
-def layout_apart(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints]:
+def layout_single_texts(pairs: Pairs, rows_B: Ints, vocabulary: Vocabulary) -> tuple[Ints, Ints]:
     """(ids [2B, T], lengths [2B]) of B rows [CLS] context [SEP] and then B rows [CLS] response [SEP]."""
     starts = np.concatenate([pairs.context_starts_R[rows_B], pairs.second_starts_R[rows_B]])
     text_lengths = np.concatenate([pairs.context_lengths_R[rows_B], pairs.second_lengths_R[rows_B]])

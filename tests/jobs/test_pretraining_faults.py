@@ -537,7 +537,21 @@ def test_a_published_run_continues_with_more_steps(
             ["--pretrain.objective", "mlm", "--pretrain.random-share", 0.3],
             ["pretrain.random_share: 0.3 has no effect", "'joint', 'alternate' (here 'mlm')"],
         ),
+        (
+            [
+                *("--pretrain.objective", "contrastive", "--pretrain.masked-share", 0.3),
+                *("--pretrain.batch-tokens", 800, "--pretrain.micro-batch-tokens", 400),
+            ],
+            ["pretrain.masked_share: 0.3 has no effect", "'contrastive_mlm' (here 'contrastive')"],
+        ),
         (["--pretrain.max-context-tokens", 90], ["max_context_tokens", "positions, 96"]),
+        (
+            [
+                *("--pretrain.objective", "contrastive", "--pretrain.max-context-tokens", 97),
+                *("--pretrain.batch-tokens", 800, "--pretrain.micro-batch-tokens", 400),
+            ],
+            ["max_context_tokens: 97", "and max_response_tokens", "positions, 96"],
+        ),
         (
             [
                 "--loop.schedule",
@@ -587,6 +601,19 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
     assert said["tokens_to_train"] == STEPS * 480
     assert said["micro_batches_per_step"] == 4
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_counts_the_tokens_of_single_texts_without_padding(
+    run_job_here, command, tmp_path, monkeypatch, tokens
+):
+    """A step has eight pairs, however short they are: not 640 tokens."""
+    monkeypatch.setattr("pipeline.training.estimate._MEASURED_SECONDS", 0.2)
+    argv = command(tmp_path / "out", "--dry-run", "true", "--pretrain.objective", "contrastive",
+                   "--pretrain.batch-tokens", 640, "--pretrain.micro-batch-tokens", 160)  # fmt: skip
+    said = run_job_here("pretrain", *argv).summary
+    assert said["micro_batches_per_step"] == 4
+    assert said["epochs"] == pytest.approx(STEPS * 8 / tokens.rows("train/"), rel=0.35)
+    assert said["tokens_to_train"] < 0.6 * STEPS * 640
 
 
 @pytest.fixture

@@ -93,9 +93,12 @@ def test_validation_measures_every_held_out_token_once(recipe, published):
     assert len(again) == len(task.validation.batches)  # all ranks know all of them
 
 
-@pytest.mark.parametrize("objective", ["joint", "alternate", "mlm", "contrastive"])
+@pytest.mark.parametrize(
+    "objective", ["joint", "alternate", "mlm", "contrastive", "contrastive_mlm"]
+)
 def test_each_objective_shows_its_losses(recipe, objective):
-    task = replace(recipe, pretrain=replace(recipe.pretrain, objective=objective)).build(0, 1)
+    config = replace(recipe.pretrain, objective=objective, micro_batch_tokens=80)
+    task = replace(recipe, pretrain=config).build(0, 1)
     walk, names = task.batches.start(()), []
     for step in (0, 1):
         task.before_step(step)
@@ -106,9 +109,20 @@ def test_each_objective_shows_its_losses(recipe, objective):
         "joint": [{"mlm", "next"}] * 2,
         "alternate": [{"mlm"}, {"next"}],
         "mlm": [{"mlm"}] * 2,
-        "contrastive": [{"mlm", "next"}] * 2,
+        "contrastive": [{"next"}] * 2,
+        "contrastive_mlm": [{"mlm", "next"}] * 2,
     }
     assert names == wanted[objective]
+
+
+@pytest.mark.parametrize(
+    ("objective", "has_head"), [("alternate", True), ("mlm", False), ("contrastive", False)]
+)
+def test_only_a_next_head_that_was_trained_is_saved(recipe, tmp_path, objective, has_head):
+    config = replace(recipe.pretrain, objective=objective, micro_batch_tokens=80)
+    replace(recipe, pretrain=config).build(0, 1).save(tmp_path)
+    assert (tmp_path / "next_head.safetensors").exists() == has_head
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path).config.vocab_size
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(recipe, tiny, tmp_path):

@@ -276,7 +276,7 @@ def test_an_alternating_run_masks_in_even_steps_and_asks_for_the_next_in_odd_one
             assert step % 2 == 0 or MASK not in batch.tokens.ids_BT
 
 
-def numbers_apart(batch):
+def numbers_of_single_texts(batch):
     """Per pair: (the number of its context, that of its response), each a row of its own."""
     found = []
     for row, length in zip(true_ids(batch).tolist(), batch.tokens.lengths, strict=True):
@@ -288,14 +288,14 @@ def numbers_apart(batch):
     return list(zip(found[:half], found[half:], strict=True))
 
 
-APART = {"objective": "contrastive", "batch_tokens": 160, "micro_batch_tokens": 40}
+SINGLE_TEXTS = {"objective": "contrastive_mlm", "batch_tokens": 160, "micro_batch_tokens": 40}
 
 
 def test_a_contrastive_batch_has_contexts_and_then_their_own_responses(corpus_of):
     seen = set()
-    for batches, _ in take(batches_of(corpus_of(70), **APART), 20):
+    for batches, _ in take(batches_of(corpus_of(70), **SINGLE_TEXTS), 20):
         for batch in batches:
-            pairs = numbers_apart(batch)
+            pairs = numbers_of_single_texts(batch)
             assert all(context == response for context, response in pairs)
             assert batch.tokens.ids_BT.numel() <= 40
             assert batch.tokens.mask_BT.sum(1).tolist() == list(batch.tokens.lengths)
@@ -309,17 +309,17 @@ def test_a_contrastive_batch_has_contexts_and_then_their_own_responses(corpus_of
 
 
 def test_contrastive_micro_batches_have_as_many_pairs_whatever_their_lengths(corpus_of):
-    """Two rows of at most 9 tokens a pair: 160 tokens hold 8; a window of 20 pairs has 8, 8 and 4."""
-    settings = {**APART, "micro_batch_tokens": 160, "window_rows": 20}
+    """Two rows of at most 9 tokens a pair: 160 tokens hold 8; a window of 20 is cut into three."""
+    settings = {**SINGLE_TEXTS, "micro_batch_tokens": 160, "window_rows": 20}
     steps = [batches[0] for batches, _ in take(batches_of(corpus_of(60), **settings), 9)]
     windows = [sorted(batch.pair_count for batch in steps[at : at + 3]) for at in (0, 3, 6)]
-    assert windows == [[4, 8, 8]] * 3
-    lengths = [batch.tokens.lengths[: batch.pair_count] for batch in steps if batch.pair_count == 8]
+    assert windows == [[6, 7, 7]] * 3
+    lengths = [batch.tokens.lengths[: batch.pair_count] for batch in steps]
     assert np.mean([max(row) - min(row) for row in lengths]) > 3
 
 
 def test_equal_responses_have_equal_keys(corpus_of):
-    for batches, _ in take(batches_of(corpus_of(70, same_response=True), **APART), 5):
+    for batches, _ in take(batches_of(corpus_of(70, same_response=True), **SINGLE_TEXTS), 5):
         for batch in batches:
             assert len(batch.response_keys_B.unique()) == 1
 
@@ -327,7 +327,7 @@ def test_equal_responses_have_equal_keys(corpus_of):
 def test_a_contrastive_batch_masks_both_texts_each_for_itself(corpus_of):
     share = {0: [], 1: []}
     same = 0
-    for batches, _ in take(batches_of(corpus_of(70), masked_share=0.5, **APART), 40):
+    for batches, _ in take(batches_of(corpus_of(70), masked_share=0.5, **SINGLE_TEXTS), 40):
         for batch in batches:
             width, half = batch.tokens.ids_BT.shape[1], batch.pair_count
             is_predicted = torch.zeros(batch.tokens.ids_BT.numel(), dtype=torch.bool)
@@ -339,22 +339,45 @@ def test_a_contrastive_batch_masks_both_texts_each_for_itself(corpus_of):
             same += (rows[:half, 1:3] == rows[half:, 1:3]).all(1).sum().item() / half
     assert np.mean(share[0]) == pytest.approx(0.5, abs=0.05)
     assert np.mean(share[1]) == pytest.approx(0.5, abs=0.05)
-    assert same < 0.8 * 160  # 160 micro-batches: all alike if a response had its context's key
+    assert same < 0.5 * 160  # about 42; 130 if a response had its context's key
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_workers_share_out_the_same_contrastive_batches(corpus_of, world):
-    alone, cursors = global_batches(corpus_of(70), 1, 12, **APART)
-    assert global_batches(corpus_of(70), world, 12, **APART)[0] == alone
-    resumed, _ = global_batches(corpus_of(70), world, 5, cursors[6], **APART)
+    alone, cursors = global_batches(corpus_of(70), 1, 12, **SINGLE_TEXTS)
+    assert global_batches(corpus_of(70), world, 12, **SINGLE_TEXTS)[0] == alone
+    resumed, _ = global_batches(corpus_of(70), world, 5, cursors[6], **SINGLE_TEXTS)
     assert resumed == alone[7:]
 
 
-def test_a_contrastive_micro_batch_has_room_for_two_rows_of_the_longest_text():
-    with pytest.raises(BadInput, match=r"micro_batch_tokens: 17 .*the longest pair, 18"):
-        config_of(**{**APART, "batch_tokens": 68, "micro_batch_tokens": 17})
-    config = config_of(**{**APART, "batch_tokens": 72, "micro_batch_tokens": 18})
-    assert (config.longest_row, config.lane_tokens) == (9, 18)
+def test_a_contrastive_micro_batch_has_room_for_two_pairs_of_the_longest_texts():
+    """A pair alone has no wrong response: its loss is 0."""
+    with pytest.raises(BadInput, match=r"micro_batch_tokens: 35 .*enough for two pairs, 36"):
+        config_of(**{**SINGLE_TEXTS, "batch_tokens": 70, "micro_batch_tokens": 35})
+    config = config_of(**{**SINGLE_TEXTS, "batch_tokens": 72, "micro_batch_tokens": 36})
+    assert (config.longest_row, config.lane_tokens, config.lane_pairs) == (9, 36, 2)
+
+
+def test_contrastive_batches_without_mlm_have_no_masks(corpus_of):
+    with_masks = take(batches_of(corpus_of(70), **SINGLE_TEXTS), 3)
+    without = take(batches_of(corpus_of(70), **{**SINGLE_TEXTS, "objective": "contrastive"}), 3)
+    for (masked, _), (plain_ones, _) in zip(with_masks, without, strict=True):
+        for one, other in zip(masked, plain_ones, strict=True):
+            assert one.predicted_count and MASK not in other.tokens.ids_BT
+            assert torch.equal(true_ids(one), other.tokens.ids_BT)
+            assert other.predicted_N is None and other.labels_N is None
+
+
+def test_contrastive_validation_has_each_drawn_pair_once(corpus_of):
+    found = validation_batches([corpus_of(70, valid=90)], [1.0], config_of(**SINGLE_TEXTS), 0, 1, 0)
+    pairs = [pair for batch in found for pair in numbers_of_single_texts(batch)]
+    assert len(pairs) == len(set(pairs)) == 90
+    assert all(context == response for context, response in pairs)
+
+
+def test_an_epoch_of_single_texts_has_as_many_steps_as_its_pairs_fill(corpus_of):
+    batches = batches_of([corpus_of(70), corpus_of(20, first=70)], **SINGLE_TEXTS)
+    assert batches.steps_per_epoch == 90 / (4 * 2)
 
 
 def masks_of(corpus, steps, **settings):
