@@ -24,8 +24,7 @@ _MAY_CHANGE = ("pretrain.steps", "pretrain.gradient_checkpointing")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Pre-trains an encoder on pairs: MLM + NUP (dialogues), MLM + NSP (Wikipedia's sentence pairs), or
-    contrastive (single texts)."""
+    """Pre-trains an encoder on pairs: MLM + NUP (dialogues), MLM + NSP (sentences), or contrastive."""
 
     ALIASES = MappingProxyType({"encoder": "shape"})
     corpus: tuple[str, ...]
