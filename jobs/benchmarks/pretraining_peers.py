@@ -180,7 +180,7 @@ def _masked_lm(model: PretrainingModel) -> Any:
         from transformers import AutoModelForMaskedLM
 
         model.save(Path(folder))
-        return AutoModelForMaskedLM.from_pretrained(folder)
+        return AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False)
 
 
 def _rows(

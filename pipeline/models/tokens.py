@@ -112,7 +112,10 @@ class Tokenizer:
         if not (folder / "tokenizer.json").exists():
             raise BadInput(f"{folder}: the model has no tokenizer (tokenizer.json is missing)")
         try:
-            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            # Without False it asks at the terminal whether code in the folder may run.
+            hf = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # tokenizers raises no class of its own
             reason = " ".join(str(error).split())[:200]
             raise BadInput(f"{folder}: its tokenizer cannot be read ({reason})") from None
