@@ -4,28 +4,60 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pipeline.config import BadInput
 
 LOST = (OSError, RuntimeError)
 """Errors of a client whose cluster does not answer, or not as it should; it may again."""
+_ANSWER_S = 300.0  # the first deployment starts the controller and proxies of Serve
 
 
 def connect(client_of: Callable[[str], Any], url: str) -> Any:
-    """Ray's client for this address. Raises BadInput where no cluster answers, or it refuses the token."""
+    """`client_of(url)`, which asks the cluster. Raises BadInput if none answers, or it refuses the token."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     from ray.exceptions import AuthenticationError
 
     try:
-        client = client_of(url)
-        client.get_version()
+        return client_of(url)
     except AuthenticationError as error:
         raise BadInput(f"--address {url}: {first_line(error)} (RAY_AUTH_TOKEN or ~/.ray/auth_token; "
                        "RAY_AUTH_MODE=disabled for a cluster without tokens)") from None  # fmt: skip
     except (*LOST, ValueError) as error:
         raise BadInput(f"--address {url}: no cluster answers ({first_line(error)})") from None
-    return client
+
+
+def applications(url: str, settings: dict[str, Any] | None = None) -> Any:
+    """Serve's REST interface: the state of its applications, or, with settings, deploys those.
+
+    Raises AuthenticationError, and OSError for everything else that goes wrong.
+    """
+    import requests
+    from ray.exceptions import AuthenticationError
+
+    answer = requests.request(
+        "PUT" if settings else "GET",
+        f"{url.rstrip('/')}/api/serve/applications/",
+        json=settings,
+        headers=_token_header(),
+        timeout=_ANSWER_S,
+    )
+    if answer.status_code in (401, 403):
+        raise AuthenticationError(answer.text)
+    if not answer.ok:
+        raise OSError(answer.text or f"{answer.status_code} {answer.reason}")
+    return {} if settings else answer.json()["applications"]
+
+
+def _token_header() -> dict[str, str]:
+    """The token that Ray's own clients send."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if not token and file.is_file():
+        token = file.read_text().strip()
+    is_sent = token and os.environ.get("RAY_AUTH_MODE") == "token"
+    return {"authorization": f"Bearer {token}"} if is_sent else {}
 
 
 def first_line(error: Exception) -> str:

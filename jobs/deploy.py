@@ -43,22 +43,16 @@ def run(config: Config) -> program.Summary:
     names = sorted(application["name"] for application in settings["applications"])
     address = config.address or os.environ.get(_ADDRESS, "") or "http://127.0.0.1:8265"
 
-    client = dashboard.connect(_service_client, address)
+    dashboard.connect(dashboard.applications, address)
     _send_code(settings)
     try:
-        client.deploy_applications(settings)
+        dashboard.applications(address, settings)
     except dashboard.LOST as error:
         raise BadInput(f"--address {address}: not taken ({_last_line(str(error))})") from None
-    problems = _wait_for(client, names, config.timeout_s)
+    problems = _wait_for(address, names, config.timeout_s)
     if problems:
         raise Stopped("; ".join(f"{name}: {problem}" for name, problem in problems.items()))
     return {"applications": names, "address": address}
-
-
-def _service_client(address: str) -> Any:
-    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-
-    return ServeSubmissionClient(address)
 
 
 def _read_settings(file: str) -> dict[str, Any]:
@@ -95,12 +89,12 @@ def _send_code(settings: dict[str, Any]) -> None:
             print(f"{application['name']}: its code is {uri}", flush=True)
 
 
-def _wait_for(client: Any, names: list[str], timeout_s: float) -> dict[str, str]:
+def _wait_for(address: str, names: list[str], timeout_s: float) -> dict[str, str]:
     """Waits until each application runs or has failed; returns the problem of each one that does not run."""
     end, statuses_before = time.monotonic() + timeout_s, dict[str, str]()
     while True:
         try:
-            applications = client.get_serve_details()["applications"]
+            applications = dashboard.applications(address)
         except dashboard.LOST as error:  # such as of a head that restarts
             applications = {
                 name: {"status": "UNREACHABLE", "message": str(error)} for name in names

@@ -8,7 +8,7 @@ Requests change nothing, so they are sent again: after 429 and 503, when `Retry-
 a connection that was refused or lost. The timeout covers all of this, waiting included. The client sends it
 along (`x-timeout-ms`), so the service computes nothing that would be late.
 
-HTTP is httpx2's, as in openai's and Hugging Face's clients: `pip install 'polyrank[client]'`.
+HTTP is httpx2's, as in openai's and Hugging Face's clients: `pip install -e '.[client]'`.
 """
 
 from __future__ import annotations

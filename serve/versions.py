@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from pipeline import registry, storage
 from pipeline.artifact import Artifact, read_artifact
-from pipeline.config import BadInput, digest
+from pipeline.config import BadInput, Stopped, digest
 from pipeline.models.settings import read_settings
 from pipeline.retrieval.pools.pool import CURRENT, KIND
 
@@ -96,7 +96,8 @@ def resolve(
     then another version that this model embedded takes its place: the one in `served`, or else the newest.
     Newer versions than the served one may have been rolled back, or not been promoted yet.
 
-    Raises BadInput if there is none, and OSError for an error of the storage, which may pass.
+    Raises BadInput if there is none. Raises OSError for an error of the storage, and Stopped for one of the
+    registry; both may pass.
     """
     # MLflow's client would try for minutes while replicas wait for the decider; the next poll tries again.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -202,8 +203,9 @@ class Decider:
     """One for all replicas of a service. It stores nothing: after a restart it learns from the replicas what
     is served."""
 
-    def __init__(self, targets: Targets, poll_s: float) -> None:
-        self._targets, self._poll_s = targets, poll_s
+    def __init__(self, model: str, pools: Sequence[str], poll_s: float) -> None:
+        """`model` and `pools` as in `Targets`, as plain types: Serve turns a dataclass into a dictionary."""
+        self._targets, self._poll_s = Targets(model, tuple(pools)), poll_s
         self._decided: Versions | None = None
         self._proposed: Versions | None = None
         self._replicas: dict[str, _Replica] = {}
@@ -278,7 +280,7 @@ class Decider:
 
 def problem_of(error: Exception) -> str:
     """An error in one line."""
-    is_for_people = isinstance(error, (BadInput, OSError)) and str(error)
+    is_for_people = isinstance(error, (BadInput, Stopped, OSError)) and str(error)
     return (str(error) if is_for_people else repr(error)).splitlines()[0]
 
 
@@ -300,5 +302,5 @@ def without_folders(problem: str, pools: Sequence[str]) -> str:
 
 def log_failure(action: str, error: Exception) -> None:
     """Logs a failed action, with the traceback unless the message is enough."""
-    trace = None if isinstance(error, (BadInput, OSError)) else error
+    trace = None if isinstance(error, (BadInput, Stopped, OSError)) else error
     _log.warning("%s: %s", action, problem_of(error), exc_info=trace)

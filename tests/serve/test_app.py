@@ -27,9 +27,10 @@ from serve.bearer_tokens import HASHES, BearerTokens
 from serve.service import RankAnswer, Service
 from serve.versions import Versions
 
+_FOLDER = Path(app.__file__).parent
 CONFIGS = {
-    name: yaml.safe_load(Path(app.__file__).with_name(name).read_text())
-    for name in ("config.yaml", "config.cluster.yaml")
+    file.name: yaml.safe_load(file.read_text())
+    for file in [*_FOLDER.glob("*.yaml"), *_FOLDER.glob("examples/*.yaml")]
 }
 
 
@@ -105,7 +106,8 @@ def test_a_config_has_no_unknown_keys(config):
         assert unknown_keys(application, ServeApplicationSchema) == set()
         for deployment in application["deployments"]:
             assert unknown_keys(deployment, DeploymentSchema) == set()
-            assert unknown_keys(deployment["autoscaling_config"], AutoscalingConfig) == set()
+            autoscaling = deployment.get("autoscaling_config", {})
+            assert unknown_keys(autoscaling, AutoscalingConfig) == set()
             assert unknown_keys(deployment["ray_actor_options"], RayActorOptionsSchema) == set()
 
 
@@ -133,3 +135,12 @@ def test_replicas_on_a_cluster_get_the_registry_s_address_and_refuse_to_start_wi
     monkeypatch.setenv(HASHES, variables[HASHES])
     with pytest.raises(BadInput, match="SHA-256 in hex"):
         BearerTokens.of_environment()
+
+
+def test_a_processor_that_is_none_is_refused_before_a_replica_starts(
+    tiny_ranker, tiny_pool, monkeypatch
+):
+    model = tiny_ranker("poly")
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "pentium")
+    with pytest.raises(BadInput, match="POLYRANK_PROCESSOR: 'pentium' is not allowed"):
+        app.build(app.Args(model=model.uri, pools=[tiny_pool(model)]))

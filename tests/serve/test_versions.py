@@ -70,6 +70,10 @@ def targets(model: Any, pools: Path) -> Targets:
     return Targets(model.uri, (str(pools / "replies"),))
 
 
+def decider_of(model: Any, pools: Path) -> Decider:
+    return Decider(model.uri, [str(pools / "replies")], poll_s=1.0)
+
+
 def test_the_deciders_process_loads_no_model():
     """Its process is the fourth of a service with two replicas; with torch it has 0.4 GB."""
     source = (
@@ -147,7 +151,7 @@ def test_a_problem_is_shown_without_folders_and_ids_of_runs(problem, shown):
 def test_the_log_has_the_problem_with_its_paths(tiny_ranker, model, pools, publish, clock, caplog):
     publish(model, "v-1")
     new = publish(tiny_ranker("poly", 1), "v-2")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     for _ in range(3):
         clock.now += 1
         (problem,) = decider.follow(Report("one", None)).problems
@@ -218,7 +222,7 @@ def served(follower: Follower) -> str:
 
 def test_replicas_go_over_when_all_have_loaded(model, pools, publish, clock):
     publish(model, "v-1")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     one, two = (started(replica(name, decider, engine_of)) for name in ("one", "two"))
     publish(model, "v-2")
     for step in range(2):
@@ -234,7 +238,7 @@ def test_replicas_go_over_when_all_have_loaded(model, pools, publish, clock):
 def test_what_is_decided_is_served_before_the_next_version_is_loaded(model, pools, publish, clock):
     """Both may come with one answer."""
     publish(model, "v-1")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     loads: list[tuple[str, str]] = []
 
     def load(versions: Versions) -> Engine:
@@ -260,7 +264,7 @@ def test_what_is_decided_is_served_before_the_next_version_is_loaded(model, pool
 
 def test_a_replica_that_is_gone_holds_up_nobody(model, pools, publish, clock):
     publish(model, "v-1")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     one, _gone = (started(replica(name, decider, engine_of)) for name in ("one", "gone"))
     publish(model, "v-2")
     for _ in range(7):
@@ -271,7 +275,7 @@ def test_a_replica_that_is_gone_holds_up_nobody(model, pools, publish, clock):
 
 def test_a_new_replica_starts_with_what_is_decided(model, pools, publish, clock):
     publish(model, "v-1")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     one = started(replica("one", decider, engine_of))
     publish(model, "v-2")
     clock.now += 1
@@ -281,7 +285,7 @@ def test_a_new_replica_starts_with_what_is_decided(model, pools, publish, clock)
 
 def test_a_replica_that_loads_for_long_is_waited_for(model, pools, publish, clock):
     publish(model, "v-1")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     may_end, began, reported = threading.Event(), threading.Event(), threading.Event()
 
     def load_slowly(versions: Versions) -> Any:
@@ -316,7 +320,7 @@ def test_a_replica_that_cannot_load_what_others_serve_tries_once_a_minute(
     model, pools, publish, clock
 ):
     publish(model, "v-1")
-    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    decider, network = decider_of(model, pools), Network()
     one = started(replica("one", decider, engine_of))
     two = replica("two", decider, network.load)
     for _ in range(59):
@@ -339,7 +343,7 @@ def flip_a_byte(path: Path) -> None:
 
 def test_a_damaged_version_is_refused_and_the_old_one_serves_on(model, pools, publish, clock):
     publish(model, "v-1")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     one = started(replica("one", decider, engine_of))
     bad = Path(publish(model, "v-2"))
     flip_a_byte(next((bad / "vectors").glob("*.npy")))
@@ -359,7 +363,7 @@ def test_a_start_with_a_damaged_version_takes_the_last_that_opens(model, pools, 
     publish(model, "v-1")
     bad = Path(publish(model, "v-2"))
     flip_a_byte(next((bad / "vectors").glob("*.npy")))
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     one = started(replica("one", decider, engine_of))
     assert served(one) == "v-1"
     assert any("v-1 is served" in problem for problem in one.problems)
@@ -368,7 +372,7 @@ def test_a_start_with_a_damaged_version_takes_the_last_that_opens(model, pools, 
 def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish, clock):
     bad = Path(publish(model, "v-1"))
     flip_a_byte(next((bad / "vectors").glob("*.npy")))
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     with pytest.raises(BadInput, match="no version to serve"):
         replica("one", decider, engine_of).start()
 
@@ -376,7 +380,7 @@ def test_a_start_with_nothing_that_opens_fails_in_one_line(model, pools, publish
 def test_the_successor_of_a_replica_that_could_not_load_tries_again(model, pools, publish, clock):
     """The decider outlives both."""
     publish(model, "v-1")
-    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    decider, network = decider_of(model, pools), Network()
     with pytest.raises(BadInput, match="connection reset"):
         replica("one", decider, network.load).start()
     network.is_down = False
@@ -394,7 +398,7 @@ def test_an_error_of_the_network_is_tried_again_later_and_a_damaged_version_is_n
     publish(model, "v-1")
     network = Network()
     network.is_down = False
-    one = started(replica("one", Decider(targets(model, pools), poll_s=1.0), network.load))
+    one = started(replica("one", decider_of(model, pools), network.load))
     publish(model, "v-2")
     network.is_down = True
     for _ in range(10):
@@ -416,7 +420,7 @@ def test_an_error_of_the_network_is_tried_again_later_and_a_damaged_version_is_n
 
 def test_a_problem_ends_with_the_version_that_had_it(model, pools, publish, clock):
     publish(model, "v-1")
-    one = started(replica("one", Decider(targets(model, pools), poll_s=1.0), engine_of))
+    one = started(replica("one", decider_of(model, pools), engine_of))
     bad = Path(publish(model, "v-2"))
     flip_a_byte(next((bad / "vectors").glob("*.npy")))
     for _ in range(2):
@@ -433,7 +437,7 @@ def test_a_problem_ends_with_the_version_that_had_it(model, pools, publish, cloc
 @pytest.mark.slow
 def test_a_replica_closes_what_another_one_refused(model, pools, publish, clock):
     publish(model, "v-1")
-    decider, network = Decider(targets(model, pools), poll_s=1.0), Network()
+    decider, network = decider_of(model, pools), Network()
     network.is_down = False
     one = started(replica("one", decider, engine_of))
     two = started(replica("two", decider, network.load))
@@ -474,7 +478,7 @@ def test_any_failure_to_load_is_a_problem_and_is_not_repeated_at_each_poll(
         loads.append(versions)
         raise RuntimeError("out of memory")
 
-    one = replica("one", Decider(targets(model, pools), poll_s=1.0), load)
+    one = replica("one", decider_of(model, pools), load)
     for _ in range(5):
         clock.now += 1
         one._step()
@@ -504,7 +508,7 @@ def test_a_decider_that_does_not_answer_is_a_problem_that_is_counted(caplog):
 
 def test_versions_that_cannot_be_resolved_for_any_reason_are_a_problem(model, pools, monkeypatch):
     monkeypatch.setattr("serve.versions.resolve", {}.__getitem__)
-    decision = Decider(targets(model, pools), poll_s=1.0).follow(Report("one", None))
+    decision = decider_of(model, pools).follow(Report("one", None))
     assert decision.problems[0].startswith("TypeError(")
 
 
@@ -516,7 +520,7 @@ def test_a_decider_with_nothing_to_serve_looks_once_a_poll(model, pools, clock, 
         raise BadInput("no version to serve")
 
     monkeypatch.setattr("serve.versions.resolve", resolve_nothing)
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     for _ in range(10):
         assert decider.follow(Report("one", None)).problems == ("no version to serve",)
     assert len(looks) == 1
@@ -526,7 +530,7 @@ def test_a_service_that_slept_starts_though_its_old_version_was_removed(
     model, pools, publish, clock
 ):
     old = publish(model, "v-1")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     started(replica("one", decider, engine_of))
     publish(model, "v-2")
     shutil.rmtree(old)
@@ -556,9 +560,9 @@ def test_vectors_that_are_not_the_models_are_refused(model, pools, publish, cloc
 
 def test_a_decider_that_starts_again_goes_on_from_what_is_served(model, pools, publish, clock):
     publish(model, "v-1")
-    one = started(replica("one", Decider(targets(model, pools), 1.0), engine_of))
+    one = started(replica("one", decider_of(model, pools), engine_of))
     publish(model, "v-2")
-    again = Decider(targets(model, pools), 1.0)
+    again = decider_of(model, pools)
     decision = again.follow(Report("one", one._serving))
     assert decision.decided == one._serving
     assert decision.proposed is not None and decision.proposed.pools[0].endswith("v-2")
@@ -567,7 +571,7 @@ def test_a_decider_that_starts_again_goes_on_from_what_is_served(model, pools, p
 def test_a_rollback_is_a_current_that_names_the_old_version(model, pools, publish, clock):
     publish(model, "v-1")
     publish(model, "v-2")
-    decider = Decider(targets(model, pools), poll_s=1.0)
+    decider = decider_of(model, pools)
     one = started(replica("one", decider, engine_of))
     assert served(one) == "v-2"
     make_current(str(pools), "replies", "v-1")
@@ -582,7 +586,7 @@ def rolled_back(model, pools, publish, clock) -> Follower:
     """A replica that serves v-1, because v-2 was rolled back."""
     publish(model, "v-1")
     publish(model, "v-2")
-    one = started(replica("one", Decider(targets(model, pools), poll_s=1.0), engine_of))
+    one = started(replica("one", decider_of(model, pools), engine_of))
     make_current(str(pools), "replies", "v-1")
     for _ in range(2):
         clock.now += 1
@@ -632,10 +636,10 @@ def test_a_registry_that_does_not_answer_changes_nothing(model, pools, publish, 
         mlflow.set_tracking_uri(f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         try:
-            decider = Decider(Targets("models:/dialogue@champion", served.pools), poll_s=3600.0)
+            decider = Decider("models:/dialogue@champion", served.pools, poll_s=3600.0)
             old = decider.follow(Report("old", served))
             new = decider.follow(Report("new", None))
-            first = Decider(Targets("models:/dialogue@champion", served.pools), 1.0).follow(
+            first = Decider("models:/dialogue@champion", served.pools, 1.0).follow(
                 Report("first", None)
             )
         finally:
@@ -650,7 +654,7 @@ def test_a_candidate_is_tried_again_until_it_loads(tiny_ranker, model, pools, pu
     """Without a pool of its own it answers nothing, and holds up nobody."""
     publish(model, "v-1")
     other = tiny_ranker("poly", 1)
-    follower = replica("one", Decider(targets(other, pools), 1.0), engine_of)
+    follower = replica("one", decider_of(other, pools), engine_of)
     for _ in range(2):
         clock.now += 1
         follower._step()
