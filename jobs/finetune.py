@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jobs import program
-from pipeline import cost
+from pipeline import cost, registry
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require
 from pipeline.drafts import draft
@@ -50,9 +50,12 @@ class Config:
     resources: Workers = field(default_factory=Workers, metadata=NOT_IDENTITY)
     """The hardware that the job runs on."""
     register_as: str = field(default="", metadata=NOT_IDENTITY)
-    """Name in MLflow's registry; the new version gets the alias `candidate`."""
+    """Name in MLflow's registry; the new version gets the alias `candidate`. If the registry fails at the
+    end, the ranker is complete all the same, and the same command registers it."""
 
     def __post_init__(self) -> None:
+        if self.register_as:
+            registry.require_name("register_as", self.register_as)
         # Compiled code draws other dropout than the first encoding of a chunk.
         require(not (self.loop.compile and self.finetune.chunk_examples), "loop.compile", True,
                 "false where finetune.chunk_examples is not 0")  # fmt: skip
@@ -100,7 +103,9 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
         return program.artifact_summary(out, already_there=True)
     question_count, left_out = task.validated
     _print_validation(question_count, left_out)
-    with cluster.session(for_tasks=True), tracking.start("finetune", out) as tracked:
+    if config.register_as:
+        tracking.prepare_registration(config.register_as)
+    with tracking.start("finetune", out) as tracked, cluster.session(for_tasks=True):
         label = f"finetune {config.ranker.architecture}"
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, label, watch,
@@ -116,7 +121,7 @@ def run(config: Config, watch: Callable[[int, int], None] | None = None) -> prog
             held_out=recipe.unseen(),
         )  # fmt: skip
         tracking.finish(tracked, ranker, delivered=trained.delivered)
-        _register(config, ranker)
+    _register(config, ranker)
     validation = {"asked": question_count, "left_out": left_out}
     return program.artifact_summary(
         ranker, already_there=False, metrics=metrics, validation=validation

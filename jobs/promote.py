@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jobs import program
-from pipeline import storage
+from pipeline import registry, storage
 from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import BadInput, Stopped, require, to_dict
 from pipeline.evaluation import protocols
@@ -96,6 +96,9 @@ class Config:
         )
         require(-1 <= self.min_difference <= 1, "min_difference", self.min_difference, "-1 to 1")
         require(self.max_examples >= 1, "max_examples", self.max_examples, ">= 1")
+        if self.registered_model:
+            registry.require_name("registered_model", self.registered_model)
+            registry.require_alias("alias", self.alias)
 
 
 def run(config: Config) -> program.Summary:

@@ -1,26 +1,126 @@
-"""Resolves names of MLflow's registry, `models:/name@alias`, to URIs."""
+"""Names of MLflow's registry, `models:/name@alias`, and the server that knows them.
+
+A registered version points to a ranker where it lies, and nothing is copied.
+"""
 
 from __future__ import annotations
 
-from pipeline.config import BadInput
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline import storage
+from pipeline.artifact import Artifact
+from pipeline.config import BadInput, Stopped, require
 
 REGISTRY = "models:/"
+_URI_TAG = "polyrank.uri"
+"""The tag of a version that names the place of its model. Before there was a tag, it was the source."""
+_MAX_SOURCE_CHARACTERS = 500  # of MLflow's tables; PostgreSQL refuses more
+
+# The end of a long chain of exceptions, and what a person can do about it.
+_CAUSES = re.compile(
+    r"(Read|Connection to \S+) timed out.*?\d\)|\[Errno -?\d+\] [\w ]+|Failed to resolve '[^']*'"
+    r"|too many \d+ error responses|error code \d+ != 200.*|connection to server .*"
+)
+_HINTS = {
+    "Invalid Host header": "name the host of this address in the server's --allowed-hosts",
+    "error code 401": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+}
+
+
+def limit_waits() -> None:
+    """Lets MLflow's client give up after 17 s, unless the environment says otherwise. Its own defaults add up
+    to 4 minutes for a server that is away, and to 16 for one that takes requests and does not answer."""
+    for name, value in {
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "PGCONNECT_TIMEOUT": "8",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def answers(question: str = "") -> Iterator[None]:
+    """Says in one line that MLflow, asked inside for `question`, refuses or fails.
+
+    Raises BadInput for a refusal, which another try meets again, and Stopped for a server that is away,
+    slow or broken.
+    """
+    limit_waits()
+    import mlflow  # a second and a half
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError, ImportError) as error:
+        status = error.get_http_status_code() if isinstance(error, MlflowException) else 500
+        is_refusal = isinstance(error, ImportError) or (400 <= status < 500 and status != 429)
+        place = f"MLFLOW_TRACKING_URI {shown(mlflow.get_tracking_uri())}"
+        if is_refusal and question and status not in (401, 403):
+            place = ""
+        where = ": ".join(filter(None, (question, place)))
+        raise (BadInput if is_refusal else Stopped)(f"{where}: {reason_of(error)}") from None
+
+
+def reason_of(error: Exception) -> str:
+    """Why MLflow failed, in one line and without a password."""
+    text = shown(" ".join(str(error).split())) or repr(error)
+    found = _CAUSES.search(text)
+    hint = next((f"; {hint}" for mark, hint in _HINTS.items() if mark in text), "")
+    return f"{found[0] if found else text:.300}{hint}"
+
+
+def shown(text: str) -> str:
+    """Without the user and password of an address."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def model_uri(target: str) -> str:
     """The URI of a model; for an alias, of the model that it means now.
 
-    Raises BadInput where the registry has no such alias.
+    Raises BadInput where the registry has no such alias, and Stopped where it does not answer.
     """
     if not target.startswith(REGISTRY):
         return target
     name, _, alias = target.removeprefix(REGISTRY).partition("@")
     if not alias:
         raise BadInput(f"model: {target!r} is not allowed; allowed: models:/name@alias, or a URI")
-    import mlflow  # a second and a half
-    from mlflow.exceptions import MlflowException
+    import mlflow
 
-    try:
-        return str(mlflow.MlflowClient().get_model_version_by_alias(name, alias).source)
-    except MlflowException as error:
-        raise BadInput(f"model: {target}: {str(error).splitlines()[0]}") from None
+    with answers(f"model: {target}"):
+        return uri_of(mlflow.MlflowClient().get_model_version_by_alias(name, alias))
+
+
+def uri_of(version: Any) -> str:
+    """The place of the model of a version (mlflow.entities.model_registry.ModelVersion)."""
+    return str(version.tags.get(_URI_TAG) or version.source)
+
+
+def location(model: Artifact, server: str) -> dict[str, Any]:
+    """`source` and `tags` of the version that points to a model, for a registry at the address `server`.
+
+    A server refuses local paths as sources, also those that are the same on all machines. For one of these
+    the source is the manifest that the model's run keeps; the tag names the path.
+    """
+    has_path = storage.is_local(model.uri) and server.startswith("http")
+    run_file = f"runs:/{model.manifest['run_id']}/manifest.json"
+    source = run_file if has_path or len(model.uri) > _MAX_SOURCE_CHARACTERS else model.uri
+    return {"source": source, "tags": {"fingerprint": model.fingerprint, _URI_TAG: model.uri}}
+
+
+def require_name(field: str, name: str) -> None:
+    """Raises BadInput for a name that MLflow's registry refuses, or that `models:/name@alias` cannot hold."""
+    fits = re.fullmatch(r"(?!\.\.|\.$|\s)[^/:@'\"`\\\x00-\x1f\x7f]{1,255}(?<!\s)", name)
+    allowed = "1 to 255 characters without / : @ \\ quotes, line breaks, spaces at the ends; not `.` or `..`"
+    require(bool(fits), field, name, allowed)
+
+
+def require_alias(field: str, alias: str) -> None:
+    """Raises BadInput for an alias that MLflow's registry refuses."""
+    fits = re.fullmatch(r"[\w-]{1,240}", alias) and not re.fullmatch(r"(?i)latest|v\d+", alias)
+    require(bool(fits), field, alias,
+            "1 to 240 letters, digits, - and _, other than `latest` and `v1`, `v2`, …")  # fmt: skip

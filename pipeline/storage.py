@@ -32,6 +32,7 @@ from pipeline.files.retries import with_retries
 _AHEAD_BYTES = 8 << 20
 _RANGES_AHEAD = 3
 _TEMPORARY_SUFFIX = ".tmp"
+_STORES_WITH_BUCKETS = ("s3", "gcs", "abfs")
 _THREADS = 16  # of files that are looked at, or written, at a time
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?]*)([^?]*)(\?.*)?")
 
@@ -89,9 +90,31 @@ def name_of(uri: str) -> str:
     return posixpath.basename(uri.rstrip("/"))
 
 
-def exists(uri: str) -> bool:
+def _type_of(uri: str) -> pafs.FileType:
+    """What is at a URI. Raises BadInput where its bucket does not exist."""
     filesystem, path = locate(uri)
-    return bool(filesystem.get_file_info(path).type != pafs.FileType.NotFound)
+    kind = filesystem.get_file_info(path).type
+    if kind == pafs.FileType.NotFound and filesystem.type_name in _STORES_WITH_BUCKETS:
+        _require_bucket(filesystem, path.split("/")[0], uri)
+    return kind
+
+
+_known_buckets: set[tuple[str, str]] = set()
+
+
+def _require_bucket(filesystem: pafs.FileSystem, bucket: str, uri: str) -> None:
+    """Asks once for a bucket: a store says "not found" for it as for a file."""
+    key = (filesystem.type_name, bucket)
+    if key in _known_buckets:
+        return
+    with suppress(OSError):  # no right to ask for the bucket itself
+        if filesystem.get_file_info(bucket).type == pafs.FileType.NotFound:
+            raise BadInput(f"{uri}: there is no bucket {bucket!r}")
+    _known_buckets.add(key)
+
+
+def exists(uri: str) -> bool:
+    return bool(_type_of(uri) != pafs.FileType.NotFound)
 
 
 def size_of(uri: str) -> int:
@@ -126,8 +149,7 @@ def names_in(uri: str) -> list[str]:
 
 
 def is_folder(uri: str) -> bool:
-    filesystem, path = locate(uri)
-    return bool(filesystem.get_file_info(path).type == pafs.FileType.Directory)
+    return bool(_type_of(uri) == pafs.FileType.Directory)
 
 
 def list_folders(uri: str) -> list[str]:
@@ -140,9 +162,9 @@ def list_folders(uri: str) -> list[str]:
 
 def is_occupied(uri: str) -> bool:
     """Whether a file is there, or a folder that holds anything, hidden or not."""
-    filesystem, path = locate(uri)
-    kind = filesystem.get_file_info(path).type
+    kind = _type_of(uri)
     if kind == pafs.FileType.Directory:
+        filesystem, path = locate(uri)
         return bool(filesystem.get_file_info(pafs.FileSelector(path)))
     return bool(kind != pafs.FileType.NotFound)
 
@@ -154,8 +176,7 @@ def expand(uris: Sequence[str], option: str = "input") -> list[str]:
     """
     files: list[str] = []
     for uri in uris:
-        filesystem, path = locate(uri)
-        kind = filesystem.get_file_info(path).type
+        kind = _type_of(uri)
         if kind == pafs.FileType.NotFound:
             raise BadInput(f"--{option} {uri}: no such file or folder")
         uri_files = [uri] if kind == pafs.FileType.File else list_files(uri)

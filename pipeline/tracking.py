@@ -2,6 +2,9 @@
 
 MLFLOW_TRACKING_URI names the server; without it runs go to `mlflow.db` in the working directory. The driver
 owns the run and logs the messages of its workers. Other processes log to the run by its id.
+
+A job that cannot open its run ends before its work. Once the run is open, a server that fails costs one line
+and seconds: numbers wait until it is back, and the job goes on.
 """
 
 from __future__ import annotations
@@ -10,30 +13,34 @@ import fcntl
 import json
 import logging
 import math
+import operator
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlflow
-from mlflow.entities import LifecycleStage
+import sqlalchemy
+from mlflow.entities import LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
+from mlflow.tracking.context.registry import resolve_tags
 
-from pipeline import storage
+from pipeline import registry, storage
 from pipeline.artifact import Artifact
-from pipeline.config import BadInput, flatten
+from pipeline.config import BadInput, Stopped, flatten
 from pipeline.drafts import RUN, Draft
 from pipeline.provenance import git_revision
 from pipeline.tasks import costs
 
-# MLflow's thread sends the numbers of a second together, and the last ones as soon as it is told to. Without
-# this it sends them one by one, and each `flush` waits for a second.
-os.environ.setdefault("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", "1")
+registry.limit_waits()
 
 _SQLITE = "sqlite:///"
 local_store = ""
@@ -41,48 +48,130 @@ local_store = ""
 _MAX_PARAM_CHARACTERS = 500  # MLflow's own bound is 6,000; nobody reads more than this in a table
 
 
+_BUFFER_S = 1.0  # the numbers of a second are sent together
+_PAUSE_S = (
+    30.0  # after a request that took seconds to fail, so that a job waits for such requests once
+)
+_MAX_WAITING = 100_000  # numbers, some 300 bytes each
+
+ResultT = TypeVar("ResultT")
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run that any process can log to."""
+    """A run that any process can log to. Its methods never fail because of the server: one line says so."""
 
     run_id: str
+    """"": the server did not open a run, so nothing is logged."""
     tracking_uri: str
 
     def log(
         self, metrics: Mapping[str, float], step: int | None = None, wait: bool = False
     ) -> None:
         """Logs the finite numbers, without waiting for the server unless told to."""
-        finite = {
-            _metric_name(name): float(value)
+        now = int(1000 * time.time())
+        link = _link(self)
+        link.put(
+            Metric(_metric_name(name), float(value), now, step or 0)
             for name, value in metrics.items()
             if math.isfinite(value)
-        }
-        mlflow.set_tracking_uri(self.tracking_uri)
-        mlflow.log_metrics(finite, step=step, run_id=self.run_id, synchronous=wait)
+        )
+        if wait:
+            link.flush()
 
     def attach(self, files: Mapping[str, bytes]) -> None:
         """Keeps small files with the run."""
-        mlflow.set_tracking_uri(self.tracking_uri)
         with tempfile.TemporaryDirectory() as folder:
             for name, data in files.items():
                 (Path(folder) / name).write_bytes(data)
-            mlflow.log_artifacts(folder, run_id=self.run_id)
+            _link(self).send(lambda client: client.log_artifacts(self.run_id, folder))
 
     def histories(self, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-        """(step, value) of each metric in the order of the steps, also from before the job was resumed."""
+        """(step, value) of each metric in the order of the steps, also from before the job was resumed; []
+        where the server does not answer."""
         self.flush()
-        client = mlflow.MlflowClient(self.tracking_uri)
         points_of = {
-            name: client.get_metric_history(self.run_id, _metric_name(name)) for name in names
+            name: _link(self).send(
+                operator.methodcaller("get_metric_history", self.run_id, _metric_name(name))
+            )
+            for name in names
         }
         return {
-            name: sorted({point.step: point.value for point in points}.items())
+            name: sorted({point.step: point.value for point in points or []}.items())
             for name, points in points_of.items()
         }
 
     def flush(self) -> None:
-        """Waits until the server has all that was logged."""
-        mlflow.flush_async_logging()
+        """Sends all that was logged."""
+        _link(self).flush()
+
+
+@dataclass
+class _Link:
+    """Sends what belongs to a run. While the server is away numbers wait, and all else is left out."""
+
+    run: Run
+    client: mlflow.MlflowClient
+    _waiting: list[Metric] = field(default_factory=list)
+    _timer: threading.Timer | None = None
+    _is_away: bool = False
+    _paused_until: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _sending: threading.RLock = field(default_factory=threading.RLock)
+
+    def put(self, points: Iterable[Metric]) -> None:
+        """Takes numbers, which a thread sends within a second."""
+        with self._lock:
+            self._waiting += points
+            del self._waiting[:-_MAX_WAITING]
+            if self._timer is None:
+                self._timer = threading.Timer(_BUFFER_S, self.flush)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def flush(self) -> None:
+        """Sends the numbers that wait."""
+        with self._sending:
+            with self._lock:
+                points, self._waiting = self._waiting, []
+                if self._timer:
+                    self._timer.cancel()
+                self._timer = None
+            if points and not self.send(lambda client: self._log(client, points)):
+                with self._lock:
+                    self._waiting = [*points, *self._waiting][-_MAX_WAITING:]
+
+    def _log(self, client: mlflow.MlflowClient, points: Sequence[Metric]) -> bool:
+        client.log_batch(self.run.run_id, metrics=points)
+        return True
+
+    def send(self, request: Callable[[mlflow.MlflowClient], ResultT]) -> ResultT | None:
+        """Returns what the request returns; None where it failed, or was left out during a pause."""
+        with self._sending:
+            begin = time.monotonic()
+            if not self.run.run_id or begin < self._paused_until:
+                return None
+            try:
+                result = request(self.client)
+            except Exception as error:  # whatever it is, the job's own work is worth more
+                if not self._is_away:
+                    reason = f"MLflow at {registry.shown(self.run.tracking_uri)}: {registry.reason_of(error)}"
+                    print(f"{reason}; the job goes on without it", file=sys.stderr, flush=True)
+                self._is_away, now = True, time.monotonic()
+                self._paused_until = now + _PAUSE_S if now - begin > 3 else 0.0
+                return None
+            self._is_away = False
+            return result
+
+
+_links: dict[Run, _Link] = {}
+
+
+def _link(run: Run) -> _Link:
+    """This process's link to a run."""
+    if run not in _links:
+        _links[run] = _Link(run, mlflow.MlflowClient(run.tracking_uri))
+    return _links[run]
 
 
 @contextmanager
@@ -90,26 +179,24 @@ def start(job: str, draft: Draft) -> Iterator[Run]:
     """Opens the run of a job that makes `draft`; a failure inside ends it as FAILED.
 
     A job that continues an unfinished draft continues its run, so that one curve shows all attempts.
-    Raises Stopped where another job makes the same draft (`Draft.locked`).
+    Raises Stopped where another job makes the same draft (`Draft.locked`), and as `connect`.
     """
     name = f"{job} {Path(draft.uri).name}"
     note = draft.path(RUN)
-    with (
-        draft.locked(),
-        _open(
-            job, name, draft.inputs, draft.config, {"output_uri": draft.uri}, _earlier_run(draft)
-        ) as run,
-    ):
+    with draft.locked():
+        tags = _tags(job, draft.inputs, {"output_uri": draft.uri})
+        run = _create(name, tags, draft.config, _earlier_run(draft))
         record = {"run_id": run.run_id, "request": draft.request}
         storage.write_bytes(note, json.dumps(record).encode())
-        yield run
+        with _ended(run):
+            yield run
 
 
 @contextmanager
 def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
     """Opens the run of an evaluation, which makes no artifact."""
     inputs = {"model": model.reference(), "corpus": corpus.reference()}
-    with _open("evaluate", f"evaluate {Path(model.uri).name}", inputs, settings, {}) as run:
+    with _open("evaluate", f"evaluate {Path(model.uri).name}", inputs, settings) as run:
         yield run
 
 
@@ -117,7 +204,7 @@ def start_evaluation(model: Artifact, corpus: Artifact, settings: dict[str, Any]
 def start_promotion(model: Artifact, settings: dict[str, Any]) -> Iterator[Run]:
     """Opens the run of a promotion of `model`, which makes no artifact."""
     name = f"promote {settings['registered_model']}"
-    with _open("promote", name, {"model": model.reference()}, settings, {}) as run:
+    with _open("promote", name, {"model": model.reference()}, settings) as run:
         yield run
 
 
@@ -126,7 +213,7 @@ def start_sweep(
     name: str, inputs: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]
 ) -> Iterator[Run]:
     """Opens the run of a comparison of many models, whose own runs lie beside it."""
-    with _open("benchmark", name, inputs, settings, {}) as run:
+    with _open("benchmark", name, inputs, settings) as run:
         yield run
 
 
@@ -135,22 +222,35 @@ def server() -> str:
     return _absolute_uri(mlflow.get_tracking_uri())
 
 
-@contextmanager
-def _open(
-    job: str,
-    name: str,
-    inputs: Mapping[str, Mapping[str, Any]],
-    settings: dict[str, Any],
-    extra_tags: dict[str, str],
-    earlier_run: str = "",
-) -> Iterator[Run]:
-    """Continues the run `earlier_run` if the server has it; else opens a new one."""
+def connect() -> str:
+    """Returns the id of the experiment. A job whose run opens after its work calls it before.
+
+    Raises BadInput where the server refuses, and Stopped where it does not answer.
+    """
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    global local_store
     mlflow.set_tracking_uri(server())
-    local_store = server() if server().startswith(_SQLITE) else ""
-    experiment_id = _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
+    with registry.answers():
+        return _set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyrank"))
+
+
+@contextmanager
+def _open(
+    job: str, name: str, inputs: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]
+) -> Iterator[Run]:
+    """Opens a new run after the work. Where that fails, one line says so, and nothing is logged."""
+    run = Run("", server())
+    try:
+        run = _create(name, _tags(job, inputs, {}), settings)
+    except (BadInput, Stopped) as error:
+        print(f"{error}; nothing is logged", file=sys.stderr, flush=True)
+    with _ended(run):
+        yield run
+
+
+def _tags(
+    job: str, inputs: Mapping[str, Mapping[str, Any]], extra_tags: Mapping[str, str]
+) -> dict[str, str]:
     tags = {
         "job": job,
         "git_revision": git_revision() or "unknown",
@@ -158,32 +258,55 @@ def _open(
         **extra_tags,
     }
     for input_name, reference in inputs.items():
-        for field in ("uri", "fingerprint", "run_id"):
-            if value := reference.get(field):  # an encoder from elsewhere has no run
-                tags[f"input.{input_name}.{field}"] = str(value)
-    run_id = earlier_run if _can_continue(earlier_run, experiment_id) else None
-    with mlflow.start_run(run_id, run_name=name, tags=tags) as active_run:
-        params = {k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in flatten(settings).items()}
-        # MLflow refuses a second value of a parameter: those of the first attempt stay.
-        mlflow.log_params({k: v for k, v in params.items() if k not in active_run.data.params})
-        run = Run(active_run.info.run_id, mlflow.get_tracking_uri())
+        for field_name in ("uri", "fingerprint", "run_id"):
+            if value := reference.get(field_name):  # an encoder from elsewhere has no run
+                tags[f"input.{input_name}.{field_name}"] = str(value)
+    return tags
+
+
+def _create(
+    name: str, tags: Mapping[str, str], settings: Mapping[str, Any], earlier_run: str = ""
+) -> Run:
+    """Continues the run `earlier_run` if the server has it; else makes a new one."""
+    global local_store
+    experiment_id = connect()
+    local_store = server() if server().startswith(_SQLITE) else ""
+    client = mlflow.MlflowClient()
+    params = {k: str(v)[:_MAX_PARAM_CHARACTERS] for k, v in flatten(dict(settings)).items()}
+    tags = resolve_tags({"mlflow.runName": name, **tags})
+    with registry.answers():
+        if known_run := _run_to_continue(earlier_run, experiment_id):
+            run_id = earlier_run
+            client.update_run(run_id, "RUNNING")
+            # MLflow refuses a second value of a parameter: those of the first attempt stay.
+            params = {k: v for k, v in params.items() if k not in known_run.data.params}
+        else:
+            run_id = client.create_run(experiment_id, run_name=name).info.run_id
+        client.log_batch(
+            run_id,
+            params=[Param(key, value) for key, value in params.items()],
+            tags=[RunTag(key, value) for key, value in tags.items()],
+        )
+    return Run(run_id, server())
+
+
+@contextmanager
+def _ended(run: Run) -> Iterator[None]:
+    """Ends the run: FINISHED, or FAILED after an exception inside."""
+    status = "FAILED"
+    try:
         with costs.collect_stages() as stages:
             try:
-                yield run
+                yield
+                status = "FINISHED"
             finally:
-                _attach_stages(run, stages)
+                if stages:  # what tasks cost and which failed, also of a job that fails
+                    rows = [stage.as_json() for stage in stages]
+                    text = json.dumps(rows, indent=1, ensure_ascii=False)
+                    run.attach({"tasks.json": text.encode()})
+    finally:
         run.flush()
-
-
-def _attach_stages(run: Run, stages: Sequence[costs.Stage]) -> None:
-    """Keeps what tasks cost and which failed, also of a job that fails."""
-    if not stages:
-        return
-    text = json.dumps([stage.as_json() for stage in stages], indent=1, ensure_ascii=False)
-    try:
-        run.attach({"tasks.json": text.encode()})
-    except (MlflowException, OSError) as error:  # the failure of the job says more
-        print(f"MLflow did not take tasks.json: {str(error).splitlines()[0]}", file=sys.stderr)
+        _link(run).send(lambda client: client.set_terminated(run.run_id, status))
 
 
 def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None = None) -> None:
@@ -195,30 +318,62 @@ def finish(run: Run, artifact: Artifact, delivered: Mapping[str, float] | None =
     counts = {f"count.{name}": float(n) for name, n in artifact.counts.items()}
     dropped = {f"dropped.{name}": float(n) for name, n in artifact.manifest["dropped"].items()}
     metrics = {f"delivered_{name}": value for name, value in (delivered or {}).items()}
-    # Waits: to start the threads that would log it later and to end them again takes 2 s.
     run.log({**counts, **dropped, **metrics}, wait=True)
-    mlflow.set_tag("output_fingerprint", artifact.fingerprint)
-    if precision := artifact.manifest.get("precision"):
-        mlflow.set_tag("precision", precision)
-    mlflow.log_dict(artifact.manifest, "manifest.json")
+    tags = {
+        "output_fingerprint": artifact.fingerprint,
+        "precision": artifact.manifest.get("precision"),
+    }
+
+    def record(client: mlflow.MlflowClient) -> None:
+        tag_list = [RunTag(name, str(value)) for name, value in tags.items() if value]
+        client.log_batch(run.run_id, tags=tag_list)
+        client.log_dict(run.run_id, artifact.manifest, "manifest.json")
+
+    _link(run).send(record)
+
+
+def prepare_registration(name: str) -> None:
+    """Makes the registered model `name` if there is none, before the work whose output will be its version.
+
+    Raises BadInput where the registry refuses, and Stopped where it does not answer.
+    """
+    connect()
+    client = mlflow.MlflowClient()
+    with registry.answers():
+        if client.search_registered_models(f"name = '{name}'"):
+            return
+        try:
+            client.create_registered_model(name)
+        except MlflowException:  # another job may have made it meanwhile
+            if not client.search_registered_models(f"name = '{name}'"):
+                raise
 
 
 def register(name: str, artifact: Artifact, alias: str) -> str:
     """Makes a published model the registry's `name`@`alias` and returns its version.
 
-    The registry points to the artifact where it lies; nothing is copied.
+    The registry points to the artifact where it lies; nothing is copied. Raises Stopped where the registry
+    fails: the artifact stays, and the same call registers it later.
     """
+    try:
+        prepare_registration(name)
+        with registry.answers():
+            return _register(name, artifact, alias)
+    except (BadInput, Stopped) as error:
+        failure = f"{artifact.uri} is complete, but not registered as {name}: {error}"
+        raise Stopped(f"{failure}; the same command registers it") from None
+
+
+def _register(name: str, artifact: Artifact, alias: str) -> str:
     client = mlflow.MlflowClient()
-    if not client.search_registered_models(f"name = '{name}'"):
-        client.create_registered_model(name)
     versions = client.search_model_versions(f"name = '{name}'")
     identity = (artifact.uri, artifact.fingerprint)
-    version = next((v for v in versions if (v.source, v.tags.get("fingerprint")) == identity), None)
+    version = next(
+        (v for v in versions if (registry.uri_of(v), v.tags.get("fingerprint")) == identity), None
+    )
     if version is None:
-        tags = {"fingerprint": artifact.fingerprint}
-        version = client.create_model_version(
-            name, source=artifact.uri, run_id=artifact.manifest["run_id"], tags=tags
-        )
+        pointer = registry.location(artifact, mlflow.get_registry_uri())
+        version = client.create_model_version(name, run_id=artifact.manifest["run_id"], **pointer)
     client.set_registered_model_alias(name, alias, version.version)
     return str(version.version)
 
@@ -226,23 +381,23 @@ def register(name: str, artifact: Artifact, alias: str) -> str:
 def registered_version(name: str, version: str) -> tuple[str, str]:
     """(number, URI of the model) of a version: a number, or what an alias means.
 
-    Raises BadInput where the registry has no such model or version.
+    Raises BadInput where the registry has no such model or version, and Stopped where it does not answer.
     """
     client = mlflow.MlflowClient()
-    try:
+    with registry.answers(f"{name}, version {version}"):
         aliases = dict(client.get_registered_model(name).aliases)
         number = str(aliases.get(version, version))
         if not number.isdecimal():
             alias_names = ", ".join(sorted(aliases)) or "none"
             raise BadInput(f"{name}: no version has the alias {version}; there are: {alias_names}")
-        return number, str(client.get_model_version(name, number).source)
-    except MlflowException as error:
-        raise BadInput(f"{name}, version {version}: {str(error).splitlines()[0]}") from None
+        return number, registry.uri_of(client.get_model_version(name, number))
 
 
 def version_of_alias(name: str, alias: str) -> str:
     """The version that an alias of a registered model means; "" where it means none."""
-    return str(dict(mlflow.MlflowClient().get_registered_model(name).aliases).get(alias, ""))
+    with registry.answers(f"model {name}"):
+        aliases = dict(mlflow.MlflowClient().get_registered_model(name).aliases)
+        return str(aliases.get(alias, ""))
 
 
 def previous_alias(alias: str) -> str:
@@ -255,7 +410,7 @@ def move_alias(name: str, alias: str, version: str) -> None:
 
     The order is such that the same call completes one that was killed between the two. A move back is to the
     version that the previous alias names, so that alias moves last; otherwise it moves first, as afterwards
-    nobody would know the version before.
+    nobody would know the version before. Raises as `version_of_alias`.
     """
     client, previous = mlflow.MlflowClient(), previous_alias(alias)
     version_before = version_of_alias(name, alias)
@@ -263,8 +418,9 @@ def move_alias(name: str, alias: str, version: str) -> None:
     if version_before and version_before != version:
         is_back = version_of_alias(name, previous) == version
         moves.insert(len(moves) if is_back else 0, (previous, version_before))
-    for moved_alias, target in moves:
-        client.set_registered_model_alias(name, moved_alias, target)
+    with registry.answers(f"{name}: its alias {alias} may not have moved"):
+        for moved_alias, target in moves:
+            client.set_registered_model_alias(name, moved_alias, target)
 
 
 def _earlier_run(draft: Draft) -> str:
@@ -276,19 +432,18 @@ def _earlier_run(draft: Draft) -> str:
     return str(record["run_id"]) if record["request"] == draft.request else ""
 
 
-def _can_continue(run_id: str, experiment_id: str) -> bool:
-    """Whether the server has the run in the experiment, and it is not deleted."""
+def _run_to_continue(run_id: str, experiment_id: str) -> mlflow.entities.Run | None:
+    """The run, if the server has it in the experiment and it is not deleted."""
     if not run_id:
-        return False
+        return None
     try:
-        info = mlflow.get_run(run_id).info
+        run = mlflow.get_run(run_id)
     except MlflowException as error:
         if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
-            return False
+            return None
         raise
-    return bool(
-        info.lifecycle_stage == LifecycleStage.ACTIVE and info.experiment_id == experiment_id
-    )
+    is_active = run.info.lifecycle_stage == LifecycleStage.ACTIVE
+    return run if is_active and run.info.experiment_id == experiment_id else None
 
 
 def _set_experiment(name: str) -> str:
@@ -300,6 +455,8 @@ def _set_experiment(name: str) -> str:
     dies of it.
     """
     uri = mlflow.get_tracking_uri()
+    if re.match("postgresql|mysql|mssql", uri):  # MLflow tries for 100 s to reach one that is away
+        sqlalchemy.create_engine(uri).connect().close()
     if not uri.startswith(_SQLITE):
         return str(mlflow.set_experiment(name).experiment_id)
     base = Path(uri.removeprefix(_SQLITE))

@@ -57,6 +57,47 @@ def test_files_are_written_listed_read_and_deleted_as_they_are_locally(bucket):
     assert storage.list_files(bucket) == []
 
 
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [
+        ("inspect", "--corpus"),
+        ("train_tokenizer", "--corpus"),
+        ("embed_pool", "--model"),
+        ("embed_pool", "--candidates"),
+        ("promote", "--pools"),
+    ],
+)
+def test_a_bucket_that_does_not_exist_is_named(
+    s3, run_job_here, tmp_path, tiny_ranker, verb, option
+):
+    needed = {
+        "train_tokenizer": {"--output": tmp_path / "out"},
+        "embed_pool": {"--model": tiny_ranker("bi").uri, "--candidates": tmp_path / "none",
+                       "--pools": tmp_path, "--name": "p"},
+        "promote": {"--name": "p"},
+    }  # fmt: skip
+    options = {**needed.get(verb, {}), option: "s3://b-none/folder"}
+    refusal = run_job_here(verb, *(word for pair in options.items() for word in pair)).refusal
+    assert "there is no bucket 'b-none'" in refusal
+
+
+def test_a_store_that_does_not_tell_whether_a_bucket_is_there_is_no_fault(s3, bucket, monkeypatch):
+    """A role may read files and not ask for the bucket."""
+    monkeypatch.setattr(storage, "_known_buckets", set())
+    filesystem, path = storage.locate(bucket)
+
+    class Guarded:
+        type_name = "s3"
+
+        def get_file_info(self, asked: object) -> object:
+            if asked == path:
+                raise PermissionError("ACCESS_DENIED during HeadBucket")
+            return filesystem.get_file_info(asked)
+
+    monkeypatch.setattr(storage, "locate", lambda uri: (Guarded(), f"{path}/none"))
+    assert not storage.exists(storage.join(bucket, "none"))
+
+
 @pytest.mark.parametrize("size", [0, 1, 1_000_000])
 def test_a_small_file_is_written_by_one_request(s3, bucket, size):
     with s3.counted() as requests:
@@ -376,10 +417,7 @@ def test_a_bucket_that_is_not_there_is_one_line(s3, refused_by_the_store):
     written = refused_by_the_store("--uri", "s3://not-there/a/b", "--write")
     assert written == "not-there/a/b: there is no such bucket (NO_SUCH_BUCKET)"
     read = refused_by_the_store("--uri", "s3://not-there/a/b")
-    assert (
-        read
-        == "s3://not-there/a/b: not a corpus (manifest.json is missing); jobs.prepare_corpus makes one"
-    )
+    assert read == "s3://not-there/a/b/manifest.json: there is no bucket 'not-there'"
 
 
 @pytest.mark.slow

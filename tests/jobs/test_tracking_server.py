@@ -1,0 +1,157 @@
+"""A tracking server that is away, slow, or refuses ends a job before its work, in one line."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from tests.helpers import Finished, free_port
+
+
+@pytest.fixture
+def use_server(tracking_uri: str, monkeypatch) -> Iterator[Callable[[str], str]]:
+    """`use_server(address)`: jobs of this process log to it, and wait for a second."""
+
+    def use(address: str) -> str:
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        mlflow.set_tracking_uri(address)
+        return address
+
+    yield use
+    mlflow.set_tracking_uri(tracking_uri)
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[int, str], str]]:
+    """`answering(status, text)`: the address of a server that answers so, whatever it is asked."""
+    servers = list[ThreadingHTTPServer]()
+
+    def start(status: int, text: str) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def prepare(run_job_here, tmp_path) -> Callable[[], Finished]:
+    """Prepares a small corpus at `tmp_path / "corpus"`."""
+    (tmp_path / "a.csv").write_text("context,response\nhow are you,fine\nwhere is it,over there\n")
+    options = ("--format", "pairs", "--input", tmp_path / "a.csv", "--output", tmp_path / "corpus")
+    return lambda: run_job_here("prepare_corpus", *options)
+
+
+def assert_one_line(done: Finished, code: int, *parts: str) -> None:
+    assert done.code == code, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert all(part in line for part in parts), line
+    assert len(line) < 400
+
+
+def test_a_server_that_is_away_ends_a_job_before_its_work(
+    prepare, use_server, tracking_uri, tmp_path
+):
+    address = use_server(f"http://127.0.0.1:{free_port()}")
+    line_parts = (f"MLFLOW_TRACKING_URI {address}: ", "Connection refused")
+    assert_one_line(prepare(), 1, *line_parts)
+    assert not (tmp_path / "corpus").exists()
+    mlflow.set_tracking_uri(tracking_uri)  # the same command, with another server
+    assert prepare().summary["counts"]["examples"] == 2
+
+
+def test_a_server_that_takes_requests_and_is_silent_ends_a_job(prepare, use_server):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        use_server(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert_one_line(prepare(), 1, "Read timed out")
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "code", "parts"),
+    [
+        (401, "You are not authenticated.", 2, ["401", "MLFLOW_TRACKING_USERNAME"]),
+        (403, "Invalid Host header", 2, ["403", "--allowed-hosts"]),
+        (500, "<html>", 1, ["500"]),
+        (404, "<html>", 2, ["404"]),
+        (200, "<html>a dashboard", 1, ["a dashboard"]),
+    ],
+)
+def test_a_server_that_refuses_ends_a_job(
+    prepare, use_server, answering, status, text, code, parts
+):
+    address = use_server(answering(status, text).replace("http://", "http://me:secret@"))
+    done = prepare()
+    assert_one_line(done, code, "MLFLOW_TRACKING_URI http://127.0.0.1:", *parts)
+    assert "secret" not in done.stderr and "secret" in address
+
+
+def test_a_database_that_is_away_ends_a_job(prepare, use_server):
+    use_server(f"postgresql://me:secret@127.0.0.1:{free_port()}/mlflow")
+    done = prepare()
+    assert_one_line(done, 1, "MLFLOW_TRACKING_URI postgresql://127.0.0.1:", "refused")
+    assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        ("search", ("--model", "models:/a@champion", "--pool", "pools/p", "--context", "hello")),
+        ("promote", ("--model", "a")),
+        (
+            "evaluate",
+            ("--model", "MODEL", "--corpus", "CORPUS", "--split", "valid", "--slow", "true"),
+        ),
+    ],
+)
+def test_jobs_that_ask_the_registry_say_that_it_is_away(
+    run_job_here, use_server, tiny_ranker, convai2_corpus, verb, options
+):
+    address = use_server(f"http://127.0.0.1:{free_port()}")
+    uris = {"MODEL": tiny_ranker("bi").uri, "CORPUS": convai2_corpus.uri}
+    done = run_job_here(verb, *(uris.get(option, option) for option in options))
+    assert_one_line(done, 1, f"MLFLOW_TRACKING_URI {address}: ")
+
+
+@pytest.mark.parametrize("name", ["support/replies", "a:b", "a@b", "it's", " a", "..", "x" * 256])
+@pytest.mark.parametrize("verb", ["finetune", "promote"])
+def test_names_that_the_registry_refuses_are_refused_at_the_start(run_job_here, verb, name):
+    missing = ("--corpus", "none", "--encoder", "none", "--output", "none", "--register-as", name)
+    done = run_job_here(verb, *(missing if verb == "finetune" else ("--model", name)))
+    field = "register_as" if verb == "finetune" else "registered_model"
+    assert f"{field}: {name!r} is not allowed; allowed: 1 to 255 characters" in done.refusal
+    assert not Path("none.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["Support replies", "a.b-c_d", "ответы", "x" * 255])
+def test_names_that_are_allowed_are_names_of_the_registry(name):
+    from pipeline import registry
+
+    registry.require_name("register_as", name)
+    assert mlflow.MlflowClient().create_registered_model(name).name == name
+
+
+@pytest.mark.parametrize("alias", ["a/b", "latest", "v3", "", "x" * 241])
+def test_aliases_that_the_registry_refuses_are_refused_at_the_start(run_job_here, alias):
+    done = run_job_here("promote", "--model", "a", "--alias", alias)
+    assert f"alias: {alias!r} is not allowed; allowed: 1 to 240 letters" in done.refusal
