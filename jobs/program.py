@@ -2,17 +2,28 @@
 
 0: done, or nothing left to do. 2: bad usage, configuration or input, said in one line. 130: ended by
 Ctrl-C. Anything else: failed. After 130 and a failure the same command again resumes.
+
+The last line of standard output sums up the job as JSON. If the job fails, the line has its `exit_code` and
+its `error`. A process that ends without this line has died: its exit code, which may be 2, says nothing
+about the input (`said_by_job`).
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from pipeline.artifact import Artifact
 from pipeline.config import BadInput, Stopped, parse
+from pipeline.processor import bound_kind
 from pipeline.tasks.failures import cause_of, storage_failure, store_out_of_reach, store_refusal
 
 ConfigT = TypeVar("ConfigT")
@@ -24,32 +35,64 @@ command_of_verb = "python -m jobs.{}"
 
 def main(config_class: type[ConfigT], run: Callable[[ConfigT], Summary], name: str) -> None:
     """Runs a job from the command line and exits."""
+    _leave_folder_of_ray()
     program = command_of_verb.format(name)
+
+    def fail(error: BadInput | Stopped, code: int) -> NoReturn:
+        text = " ".join(str(error).split())
+        print(f"{program}: {text}", file=sys.stderr, flush=True)
+        _print_summary({"job": name, "exit_code": code, "error": text})
+        sys.exit(code)
+
     try:
-        summary = run(parse(config_class, sys.argv[1:], program))
+        config = parse(config_class, sys.argv[1:], program)
+        bound_kind()  # a wrong one is refused before anything starts
+        summary = run(config)
     except BadInput as error:
-        _refuse(program, error)
+        fail(error, 2)
     except Stopped as error:
-        _refuse(program, error, 1)
+        fail(error, 1)
     except KeyboardInterrupt:
-        _refuse(program, Stopped("interrupted; the same command resumes"), 130)
+        fail(Stopped("interrupted; the same command resumes"), 130)
+    except SystemExit as end:
+        if end.code:  # 0: --help
+            _print_summary({"job": name, "exit_code": end.code, "error": ""})
+        raise
     except Exception as error:
         if refusal := cause_of(error, BadInput):
-            _refuse(program, refusal)
+            fail(refusal, 2)
         if stopped := cause_of(error, Stopped):
-            _refuse(program, stopped, 1)
+            fail(stopped, 1)
         if store_reason := store_refusal(error):
-            _refuse(program, BadInput(store_reason))
+            fail(BadInput(store_reason), 2)
         if unreachable := store_out_of_reach(error):
             message = f"the object store cannot be reached: {unreachable}"
-            _refuse(program, Stopped(f"{message}; the same command resumes when it can"), 1)
+            fail(Stopped(f"{message}; the same command resumes when it can"), 1)
         if failure := storage_failure(error):
-            _refuse(program, Stopped(f"{failure}; the same command resumes when it can write"), 1)
+            fail(Stopped(f"{failure}; the same command resumes when it can write"), 1)
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        _print_summary({"job": name, "exit_code": 1, "error": text})
         raise
     if store := getattr(sys.modules.get("pipeline.tracking"), "local_store", ""):
         message = f"runs and curves: mlflow ui --backend-store-uri {store}"
         print(message, file=sys.stderr, flush=True)
-    print(json.dumps({"job": name, **summary}, ensure_ascii=False), flush=True)
+    _print_summary({"job": name, **summary})
+
+
+def said_by_job(output: str, name: str, code: int) -> bool:
+    """Whether a job says in its output that it ends with this exit code; else its process died."""
+    # A bar without a line end may stand before the summary where both streams go into one file.
+    summaries = re.findall(rf'\{{"job": "{name}".*\}}$', output, re.MULTILINE)
+    return bool(summaries) and summary_in(summaries[-1]).get("exit_code", 0) == code
+
+
+def summary_in(line: str) -> Summary:
+    """The summary that is the last line of a job's output; empty for another line."""
+    try:
+        summary = json.loads(line)
+    except ValueError:
+        return {}
+    return summary if isinstance(summary, dict) and "job" in summary else {}
 
 
 def artifact_summary(artifact: Artifact, already_there: bool, **details: Any) -> Summary:
@@ -65,6 +108,27 @@ def artifact_summary(artifact: Artifact, already_there: bool, **details: Any) ->
     }
 
 
-def _refuse(program: str, error: BadInput | Stopped, code: int = 2) -> None:
-    print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    sys.exit(code)
+def _print_summary(summary: Summary) -> None:
+    print(json.dumps(summary, ensure_ascii=False), flush=True)
+
+
+def _leave_folder_of_ray() -> None:
+    """Moves a submitted job to a copy of the folder into which Ray has unpacked it.
+
+    Ray 2.60 removes that folder and unpacks it again while the job runs: when another node on the same
+    machine starts the job's first task, or when two jobs with the same files start at once. A process
+    without a folder finds no file by a relative path, and Intel's MKL ends it when it imports torch, with
+    exit code 2 and "Cannot load …/libtorch_cpu.so".
+    """
+    root = Path(__file__).parents[1]
+    if "working_dir_files" not in root.parts:
+        return
+    try:
+        if Path.cwd() != root:
+            return
+    except FileNotFoundError:  # it is gone already
+        pass
+    folder = tempfile.mkdtemp(prefix="polyrank-job-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(root, folder, dirs_exist_ok=True)
+    os.chdir(folder)

@@ -30,6 +30,7 @@ from pipeline.provenance import git_revision
 _JOB = ("python", "-m")
 _PASSED_VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 _ACTIVE = ("PENDING", "RUNNING")
+_MAX_STARTS = 3
 _PATIENCE_S = 600.0  # a head that restarts is back by then
 _LONGEST_PAUSE_S = 30.0
 _QUIET_S = 300.0  # without output a connection may be dead, which no network has to tell
@@ -53,7 +54,8 @@ class Config:
     name: str = ""
     """The job's id; empty: <verb>-<time in UTC>."""
     wait: bool = False
-    """Print the job's output until it ends, and exit with its code."""
+    """Print the job's output until it ends, and exit with its code. A job whose process dies without a
+    word is sent again, twice."""
     env: tuple[str, ...] = ()
     """Names of variables of this environment that the job gets too, besides MLFLOW_TRACKING_URI and
     MLFLOW_EXPERIMENT_NAME. Whoever may see the cluster's dashboard sees their values."""
@@ -82,6 +84,21 @@ class _Parcel:
         return sum(file.stat().st_size for file in self.files.values())
 
 
+@dataclass(frozen=True)
+class _End:
+    """How a job ended."""
+
+    status: str
+    code: int | None
+    """The exit code of its process; None: it had none, such as a job that was stopped."""
+    said: bool
+    """Whether the job itself said that it ends with this code."""
+
+    @property
+    def has_died(self) -> bool:
+        return self.status == "FAILED" and self.code is not None and not self.said
+
+
 def run(config: Config) -> program.Summary:
     parcel = _pack(config)
     name = config.name or f"{config.command[0]}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
@@ -98,15 +115,20 @@ def run(config: Config) -> program.Summary:
             print(folder if folder in parcel.files else f"{folder}/: {count} files")
         return {**summary, "submitted": False}
     client = _connect(config.address)
-    summary["name"] = name = _submit(client, name, parcel)
-    if not config.wait:
-        return {**summary, "submitted": True}
-    status, code = _follow(client, name)
-    if status != "SUCCEEDED":
+    for start in range(1, _MAX_STARTS + 1):
+        summary["name"] = job_id = _submit(client, name, parcel)
+        if not config.wait:
+            return {**summary, "submitted": True}
+        end = _follow(client, job_id, config.command[0])
+        if end.status == "SUCCEEDED":
+            return {**summary, "submitted": True, "status": end.status}
         command = program.command_of_verb.format("submit")
-        print(f"{command}: {name}: {status}", file=sys.stderr, flush=True)
-        sys.exit(code or 1)
-    return {**summary, "submitted": True, "status": status}
+        died = f", its process died (exit code {end.code}, start {start} of {_MAX_STARTS})"
+        text = f"{command}: {job_id}: {end.status}{died if end.has_died else ''}"
+        print(text, file=sys.stderr, flush=True)
+        if not end.has_died:
+            sys.exit(end.code or 1)
+    sys.exit(1)
 
 
 def _pack(config: Config) -> _Parcel:
@@ -257,25 +279,27 @@ def _submit(client: Any, name: str, parcel: _Parcel) -> str:
     return job_id
 
 
-def _follow(client: Any, name: str) -> tuple[str, int | None]:
-    """Prints what the job prints; its last status, and its exit code where it had one.
+def _follow(client: Any, name: str, verb: str) -> _End:
+    """Prints what the job prints until its end.
 
     A lost connection ends neither the job nor this. Raises Stopped where the cluster does not answer for
     minutes.
     """
     log = _Log(client, name)
     try:
-        info = _wait(client, name, log)
+        info, output = _wait(client, name, log)
     except KeyboardInterrupt:
         print(f"\n{name} goes on; `ray job stop {name}` ends it", file=sys.stderr, flush=True)
         sys.exit(130)
     if info.status.value == "FAILED" and info.driver_exit_code is None:
         print(info.message, file=sys.stderr, flush=True)
-    return str(info.status.value), info.driver_exit_code
+    code = info.driver_exit_code
+    said = code is not None and program.said_by_job(output, verb, code)
+    return _End(str(info.status.value), code, said)
 
 
-def _wait(client: Any, name: str, log: _Log) -> Any:
-    """Ray's facts about the job once it has ended and its output is printed."""
+def _wait(client: Any, name: str, log: _Log) -> tuple[Any, str]:
+    """Ray's facts about the job once it has ended, and its output, which is printed."""
     import aiohttp
 
     lost = (*dashboard.LOST, aiohttp.ClientError)
@@ -294,8 +318,9 @@ def _wait(client: Any, name: str, log: _Log) -> Any:
         try:
             info = client.get_job_info(name)
             if info.status.value not in _ACTIVE:
-                log.show(0, client.get_job_logs(name))  # the connection may have hidden the end
-                return info
+                output = client.get_job_logs(name)
+                log.show(0, output)  # the connection may have hidden the end
+                return info, output
             silent_since = None
             if is_quiet:
                 continue

@@ -1,7 +1,7 @@
 """Runs the jobs of a file one after the other: `python -m jobs.workflow jobs/workflows/dialogue.yaml`.
 
 A workflow is a list of commands. Each job recognises its finished output, so the same workflow again
-continues where it stopped.
+continues where it stopped. A job whose process dies without a word (`program.said_by_job`) is started again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import io
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -31,6 +30,8 @@ from pipeline.config import BadInput, Stopped, parse, require
 
 _ROOT = Path(__file__).parents[1]
 _JOBS = ("python", "-m")
+_MAX_STARTS = 3
+_ENDED_BY_SOMEBODY = (-signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +200,25 @@ def _check_environment(step: Step) -> None:
 def _run_step(config: Config, step: Step) -> dict[str, Any]:
     """The step's name, seconds, and a job's own summary. Raises BadInput or Stopped if it fails."""
     began = time.monotonic()
-    code, last_line = _run_command(step.command)
+    for start in range(1, _MAX_STARTS + 1):
+        code, last_line = _run_command(step.command)
+        said = not step.verb or program.said_by_job(last_line, step.verb, code)
+        if not code or said or code in _ENDED_BY_SOMEBODY:
+            break
+        times = f"start {start} of {_MAX_STARTS}"
+        print(
+            f"step {step.name}: its process died (exit code {code}, {times})",
+            file=sys.stderr,
+            flush=True,
+        )
     if code:
         message = f"step {step.name} failed (exit code {code}); the same command continues there"
-        raise BadInput(message) if code == 2 else Stopped(message)
-    return {"step": step.name, "seconds": round(time.monotonic() - began, 1), **_summary(last_line)}
+        raise BadInput(message) if code == 2 and said and step.verb else Stopped(message)
+    return {
+        "step": step.name,
+        "seconds": round(time.monotonic() - began, 1),
+        **program.summary_in(last_line),
+    }
 
 
 def _estimate(step: Step, first: bool) -> dict[str, Any]:
@@ -219,7 +234,7 @@ def _estimate(step: Step, first: bool) -> dict[str, Any]:
     if code:
         print(f"{step.name}: not known until the steps before it have run", flush=True)
         return {"step": step.name}
-    return {"step": step.name, **_summary(last_line)}
+    return {"step": step.name, **program.summary_in(last_line)}
 
 
 def _run_command(command: tuple[str, ...]) -> tuple[int, str]:
@@ -261,15 +276,6 @@ def _forward_sigterm() -> Iterator[list[subprocess.Popen[str]]]:
         yield children
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
-
-
-def _summary(line: str) -> dict[str, Any]:
-    """The summary in a job's last line of output; empty for another program."""
-    try:
-        summary = json.loads(line)
-    except ValueError:
-        return {}
-    return summary if isinstance(summary, dict) and "job" in summary else {}
 
 
 def _shortened(value: object) -> str:

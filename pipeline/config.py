@@ -47,6 +47,14 @@ class Stopped(Exception):
     """The job has stopped for a reason that it foresees; the message is one clear line (exit code 1)."""
 
 
+MAX_WAIT_VARIABLE = "POLYRANK_MAX_WAIT_MINUTES"
+
+
+def max_wait_minutes() -> float:
+    """How long this process's job waits for cores and GPUs that others hold (`--max-wait-minutes`)."""
+    return float(os.environ.get(MAX_WAIT_VARIABLE, "60"))
+
+
 def require(allowed: bool, field: str, value: object, meaning: str) -> None:
     """Raises BadInput naming `field`, `value` and what is allowed, unless `allowed`."""
     if not allowed:
@@ -104,7 +112,8 @@ def parse(
     is not the default. A file may serve several models, so its options are only named on standard error.
     `allow_unread`: neither, for options that several configurations share.
 
-    `--progress` is no field: it is an option of every job, see `pipeline.tasks.progress`.
+    `--progress` and `--max-wait-minutes` are no fields: they are options of every job, see
+    `pipeline.tasks.progress` and `pipeline.tasks.waiting`.
 
     Raises BadInput in one line; `--help` and `--help GROUP` print and exit with 0.
     """
@@ -132,7 +141,9 @@ def parse(
             name: _chosen_kind(name, union, default_of(config_class, name), option_values)
             for name, union in unions.items()
         }
-        parser = _parser((config_class, prog, progress.mode(), tuple(chosen_kinds.items())))
+        parser = _parser(
+            (config_class, prog, progress.mode(), max_wait_minutes(), tuple(chosen_kinds.items()))
+        )
         if help_topic is not None:
             print(help_text.text(parser, help_topic, fields, positional, after_dashes))
             sys.exit(0)
@@ -141,9 +152,11 @@ def parse(
             namespace = parser.parse_args(normal)
         values = namespace.as_dict()
         values.pop("config", None)
-        os.environ[progress.VARIABLE] = values.pop(
-            "progress"
-        )  # jobs that this one runs show the same
+        # Jobs that this one runs show the same, and wait as long.
+        os.environ[progress.VARIABLE] = values.pop("progress")
+        minutes = values.pop("max_wait_minutes")
+        require(minutes >= 0, "max_wait_minutes", minutes, ">= 0")
+        os.environ[MAX_WAIT_VARIABLE] = str(minutes)
         config = from_dict(config_class, values)
         if not allow_unread:
             _require_read(config, normal, files)
@@ -156,15 +169,16 @@ def parse(
 
 @functools.cache
 def _parser(
-    job: tuple[type[Any], str, progress.Mode, tuple[tuple[str, str], ...]],
+    job: tuple[type[Any], str, progress.Mode, float, tuple[tuple[str, str], ...]],
 ) -> jsonargparse.ArgumentParser:
-    """`job`: its settings, its program, how it shows progress, and the kind of each union.
+    """`job`: its settings, its program, how it shows progress, how long it waits, and the kind of each
+    union.
 
     To make a parser takes 0.1 s, most of it for docstrings: a process that runs many jobs makes one for each.
     """
     import jsonargparse  # takes longer than the rest that `import pipeline` loads
 
-    config_class, prog, mode, chosen_kinds = job
+    config_class, prog, mode, minutes, chosen_kinds = job
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
         prog=prog,
@@ -174,6 +188,7 @@ def _parser(
     )
     parser.add_argument("--config", action="config")
     parser.add_argument("--progress", type=progress.Mode, default=mode)
+    parser.add_argument("--max_wait_minutes", type=float, default=minutes)
     unions = _unions(config_class)
     parser.add_class_arguments(config_class, nested_key=None, skip=set(unions))
     for name, kind in chosen_kinds:
@@ -352,14 +367,14 @@ def _require_known_options(
 ) -> None:
     """Raises BadInput for an option or a file's key that is not there, naming the nearest one."""
     groups = {name[:at] for name in fields for at, letter in enumerate(name) if letter == "."}
-    general_options = {"config", "help", "print_config", "progress"}
+    of_files = {*fields, *groups, "progress", "max_wait_minutes"}
     for argument in argv:
         name = argument[2:].partition("=")[0]
-        if argument.startswith("--") and name not in {*fields, *groups, *general_options}:
+        if argument.startswith("--") and name not in {*of_files, "config", "help", "print_config"}:
             raise BadInput(faults.unknown_option(name, fields))
     for file, options in files.items():
         for name in options:
-            if name not in fields and name not in groups:
+            if name not in of_files:
                 raise BadInput(faults.unknown_key(file, name, fields))
 
 

@@ -27,7 +27,8 @@ from pipeline.tasks import costs, executors, progress
 from pipeline.tasks.actors import Actors
 from pipeline.tasks.failures import storage_failure
 from pipeline.tasks.records import RecordT, TaskCost, TaskRecord
-from pipeline.tasks.resources import await_node, cpus_each, largest_memory
+from pipeline.tasks.resources import cpus_each, largest_memory
+from pipeline.tasks.waiting import await_room
 
 Work = Callable[[Draft, str, Any], RecordT]
 
@@ -62,7 +63,7 @@ def run_tasks(
         def do(row: dict[str, Any]) -> dict[str, Any]:
             return run_task(draft, work, delays_s, starts, row)
 
-        await_node(1)
+        await_room(1)
         bound = min(memory, largest_memory())  # a small machine tries
         return dataset.map(do, **({"memory": bound} if memory else {}))
 
@@ -99,6 +100,7 @@ def run_tasks_on_actors(
 
         min_actors, max_actors = actors.count(len(tasks)), actors.max_count(len(tasks))
         cpus = cpus_each(max_actors, actors.gpu, actors.cpus_per_actor)
+        await_room(cpus, int(actors.gpu))
         return dataset.map(
             Actor,
             fn_constructor_args=(starts,),

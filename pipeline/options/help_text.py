@@ -25,6 +25,10 @@ _GENERAL = {
         "bar|json|none",
         "bar: for a person; json: a line of JSON per event on standard error; none.",
     ),
+    "max_wait_minutes": (
+        "NUMBER",
+        "How long to wait for cores and GPUs that a service or another job holds.",
+    ),
 }
 """The options of every job: their values, and their meanings."""
 _MAX_WIDTH = 110

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config import require
-from pipeline.tasks import executors, resources
+from pipeline.tasks import executors, resources, waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,8 @@ class Actors:
     """Processes that keep a model in memory. Their number never changes the output."""
 
     actors: int = 0
-    """Processes at the start; 0: one for each GPU, or else for each core, of the nodes that are up."""
+    """Processes at the start; 0: one for each GPU, or else for each core, of the nodes that are up, beside
+    services."""
     max_actors: int = 0
     """Most processes while tasks wait, as far as the cluster can grow. 0: `actors`; if this is 0 too and
     the cluster has an autoscaler, as many as there are tasks."""
@@ -31,12 +32,12 @@ class Actors:
     def count(self, tasks: int) -> int:
         """Processes at the start, no more than there are tasks.
 
-        Waits for a first node on which one fits. Raises BadInput if the cluster has no such node.
+        Waits for a first node on which one fits. Raises BadInput and Stopped as `waiting.await_node`.
         """
         if executors.current():
             return 1
         if not self.actors:
-            resources.await_node(self.cpus_per_actor or 1, int(self.gpu))
+            waiting.await_node(self.cpus_per_actor or 1, int(self.gpu))
         cpus = 0 if self.gpu else self.cpus_per_actor or 1
         return max(1, min(tasks, self.actors or resources.fitting(cpus, int(self.gpu))))
 
@@ -48,9 +49,7 @@ class Actors:
         if self.max_actors:
             return max(start_count, self.max_actors)
         return (
-            tasks
-            if not self.actors and tasks > start_count and resources.may_grow()
-            else start_count
+            tasks if not self.actors and tasks > start_count and waiting.may_grow() else start_count
         )
 
 

@@ -33,7 +33,8 @@ from pipeline.tasks import executors, progress
 from pipeline.tasks.failures import cause_of
 from pipeline.tasks.messages import listening
 from pipeline.tasks.records import FileEntry
-from pipeline.tasks.resources import best_device, cpus_each, require_room
+from pipeline.tasks.resources import best_device, cpus_each
+from pipeline.tasks.waiting import await_room
 from pipeline.training.checkpoints import (
     is_sharded,
     tensors_in,
@@ -136,7 +137,7 @@ def fit(
                 _Assignment(recipe, loop, workers, threads, draft, "", start), show
             )
         threads = cpus_each(workers.workers, workers.gpu, workers.cpus_per_worker)
-        require_room(workers.min_workers or workers.workers, threads, int(workers.gpu))
+        await_room(threads, int(workers.gpu), workers.min_workers or workers.workers)
         unlisted = unlisted_checkpoint(draft.path(_CHECKPOINTS, _RUN))
         with listening(show) as messages:
             return _fit_on_cluster(

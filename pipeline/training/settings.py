@@ -128,7 +128,7 @@ class Workers:
     jobs.pretrain: the global batch stays the same. jobs.finetune: if the number of workers does not
     divide the batch, the batch is rounded down: 63 of 64 examples on 7 workers."""
     cpus_per_worker: int = 0
-    """Cores, and threads, of a worker; 0: the workers share out the cluster's cores."""
+    """Cores, and threads, of a worker; 0: the workers share out the cluster's cores, beside services."""
     gpu: bool = False
     """One GPU per worker, NCCL between them; else CPU and gloo."""
     shard_weights: bool = False

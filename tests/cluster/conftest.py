@@ -12,10 +12,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import boto3
@@ -26,11 +27,14 @@ from ray.cluster_utils import Cluster
 from werkzeug.serving import make_server
 
 from tests.helpers import free_port
+from tests.serve.conftest import tiny_classifier, tiny_pool  # noqa: F401, fixtures
 
 ROOT = Path(__file__).parents[2]
 # Ray's fake provider starts raylets instead of machines. Its autoscaler is the real one (version 2).
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 _STORE = {"object_store_memory": 80 << 20}
+# At Ray's 15 a worker waits for minutes where other tests take the cores.
+NOT_NICE = {"RAY_worker_niceness": "0"}
 _HEAD_ID = "f" * 51 + "00000"
 _NOTHING = ("initialization_commands", "setup_commands", "head_setup_commands",
             "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
@@ -39,11 +43,17 @@ _NOTHING = ("initialization_commands", "setup_commands", "head_setup_commands",
 
 @contextmanager
 def head(
-    node_types: dict[str, Any] | None = None, jobs_port: int = 0, **environment: str
+    node_types: dict[str, Any] | None = None,
+    jobs_port: int = 0,
+    cpus: int = 2,
+    gpus: int = 0,
+    resources: Mapping[str, float] = MappingProxyType({}),
+    **environment: str,
 ) -> Iterator[str]:
     """The address of a head without cores, which starts nodes of these types for tasks that wait.
 
-    `jobs_port`: where its dashboard takes submitted jobs; 0: it has none.
+    `jobs_port`: where its dashboard takes submitted jobs; 0: it has none. Without `node_types` the head
+    itself has `cpus`, `gpus` and `resources`.
     """
     folder = Path(tempfile.mkdtemp(prefix="prc", dir="/tmp"))  # paths of sockets are short
     port, agent_port = free_port(), free_port()
@@ -51,10 +61,11 @@ def head(
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"),
         f"--dashboard-agent-listen-port={agent_port}",  # the default is one for all Rays of a machine
-        *("--num-gpus=0", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
-        *(f"--num-cpus={0 if node_types else 2}", f"--object-store-memory={100 << 20}"),
+        *(f"--num-gpus={gpus}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
+        *(f"--num-cpus={0 if node_types else cpus}", f"--object-store-memory={100 << 20}"),
+        f"--resources={json.dumps(dict(resources))}",
     ]
-    more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0",
+    more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", **NOT_NICE,
             # Jobs run `python`, which on a node is that of its environment.
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
     if node_types:
@@ -63,6 +74,7 @@ def head(
         command.append(f"--autoscaling-config={config}")
         more |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1",
                  "RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": _HEAD_ID,
+                 "RAY_NODE_TYPE_NAME": "ray.head.default",
                  "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID}  # fmt: skip
     if jobs_port:
         command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={jobs_port}"]
@@ -74,7 +86,7 @@ def head(
         )
         yield address
     finally:
-        _end_processes_of(folder)
+        end_processes_of(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -98,7 +110,7 @@ def _autoscaling(address: str, node_types: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _end_processes_of(folder: Path) -> None:
+def end_processes_of(folder: Path) -> None:
     """Ray's own `ray stop` would end every Ray of the machine."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -115,7 +127,8 @@ def _end_processes_of(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def from_zero() -> Iterator[str]:
     """A cluster that starts up to 2 nodes of 2 cores, and none with a GPU."""
-    with head({"cpu": {"resources": {"CPU": 2}, "min_workers": 0, "max_workers": 2}}) as address:
+    types = {"cpu": {"resources": {"CPU": 2}, "min_workers": 0, "max_workers": 2}}
+    with head(types, jobs_port=free_port()) as address:
         yield address
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pipeline.config import BadInput
-from pipeline.tasks import resources
+from pipeline.tasks import resources, waiting
 from pipeline.tasks.actors import Actors
 
 from .conftest import ROOT
@@ -18,17 +18,17 @@ from .conftest import ROOT
 DRIVER = """
 import sys
 from jobs import cluster, prepare_corpus
-from pipeline.tasks import resources
+from pipeline.tasks import waiting
 from pipeline.tasks.actors import Actors
 from pipeline.config import BadInput
+waiting._SILENT_S, waiting._LOOK_EVERY_S = 1, 1
 with cluster.session():
-    for ask in (lambda: resources.await_node(1, 8), lambda: Actors(gpu=True).count(3),
-                lambda: Actors(cpus_per_actor=64).count(3)):
+    for ask in (lambda: waiting.await_room(1, 8), lambda: Actors(gpu=True).count(3),
+                lambda: Actors(cpus_per_actor=64).count(3), lambda: waiting.await_room(2, 0, 3)):
         try:
             ask()
         except BadInput as error:
             print(error)
-    resources.require_room(3, 2)
     import ray
     print("nodes:", len(ray.nodes()))
     print("now the job", file=sys.stderr)
@@ -51,15 +51,12 @@ def driven(from_zero, drive, sample_files, reddit_corpus, tmp_path_factory):
 def test_requests_that_no_node_type_satisfies_are_refused_before_anything_is_started(driven):
     assert "nodes: 1" in driven.stdout.splitlines()  # the head
     refusals = [line for line in driven.stdout.splitlines() if line.startswith("--resources")]
-    no_gpus, no_gpu, no_cores = refusals
-    assert no_gpus.startswith("--resources: a process needs 1 CPU, 8 GPUs; no node")
-    assert no_gpu.startswith("--resources: a process needs 1 CPU, 1 GPU; no node")
-    assert no_cores.startswith("--resources: a process needs 64 CPUs; no node")
-    assert "waiting for a node with 64 CPUs" in driven.stderr.partition("now the job")[0]
-    assert (
-        "waiting for nodes: 3 workers need 2 CPUs each, and 0 of them fit now"
-        in driven.stderr.partition("now the job")[0]
-    )
+    no_gpus, no_gpu, no_cores, no_third_node = refusals
+    assert no_gpus.startswith("--resources: needs 1 CPU, 8 GPUs; no node")
+    assert no_gpu.startswith("--resources: needs 1 CPU, 1 GPU; no node")
+    assert no_cores.startswith("--resources: needs 64 CPUs; no node")
+    assert no_third_node.startswith("--resources: 3 workers need 2 CPUs each; 0 of them fit")
+    assert "waits for 64 CPUs: no node that is up" in driven.stderr.partition("now the job")[0]
 
 
 def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(driven, reddit_corpus):
@@ -67,7 +64,7 @@ def test_the_first_job_of_an_empty_cluster_makes_what_one_node_makes(driven, red
     lines = [line for line in driven.stdout.splitlines() if line.startswith('{"job"')]
     summary = json.loads(lines[-1])
     assert summary["fingerprint"] == reddit_corpus.fingerprint
-    assert "waiting for a node with 1 CPU" in driven.stderr.partition("now the job")[2]
+    assert "waits for 1 CPU: no node that is up" in driven.stderr.partition("now the job")[2]
 
 
 def test_ray_prints_no_line_of_its_own_when_a_job_joins_a_cluster(driven):
@@ -87,8 +84,8 @@ def test_a_ray_of_our_own_prints_no_line_of_its_own():
 
 def test_on_a_cluster_that_cannot_grow_a_process_that_fits_nowhere_is_refused(local_ray):
     with pytest.raises(BadInput, match=r"largest node now: 2 CPUs\)"):
-        resources.await_node(1, 1)
-    with pytest.raises(BadInput, match="a process needs 3 CPUs"):
+        waiting.await_room(1, 1)
+    with pytest.raises(BadInput, match="needs 3 CPUs; no node"):
         Actors(cpus_per_actor=3).count(9)
 
 
@@ -99,8 +96,13 @@ def test_processes_share_the_cores_of_the_nodes_that_are_up(local_ray):
     assert (Actors().max_count(9), Actors(max_actors=5).max_count(9)) == (2, 5)
 
 
+def have_nodes(monkeypatch, nodes):
+    for module in (resources, waiting):
+        monkeypatch.setattr(module, "nodes_beside_services", lambda: nodes)
+
+
 def test_a_share_of_the_cores_is_one_that_all_processes_get(monkeypatch):
-    monkeypatch.setattr(resources, "_nodes", lambda: [{"CPU": 3.0}, {"CPU": 5.0}])
+    have_nodes(monkeypatch, [{"CPU": 3.0}, {"CPU": 5.0}])
     assert [resources.cpus_each(number) for number in (1, 2, 4, 9)] == [5, 3, 1, 1]
 
 
@@ -123,6 +125,6 @@ def test_more_workers_than_a_cluster_holds_that_cannot_grow_are_refused(
 
 def test_a_gpu_process_gets_the_cores_that_a_node_has_for_each_gpu(monkeypatch):
     nodes = [{"CPU": 16.0, "GPU": 1.0}, {"CPU": 48.0, "GPU": 4.0}, {"CPU": 64.0}, {}]
-    monkeypatch.setattr(resources, "_nodes", lambda: nodes)
+    have_nodes(monkeypatch, nodes)
     assert resources.cpus_each(8, gpu=True) == 12
     assert resources.fitting(0, 1) == 5

@@ -96,6 +96,20 @@ def test_the_exit_code_is_the_job_s_and_a_failed_one_is_resumed(send, tmp_path):
     assert "broken-2 resumes broken" in again.stderr
 
 
+def test_a_job_whose_process_dies_is_sent_again(send, dies, tmp_path):
+    deaths = dies("generate_dump", 2, -11)
+    done = send("--env", *deaths, "--wait", "--name", "dying", "--", *dump(tmp_path))
+    assert done.code == 0, done.stderr
+    lines = [
+        line for line in done.stderr.splitlines() if line.startswith("python -m jobs.submit: ")
+    ]
+    assert [line.partition(": ")[2].partition(", start")[0] for line in lines][:1] == [
+        "dying: FAILED, its process died (exit code 2"
+    ]
+    assert len(lines) == 2 and "dying-2: FAILED, its process died (exit code " in lines[1]
+    assert json.loads(done.stdout.splitlines()[-1])["name"] == "dying-3"
+
+
 def test_a_wrong_address_a_wrong_token_and_another_ray_are_one_line_each(
     send, send_as_a_user, monkeypatch
 ):
@@ -244,7 +258,7 @@ class Cluster:
 def test_a_lost_connection_ends_neither_the_job_nor_its_output(monkeypatch, capsys, ends):
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
-    assert submit._follow(Cluster(*ends), "night") == ("SUCCEEDED", 0)
+    assert submit._follow(Cluster(*ends), "night", "inspect").status == "SUCCEEDED"
     printed = capsys.readouterr()
     assert printed.out == Cluster.OUTPUT
     lines = printed.err.splitlines()
@@ -260,7 +274,7 @@ def test_a_connection_that_dies_without_a_sign_does_not_outlive_the_job(monkeypa
             raise AssertionError("nobody has looked after the job")
 
     monkeypatch.setattr(submit, "_QUIET_S", 0.01)
-    assert submit._follow(Dead(), "night") == ("SUCCEEDED", 0)
+    assert submit._follow(Dead(), "night", "inspect").status == "SUCCEEDED"
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == (Cluster.OUTPUT, "")
 
@@ -274,7 +288,10 @@ def test_a_job_that_prints_nothing_for_long_is_waited_for(monkeypatch, capsys):
             yield self.OUTPUT
 
     monkeypatch.setattr(submit, "_QUIET_S", 0.01)
-    assert submit._follow(Quiet((0, None), (0, None), (0, None)), "night") == ("SUCCEEDED", 0)
+    assert (
+        submit._follow(Quiet((0, None), (0, None), (0, None)), "night", "inspect").status
+        == "SUCCEEDED"
+    )
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == (Cluster.OUTPUT, "")
 
@@ -306,7 +323,7 @@ def test_the_minutes_without_an_answer_begin_when_none_comes(now):
             return super().get_job_info(name)
 
     head = Restarting((0, ConnectionError("refused")))
-    assert submit._follow(head, "night") == ("SUCCEEDED", 0)
+    assert submit._follow(head, "night", "inspect").status == "SUCCEEDED"
 
 
 def test_a_cluster_that_does_not_answer_is_given_up(now):
@@ -317,7 +334,7 @@ def test_a_cluster_that_does_not_answer_is_given_up(now):
     with pytest.raises(
         Stopped, match=r"^night: the cluster has not answered for 10 minutes \(no route"
     ):
-        submit._follow(Gone((0, ConnectionError("refused"))), "night")
+        submit._follow(Gone((0, ConnectionError("refused"))), "night", "inspect")
     assert 600 < now[0] < 640
 
 

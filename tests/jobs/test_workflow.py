@@ -65,6 +65,29 @@ def test_a_refusal_of_a_step_is_the_workflow_s(tmp_path, capfd):
     assert "python -m jobs.inspect: /nowhere: not a corpus" in capfd.readouterr().err
 
 
+ONE_JOB = "steps: {only: python -m jobs.submit --dry-run -- inspect --pool x}"
+
+
+def test_a_job_whose_process_dies_is_started_again(tmp_path, dies, capfd):
+    (tmp_path / "w.yaml").write_text(ONE_JOB)
+    dies("submit", 2, -9)
+    (step,) = run(tmp_path / "w.yaml")["steps"]
+    assert (step["job"], step["submitted"]) == ("submit", False)
+    printed = capfd.readouterr().err
+    assert "step only: its process died (exit code 2, start 1 of 3)" in printed
+    assert "step only: its process died (exit code -9, start 2 of 3)" in printed
+
+
+@pytest.mark.parametrize(("codes", "deaths"), [((2, 2, 2), 3), ((-6, -11, 1), 3), ((-15,), 0)])
+def test_a_death_is_no_refusal_whatever_its_exit_code(tmp_path, dies, capfd, codes, deaths):
+    (tmp_path / "w.yaml").write_text(ONE_JOB)
+    dies("submit", *codes)
+    message = rf"step only failed \(exit code {codes[-1]}\); the same command continues there"
+    with pytest.raises(Stopped, match=message):  # BadInput would be exit code 2
+        run(tmp_path / "w.yaml")
+    assert capfd.readouterr().err.count("its process died") == deaths
+
+
 def test_a_dry_run_whose_first_input_is_not_there_fails(tmp_path):
     file = tmp_path / "steps.yaml"
     tokenize = "python -m jobs.tokenize_corpus --corpus nowhere --tokenizer t --output o"

@@ -10,7 +10,8 @@ import pytest
 import ray
 import torch
 
-from pipeline.tasks import resources
+from pipeline.config import MAX_WAIT_VARIABLE, Stopped
+from pipeline.tasks import waiting
 from pipeline.tasks.resources import best_device
 
 
@@ -45,13 +46,17 @@ def test_without_gpus_it_is_the_cpu():
         assert best_device().type == "cpu"
 
 
-def test_a_job_that_waits_for_others_says_so(local_ray, monkeypatch, capsys):
-    monkeypatch.setattr(resources, "_BUSY_S", 0.5)
+def test_a_job_that_waits_for_others_says_so_and_gives_up(local_ray, monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "_SILENT_S", 1)
+    monkeypatch.setattr(waiting, "_LOOK_EVERY_S", 1)
+    monkeypatch.setenv(MAX_WAIT_VARIABLE, "0.02")
     others = ray.remote(num_cpus=2)(Asked).remote()
     ray.get(others.device.remote([]))
-    resources.await_node(1)
-    expected = "waiting for 1 CPU: others use the cluster; free now: nothing\n"
-    assert capsys.readouterr().err == expected
+    state = "1 CPU: 0 of 2 CPUs free, 2 held by others"
+    with pytest.raises(Stopped, match=f"waited 0.02 minutes for {state}; the same command resumes"):
+        waiting.await_room(1)
+    assert capsys.readouterr().err == f"waits for {state}\n"
     ray.kill(others)
-    resources.require_room(2, 1)
-    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(MAX_WAIT_VARIABLE, "1")
+    waiting.await_room(1, processes=2)
+    waiting.await_node(2)

@@ -1,0 +1,73 @@
+"""How a job says in its last line that it has failed, and what ends a process before it can."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jobs import packages, program
+from tests.helpers import job_command
+
+SUBMITTED = """
+import shutil, sys
+from dataclasses import dataclass
+from jobs import program
+
+@dataclass(frozen=True)
+class Config:
+    pass
+
+def run(config):
+    shutil.rmtree(folder)  # as Ray does when it unpacks the folder again
+    import torch
+    with open("notes.txt") as notes:
+        return {"notes": notes.read()}
+
+folder = sys.argv.pop()
+program.main(Config, run, "inspect")
+"""
+
+
+def test_a_refusal_is_the_summary_of_a_job(tmp_path):
+    command = job_command("inspect", "--corpus", tmp_path / "gone")
+    done = subprocess.run(command, capture_output=True, text=True)
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["job"], summary["exit_code"], done.returncode) == ("inspect", 2, 2)
+    assert done.stderr == f"python -m jobs.inspect: {summary['error']}\n"
+    assert program.said_by_job(done.stdout, "inspect", 2)
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        ("", 2, False),
+        ("Intel oneMKL FATAL ERROR: Cannot load x.so.\n", 2, False),
+        ('50%|{"job": "inspect", "exit_code": 2, "error": ""}\nlater\n', 2, True),
+        ('{"job": "inspect", "exit_code": 2, "error": ""}\n', 137, False),
+        ('{"job": "clean_corpus", "exit_code": 2, "error": ""}\n', 2, False),
+        ('{"job": "inspect", "rows": 3}\n', 2, False),  # it died when it had done its work
+        ('{"job": "inspect", "rows": 3}\n', 0, True),
+    ],
+)
+def test_only_the_job_itself_says_what_its_exit_code_means(output, code, said):
+    assert program.said_by_job(output, "inspect", code) is said
+
+
+def test_a_submitted_job_outlives_the_folder_into_which_ray_has_unpacked_it(tmp_path):
+    folder = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    for path, file in packages.files().items():
+        if path.endswith(".py"):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / path)
+    (folder / "notes.txt").write_text("mine")
+    done = subprocess.run(
+        [sys.executable, "-c", SUBMITTED, folder], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["notes"] == "mine"
