@@ -12,9 +12,20 @@ _HERE = Path(__file__).parent
 _JOB = "python -m jobs.embed_pool --config jobs/schedules/reembed.yaml"
 _MADE = "# Made by `make kuberay`.\n"
 _CRON_NOTE = """\
-# KubeRay: a cluster of its own for every night, which goes when the night is over. Needs KubeRay 1.6 and
-# its feature gate RayCronJob, which is alpha. It has no concurrencyPolicy: the pool's lock is what keeps two
-# nights apart. kubectl apply -f jobs/schedules/raycronjob.yaml
+# KubeRay: a cluster of its own for every night, which goes when the night is over. It needs KubeRay 1.7,
+# which reads timeZone (1.6 has the operator's), with the feature gate RayCronJob, which is alpha, and the
+# secret of kuberay/raycluster.yaml. It has no concurrencyPolicy: the pool's lock keeps two nights apart.
+#   kubectl apply -f jobs/schedules/raycronjob.yaml
+"""
+_JOB_NOTE = """\
+# A job on a cluster of its own. It needs KubeRay 1.6 and the secret of kuberay/raycluster.yaml.
+#   kubectl create -f kuberay/rayjob.yaml
+"""
+_SERVICE_NOTE = """\
+# The service alone, on a cluster of its own that KubeRay replaces after a change. It needs KubeRay 1.6 and
+# the secret of kuberay/raycluster.yaml. Requests go to polyrank-service-serve-svc:8000, jobs to
+# polyrank-service-head-svc:8265.
+#   kubectl apply -f kuberay/rayservice.yaml
 """
 
 
@@ -62,8 +73,8 @@ def manifests() -> dict[str, str]:
         "jobTemplate": {**job, "activeDeadlineSeconds": 43200},
     }
     return {
-        "rayjob.yaml": _manifest("RayJob", "reembed-articles", job),
-        "rayservice.yaml": _manifest("RayService", "polyrank", service),
+        "rayjob.yaml": _JOB_NOTE + _manifest("RayJob", "reembed-articles", job),
+        "rayservice.yaml": _SERVICE_NOTE + _manifest("RayService", "polyrank-service", service),
         "../jobs/schedules/raycronjob.yaml": _CRON_NOTE
         + _manifest("RayCronJob", "reembed-articles", nights),
     }

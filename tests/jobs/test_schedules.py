@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +51,7 @@ def submitted_by_crontab() -> tuple[str, str]:
     assert not re.search(r"(?<!\\)%", line)  # cron ends the command at a bare one
     assert "flock -n " in line
     text = (SCHEDULES / "crontab").read_text()
+    assert "CRON_TZ=" not in text  # Debian's and Ubuntu's cron does not read it
     # The heads that are shipped listen there only.
     assert "\nRAY_API_SERVER_ADDRESS=http://127.0.0.1:8265\n" in text
     assert "\nMLFLOW_TRACKING_URI=http" in text
@@ -109,3 +115,28 @@ def test_the_nightly_job_is_what_its_file_says():
     job = job_of(COMMAND)
     assert (job.keep, job.resources.gpu, job.resources.max_actors) == (7, True, 8)
     assert job.gate.canaries.startswith("s3://")
+
+
+@pytest.mark.parametrize("cluster", ["cluster.yaml", "cluster.onpremise.yaml"])
+def test_the_line_of_the_crontab_runs_on_a_head(cluster, tmp_path):
+    """As cron runs it, in a home that has what the head's has, but for the sending itself."""
+    mounts = yaml.safe_load((ROOT / cluster).read_text())["file_mounts"]
+    for remote, local in mounts.items():
+        if (ROOT / local).exists():
+            (tmp_path / remote[2:]).parent.mkdir(parents=True, exist_ok=True)
+            copy = shutil.copytree if (ROOT / local).is_dir() else shutil.copy
+            copy(ROOT / local, tmp_path / remote[2:])
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    *_, line = (SCHEDULES / "crontab").read_text().splitlines()
+    command = line.split(maxsplit=5)[5].replace("\\%", "%").replace("--wait", "--dry-run")
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sent = json.loads(done.stdout.splitlines()[-1])
+    assert sent["entrypoint"] == COMMAND
+    assert re.fullmatch(r"reembed-articles-\d{8}", sent["name"])
+    assert not sent["submitted"]
