@@ -5,6 +5,7 @@
 Both names are loaded at their first use, without Ray and torch. `pipeline/API.md` shows how to use them.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
     from pipeline.config import BadInput
     from pipeline.ranking.ranker import Ranker
     from pipeline.retrieval.pools.pool import Pool
+
+if "POLYRANK_PROCESSOR" in os.environ:  # before torch computes
+    from pipeline.processor import bound_libraries
+
+    bound_libraries()
 
 __all__ = ["BadInput", "Pool", "Ranker"]
 

@@ -79,11 +79,19 @@ settings.load_profile("polyrank")
 # Fixtures that start a Ray, or a job in a process, which starts one.
 _RAY = {"local_ray", "from_zero", "job_server", "submit_job", "start_job"}
 _PROCESSES = {"subprocess", "run_in_processes"}
+# What computes, or chooses how: its slow tests depend on the processor, too.
+_COMPUTES = (
+    "pipeline/models",
+    "pipeline/training",
+    "pipeline/retrieval",
+    "jobs/test_killed_builds.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `make test-fast` leaves out: tests with a Ray (`ray`), and those that start other
-    processes, themselves or by a fixture, or that are about whole jobs (`slow`)."""
+    processes, themselves or by a fixture, or that are about whole jobs (`slow`). Marks what `make test-avx2`
+    runs (`processor`): all others, and those of what computes."""
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "jobs"):
             item.add_marker("slow")
@@ -93,6 +101,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         functions = [item.function, *(each.func for all in definitions for each in all)]
         if any(map(starts_processes, functions)):
             item.add_marker("slow")
+        computes = any(item.path.is_relative_to(ROOT / "tests" / part) for part in _COMPUTES)
+        if computes or not item.get_closest_marker("slow"):
+            item.add_marker("processor")
 
 
 @functools.cache
@@ -329,6 +340,38 @@ def publish_pool() -> Callable[..., Artifact]:
         return out.publish([*entries, *more], {"candidates": candidates}, **facts)
 
     return publish
+
+
+_DIES = """
+import os, sys
+from pathlib import Path
+
+codes = Path(os.environ.get("DEATHS", "/dev/null"))
+if "jobs." + codes.stem in sys.orig_argv and (left := codes.read_text().split()):
+    codes.write_text(" ".join(left[1:]))
+    code = int(left[0])
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os.write(2, b"Intel oneMKL FATAL ERROR: Cannot load somewhere/libtorch_cpu.so.\\n")
+    os._exit(code)
+"""
+
+
+@pytest.fixture
+def dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, ...]]:
+    """`dies("inspect", 2, -9)`: the next two processes of this job end so, before they say a word; < 0: by
+    a signal. Returns the names of the variables that let them."""
+
+    def let(verb: str, *codes: int) -> tuple[str, ...]:
+        folder = tmp_path / "deaths"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(_DIES)
+        (folder / verb).write_text(" ".join(map(str, codes)))
+        monkeypatch.setenv("DEATHS", str(folder / verb))
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        return "DEATHS", "PYTHONPATH"
+
+    return let
 
 
 @pytest.fixture

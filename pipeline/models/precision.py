@@ -1,11 +1,16 @@
 """The precision in which a model computes: bf16 under autocast with float32 weights, or float32.
 
+POLYRANK_PROCESSOR bounds what a CPU is taken for (`pipeline.processor`): with `avx2` the precision `auto` is
+float32 on every CPU.
+
 Nothing here loads torch before a device is asked about, so that settings can name a precision.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
+
+from pipeline.processor import processor
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +31,9 @@ def resolve_precision(name: Precision, device: torch.device) -> Resolved:
 
 
 def use_bf16(device: torch.device) -> bool:
-    """Whether the hardware multiplies in bf16.
-
-    CPUs with AMX or AVX512_BF16 do (Intel's since Sapphire Rapids, AMD's since Zen 4): a Zen 5 makes 740
-    GFLOPS, 170 in float32. Others emulate it at a quarter of float32's speed.
-    """
+    """Whether the hardware multiplies in bf16. Of a CPU `pipeline.processor` says so."""
     import torch
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+    return device.type == "cpu" and processor().bf16

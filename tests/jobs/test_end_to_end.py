@@ -69,13 +69,13 @@ def cluster(local_ray) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(cluster, submit_job, sample_files, tmp_path_factory: pytest.TempPathFactory):
-    """The folder with everything, and what each job said."""
+def prepared(cluster, sample_files, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The folder with a corpus, a tokenizer and an encoder, what each job said, and options of finetune."""
     work = tmp_path_factory.mktemp("work")
     corpus, tokenizer, encoder, ranker = (
         work / name for name in ("corpus", "tokenizer", "encoder", "ranker")
     )
-    here = (
+    commands = (
         ("prepare_corpus", "--corpus", "convai2", "--input", sample_files / "convai2",
          "--output", corpus),
         ("train_tokenizer", "--corpus", corpus, "--tokenizer.vocabulary", 300,
@@ -94,25 +94,47 @@ def made(cluster, submit_job, sample_files, tmp_path_factory: pytest.TempPathFac
         "--loop.checkpoint-every-steps", 5, "--resources.workers", WORKERS,
         "--resources.cpus-per-worker", 1,
     )  # fmt: skip
+    said = {command[0]: summary_here(*command) for command in commands}
+    return SimpleNamespace(work=work, said=said, training=training, ranker=ranker, killed_at=0.0)
+
+
+@pytest.fixture(scope="module")
+def interrupted(prepared) -> SimpleNamespace:
+    """A training that Ctrl-C ended."""
+    interrupt_in_mid_training(prepared.ranker, prepared.training)
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def killed(interrupted) -> SimpleNamespace:
+    """The same training, started again and killed."""
+    kill_in_mid_training(interrupted.ranker, interrupted.training)
+    interrupted.killed_at = time.time()
+    return interrupted
+
+
+@pytest.fixture(scope="module")
+def made(killed, submit_job) -> SimpleNamespace:
+    """The rest: the ranker, a pool and a table."""
+    work, corpus, ranker = killed.work, killed.work / "corpus", killed.ranker
     # What has been killed is no other job with other names of its files.
-    again = [os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in training]
-    processes = (
-        ("finetune", *again),
-        ("embed_pool", "--model", ranker, "--candidates", corpus / "train",
-         "--embed.text-column", "response", "--embed.id-column", "example_id",
-         "--pools", work / "pools", "--name", "replies", "--embed.precision", "fp32",
-         "--embed.dtype", "float32", "--resources.actors", 1),
+    again = [
+        os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in killed.training
+    ]
+    killed.said["finetune"] = submit_job(
+        "finetune", *again
+    ).summary  # exit code 0, JSON as the last line
+    killed.said["embed_pool"] = submit_job(
+        "embed_pool", "--model", ranker, "--candidates", corpus / "train",
+        "--embed.text-column", "response", "--embed.id-column", "example_id",
+        "--pools", work / "pools", "--name", "replies", "--embed.precision", "fp32",
+        "--embed.dtype", "float32", "--resources.actors", 1,
+    ).summary  # fmt: skip
+    killed.said["evaluate"] = summary_here(
+        "evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
+        "--json", work / "table.json",
     )  # fmt: skip
-    evaluation = ("evaluate", "--model", ranker, "--corpus", corpus, "--max-examples", 40,
-                  "--json", work / "table.json")  # fmt: skip
-    said = {command[0]: summary_here(*command) for command in here}
-    interrupt_in_mid_training(ranker, training)
-    kill_in_mid_training(ranker, training)
-    killed_at = time.time()
-    for verb, *arguments in processes:
-        said[verb] = submit_job(verb, *arguments).summary  # exit code 0, JSON as the last line
-    said["evaluate"] = summary_here(*evaluation)
-    return SimpleNamespace(work=work, said=said, training=training, killed_at=killed_at)
+    return killed
 
 
 def summary_here(verb: str, *arguments: object) -> dict[str, Any]:
@@ -151,12 +173,9 @@ def in_mid_training(
 
 
 def interrupt_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
-    """Ctrl-C says how to go on."""
     with in_mid_training(ranker, arguments, checkpoints=1) as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == INTERRUPTED
-    said = ranker.with_name("said").read_text().splitlines()
-    assert "python -m jobs.finetune: interrupted; the same command resumes" in said
 
 
 def kill_in_mid_training(ranker: Path, arguments: tuple[object, ...]) -> None:
@@ -225,6 +244,16 @@ ARTIFACTS = {
     "prepare_corpus": "corpus", "train_tokenizer": "tokenizer", "pretrain": "encoder",
     "finetune": "ranker", "embed_pool": "pool",
 }  # fmt: skip
+
+
+def test_ctrl_c_ends_a_training_which_says_how_to_go_on(interrupted):
+    said = interrupted.ranker.with_name("said").read_text().splitlines()
+    assert "python -m jobs.finetune: interrupted; the same command resumes" in said
+
+
+def test_a_training_that_is_killed_leaves_nothing_that_looks_complete(killed):
+    assert not killed.ranker.exists()
+    assert list(killed.work.glob("ranker.partial/_checkpoints/training/checkpoint_*/state.json"))
 
 
 def test_every_job_says_what_it_made_and_leaves_nothing_unfinished(made):

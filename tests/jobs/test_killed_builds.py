@@ -22,6 +22,7 @@ from pipeline.retrieval.pools.pool import Pool
 from tests.jobs.nights import (
     EXACT,
     FIRST,
+    OTHER_PRECISION,
     changed,
     contents,
     current,
@@ -69,15 +70,13 @@ def test_what_a_killed_build_has_embedded_is_not_lost_when_the_input_changes(
 def test_vectors_of_a_killed_build_that_would_differ_are_not_copied(
     night, pools, monkeypatch, tiny_ranker, change
 ):
-    before = ("--embed.precision", "fp32") if change == "precision" else ()
+    before = OTHER_PRECISION if change == "precision" else ()
     with monkeypatch.context() as patch:
         stop_after(2, patch)
         interrupted(night(FIRST, "--embed.rows-per-shard", 5, *before))
-    model, after = "", ()
+    model = ""
     if change == "model":
         model = tiny_ranker("poly", seed=1).uri
-    elif change == "precision":
-        after = ("--embed.precision", "bf16")
     elif change == "numerics":
         monkeypatch.setattr(embed_pool, "NUMERICS", NUMERICS + 1)
     else:
@@ -85,7 +84,7 @@ def test_vectors_of_a_killed_build_that_would_differ_are_not_copied(
         monkeypatch.setattr(embedder.UnfinishedVectors, "at", lambda self, places: (
             [path.unlink() for path in pools.glob("p/*.partial/vectors/part-00000.npy")],
             made(self, places))[1])  # fmt: skip
-    summary = night(changed(FIRST), *after, model=model).summary
+    summary = night(changed(FIRST), model=model).summary
     assert embedded(summary) == 29
 
 
@@ -291,8 +290,8 @@ def test_the_gate_asks_finished_shards_again_after_current_has_moved(
 def test_finished_shards_of_other_numbers_are_embedded_anew_after_current_has_moved(
     night, pools, monkeypatch, model_texts, change
 ):
-    first = night(FIRST, *EXACT).summary
     options = ("--embed.rows-per-shard", 5, "--gate.sample", 0)
+    first = night(FIRST, *options, *OTHER_PRECISION).summary  # nothing can be copied from it
     with monkeypatch.context() as patch:
         stop_after(3, patch)
         interrupted(night(THIRD, *options, "--resources.actors", 1))
@@ -301,7 +300,7 @@ def test_finished_shards_of_other_numbers_are_embedded_anew_after_current_has_mo
     other_precision = {"fp32": "bf16", "bf16": "fp32"}[planned["precision"]]
     planned |= {"numerics": 0} if change == "numerics" else {"precision": other_precision}
     plan_mark.write_text(json.dumps(planned))
-    night(FIRST | {"other": "another input"}, *EXACT)
+    night(FIRST | {"other": "another input"}, *options, *OTHER_PRECISION)
     assert first["version"] != current(pools)
     model_texts.clear()
     night(THIRD, *options)

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
+from pipeline.processor import processor
+
 Activation = Literal["none", "gelu", "swish"]
 """swish: x · σ(x)."""
 
 
 def pack_weights(model: Any) -> None:
     """Lays out the linear layers of a bf16 model on a CPU for inference; it can do nothing else then."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # it takes AVX-512
+    if not processor().avx512:  # oneDNN has no products of bf16 without
         return
     for part in list(model.modules()):
         activation = getattr(part, "intermediate_act_fn", None)  # behind a layer of BERT's

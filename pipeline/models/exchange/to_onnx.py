@@ -55,7 +55,7 @@ def export(ranker: Ranker, folder: Path) -> None:
     try:
         import onnx
     except ImportError:
-        raise BadInput("--to onnx: needs the package onnx; pip install -e .[onnx]") from None
+        raise BadInput("--to onnx: needs the package onnx; pip install -e '.[onnx]'") from None
     graph = _Graph(onnx.helper)
     with torch.no_grad():
         _build(graph, network)

@@ -28,7 +28,7 @@ ARCHITECTURES = ["bi", "poly", "cross"]
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
     """float32, and small bounds, so that there are several blocks and parts of everything."""
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
     monkeypatch.setattr(ranking, "_TEXTS_AT_ONCE", 2)
     monkeypatch.setattr(ranking, "_LOGITS_AT_ONCE", 16)
     monkeypatch.setattr(ranking, "_PAIRS_AT_ONCE", 9)

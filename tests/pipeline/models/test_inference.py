@@ -23,7 +23,7 @@ CONTEXTS = [[sentence(words), sentence(2)] for words in (4, 1, 20, 0, 9, 2)]
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
     """Where the hardware has bf16, a batch and one row differ in the third digit."""
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_weights_in_bf16_give_nearly_the_same_vectors_in_float32(tiny, config, m
     assert not torch.equal(vectors.bfloat16().float(), vectors)  # no rounding behind the encoder
     contexts, mask = inference.context_vectors(ranker, CONTEXTS)
     assert not torch.equal(contexts.bfloat16().float(), contexts)
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
     expected, _ = inference.context_vectors(dual(tiny, **config), CONTEXTS)
     assert torch.cosine_similarity(contexts[mask], expected[mask]).min() > 0.999
 

@@ -234,7 +234,10 @@ def assert_same(alone, ranks):
         assert found["gradients"].keys() == alone["gradients"].keys()
         for name, gradient in alone["gradients"].items():
             ours = found["gradients"][name]
-            torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-6, msg=name)
+            # Where large terms cancel, float32 is off by their size. ConveRT's subwords have gradients of up
+            # to 24, and both sides are 4e-5 from those of float64; AVX2 rounds other sums than AVX-512.
+            atol = 1e-6 * max(1.0, float(gradient.abs().max()))
+            torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=atol, msg=name)
 
 
 def test_all_ranks_gather_the_same_rows_in_the_order_of_ranks(ranks):

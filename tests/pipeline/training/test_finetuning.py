@@ -105,7 +105,7 @@ def test_without_a_teacher_no_file_is_opened_for_its_scores(tiny, monkeypatch, a
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
 
 
 def recipe(

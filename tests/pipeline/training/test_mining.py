@@ -29,7 +29,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
     monkeypatch.setattr(mining, "_CONTEXTS_AT_ONCE", 16)
     monkeypatch.setattr(mining, "_LOGITS_AT_ONCE", 16 * 4 * 10)  # ten columns at once
 

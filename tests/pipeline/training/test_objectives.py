@@ -357,7 +357,7 @@ def test_candidates_of_any_train_file_count_not_only_the_first_files(tiny, last)
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
 
 
 PAIR_ROWS = [

@@ -13,7 +13,7 @@ from pipeline.training.validation import Validation
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
 
 
 def asked_with(counts) -> list[Question]:

@@ -181,7 +181,7 @@ def score(state, context, candidate, options):
     {"dict_endtoken": "__end__"},
 ])  # fmt: skip
 def test_scores_are_parlais_formulas(checkpoint, monkeypatch, changes):
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
     folder, state, options = checkpoint(**changes)
     ranker = from_parlai.load(folder)
     vectors, mask = inference.context_vectors(ranker, CONTEXTS)

@@ -32,7 +32,7 @@ CROSS = [{}, {"pooler": True, "output_scaling": 0.5}]
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,128 @@
+"""What the processor of this machine is taken for: which kernels pay here, and whether it multiplies bf16.
+
+The variable POLYRANK_PROCESSOR bounds it: with `avx2` a newer processor is taken for one that has AVX2 and
+nothing later. It can only lower. A user with a bad kernel sets it on every node; a test on a new machine
+proves an old one. On Linux it bounds torch, oneDNN and MKL, too, unless their own variables are set. They
+read them at their first computation, so the variable belongs in the environment that a process starts with.
+
+    plain          no instructions that this project asks for
+    avx2           AVX2: most desktops and small cloud machines
+    avx512         and AVX-512
+    avx512_vnni    and products of int8
+    avx512_bf16    and products of bf16: AMD since Zen 4, Intel since Cooper Lake
+    amx            and matrix units: Intel since Sapphire Rapids
+
+A processor that is not x86 is `plain`, because nothing was measured there. `python -m pipeline.processor`
+prints what this machine is taken for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import require
+
+VARIABLE = "POLYRANK_PROCESSOR"
+# What each kind has that those before it lack, as torch names it.
+_INSTRUCTIONS = {
+    "plain": (),
+    "avx2": ("avx2", "fma3", "f16c"),
+    "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512_bf16": ("avx512_bf16",),
+    "amx": ("amx_tile", "amx_int8", "amx_bf16"),
+}
+KINDS = tuple(_INSTRUCTIONS)
+"""Weakest first."""
+# What gives the libraries the kernels of a kind. torch's own know nothing above AVX-512.
+_LIBRARY_VARIABLES = {
+    "ATEN_CPU_CAPABILITY": {"plain": "default", "avx2": "avx2"},
+    "ONEDNN_MAX_CPU_ISA": {"plain": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE",
+                           "avx512_vnni": "AVX512_CORE_VNNI", "avx512_bf16": "AVX512_CORE_BF16"},
+    "MKL_ENABLE_INSTRUCTIONS": {"plain": "SSE4_2", "avx2": "AVX2", "avx512": "AVX512",
+                                "avx512_vnni": "AVX512_E1", "avx512_bf16": "AVX512_E3"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A kind of processor, and what it can do."""
+
+    kind: str
+    """One of `KINDS`."""
+
+    @property
+    def avx2(self) -> bool:
+        return self._reaches("avx2")
+
+    @property
+    def avx512(self) -> bool:
+        return self._reaches("avx512")
+
+    @property
+    def vnni(self) -> bool:
+        """Whether products of int8 are fast. Without it `torch._int_mm` is slower than float32."""
+        return self._reaches("avx512_vnni")
+
+    @property
+    def bf16(self) -> bool:
+        """Whether products of bf16 are fast: a Zen 5 makes 740 GFLOPS, 170 in float32. Other processors
+        emulate them at a quarter of float32's speed."""
+        return self._reaches("avx512_bf16")
+
+    @property
+    def amx(self) -> bool:
+        """Whether products cost less than reading the rows: AMX makes ten times those of AVX-512."""
+        return self._reaches("amx")
+
+    def _reaches(self, kind: str) -> bool:
+        return KINDS.index(self.kind) >= KINDS.index(kind)
+
+
+def processor() -> Processor:
+    """The processor of this machine, or the kind in POLYRANK_PROCESSOR if that is less.
+
+    Raises BadInput if the variable names no kind.
+    """
+    import torch
+
+    actual = kind_of(torch.cpu.get_capabilities())
+    return Processor(min(actual, bound_kind() or actual, key=KINDS.index))
+
+
+def bound_kind() -> str:
+    """The kind in POLYRANK_PROCESSOR; "" if it is not set. Raises BadInput if it is none of `KINDS`."""
+    kind = os.environ.get(VARIABLE, "")
+    require(kind in ("", *KINDS), VARIABLE, kind, ", ".join(KINDS))
+    return kind
+
+
+def kind_of(capabilities: Mapping[str, object]) -> str:
+    """The kind of a processor with these `torch.cpu.get_capabilities`."""
+    found = "plain"
+    for kind, instructions in _INSTRUCTIONS.items():
+        if not all(capabilities.get(name) for name in instructions):
+            break
+        found = kind
+    return found
+
+
+def bound_libraries() -> None:
+    """Bounds the kernels of torch, oneDNN and MKL by POLYRANK_PROCESSOR. They must not have computed yet."""
+    kind, flags = os.environ.get(VARIABLE, ""), ""
+    if not kind:
+        return
+    with suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text()
+    if "avx2" in flags:  # torch would take AVX2's kernels on a processor that lacks them
+        for variable, values in _LIBRARY_VARIABLES.items():
+            if kind in values:
+                os.environ.setdefault(variable, values[kind])
+
+
+if __name__ == "__main__":
+    print(processor().kind)
