@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import faiss
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,9 +34,11 @@ from pipeline.models.ranker import Ranker, load_ranker
 from pipeline.retrieval.pools import build
 from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.pool import Pool
+from pipeline.retrieval.pools.shard import Share
 from pipeline.retrieval.pools.vector_format import Dtype, decode, encode
 from pipeline.retrieval.search import Method, top_rows
 from pipeline.retrieval.search.bounds import in_parallel
+from pipeline.retrieval.search.exact import FORMS
 from pipeline.tasks.records import FileEntry
 
 _CANDIDATES = {"small": 100_000, "full": 1_000_000}
@@ -43,6 +47,14 @@ _QUESTIONS = {"small": 8, "full": 32}
 _CHECKED = {"small": 50, "full": 1_000}
 _ROUNDS = {"small": 3, "full": 7}
 _FEW = 100_000  # where poly is compared with bi, and all answers with float64
+# Sizes of pools; the first rows of the large one, in float32, as jobs.embed_pool stores them.
+_SIZES = {
+    "small": (600, 1_000, 5_000, 10_000, 20_000, 100_000),
+    "full": (600, 1_000, 5_000, 10_000, 20_000, 100_000, 1_000_000),
+}
+_SMALL_POOL = 100_000
+_CONTEXTS = (1, 4, 16)
+_ENOUGH_RECALL = 0.99
 _TOGETHER = 16
 _TOP_K = 10
 _SHARD_ROWS = 16_384
@@ -75,6 +87,7 @@ def measure(
     return [
         *_times(pool, pool_float32, timed_questions, rounds, checks),
         _poly_over_bi(small_pool, timed_questions, rounds),
+        *_by_size(pool_float32, _SIZES[size], questions[: max(_CONTEXTS)], rounds),
     ]
 
 
@@ -126,6 +139,8 @@ def _times(
         BenchmarkRow(f"{name}.vs_plain_torch", ms["exact"], "ms", peer=ms["plain"], floor=ms["read"],
             ratio=ms["plain"] / ms["exact"], share_of_floor=ms["read"] / ms["exact"], detail=detail),
         BenchmarkRow(f"{name}.time_over_read_floor", ms["exact"] / ms["read"], "passes over the bf16 matrix"),
+        BenchmarkRow("search.pruned_1m.time_over_read_floor", ms["pruned"] / ms["read"],
+                     "passes over the bf16 matrix"),
     ]  # fmt: skip
     for method in ("pruned", "approximate"):
         shares = {
@@ -136,8 +151,15 @@ def _times(
             f"of {pool.dtype}": round(shares[""], 3),
             **checks[method],
         }
+        share = shares[", float32"]
+        if method == "approximate":
+            recall = checks[method]["recall"]
+            rows.append(BenchmarkRow("search.approximate_1m.recall_at_10", recall, "recall@10"))
+            if recall < _ENOUGH_RECALL:  # what it leaves out has to be found by the exact search
+                method_detail |= {"missed": f"recall@10 < {_ENOUGH_RECALL}", "share": share}
+                share += 1
         row_name = f"search.{method}_1m.time_share_of_exact"
-        rows.append(BenchmarkRow(row_name, shares[", float32"], "share", detail=method_detail))
+        rows.append(BenchmarkRow(row_name, share, "share", detail=method_detail))
     if "alone" in ms:
         batch_gain = ms["alone"] / ms["together"]
         rows.append(BenchmarkRow(f"{name}.16_together_vs_alone", ms["together"] / _TOGETHER, "ms a question",
@@ -185,6 +207,77 @@ def _poly_over_bi(pool: Pool, questions: Floats, rounds: int) -> BenchmarkRow:
 
 
 # -------------------------------------------------------------------------------------------------
+# Pools of all sizes
+
+
+def _by_size(
+    pool: Pool, sizes: Sequence[int], questions: Floats, rounds: int
+) -> list[BenchmarkRow]:
+    """What `auto` takes, beside each form of exact search, three lines of PyTorch and FAISS' flat index."""
+    ms: dict[str, dict[str, float]] = {}
+    over_best, over_plain, over_faiss = {}, {}, {}
+    for size in sizes:
+        part = Pool.open(pool.artifact.uri, share=Share(0, max(1, len(pool) // size)))
+        plain_ND = torch.from_numpy(
+            np.concatenate([decode(shard.vectors) for shard in part.shards])
+        )
+        for vectors, contexts in [(questions, count) for count in _CONTEXTS] + [
+            (questions[:, :1].copy(), 1)
+        ]:
+            label = f"{len(part):,} rows, m = {vectors.shape[1]}, {contexts} contexts"
+            ms[label] = times = _times_of_forms(part, plain_ND, vectors[:contexts], rounds)
+            over_best[label] = times["auto"] / min(times[form] for form in _FORMS)
+            if contexts == 1 and len(part) <= _SMALL_POOL + len(pool) // _SMALL_POOL:
+                over_plain[label] = times["auto"] / times["plain"]
+            if "faiss" in times:
+                over_faiss[label] = times["auto"] / times["faiss"]
+    ms = {
+        label: {name: round(1e3 * value, 3) for name, value in times.items()}
+        for label, times in ms.items()
+    }
+    detail = {"milliseconds": ms, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    rows: list[BenchmarkRow] = []
+    for name, ratios in (
+        ("search.auto.time_over_best", over_best),
+        ("search.small_pools.time_over_plain_torch", over_plain),
+        ("search.bi.time_over_faiss_flat", over_faiss),
+    ):
+        worst = max(ratios, key=lambda label: ratios[label])
+        shown = {label: round(ratio, 2) for label, ratio in ratios.items()}
+        row_detail = {"worst": worst, "ratios": shown, **(detail if not rows else {})}
+        rows.append(BenchmarkRow(name, ratios[worst], "times", detail=row_detail))
+    return rows
+
+
+_FORMS: dict[str, Method] = {"scores": "exact", "vectors": "exact", "sketch": "pruned"}
+"""The forms of exact search, and the method that may take each."""
+
+
+def _times_of_forms(
+    pool: Pool, plain_ND: torch.Tensor, contexts_QMD: Floats, rounds: int
+) -> dict[str, float]:
+    """Seconds of each form for all contexts together, of `auto`, and of others for one context."""
+
+    def by_form(form: str) -> Callable[[int], object]:
+        def run(number: int) -> object:
+            with mock.patch.dict(FORMS, {_FORMS[form]: (form,)}):
+                return top_rows(pool, contexts_QMD, _TOP_K, method=_FORMS[form])
+
+        return run
+
+    searches = {form: by_form(form) for form in _FORMS}
+    searches["auto"] = lambda number: top_rows(pool, contexts_QMD, _TOP_K)
+    if len(contexts_QMD) == 1:
+        searches["plain"] = lambda number: _plain(plain_ND, contexts_QMD[0])
+        if contexts_QMD.shape[1] == 1:
+            index = faiss.IndexFlatIP(pool.dimensions)
+            index.add(plain_ND.numpy())
+            searches["faiss"] = lambda number: index.search(contexts_QMD[0], _TOP_K)
+    repeats = 4 if len(pool) > _SMALL_POOL else 16
+    return _in_turn(searches, 1, rounds * repeats)
+
+
+# -------------------------------------------------------------------------------------------------
 # Answers
 
 
@@ -221,7 +314,7 @@ def _check(pool: Pool, small_pool: Pool, questions: Floats) -> dict[str, dict[st
             "certified": f"{certified} of {len(first_questions)} questions",
             "as float64 over all": f"{len(questions):,} questions, {len(small_pool):,} candidates",
         },
-        "approximate": {f"recall@{_TOP_K}": float(np.mean(shared_counts)) / _TOP_K},
+        "approximate": {"recall": float(np.mean(shared_counts)) / _TOP_K},
     }
 
 

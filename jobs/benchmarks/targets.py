@@ -120,6 +120,23 @@ TARGETS = (
         description="approximate search over exact search, at recall@10 of at least 0.99",
     ),
     Target(
+        "search.approximate_1m.recall_at_10", minimum=0.99, field="ours",
+        description="share of the exact top 10 that approximate search finds",
+    ),
+    Target(
+        "search.auto.time_over_best", maximum=1.1, field="ours",
+        description="what auto takes over the fastest exact method, worst of 600 to 1 million rows and 1 "
+        "to 16 contexts",
+    ),
+    Target(
+        "search.small_pools.time_over_plain_torch", maximum=1.1, field="ours",
+        description="search over plain PyTorch, worst of 600 to 100,000 rows, 64 vectors and 1",
+    ),
+    Target(
+        "search.bi.time_over_faiss_flat", maximum=1.1, field="ours",
+        description="search by one vector over FAISS' flat index, worst of 600 to 1 million rows",
+    ),
+    Target(
         "pool.reembed_1_percent.time_share", maximum=0.05, field="ours",
         description="a nightly run that changes 1 % of the texts over a whole run",
     ),
@@ -178,6 +195,14 @@ TARGETS = (
     Target(
         "gpu.pretrain.mfu_bert_base_512", minimum=0.45, field="ours",
         description="the same with sequences of 512",
+    ),
+    Target(
+        "gpu.search.10m_time_over_read_floor", maximum=2.0, field="ours",
+        description="exact search of 10 million by one context of 64 vectors, over reading the matrix once",
+    ),
+    Target(
+        "gpu.search.16_contexts_share_of_peak", minimum=0.4, field="ours",
+        description="the products of 16 contexts searched together, over the GPU's peak of bf16",
     ),
 )  # fmt: skip
 BY_ROW = {target.row: target for target in TARGETS}

@@ -17,12 +17,24 @@ IDS = [
     "search.approximate_1m.time_share_of_exact",
     "search.exact_1m_m64.16_together_vs_alone",
     "search.exact_100k.poly64_time_over_bi",
+    "search.pruned_1m.time_over_read_floor",
+    "search.approximate_1m.recall_at_10",
+    "search.auto.time_over_best",
+    "search.small_pools.time_over_plain_torch",
+    "search.bi.time_over_faiss_flat",
 ]
 
 
 @pytest.fixture
 def run(run_job_here, tiny_ranker, convai2_corpus, tmp_path, monkeypatch):
-    sizes = {"CANDIDATES": 3000, "EMBEDDED": 40, "QUESTIONS": 16, "CHECKED": 20, "ROUNDS": 1}
+    sizes = {
+        "CANDIDATES": 3000,
+        "EMBEDDED": 40,
+        "QUESTIONS": 16,
+        "CHECKED": 20,
+        "ROUNDS": 1,
+        "SIZES": (600, 3000),
+    }
     for name, value in sizes.items():
         monkeypatch.setattr(search, f"_{name}", {"small": value})
     monkeypatch.setattr(search, "_SHARD_ROWS", 1000)
@@ -40,7 +52,14 @@ def test_all_rows_are_there_and_answers_are_those_of_float64(run, tmp_path):
     summary = run().summary
     rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert sorted(rows) == sorted(summary["rows"]) == sorted(IDS)
+    approximate = rows.pop("search.approximate_1m.time_share_of_exact")
+    recall = rows["search.approximate_1m.recall_at_10"]["ours"]
+    assert (approximate["ours"] > 1) == (recall < 0.99), "a share counts only with its recall"
     assert all(row["ours"] > 0 for row in rows.values())
+    by_size = rows["search.auto.time_over_best"]["detail"]["milliseconds"]
+    assert by_size["600 rows, m = 1, 1 contexts"].keys() == {
+        "scores", "vectors", "sketch", "auto", "plain", "faiss"
+    }  # fmt: skip
     detail = rows["search.pruned_1m.time_share_of_exact"]["detail"]
     assert detail["dtype"] == "float32"
     assert detail["certified"] == "20 of 20 questions"

@@ -30,30 +30,28 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import pdist
+from scipy.cluster.hierarchy import linkage
 from torch import Tensor
 
 from pipeline.arrays import Floats, Ints
 from pipeline.models.precision import use_bf16
 from pipeline.retrieval.pools.sketch import ORTHONORMAL
 from pipeline.retrieval.pools.vector_format import LENGTH, SCALE, Dtype, Layer, to_int8
+from pipeline.retrieval.search.products import free_columns, product_with
 
-_BF16, _FLOAT32 = 2.0**-8, 2.0**-24
-_SAFETY = 16 * _FLOAT32
-_TINY = 2.0**-126
+BF16, FLOAT32 = 2.0**-8, 2.0**-24
+_SAFETY = 16 * FLOAT32
+TINY = 2.0**-126
 # Where products could come near the end of float32's range, a bound is infinite.
-_LARGE = 2.0**100
-# A product with fewer columns takes no less time (bfloat16, AMX: 1 column twice that of 16).
-_LEAST_COLUMNS = 16
+LARGE = 2.0**100
+# A context gets the fewest of these centres whose widest group is narrower than this share of its longest
+# vector. Twice as many centres cost 40 ns a row and more; a row that a wide group leaves open costs 900.
+_CENTRES, _NARROW = (4, 8, 16, 32), 0.27
 _CENTRE_STEPS = 8
 # Contexts from which on it pays to compare whole columns.
 _LANES = 8
-# Rows multiplied at once, and products: what is a core's own cache is best used by.
-_BLOCK_ROWS, _BLOCK_PRODUCTS = {torch.int8: 4096, torch.bfloat16: 8192}, 1 << 19
-
-# bfloat16 rows a core copies into its cache where it has no AMX (`has_amx`).
-_COPIED_ROWS = 3072
+# Rows multiplied at once, and products: what a core's own cache is best used by.
+_BLOCK_ROWS, _BLOCK_PRODUCTS = {torch.int8: 4096, torch.bfloat16: 3072}, 1 << 17
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -75,21 +73,25 @@ class Columns:
 
 
 def vector_columns(
-    contexts: Sequence[Floats], pool_dtype: Dtype, longest: float, centres: int
+    contexts: Sequence[Floats], pool_dtype: Dtype, longest: float, centres: int | None = None
 ) -> Columns:
-    """Columns for the vectors of a pool. `contexts`: [M, D] float64 each; `longest`: its longest row."""
+    """Columns for the vectors of a pool.
+
+    `contexts`: [M, D] float64 each; `longest`: its longest row; `centres`: of each context at most; None: as
+    many as its vectors need.
+    """
     dtype, rounding_error = "float64", 0.0
     if pool_dtype == "int8":
         dtype = "int8"
-    elif use_bf16(torch.device("cpu")):
-        dtype, rounding_error = "bfloat16", 0.0 if pool_dtype == "bfloat16" else _BF16
+    elif pool_dtype == "bfloat16" or use_bf16(torch.device("cpu")):
+        dtype, rounding_error = "bfloat16", 0.0 if pool_dtype == "bfloat16" else BF16
     elif torch.get_float32_matmul_precision() == "highest":
         dtype = "float32"
     return _columns(contexts, longest, centres, dtype, rounding_error)
 
 
 def sketch_columns(
-    contexts: Sequence[Floats], rotation_DK: Floats, longest: float, centres: int
+    contexts: Sequence[Floats], rotation_DK: Floats, longest: float, centres: int | None = None
 ) -> Columns:
     """Columns for the sketch of a pool: codes s q, what they miss of R^T c, and the rest of c.
 
@@ -111,7 +113,7 @@ def sketch_columns(
         for vectors in (rotated, missed, contexts)
     )
     weights = torch.stack([columns.weights_QE[:, 0], inside, outside], dim=1)
-    weights = weights * (1 + _SAFETY) + 4 * ORTHONORMAL * total[:, None] + _TINY
+    weights = weights * (1 + _SAFETY) + 4 * ORTHONORMAL * total[:, None] + TINY
     return Columns(columns.matrix_KC, len(contexts), columns.scales_Q, weights, columns.floors_Q)
 
 
@@ -138,15 +140,10 @@ def in_parallel(work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> lis
     others use too costs several times the product. For the same reason a single core works where it is: with
     the clients of a service beside it, 50 hand-overs a search took three quarters of its time.
     """
-    if torch.get_num_threads() == 1:
+    items = list(items)
+    if len(items) < 2 or torch.get_num_threads() == 1:
         return list(map(work, items))
     return list(_threads().map(work, items))
-
-
-@functools.cache
-def has_amx() -> bool:
-    """Whether products cost less than reading the rows: AMX makes ten times those of AVX512."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 @functools.cache
@@ -157,28 +154,36 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _columns(
-    contexts: Sequence[Floats], longest: float, centres: int, dtype: str, rounding_error: float
+    contexts: Sequence[Floats],
+    longest: float,
+    centres: int | None,
+    dtype: str,
+    rounding_error: float,
 ) -> Columns:
     """`rounding_error`: what a row may be off, relative to its length, when it is multiplied."""
-    clusterings = in_parallel(functools.partial(centres_of, count=centres), contexts)
-    centre_count = max(
-        -(-_LEAST_COLUMNS // len(contexts)), *(len(centres_GK) for centres_GK, _ in clusterings)
-    )
+    free = 1
+    if centres is None:
+        free = -(-free_columns(getattr(torch, dtype), contexts[0].shape[1]) // len(contexts))
+        centres_of_context = functools.partial(near_centres, least=free)
+    else:
+        centres_of_context = functools.partial(centres_of, count=centres)
+    clusterings = in_parallel(centres_of_context, contexts)
+    centre_count = max(free, *(len(centres_GK) for centres_GK, _ in clusterings))
     parts, scales, weights, floors = [], [], [], []
     for vectors_MK, (centres_GK, centre_of_M) in zip(contexts, clusterings, strict=True):
         matrix_GK, scale = _low_precision(centres_GK, dtype)
         rounded_GK = matrix_GK.double().numpy() * scale
         radius = float(np.linalg.norm(vectors_MK - rounded_GK[centre_of_M], axis=1).max())
         size = float(np.linalg.norm(rounded_GK, axis=1).max())
-        if not max(1.0, size + radius) * max(1.0, longest) < _LARGE:
+        if not max(1.0, size + radius) * max(1.0, longest) < LARGE:
             radius = float("inf")
         width = vectors_MK.shape[1]
-        addition_error = 0.0 if dtype == "int8" else 2 * width * _FLOAT32
+        addition_error = 0.0 if dtype == "int8" else 2 * width * FLOAT32
         error = rounding_error + addition_error + _SAFETY
         parts.append(matrix_GK[torch.arange(centre_count) % len(matrix_GK)])
         scales.append(scale)
-        weights.append([(radius + size * error + _TINY * width**0.5) * (1 + _SAFETY)])
-        floors.append(_TINY * (width**0.5 * size + 2 * width) * (1 + _SAFETY))
+        weights.append([(radius + size * error + TINY * width**0.5) * (1 + _SAFETY)])
+        floors.append(TINY * (width**0.5 * size + 2 * width) * (1 + _SAFETY))
     # Not `contiguous`, which leaves the strides of a K of 1 as they are, and int8 products take as said.
     matrix_KC = (
         torch.stack(parts, dim=1).flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
@@ -197,57 +202,73 @@ def _low_precision(centres_GK: Floats, dtype: str) -> tuple[Tensor, float]:
     return torch.from_numpy(codes_1.reshape(centres_GK.shape)), float(scales_1[0])
 
 
-def centres_of(vectors_MK: Floats, count: int) -> tuple[Floats, Ints]:
+def near_centres(vectors_MK: Floats, least: int) -> tuple[Floats, Ints]:
+    """As `centres_of`, with as many centres as keep every group narrow, and `least` at least."""
+    longest = float(np.linalg.norm(vectors_MK, axis=1).max())
+    merges = _merges(vectors_MK)
+    for count in _CENTRES:
+        if count < least:
+            continue
+        # Merges are in the order of the widths of what they make.
+        if count >= len(vectors_MK) or merges[len(vectors_MK) - count - 1, 2] <= _NARROW * longest:
+            break
+    return centres_of(vectors_MK, count, merges)
+
+
+def centres_of(vectors_MK: Floats, count: int, merges: Floats | None = None) -> tuple[Floats, Ints]:
     """(centres [G, K], the centre of each vector [M]): at most `count`, with small largest distances.
 
     Complete linkage keeps the widest group narrow; each centre then goes some steps towards the
     vector of its group that is farthest, which comes near the smallest ball around the group
-    (Bădoiu and Clarkson, 2003).
+    (Bădoiu and Clarkson, 2003). `merges`: those of the linkage, where they are known.
     """
-    if len(vectors_MK) <= count:
-        return vectors_MK, np.arange(len(vectors_MK))
-    groups_M = (
-        fcluster(linkage(pdist(vectors_MK), "complete"), count, "maxclust").astype(np.int64) - 1
-    )
-    sizes_G = np.bincount(groups_M)
-    centres_GK = np.zeros((len(sizes_G), vectors_MK.shape[1]))
-    np.add.at(centres_GK, groups_M, vectors_MK)
-    centres_GK /= sizes_G[:, None]
+    total = len(vectors_MK)
+    if total <= count:
+        return vectors_MK, np.arange(total)
+    labels_M = np.arange(total)
+    pairs = (_merges(vectors_MK) if merges is None else merges)[: total - count, :2]
+    for label, (left, right) in enumerate(pairs, start=total):
+        labels_M[(labels_M == left) | (labels_M == right)] = label
+    groups_M = np.unique(labels_M, return_inverse=True)[1]
+    is_of_GM = np.arange(count)[:, None] == groups_M
+    # A centre is the sum of so much of each vector; distances follow from products of vectors.
+    shares_GM = is_of_GM / is_of_GM.sum(axis=1, keepdims=True)
+    products_MM = vectors_MK @ vectors_MK.T
     for step in range(2, _CENTRE_STEPS + 2):
-        offsets_MK = vectors_MK - centres_GK[groups_M]
-        order = np.argsort(np.einsum("mk,mk->m", offsets_MK, offsets_MK))
-        farthest_G = np.empty(len(sizes_G), np.int64)
-        farthest_G[groups_M[order]] = order  # the last one of each group stays
-        centres_GK += offsets_MK[farthest_G] / step
-    return centres_GK, groups_M
+        distances_GM = products_MM.diagonal() - 2 * (shares_GM @ products_MM)
+        farthest_G = np.where(is_of_GM, distances_GM, -np.inf).argmax(axis=1)
+        shares_GM *= 1 - 1 / step
+        shares_GM[np.arange(count), farthest_G] += 1 / step
+    return shares_GM @ vectors_MK, groups_M
+
+
+def _merges(vectors_MK: Floats) -> Floats:
+    """[M - 1, 4]: the linkage; its distances may be rounded, as nothing is proved by them."""
+    if len(vectors_MK) < 2:
+        return np.empty((0, 4))
+    unit_MK = vectors_MK / max(float(np.abs(vectors_MK).max()), 1e-300)
+    products_MM = unit_MK @ unit_MK.T
+    left, right = np.triu_indices(len(vectors_MK), 1)
+    squares = products_MM.diagonal()[left] + products_MM.diagonal()[right]
+    squares -= 2 * products_MM[left, right]
+    merges = linkage(np.sqrt(squares.clip(min=0)), "complete")
+    merges[:, 2] *= float(np.abs(vectors_MK).max())
+    return np.asarray(merges)
 
 
 def _highest_products(matrix_NK: Tensor, columns: Columns) -> Tensor:
     """[Q, N] float32: the highest product of each row with the centres of each context."""
     columns_KC = columns.matrix_KC
-    dtype, width, contexts = columns_KC.dtype, columns_KC.shape[1], columns.contexts
-    step = min(_BLOCK_ROWS.get(dtype, 2048), max(1, _BLOCK_PRODUCTS // width))
-    # A product reads rows in strips, which memory does not foresee. Copied first, a million rows take 107 ms
-    # instead of 154 (bfloat16, 16 columns, one core of a Zen 5), and 37 instead of 44 (int8).
-    copies = not has_amx()
-    if copies and dtype == torch.bfloat16:
-        step = min(step, _COPIED_ROWS)
+    dtype, contexts = columns_KC.dtype, columns.contexts
+    step = min(_BLOCK_ROWS.get(dtype, 1024), max(1, _BLOCK_PRODUCTS // columns_KC.shape[1]))
+    product = product_with(columns_KC, min(step, len(matrix_NK)))
     highest_QN = torch.empty(contexts, len(matrix_NK))
-    # Fresh memory for every block would cost half of a product.
-    products_BC = torch.empty(step, width, dtype=torch.int32 if dtype == torch.int8 else dtype)
-    rows_BK = torch.empty(step if copies else 0, matrix_NK.shape[1], dtype=dtype)
     for start in range(0, len(matrix_NK), step):
-        rows_NK = matrix_NK[start : start + step]
-        products_NC = products_BC[: len(rows_NK)]
-        rows_NK = rows_BK[: len(rows_NK)].copy_(rows_NK) if copies else rows_NK.to(dtype)
-        if dtype == torch.int8:
-            torch._int_mm(rows_NK, columns_KC, out=products_NC)
-        else:
-            torch.mm(rows_NK, columns_KC, out=products_NC)
+        products_NC = product(matrix_NK[start : start + step].to(dtype))
         best_NQ = _maxima(products_NC, contexts)
+        if products_NC.dtype == torch.bfloat16:
+            best_NQ = best_NQ.float() * (1 + BF16)  # It was rounded once more than others.
         highest_QN[:, start : start + step] = best_NQ.T
-    if dtype == torch.bfloat16:
-        highest_QN *= 1 + _BF16  # The product was rounded once more than others.
     return highest_QN
 
 
@@ -258,14 +279,15 @@ def _maxima(products_NC: Tensor, contexts: int) -> Tensor:
         # As int16, positive numbers stay in order, and are compared at six times the rate.
         products_NC = products_NC.view(torch.int16)
     if contexts < _LANES:
-        best_NQ = products_NC.view(len(products_NC), -1, contexts).amax(1)
+        best_NQ = products_NC.reshape(len(products_NC), -1, contexts).amax(1)
     else:
         best_NQ = products_NC
         while (width := best_NQ.shape[1]) > contexts:
             half = -(-width // contexts // 2) * contexts
             best_NQ = torch.maximum(best_NQ[:, :half], best_NQ[:, width - half :])
     # Where there are no positive numbers: 0.
-    return best_NQ.clamp_(min=0).view(torch.bfloat16) if bf16 else best_NQ
+    maxima_NQ: Tensor = best_NQ.clamp_(min=0).view(torch.bfloat16) if bf16 else best_NQ
+    return maxima_NQ
 
 
 def _tensor(matrix: np.ndarray[Any, Any]) -> Tensor:

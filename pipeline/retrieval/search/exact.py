@@ -1,15 +1,19 @@
-"""Searches a pool for the exact top k of a context's vectors, in steps that each read fewer rows.
+"""Searches a pool for the exact top k of a context's vectors.
 
 With L[c,i] = candidate[c] · vector[i] the score is Σ softmax_i(L)·L, a weighted mean of the L, so
 score ≤ max_i L[c,i]. A row whose bound (`bounds`) lies below the k-th best score so far needs no score.
 
-    exact         every row of the vectors, in blocks, by some centres of the context's vectors
-    pruned        every row of the sketch instead, a sixth of the bytes of float32; the same answer
+    exact         every row of the vectors: all scores in float32 (`scores`), or bounds by some centres of
+                  the context's vectors
+    pruned        bounds from every row of the sketch, a sixth of the bytes of float32; the same answer
+    auto          the fastest of these for this pool, on this processor (`choice`)
     approximate   what an index of neighbours finds (`approximate`); likely, not proved
 
-The remaining rows are bounded by all vectors instead of the centres, and at last by their own vectors. The
-rows that then remain, some dozens of a million, are scored in float64. Scores are compared as float32; rows
-with equal scores are tied, and are in the order of their ids.
+A pool on a device is searched there by `auto` and `exact` (`device`).
+
+Rows that bounds leave open are scored in float32 with a proved error. The rows whose scores are within that
+error of the k-th, some dozens of a million, are scored in float64. Scores are compared as float32; rows with
+equal scores are tied, and are in the order of their ids.
 """
 
 from __future__ import annotations
@@ -26,35 +30,30 @@ from pipeline.config import BadInput, require
 from pipeline.models.polyencoder import Attention
 from pipeline.retrieval.methods import Method
 from pipeline.retrieval.pools.pool import Pool
-from pipeline.retrieval.pools.vector_format import Layer, decode
-from pipeline.retrieval.search import approximate
+from pipeline.retrieval.pools.vector_format import Layer
+from pipeline.retrieval.search import approximate, device
 from pipeline.retrieval.search.bounds import (
     Columns,
-    has_amx,
     in_parallel,
     sketch_columns,
     upper_bounds,
     vector_columns,
 )
+from pipeline.retrieval.search.choice import Form, fastest_form
+from pipeline.retrieval.search.scores import exact_scores, scorer
 
-# Below, a pass over the vectors takes under 2 ms, which a sketch and its further steps do not better.
-_SMALL_POOL = 32_768
 # Where less of a pool is allowed, its rows are picked out instead of going through all.
 _FEW_ALLOWED = 1 / 64
-# Centres of a context that is alone in a pass, which with AMX has its bytes to wait for.
-_CENTRES = {"vectors": 64, "sketch": 32}
-# Several contexts are bound by the products, and share them out.
-_LEAST_CENTRES = 16
-# Without AMX all passes are bound by the products: of 64, 32 and 16 centres, 16 were fastest, however far
-# a context's vectors lie apart (a million candidates, a core of a Zen 5: 158 ms in place of 308 with 64), and
-# 8 for each of 16 contexts.
-_CENTRES_WITHOUT_AMX, _LEAST_WITHOUT_AMX = 16, 8
 _CONTEXTS = 16  # at once
 _SECTION_ROWS = 1 << 20  # bounds in memory, for each context
 _BLOCK_ROWS = 1 << 14
-_GATHERED_ROWS = 1024
+# Rows that are scored at once, by so many vectors at most: their products stay in a core's cache.
+_SCORED_ROWS, _LEAST_SCORED, _SCORED_PRODUCTS = 1024, 128, 1 << 16
+_OPEN_ROWS = 1 << 12
 _SEEDS = 256
-_ALL = 1 << 30
+_METHODS, _ATTENTIONS = get_args(Method), get_args(Attention)
+FORMS: dict[Method, tuple[Form, ...]] = {"exact": ("scores", "vectors"), "pruned": ("sketch",)}
+_ALL: tuple[Form, ...] = ("scores", "vectors", "sketch")
 
 FINDERS: dict[str, Callable[[Pool, Floats, int], Ints]] = {"approximate": approximate.neighbours}
 """Methods that find likely rows without a proof: functions of the pool, a context's vectors [M, D] and
@@ -97,8 +96,8 @@ def search(
 
     `vectors` [M, D] of one context, or [Q, M, D]; a bi-encoder's have M = 1. `vector_mask` [M] or
     [Q, M]: false for vectors that do not count; each context has one at least. `attention`: of the
-    candidate over the vectors, as in `poly_scores`. `method`: `auto` is pruned for one context, and
-    exact for several at once or in a small pool. `among`: the rows that count, of `filters.select`.
+    candidate over the vectors, as in `poly_scores`. `method`: `auto` is the fastest one
+    whose answer is exact. `among`: the rows that count, of `filters.select`.
     `certify`: after an approximate answer go on with the pruned search, which proves or betters it.
 
     Raises BadInput for shapes that do not fit the pool, for vectors that are not finite, for
@@ -135,9 +134,9 @@ def top_rows(
     """As `search`, for several contexts, and with places instead of ids."""
     contexts = _contexts(pool, vectors_QMD, mask_QM)
     require(top_k >= 1, "top_k", top_k, ">= 1")
-    methods = dict.fromkeys([*get_args(Method), *FINDERS])
-    require(method in methods, "method", method, ", ".join(methods))
-    require(attention in get_args(Attention), "attention", attention, "dot, scaled_dot")
+    if method not in _METHODS and method not in FINDERS:
+        require(False, "method", method, ", ".join(dict.fromkeys([*_METHODS, *FINDERS])))
+    require(attention in _ATTENTIONS, "attention", attention, "dot, scaled_dot")
     if among is not None and among.shape != (len(pool),):
         raise BadInput(f"among: shape {among.shape} is not allowed; allowed: {(len(pool),)}")
     allowed_count = len(pool) if among is None else int(among.sum())
@@ -145,7 +144,14 @@ def top_rows(
     tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
     count = min(top_k, allowed_count)
     todo = tops
-    if among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
+    if pool.on_device is not None and method in ("auto", "exact"):
+        most = np.asarray(vectors_QMD).shape[1]
+        found = device.reaching_rows(pool.on_device, contexts, most, top_k, scale, among)
+        for top, places in zip(tops, found, strict=True):
+            top.take(places)
+            top.certified = True
+        todo = []
+    elif among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
         for top in tops:
             top.take(np.flatnonzero(among))
             top.certified = True
@@ -186,14 +192,19 @@ def _contexts(pool: Pool, vectors_QMD: Floats, mask_QM: Bools | None) -> list[Fl
     if queries.ndim != 3 or queries.shape[2] != pool.dimensions:
         raise BadInput(f"vectors: shape {queries.shape} is not allowed; allowed: (m, d) or "
                        f"(queries, m, d) with d = {pool.dimensions}, the pool's dimensions")  # fmt: skip
-    mask = np.ones(queries.shape[:2], bool) if mask_QM is None else np.asarray(mask_QM, bool)
-    if mask.shape != queries.shape[:2] or not mask.any(axis=1).all():
+    mask = None if mask_QM is None else np.asarray(mask_QM, bool)
+    if queries.shape[1] == 0 or (
+        mask is not None and (mask.shape != queries.shape[:2] or not mask.any(axis=1).all())
+    ):
         raise BadInput(
             "vector_mask: one true value at least for each context, in the vectors' shape"
         )
     if not np.isfinite(queries).all():
         raise BadInput("vectors: not finite; allowed: numbers")
-    return [q[m].astype(np.float64) for q, m in zip(queries, mask, strict=True)]
+    contexts = queries.astype(np.float64)
+    if mask is None:
+        return list(contexts)
+    return [vectors[m] for vectors, m in zip(contexts, mask, strict=True)]
 
 
 class _TopK:
@@ -204,27 +215,28 @@ class _TopK:
     ) -> None:
         self.vectors_MD = vectors_MD
         self.certified = False
-        self._pool, self._top_k, self._scale, self._among = pool, top_k, scale, among
+        self.scale = scale
+        self._pool, self._top_k, self._among = pool, top_k, among
+        self.scorer = scorer([vectors_MD], scale, pool.longest)
         self._places: Ints = np.empty(0, np.int64)
         self._scores: Floats = np.empty(0, np.float32)
         self._reach = np.float32(-np.inf)
+        """No row with a lower score, or bound, belongs to the top k."""
         self._taken: Ints = np.empty(0, np.int64)
-        self._steps: list[tuple[str, Columns]] = []
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def steps(self, names: Sequence[str]) -> None:
-        """The layers whose bounds by all vectors are looked at before a row is scored."""
-        contexts = [self.vectors_MD]
-        self._steps = [(name, _columns(self._pool, contexts, name, _ALL)) for name in names]
-
     def take(self, places: Ints) -> None:
-        """Considers rows of which no bounds are known, the likeliest first."""
+        """Considers rows of which no bounds are known."""
         self._taken = places
-        self.steps(["vectors"])
-        self._score(places[: 4 * self._top_k])
-        self._examine(np.sort(places[4 * self._top_k :]))
+        self._score(np.sort(places))
+
+    def take_scores(self, scores_N: Floats) -> None:
+        """Considers all rows of the pool, whose scores by a `scorer` are known, and none of those before."""
+        self._places, self._scores = self._places[:0], self._scores[:0]
+        places = np.arange(len(scores_N)) if self._among is None else np.flatnonzero(self._among)
+        self._add(places, scores_N if self._among is None else scores_N[places])
 
     def take_section(self, start: int, bounds_N: Floats) -> None:
         """Considers the rows from place `start` on, whose bounds are known and may be changed here."""
@@ -237,78 +249,87 @@ class _TopK:
             seeds = seeds[~np.isneginf(bounds_N[seeds])]
             self._score(seeds + start)
             bounds_N[seeds] = -np.inf
-        self._examine(_open_rows(self._reach, bounds_N) + start)
+        offsets = _open_rows(self._reach, bounds_N)
+        # The most promising rows first: they show that others are not needed.
+        order = np.argsort(-bounds_N[offsets], kind="stable")
+        for part in _split(offsets[order], _OPEN_ROWS):
+            part = part[~(bounds_N[part] < self._reach)]
+            self._score(np.sort(part) + start)
 
     def final(self) -> tuple[Ints, Floats]:
         """(places, scores) of the top k, best first; ties by id."""
-        order = np.argsort(self._places)
-        places, scores = self._places[order], self._scores[order]
-        ids = self._pool.ids_at(places)
-        best = sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n]))[: self._top_k]
+        places = np.sort(self._places)
+        parts = [
+            exact_scores(self._pool.layer_at(part, "vectors"), self.vectors_MD, self.scale)
+            for part in _split(places, _SCORED_ROWS)
+        ]
+        scores = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
+        order = np.argsort(-scores)
+        ordered = scores[order]
+        if (ordered[1:] == ordered[:-1]).any():
+            ids = self._pool.ids_at(places)
+            order = np.array(sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n])))
+        best = order[: self._top_k]
         return places[best], scores[best]
 
-    def _examine(self, places: Ints) -> None:
-        """Scores those of the rows that further bounds leave, the most promising ones first."""
-        parts = in_parallel(self._tighten, _split_places(places))
-        places = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)])
-        bounds = np.concatenate([np.empty(0, np.float32), *(bounds for _, bounds in parts)])
-        for rows in _split_places(np.argsort(-bounds)):
-            self._score(places[rows[~(bounds[rows] < self._reach)]])
-
-    def _tighten(self, places: Ints) -> tuple[Ints, Floats]:
-        """(the rows that may still reach the top, their bounds)"""
-        bounds = np.full(len(places), np.inf, np.float32)
-        for name, columns in self._steps:
-            if len(places):
-                bounds = upper_bounds(self._pool.layer_at(places, name), columns)[0].numpy()
-                is_open = ~(bounds < self._reach)
-                places, bounds = places[is_open], bounds[is_open]
-        return places, bounds
-
     def _score(self, places: Ints) -> None:
-        places = np.sort(places)
-        scores = np.concatenate(
-            [self._scores, *in_parallel(self._exact_scores, _split_places(places))]
-        )
-        places = np.concatenate([self._places, places])
-        if len(scores) >= self._top_k:
-            kth_score = np.partition(scores, -self._top_k)[-self._top_k]
-            # What rounds to the same float32 as the last one is tied with it.
-            self._reach = np.nextafter(kth_score, np.float32(-np.inf))
-            scores, places = scores[scores >= kth_score], places[scores >= kth_score]
-        self._scores, self._places = scores, places
+        """Considers rows at ascending places."""
+        scores = in_parallel(self._scores_at, _split(places, _SCORED_ROWS))
+        self._add(places, np.concatenate([np.empty(0, np.float32), *scores]))
 
-    def _exact_scores(self, places: Ints) -> Floats:
-        """[N] float32, computed in float64"""
-        rows_ND = decode(self._pool.layer_at(places, "vectors"), np.float64)
-        logits_NM = torch.from_numpy(rows_ND) @ torch.from_numpy(self.vectors_MD).T
-        return ((logits_NM * self._scale).softmax(1) * logits_NM).sum(1).float().numpy()
+    def _scores_at(self, places: Ints) -> Floats:
+        return self.scorer.scores(self._pool.layer_at(places, "vectors"))[0]
+
+    def _add(self, places: Ints, scores: Floats) -> None:
+        if len(self._places):
+            places = np.concatenate([self._places, places])
+            scores = np.concatenate([self._scores, scores])
+        if len(scores) >= self._top_k:
+            kth_score = float(np.partition(scores, -self._top_k)[-self._top_k])
+            # What rounds to the same float32 as the last one is tied with it.
+            (error,) = self.scorer.errors
+            error += abs(kth_score) * 2.0**-22 if np.isfinite(kth_score) else 0.0
+            self._reach = np.nextafter(np.float32(kth_score - error), np.float32(-np.inf))
+            is_near = ~(scores < kth_score - 2 * error)
+            places, scores = places[is_near], scores[is_near]
+        self._places, self._scores = places, scores
 
 
 def _scan_pool(pool: Pool, tops: Sequence[_TopK], method: Method) -> None:
     """Offers all rows of the pool to some contexts."""
-    if method == "auto":
-        method = "pruned" if len(tops) == 1 and len(pool) >= _SMALL_POOL else "exact"
-    steps = ["vectors"] if method == "exact" else ["sketch", "vectors"]
-    columns = _columns(
-        pool, [top.vectors_MD for top in tops], steps[0], _centre_count(steps[0], len(tops))
-    )
-    for top in tops:
-        top.steps(steps)
-    for section_start, rows, blocks in _sections(pool, steps[0]):
-        bounds_QN = np.empty((len(tops), rows), np.float32)
-        in_parallel(functools.partial(_fill_bounds, columns=columns, bounds_QN=bounds_QN), blocks)
-        for top, bounds_N in zip(tops, bounds_QN, strict=True):
-            top.take_section(section_start, bounds_N)
+    contexts = [top.vectors_MD for top in tops]
+    forms = FORMS.get(method, _ALL)
+    form = forms[0] if len(forms) == 1 else fastest_form(pool, contexts, forms)
+    if form == "scores":
+        _score_pool(pool, tops)
+    else:
+        columns = _columns(pool, contexts, form)
+        for section_start, rows, blocks in _sections(pool, form):
+            bounds_QN = np.empty((len(tops), rows), np.float32)
+            work = functools.partial(_fill_bounds, columns=columns, bounds_QN=bounds_QN)
+            in_parallel(work, blocks)
+            for top, bounds_N in zip(tops, bounds_QN, strict=True):
+                top.take_section(section_start, bounds_N)
     for top in tops:
         top.certified = True
 
 
-def _centre_count(layer: str, contexts: int) -> int:
-    """The number of centres by which each context bounds the rows of a layer."""
-    if has_amx():
-        return max(_CENTRES[layer] // contexts, _LEAST_CENTRES)
-    return max(_CENTRES_WITHOUT_AMX // contexts, _LEAST_WITHOUT_AMX)
+def _score_pool(pool: Pool, tops: Sequence[_TopK]) -> None:
+    """Offers the scores of all rows."""
+    together = tops[0].scorer
+    if len(tops) > 1:
+        together = scorer([top.vectors_MD for top in tops], together.scale, pool.longest)
+    rows = min(max(_SCORED_PRODUCTS // len(together.vectors), _LEAST_SCORED), _BLOCK_ROWS)
+    blocks = [
+        shard.vectors.take(slice(start, start + rows))
+        for shard in pool.shards
+        for start in range(0, len(shard), rows)
+    ]
+    if not blocks:
+        return
+    parts = in_parallel(together.scores, blocks)
+    for top, scores in zip(tops, zip(*parts, strict=True), strict=True):
+        top.take_scores(scores[0] if len(scores) == 1 else np.concatenate(scores))
 
 
 def _fill_bounds(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) -> None:
@@ -316,10 +337,10 @@ def _fill_bounds(block: tuple[int, Layer], columns: Columns, bounds_QN: Floats) 
     bounds_QN[:, start : start + len(layer.matrix)] = upper_bounds(layer, columns).numpy()
 
 
-def _columns(pool: Pool, contexts: Sequence[Floats], name: str, centres: int) -> Columns:
+def _columns(pool: Pool, contexts: Sequence[Floats], name: str) -> Columns:
     if name == "sketch":
-        return sketch_columns(contexts, pool.rotation, pool.longest, centres)
-    return vector_columns(contexts, pool.dtype, pool.longest, centres)
+        return sketch_columns(contexts, pool.rotation, pool.longest)
+    return vector_columns(contexts, pool.dtype, pool.longest)
 
 
 def _sections(pool: Pool, name: str) -> Iterator[tuple[int, int, list[tuple[int, Layer]]]]:
@@ -359,5 +380,5 @@ def _open_rows(reach: np.float32, bounds_N: Floats) -> Ints:
     return np.concatenate([np.empty(0, np.int64), *in_parallel(open_rows, starts)])
 
 
-def _split_places(places: Ints) -> list[Ints]:
-    return [places[n : n + _GATHERED_ROWS] for n in range(0, len(places), _GATHERED_ROWS)]
+def _split(places: Ints, rows: int) -> list[Ints]:
+    return [places[n : n + rows] for n in range(0, len(places), rows)]

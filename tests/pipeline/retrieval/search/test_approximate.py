@@ -18,6 +18,7 @@ from pipeline.retrieval.pools.candidates import ROWS
 from pipeline.retrieval.pools.embed import EmbedConfig
 from pipeline.retrieval.pools.pool import Pool
 from pipeline.retrieval.search import approximate, search, top_rows
+from pipeline.retrieval.search.exact import FORMS
 
 pytest.importorskip("faiss")
 
@@ -68,8 +69,10 @@ def test_most_of_the_best_are_found_and_nothing_is_promised(publish, texts, monk
         assert [known[p] for p in places[same]] == scores[same].tolist()
 
 
-def test_it_goes_on_until_it_is_certified(publish, texts, monkeypatch):
+@pytest.mark.parametrize("form", ["scores", "vectors", "sketch"])
+def test_it_goes_on_until_it_is_certified(publish, texts, monkeypatch, form):
     monkeypatch.setattr(approximate, "_NEIGHBOURS", 40)  # finds little
+    monkeypatch.setitem(FORMS, "approximate", (form,))
     rows, vectors = texts
     pool = publish(rows, 1000)
     found = top_rows(pool, vectors, 10, method="approximate", certify=True)

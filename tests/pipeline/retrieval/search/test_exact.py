@@ -23,6 +23,7 @@ from pipeline.retrieval.search import bounds, search, top_rows, weights_of_vecto
 from pipeline.retrieval.search import exact as module
 
 METHODS = ["exact", "pruned"]
+FORMS = [("exact", "scores"), ("exact", "vectors"), ("pruned", "sketch")]
 DTYPES = list(FILE_DTYPES)
 
 
@@ -107,17 +108,16 @@ def tasks(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "form"), FORMS)
 @settings(max_examples=70)
 @given(tasks(), st.data())
-def test_finds_what_float64_over_all_rows_finds(method, task, data):
+def test_finds_what_float64_over_all_rows_finds(method, form, task, data):
     pool, vectors, mask, top_k, attention, among = task
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_BLOCK_ROWS", "_SECTION_ROWS", "_SEEDS", "_GATHERED_ROWS"):
+        for name in ("_BLOCK_ROWS", "_SECTION_ROWS", "_SEEDS", "_SCORED_ROWS", "_OPEN_ROWS"):
             patch.setattr(module, name, data.draw(st.integers(1, 30)))
-        centres, amx = data.draw(st.integers(1, 64)), data.draw(st.booleans())
-        patch.setattr(module, "_centre_count", lambda layer, contexts: centres)
-        patch.setattr(bounds, "has_amx", lambda: amx)
+        patch.setattr(bounds, "_CENTRES", (data.draw(st.integers(1, 64)),))
+        patch.setattr(module, "FORMS", {method: (form,)})
         patch.setattr(module, "_CONTEXTS", data.draw(st.integers(1, 9)))
         found = top_rows(pool, vectors, top_k, mask, attention, method, among)
     check(pool, vectors, mask, found, top_k, attention, among)
@@ -144,12 +144,11 @@ def test_both_methods_and_the_plain_order_agree_to_the_last_tie(task):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("q", "amx"), [(1, False), (16, True), (16, False)])
-def test_thousands_of_rows_of_many_dimensions(monkeypatch, method, dtype, q, amx):
+@pytest.mark.parametrize(("method", "form"), FORMS)
+@pytest.mark.parametrize("q", [1, 16])
+def test_thousands_of_rows_of_many_dimensions(monkeypatch, method, form, dtype, q):
     """As vectors of texts are: most of the energy in some directions, context vectors alike."""
-    for where in (bounds, module):
-        monkeypatch.setattr(where, "has_amx", lambda: amx)
+    monkeypatch.setattr(module, "FORMS", {method: (form,)})
     rng = np.random.default_rng(5)
     scale = 1 / np.sqrt(1 + np.arange(200))
     rows = rng.normal(size=(4500, 200)) * scale
@@ -266,15 +265,16 @@ def test_rows_of_the_same_vector_stand_in_the_order_of_their_ids_wherever_they_l
 def scored(monkeypatch):
     """How many rows were scored in full, call by call."""
     sizes: list[int] = []
-    score = module._TopK._exact_scores
-    monkeypatch.setattr(module._TopK, "_exact_scores",
+    score = module._TopK._score
+    monkeypatch.setattr(module._TopK, "_score",
                         lambda self, places: sizes.append(len(places)) or score(self, places))  # fmt: skip
     return sizes
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_that_cannot_reach_the_top_are_not_scored(scored, monkeypatch, method):
+@pytest.mark.parametrize(("method", "form"), FORMS[1:])
+def test_rows_that_cannot_reach_the_top_are_not_scored(scored, monkeypatch, method, form):
     monkeypatch.setattr(module, "_SEEDS", 10)
+    monkeypatch.setattr(module, "FORMS", {method: (form,)})
     rng = np.random.default_rng(3)
     logits = rng.uniform(-1, 1, (1000, 4))
     logits[:10] += 5
@@ -288,10 +288,10 @@ def test_rows_that_cannot_reach_the_top_are_not_scored(scored, monkeypatch, meth
     assert 555 in places
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "form"), FORMS)
 @settings(max_examples=50)
 @given(st.data())
-def test_a_greatest_logit_just_below_or_above_the_threshold_changes_no_answer(method, data):
+def test_a_greatest_logit_just_below_or_above_the_threshold_changes_no_answer(method, form, data):
     m, n = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 30))
     threshold = np.float32(data.draw(st.sampled_from([1.0, -1.0, 1e-3, 300.0, -300.0])))
     steps = data.draw(st.lists(st.integers(-40, 40), min_size=n, max_size=n))
@@ -306,6 +306,7 @@ def test_a_greatest_logit_just_below_or_above_the_threshold_changes_no_answer(me
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_BLOCK_ROWS", "_SECTION_ROWS", "_SEEDS"):
             patch.setattr(module, name, data.draw(st.integers(1, 4)))
+        patch.setattr(module, "FORMS", {method: (form,)})
         found = top_rows(pool_of(logits), vectors, top_k, method=method)
     np.testing.assert_array_equal(found.places[0], at_once.places[0, :top_k])
     np.testing.assert_array_equal(found.scores[0], at_once.scores[0, :top_k])
@@ -343,3 +344,9 @@ def test_no_contexts_get_no_answers():
     answer = search(POOL, np.ones((0, 2, 4)), 3)
     assert answer.ids == []
     assert answer.scores.shape == (0, 3)
+
+
+def test_an_empty_pool_has_no_answers():
+    answer = search(pool_of(np.empty((0, 4))), np.ones((2, 4)), 3)
+    assert answer.ids == []
+    assert answer.certified
