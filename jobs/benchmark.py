@@ -201,7 +201,11 @@ def run(config: Config) -> program.Summary:
     elif config.part == "gpu":
         from jobs.benchmarks import gpu
 
-        rows = gpu.measure(config.device, encoder_uri, config.corpus, work)
+        run_source = measure.source(config.size)
+        rows = gpu.measure(
+            config.device, encoder_uri, config.corpus, work,
+            lambda rows: measure.write_rows(rows, config.json, run_source),
+        )  # fmt: skip
     elif config.part == "intents":
         from jobs.benchmarks import intents
 

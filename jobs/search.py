@@ -36,7 +36,7 @@ class Config:
     top_k: int = 10
     """Candidates to show."""
     method: Method = "auto"
-    """auto: pruned, or exact in a small pool, which gives the same answer. approximate: needs
+    """auto: exact or pruned, which give the same answer, whichever is faster here. approximate: needs
     --embed.neighbours."""
     certify: bool = False
     """Continue after an approximate answer until the answer is certified."""
@@ -53,6 +53,8 @@ class Config:
     """Number of candidates that the cross-encoder reads."""
     precision: Precision = "auto"
     """The precision that encoders compute in; auto: bf16 where the hardware multiplies it."""
+    device: str = "cpu"
+    """cuda, or cuda:1 …: copy the vectors to this GPU and search them there; the models run there, too."""
     together: bool = False
     """Order them by the mean of the cross-encoder's score and the search's, not by the cross-encoder's
     alone."""
@@ -71,7 +73,7 @@ class Config:
 
 def run(config: Config) -> program.Summary:
     model = open_artifact(model_uri(config.model), "ranker")
-    pool = Pool.open(config.pool)
+    pool = Pool.open(config.pool, device="" if config.device == "cpu" else config.device)
     pool.require_model(model)
     cross_model = open_artifact(model_uri(config.cross), "ranker") if config.cross else None
 
@@ -81,12 +83,12 @@ def run(config: Config) -> program.Summary:
     from pipeline.ranking.ranker import Ranker
     from pipeline.retrieval.search import filters, rerank, top_rows, weights_of_vectors
 
-    ranker = Ranker.load(model.uri, config.precision, device="cpu")
+    ranker = Ranker.load(model.uri, config.precision, device=config.device)
     attention = ranker.config.search_attention
     cross = None
     if cross_model:
         cross = rerank.load_cross_encoder(cross_model)
-        inference.prepare(cross, torch.device("cpu"), config.precision)
+        inference.prepare(cross, torch.device(config.device), config.precision)
     row_mask = _row_mask(config, pool)
     count = config.cross_candidates if cross else config.top_k
     for _ in range(
@@ -122,19 +124,22 @@ def run(config: Config) -> program.Summary:
         results = [{**results[entry.place], "cross_score": entry.score} for entry in order]
     results = results[: config.top_k]
     certified = bool(hits.certified[0])
+    searched_on = "cpu" if pool.on_device is None else config.device
+    on_device = "" if pool.on_device is None else f"on {config.device}, "
     milliseconds = {"encode": _milliseconds(clock, 0), "search": _milliseconds(clock, 1)}
     if cross:
         milliseconds["cross"] = _milliseconds(clock, 3)
     for result in results:
         print(_line(result))
-    print(f"certified: {'yes' if certified else 'no'}; {len(pool):,} candidates, computed in "
-          f"{pool.precision}, the context in {ranker.precision}; milliseconds: "
+    print(f"certified: {'yes' if certified else 'no'}; {len(pool):,} candidates, "
+          f"{on_device}computed in {pool.precision}, the context in {ranker.precision}; milliseconds: "
           f"{', '.join(f'{name} {value}' for name, value in milliseconds.items())}")  # fmt: skip
     return {
         "pool": describe(pool),
         "results": results,
         "certified": certified,
         "precision": ranker.precision,
+        "searched_on": searched_on,
         "milliseconds": milliseconds,
     }
 

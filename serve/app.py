@@ -34,6 +34,7 @@ from pipeline.classification.classifier import open_classifier
 from pipeline.config import BadInput
 from pipeline.models.precision import Precision
 from pipeline.models.settings import read_settings
+from pipeline.processor import bound_kind
 from pipeline.registry import REGISTRY, model_uri
 from pipeline.retrieval.pools.shard import Share
 from serve.api import create_app
@@ -96,6 +97,11 @@ class Args(BaseModel):
     shard_replicas: int = Field(default=1, ge=1, description="Replicas of each shard.")
     shard_cpus: float = Field(
         default=1.0, ge=0, description="Cores, and threads, of each replica of a shard."
+    )
+    shard_gpus: float = Field(
+        default=0.0,
+        ge=0,
+        description="GPUs of each replica of a shard; with one it searches there.",
     )
     shard_resources: dict[str, float] = Field(
         default={},
@@ -330,6 +336,7 @@ def application(args: Args, **options: Any) -> serve.Application:
     for pool in open_pools(versions.model, versions.pools[: len(args.pools)]).values():
         pool.close()
     BearerTokens.of_environment()
+    bound_kind()
     second_stage = _resolved(args.second_stage)
     if second_stage:
         read_settings(open_artifact(second_stage, "ranker").uri).require_pairs()
@@ -347,7 +354,12 @@ def application(args: Args, **options: Any) -> serve.Application:
         DeploymentActorConfig(
             name=name,
             actor_class=ray.remote(Decider),
-            init_kwargs={"targets": target, "poll_s": args.poll_s},
+            # Plain types: for a file with `deployments`, Serve turns a dataclass into a dictionary.
+            init_kwargs={
+                "model": target.model,
+                "pools": list(target.pools),
+                "poll_s": args.poll_s,
+            },
             actor_options={"num_cpus": 0},
         )
         for name, target in targets.items()
@@ -374,7 +386,11 @@ def _shard(number: int, args: Args) -> serve.Application:
     deployment = RankerShard.options(  # type: ignore[attr-defined]
         name=f"{args.name}-shard-{number}",
         num_replicas=args.shard_replicas,
-        ray_actor_options={"num_cpus": args.shard_cpus, "resources": args.shard_resources},
+        ray_actor_options={
+            "num_cpus": args.shard_cpus,
+            "num_gpus": args.shard_gpus,
+            "resources": args.shard_resources,
+        },
     )
     bound_app: serve.Application = deployment.bind(number, args)
     return bound_app

@@ -28,7 +28,8 @@ from pipeline.models.ranker import Ranker
 from pipeline.ranking.ranker import Ranker as LoadedRanker
 from pipeline.retrieval.pools.lock import lease
 from pipeline.retrieval.pools.pool import Pool, describe
-from pipeline.retrieval.search import filters, top_rows
+from pipeline.retrieval.search import device, filters, top_rows
+from pipeline.tasks.resources import best_device
 from serve.intents import Intents
 from serve.masks import Masks
 from serve.scheduling import Kind
@@ -102,7 +103,7 @@ class Engine:
         served, and for a pool whose vectors this model does not make.
         """
         self.model = open_artifact(model, "ranker")
-        self.pools = open_pools(model, pools)
+        self.pools = open_pools(model, pools, search_device())
         self._closing = ExitStack()
         for pool in self.pools.values():
             self._closing.callback(pool.close)
@@ -151,6 +152,9 @@ class Engine:
             }
         self.masks = Masks()
         self._warm_up()
+        for pool in self.pools.values():
+            if pool.on_device is not None:
+                device.warm_up(pool.on_device, self.ranker.config.vectors_per_context)
         for pool in self.pools.values():
             self._check(pool)
         for pool_of_shards in self.sharded.values():
@@ -328,8 +332,14 @@ def _score_pairs(
     return scores
 
 
-def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
-    """Opens pools by name.
+def search_device() -> str:
+    """The GPU that this replica asked for (`num_gpus`), which then searches the pools; "": its cores do."""
+    place = best_device()
+    return "" if place.type == "cpu" else str(place)
+
+
+def open_pools(model: str, pools: Sequence[str], device: str = "") -> Mapping[str, Pool]:
+    """Opens pools by name, their vectors on `device` if one is named.
 
     Raises BadInput for a pool of another model, for two of one name, and for any pool where the
     model cannot search one.
@@ -339,7 +349,7 @@ def open_pools(model: str, pools: Sequence[str]) -> Mapping[str, Pool]:
     pool_of_name: dict[str, Pool] = {}
     with ExitStack() as closing:
         for uri in pools:
-            pool = Pool.open(uri)
+            pool = Pool.open(uri, device=device)
             closing.callback(pool.close)
             pool.require_model(artifact)
             if pool.name in pool_of_name:

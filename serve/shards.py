@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -25,11 +26,12 @@ import torch
 from pipeline.arrays import Bools, Floats
 from pipeline.config import BadInput
 from pipeline.models.polyencoder import Attention
+from pipeline.models.settings import read_settings
 from pipeline.retrieval.pools.lock import Beat, lease
 from pipeline.retrieval.pools.pool import Pool, describe
 from pipeline.retrieval.pools.shard import Share
-from pipeline.retrieval.search import filters
-from serve.engine import PoolQuery, canary_places, search_kind
+from pipeline.retrieval.search import device, filters
+from serve.engine import PoolQuery, canary_places, search_device, search_kind
 from serve.errors import Refusal
 from serve.masks import Masks, RowFilter
 from serve.scheduling import Batch, Kind, WorkQueue
@@ -136,7 +138,8 @@ class PoolShard:
         """On one thread at a time."""
         if (shard := self._find(version)) is not None:
             return shard
-        shard = _OpenShard(Pool.open(version, share=self._share), self._share)
+        pool = Pool.open(version, share=self._share, device=search_device())
+        shard = _OpenShard(pool, self._share)
         with self._lock:
             self._open_shards[shard.pool.artifact.uri] = shard
             name = shard.pool.name
@@ -211,6 +214,11 @@ class _OpenShard:
         self.masks = Masks()
         self.searches = functools.cache(self._kind)
         """A kind of work for each attention."""
+        if pool.on_device is not None:
+            # For the vectors of the model, if it can still be read where it was; else the first query waits.
+            with suppress(BadInput, OSError):
+                model = read_settings(pool.artifact.manifest["inputs"]["model"]["uri"])
+                device.warm_up(pool.on_device, model.vectors_per_context)
 
     def close(self) -> None:
         self.pool.close()

@@ -1,7 +1,7 @@
-"""Measurements that need a GPU, in ten minutes: tests; the speed of pre-training, fine-tuning, embedding.
+"""Measurements that need a GPU, in ten minutes: tests; search; pre-training, fine-tuning, embedding, /rank.
 
-Searching has no row: pools are searched on CPUs. With the device "cpu" the same code runs on tiny shapes,
-to see that it runs.
+Each part's rows are written at once, so that a run that is stopped keeps them. With the device "cpu" the same
+code runs on tiny shapes, to see that it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 import torch
 
-from jobs.benchmarks import pretrain
+from jobs.benchmarks import gpu_search, pretrain
 from jobs.benchmarks.measure import BenchmarkRow, run_job
 from jobs.benchmarks.paper import trials
 from jobs.benchmarks.pretraining_peers import bare_step
@@ -77,42 +77,55 @@ _SCALES: dict[Device, _Scale] = {
 }  # fmt: skip
 
 
-def measure(device: Device, encoder: str, corpus: Sequence[str], work: Path) -> list[BenchmarkRow]:
+def measure(
+    device: Device,
+    encoder: str,
+    corpus: Sequence[str],
+    work: Path,
+    keep: Callable[[Sequence[BenchmarkRow]], None] = lambda rows: None,
+) -> list[BenchmarkRow]:
     """Rows of one GPU; none, and a line that says so, where there is none. A part that fails is a row that
     says why, and the other parts count nevertheless.
 
     `corpus`: for pre-training and fine-tuning; none: the sample corpora. `encoder` is fine-tuned; "": the
-    output of jobs.pretrain.
+    output of jobs.pretrain. `keep` gets all rows so far after each part.
     """
     if device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here, so nothing is measured", flush=True)
         return []
     work, scale = work / "gpu", _SCALES[device]
     sizes: pretrain.Size = "full" if device == "cuda" else "small"
-    rows = [_run_gpu_tests()] if device == "cuda" else []
+    rows = list[BenchmarkRow]()
+
+    def measure_part(
+        name: str, part: Callable[..., list[BenchmarkRow]], *arguments: object
+    ) -> None:
+        rows.extend(_attempt(name, part, *arguments))
+        keep(rows)
+
+    place, search_scale = torch.device(device), gpu_search.SCALES[device]
+    if device == "cuda":
+        measure_part("gpu.tests", _run_gpu_tests)
+    measure_part("gpu.search", gpu_search.measure, place, search_scale)
+    measure_part("gpu.search.peers", gpu_search.measure_peers, place, search_scale)
     for length in _LENGTHS:
-        rows.append(_utilisation(length, torch.device(device), scale))
+        rows.append(_utilisation(length, place, scale))
+        keep(rows)
     trained_encoder = work / "encoder"
     tokens = pretrain.tokens(sizes, corpus[0] if corpus else "", work)
-    rows += _attempt(
-        "gpu.pretrain.job_mfu", _pretraining_job, tokens, trained_encoder, device, scale
-    )
+    measure_part("gpu.pretrain.job_mfu", _pretraining_job, tokens, trained_encoder, device, scale)
     conversations = corpus[0] if corpus else pretrain.sample_corpora(sizes, work)["convai2"]
     start = encoder or str(trained_encoder)
     for name in _ARCHITECTURES:
-        rows += _attempt(
-            f"gpu.finetune.{name}",
-            _finetuning,
-            name,
-            start,
-            conversations,
-            work / name,
-            device,
-            scale,
+        output = work / name
+        measure_part(
+            f"gpu.finetune.{name}", _finetuning, name, start, conversations, output, device, scale
         )
-    rows += _attempt(
-        "gpu.embed.texts_per_s", _embedding, work / "bi", conversations, torch.device(device), scale
-    )
+    measure_part("gpu.embed.texts_per_s", _embedding, work / "bi", conversations, place, scale)
+    measure_part(
+        "gpu.search.rank", gpu_search.measure_service, work / "poly", work / "cross", conversations,
+        work, place, search_scale,
+    )  # fmt: skip
     return rows
 
 
@@ -126,7 +139,7 @@ def _attempt(
         return [BenchmarkRow(name, None, "", detail={"failed": str(problem)})]
 
 
-def _run_gpu_tests() -> BenchmarkRow:
+def _run_gpu_tests() -> list[BenchmarkRow]:
     """The tests that are marked `gpu`; they stand in the checkout only."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     process = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
@@ -136,7 +149,7 @@ def _run_gpu_tests() -> BenchmarkRow:
         for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last_lines[0])
     }
     passed = counts.get("passed", 0) if process.returncode == 0 else None
-    return BenchmarkRow("gpu.tests", passed, "passed", detail={"pytest": last_lines[0]})
+    return [BenchmarkRow("gpu.tests", passed, "passed", detail={"pytest": last_lines[0]})]
 
 
 # -------------------------------------------------------------------------------------------------

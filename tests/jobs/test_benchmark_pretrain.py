@@ -195,6 +195,11 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
 def test_what_a_gpu_runs_runs_on_a_cpu(in_process, convai2_corpus, tmp_path):
     rows = {row.row: row for row in gpu.measure("cpu", "", [convai2_corpus.uri], tmp_path)}
     assert list(rows) == [
+        "gpu.search.10m_time_over_read_floor",
+        "gpu.search.16_contexts_share_of_peak",
+        "gpu.search.10m_bi_time_over_read_floor",
+        "gpu.search.10m_bi.vs_faiss",
+        "gpu.search.10m_bi.vs_cuvs",
         "gpu.pretrain.mfu_bert_base_128",
         "gpu.pretrain.mfu_bert_base_512",
         "gpu.pretrain.job_mfu",
@@ -205,9 +210,12 @@ def test_what_a_gpu_runs_runs_on_a_cpu(in_process, convai2_corpus, tmp_path):
         "gpu.finetune.cross.samples_per_s",
         "gpu.finetune.cross.valid_r1",
         "gpu.embed.texts_per_s",
+        "gpu.search.rank_1_clients",
+        "gpu.search.rank_8_clients",
+        "gpu.search.rank_32_clients",
     ]
     for row in rows.values():
-        assert row.ours is not None and row.ours >= 0
+        assert ".vs_" in row.row or (row.ours is not None and row.ours >= 0)
     kinds = [name for name in rows["gpu.pretrain.mfu_bert_base_512"].detail if "tokens" in name]
     assert kinds == ["eager, 1,024 tokens", "compiled, 1,024 tokens"]
 

@@ -138,7 +138,7 @@ def test_another_model_than_the_pools_is_refused_in_one_line_that_names_both(sea
     found = search("--context", "a", model=other.uri)
     assert f"embedded by the model {tiny_ranker('poly').fingerprint}, not by" in found.refusal
     assert f"{other.uri} ({other.fingerprint})" in found.refusal
-    assert found.stdout == ""
+    assert json.loads(found.stdout)["exit_code"] == 2
 
 
 def test_a_second_stage_needs_a_cross_encoder(search, tiny_ranker):
@@ -176,3 +176,21 @@ def test_a_second_stage_needs_a_cross_encoder(search, tiny_ranker):
 )
 def test_bad_usage_is_refused(search, options, message):
     assert message in search(*options).refusal
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_in_one_line(search):
+    done = search("--context", "a", "--device", "cuda")
+    assert done.code == 2
+    assert "device: 'cuda' is not allowed; allowed: cpu" in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_finds_what_the_cpu_finds(search):
+    on_cpu, on_gpu = (
+        search("--context", "a", "--precision", "fp32", "--device", device).summary
+        for device in ("cpu", "cuda")
+    )
+    assert on_gpu["searched_on"] == "cuda" and on_gpu["certified"] is True
+    assert [row["id"] for row in on_gpu["results"]] == [row["id"] for row in on_cpu["results"]]

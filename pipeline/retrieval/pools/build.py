@@ -56,7 +56,7 @@ class SketchRecord(TaskRecord):
 def require_faiss() -> None:
     """Raises BadInput if FAISS is not installed."""
     if importlib.util.find_spec("faiss") is None:
-        raise BadInput("embed.neighbours: needs the package faiss-cpu; pip install polyrank[faiss]")
+        raise BadInput("embed.neighbours: needs the package faiss-cpu; pip install -e '.[faiss]'")
 
 
 def write_shard(draft: Draft, name: str, rows: pa.Table, vectors: Layer) -> list[FileEntry]:

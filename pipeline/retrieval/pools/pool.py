@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -37,7 +37,14 @@ from pipeline.retrieval.pools.shard import (
     paths_of_shards,
 )
 from pipeline.retrieval.pools.sketch import is_orthonormal
-from pipeline.retrieval.pools.vector_format import FILE_DTYPES, LENGTH, Dtype, Layer, decode
+from pipeline.retrieval.pools.vector_format import (
+    FILE_DTYPES,
+    LENGTH,
+    DeviceDtype,
+    Dtype,
+    Layer,
+    decode,
+)
 
 if TYPE_CHECKING:
     from pipeline.ranking.inputs import Context
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
     from pipeline.ranking.results import Ranking
     from pipeline.ranking.search import Where
     from pipeline.retrieval.methods import Method
+    from pipeline.retrieval.pools.device_rows import DeviceRows
 
 CURRENT = "CURRENT"
 KIND = "pool"
@@ -81,17 +89,33 @@ class Pool:
     """The place in the pool behind each shard's last row."""
     folder: Path | None = None
     """The folder of the pool's files on this node."""
+    on_device: DeviceRows | None = None
+    """The vectors in a device's memory, which are searched there."""
 
     @classmethod
-    def open(cls, uri: str | Path, check: Check = "once", share: Share | None = None) -> Pool:
+    def open(
+        cls,
+        uri: str | Path,
+        check: Check = "once",
+        share: Share | None = None,
+        device: str = "",
+        device_dtype: DeviceDtype = "bfloat16",
+    ) -> Pool:
         """Opens `<pools>/<name>`, as CURRENT says, or one version of it.
 
         `check`: when checksums and ids are checked (`checksums`); sizes and shapes always are. `share`:
         opens only this part of the rows, which needs only the files that hold it; places then begin at its
-        first row.
+        first row. `device`: copies the vectors to this device, such as cuda or cuda:1, which then searches
+        them; vectors that do not fit stay in the files, and a line of the log says how much memory they
+        need. `device_dtype`: float32 takes twice the memory of bfloat16. The answers are the same.
 
-        Raises BadInput if there is no pool, or if a file does not fit its manifest.
+        Raises BadInput if there is no pool, if a file does not fit its manifest, or if this machine does not
+        have the device.
         """
+        if device:
+            from pipeline.retrieval.pools import device_rows  # torch takes seconds
+
+            place = device_rows.device_named(device)
         uri = storage.absolute(str(uri).rstrip("/"))
         if storage.exists(storage.join(uri, CURRENT)):
             version = storage.read_bytes(storage.join(uri, CURRENT)).decode().strip()
@@ -105,7 +129,13 @@ class Pool:
         only = None if share.count == 1 else [ROTATION, *paths_of_shards(artifact, list(parts))]
         folder = artifact.local(only)
         try:
-            return cls._open(artifact, folder, parts, check, only)
+            pool = cls._open(artifact, folder, parts, check, only)
+            if not device:
+                return pool
+            held = device_rows.load(
+                uri, pool.shards, pool.dtype, pool.dimensions, place, device_dtype
+            )
+            return replace(pool, on_device=held)
         except BaseException:
             node_cache.release(folder)
             raise
@@ -280,6 +310,9 @@ class Pool:
 
     def layer_at(self, places: Ints, name: str) -> Layer:
         """The rows of `vectors` or of `sketch` at ascending places, one at least."""
+        if len(self.shards) == 1:
+            layer: Layer = getattr(self.shards[0], name)
+            return layer.take(places)
         parts = [
             getattr(shard, name).take(shard_places)
             for shard, shard_places in self._split_by_shard(places)

@@ -17,6 +17,8 @@ from pipeline.arrays import Floats
 from pipeline.config import BadInput
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8"]
+DeviceDtype = Literal["bfloat16", "float32"]
+"""What a device holds a pool's vectors in."""
 # What NumPy calls the numbers in the files.
 FILE_DTYPES = {"float32": "float32", "bfloat16": "uint16", "float16": "float16", "int8": "int8"}
 SCALE, LENGTH = range(2)

@@ -1,0 +1,115 @@
+"""A replica with a GPU searches its pools there. Here a CPU takes the GPU's place."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.retrieval.pools.shard import Share
+from pipeline.retrieval.search import device, device_scores
+from serve import app, engine, shards
+from serve.app import Args
+from serve.engine import Engine
+from serve.shards import PoolShard, ShardedPool
+
+from .conftest import Asking
+
+CONTEXT = ["hello there", "what do you do ?"]
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Replicas find a device. Returns the number of rows of each search there."""
+    searched = list[int]()
+    search = device._reaching_rows
+
+    def count(rows, *more):
+        searched.append(len(rows))
+        return search(rows, *more)
+
+    monkeypatch.setattr(device, "_reaching_rows", count)
+    for module in (engine, shards):
+        monkeypatch.setattr(module, "search_device", lambda: "cpu")
+    return searched
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_a_pool_on_a_device_gives_the_answers_of_its_files(
+    tiny_ranker, tiny_pool, asking, monkeypatch, on_device, in_shards
+):
+    model = tiny_ranker("poly")
+    uri = tiny_pool(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "search_device", lambda: "")
+        plain = asking(model, uri)
+        expected = plain.rank_pool(CONTEXT, "replies", 5)
+    assert plain.engine.pools["replies"].on_device is None and not on_device
+    if in_shards:
+        made = [PoolShard(Share(number, 2), 60.0) for number in range(2)]
+
+        class Handle:
+            def __init__(self, shard: PoolShard) -> None:
+                self.search = shard.search
+                self.open = lambda version: asyncio.run(shard.open(version))
+
+        pool = ShardedPool(str(Path(uri) / "v-1"), [Handle(s) for s in made], 60.0, "refuse")
+        served = Asking(Engine(model.uri, sharded=[pool]))
+    else:
+        served = asking(model, uri)
+        on_device.clear()  # the searches before it answers
+    found = served.rank_pool(CONTEXT, "replies", 5)
+    assert [(row.id, row.score) for row in found] == [(row.id, row.score) for row in expected]
+    assert sorted(on_device) == ([6, 6] if in_shards else [12])
+    if in_shards:
+        served.service.close()
+        for shard in made:
+            shard.close()
+
+
+def test_a_kernel_is_compiled_before_the_first_request(
+    tiny_ranker, tiny_pool, asking, monkeypatch, on_device
+):
+    compiled = list[tuple[int, bool]]()
+
+    class Kernel:
+        @staticmethod
+        def scores(rows_ND, scales_N, vectors_QMD, counts_Q, allowed_N, scale):
+            compiled.append((len(vectors_QMD), allowed_N is None))
+            logits_NQM = (rows_ND.float() @ vectors_QMD.flatten(0, 1).T).unflatten(
+                1, vectors_QMD.shape[:2]
+            )
+            return ((logits_NQM * scale).softmax(2) * logits_NQM).sum(2).T
+
+    monkeypatch.setattr(device_scores, "kernel_module", lambda kind: Kernel)
+    device_scores._agreement.clear()
+    served = asking(tiny_ranker("poly"), tiny_pool(tiny_ranker("poly")))
+    assert compiled[:4] == [(1, True), (1, False), (2, True), (2, False)]
+    known = dict(device_scores._agreement)
+    served.rank_pool(CONTEXT, "replies", 5)
+    assert device_scores._agreement == known and all(known.values())
+    device_scores._agreement.clear()
+
+
+def test_a_replica_s_gpu_is_the_one_that_it_asked_for(monkeypatch):
+    for place, name in ((torch.device("cpu"), ""), (torch.device("cuda"), "cuda")):
+        monkeypatch.setattr(engine, "best_device", lambda place=place: place)
+        assert engine.search_device() == name
+
+
+def test_shards_ask_for_the_gpus_of_the_arguments(monkeypatch):
+    asked = list[dict[str, object]]()
+
+    class Deployment:
+        def options(self, **options):
+            asked.append(options["ray_actor_options"])
+            return self
+
+        def bind(self, *arguments):
+            return arguments
+
+    monkeypatch.setattr(app, "RankerShard", Deployment())
+    app._shard(0, Args(model="m", shard_gpus=0.5, shard_cpus=2))
+    assert asked == [{"num_cpus": 2, "num_gpus": 0.5, "resources": {}}]
