@@ -2,21 +2,26 @@
 # make demo DATA=DIR ENCODER=DIR    the same on real dumps, from a pre-trained encoder
 # make test-fast                    those without Ray, processes and whole jobs, before a commit
 # make test                         the tests of CI
-# make test-long                    those that train several times, kill nodes, or run a whole benchmark
+# make test-avx2                    what depends on the processor, as on one that has AVX2 and nothing later
+# make test-long                    those that train several times, kill nodes, or run a whole benchmark; all as with AVX2
+# make cluster-demo                 a cluster on this machine by the files of a real one; KEEP=1 leaves it up
 # make cluster-test                 nodes that die, on a cluster of four in this machine
 # make benchmark                    all benchmarks in their small form, to .benchmark/results: half an hour
-PYTHON ?= python3.11
+PYTHON ?= $(shell for minor in 11 12 13; do python3.$$minor -c '' 2> /dev/null && echo python3.$$minor && break; done)
 BIN := .venv/bin
 
 DEMO ?= .demo
 RESULTS ?= .benchmark/results
 BENCHMARKS ?= cluster corpora pretrain finetune embed search serve convert intents paper profile
 
-.PHONY: demo test test-fast test-long cluster-test benchmark lint openapi kuberay lock clean
+.PHONY: demo cluster-demo test test-fast test-avx2 test-long cluster-test benchmark lint openapi kuberay lock clean
 
 demo: .venv/installed
 	$(BIN)/python -m jobs.demo $(if $(PORT),--port $(PORT)) $(if $(DATA),--data $(DATA) --work .demo-data) \
 	    $(if $(ENCODER),--encoder $(ENCODER)) $(if $(KEEP),--keep)
+
+cluster-demo: .venv/installed
+	$(BIN)/python -m jobs.cluster_demo $(if $(PORTS_FROM),--ports-from $(PORTS_FROM)) $(if $(KEEP),--keep true)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # slow files first; each with a Ray of its own
@@ -24,8 +29,15 @@ test: .venv/installed
 test-fast: .venv/installed
 	$(BIN)/python -m pytest -n 2 -m "not long and not ray and not slow"
 
+# Where the processor has no more than AVX2, `make test` was this.
+IF_NEWER := case $$($(BIN)/python -m pipeline.processor) in plain|avx2) echo "the processor has no more than AVX2";; *)
+
+test-avx2: .venv/installed
+	$(IF_NEWER) POLYRANK_PROCESSOR=avx2 $(BIN)/python -m pytest -n 2 -m "processor and not long and not ray";; esac
+
 test-long: .venv/installed
 	$(BIN)/python -m pytest -m long
+	$(IF_NEWER) POLYRANK_PROCESSOR=avx2 $(BIN)/python -m pytest -m "long or not long";; esac
 
 cluster-test: .venv/installed
 	POLYRANK_KILLS=10 $(BIN)/python -m pytest -m long -s tests/cluster/test_chaos.py
@@ -64,16 +76,17 @@ kuberay: .venv/installed
 clean:
 	rm -rf .demo .demo-data .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# After a change of versions in requirements.lock: the hashes of all their files, by uv.
+# After a change of versions in requirements.lock: the hashes of all their files, for any Python, by uv.
 lock:
 	grep -oE '^[A-Za-z0-9._-]+==[^ ]+' requirements.lock | uv pip compile - --quiet --no-deps --no-annotate --no-header \
-	    --generate-hashes --python-version 3.11 --output-file requirements.lock
+	    --generate-hashes --universal --python-version 3.11 --output-file requirements.lock
 
 # The lock is complete, so nothing is resolved, but for torch's own libraries: of CUDA, in its build for GPUs.
 # All cores compile; pip would take one, and some files of others' tests do not compile.
 # The mark is made last, so that an install that was cut off is done again.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 .venv/installed: requirements.lock torch.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "polyrank needs Python 3.11, 3.12 or 3.13; name one: make PYTHON=…" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(INSTALL) --no-deps -r requirements.lock
 	$(INSTALL) -r torch.lock
