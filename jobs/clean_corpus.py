@@ -60,7 +60,7 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
 
-    with cluster.session(for_tasks=True), tracking.start("clean_corpus", out) as tracked:
+    with tracking.start("clean_corpus", out) as tracked, cluster.session(for_tasks=True):
         records = dedup.clean(out, corpus, sets, config.dedup, config.decontaminate)
         counts = sum_counts(record.counts for record in records)
         dropped = sum_counts(record.dropped for record in records)

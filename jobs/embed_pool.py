@@ -161,6 +161,7 @@ def _update(config: Config, job: _Job, lock: Lock) -> tuple[Artifact, bool]:
                 raise Stopped(refusal)
         _publish(config, job, _name_of_current(config, current))
         return out, True
+    tracking.connect()  # refuses a server that is away before the work
     with cluster.session(for_tasks=True):
         plan_record, previous = _plan(config, job, out)
         if previous and _is_same(config, job, plan_record, previous):

@@ -140,7 +140,11 @@ def run(config: Config) -> program.Summary:
     if config.dry_run:
         return _dry_run(config, question_set, timed_models)
 
+    from pipeline import tracking
     from pipeline.evaluation import report
+
+    if timed_models:
+        tracking.connect()  # refuses a server that is away before the work
 
     baselines = _baselines(corpus, measure, config) if config.baselines else []
     if mapped is not None:
@@ -180,11 +184,11 @@ def run(config: Config) -> program.Summary:
         **_plot(results, config),
         **_worst_errors(model_results, question_set, config),
     }
-    for attach in attach_to_runs:
-        attach({name: data for name, (_, data) in files.items()})
     for uri, data in files.values():
         if uri:
             storage.write_bytes(uri, data)
+    for attach in attach_to_runs:
+        attach({name: data for name, (_, data) in files.items()})
     return summary
 
 

@@ -157,7 +157,7 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
 
-    with cluster.session(for_tasks=True), tracking.start("prepare_corpus", out) as tracked:
+    with tracking.start("prepare_corpus", out) as tracked, cluster.session(for_tasks=True):
         options = getattr(config, config.format, None)
         records = FORMATS[config.format](out, files, options, config.reading, privacy)
         counts = sum_counts(record.counts for record in records)

@@ -105,7 +105,7 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, "encoder", config, inputs)
     if isinstance(out, Artifact):
         return program.artifact_summary(_require_same_steps(out, config), already_there=True)
-    with cluster.session(for_tasks=True), tracking.start("pretrain", out) as tracked:
+    with tracking.start("pretrain", out) as tracked, cluster.session(for_tasks=True):
         trained = launch.fit(
             recipe, config.loop, task.steps, config.resources, out, tracked, "pretrain",
             start=state_uri(earlier),

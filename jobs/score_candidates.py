@@ -63,7 +63,7 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, "corpus", config, {"corpus": corpus, **inputs})
     if isinstance(out, Artifact):
         return program.artifact_summary(out, already_there=True)
-    with cluster.session(for_tasks=True), tracking.start("score_candidates", out) as tracked:
+    with tracking.start("score_candidates", out) as tracked, cluster.session(for_tasks=True):
         records = teaching.score(out, corpus, teachers, config.teaching, config.resources)
         files = [file for record in records for file in record.files]
         counts = sum_counts(record.counts for record in records)

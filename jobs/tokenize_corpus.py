@@ -46,7 +46,7 @@ def run(config: Config) -> program.Summary:
     out = draft(config.output, TOKENS, config, {"corpus": corpus, "tokenizer": reference})
     if isinstance(out, Artifact):
         return program.artifact_summary(out, already_there=True)
-    with cluster.session(for_tasks=True), tracking.start("tokenize_corpus", out) as tracked:
+    with tracking.start("tokenize_corpus", out) as tracked, cluster.session(for_tasks=True):
         tokens = tokenized_corpus.tokenize(out, corpus, source, vocabulary, config.tokenize)
         tokenized = out.publish(
             tokens.files, tokens.counts, tokens.dropped, run_id=tracked.run_id, **tokens.facts

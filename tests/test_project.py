@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,7 @@ import pytest
 import ray.autoscaler
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
@@ -33,7 +35,9 @@ from pipeline.config import BadInput, flatten, identity, parse, to_dict
 from serve.guard import PROXY_CALLBACK
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, TARGET_OF_RUFF = SETTINGS["project"], SETTINGS["tool"]["ruff"]["target-version"]
+MAKEFILE = (ROOT / "Makefile").read_text()
 VERBS = sorted(
     file.stem for file in (ROOT / "jobs").glob("*.py") if "program.main(" in file.read_text()
 )
@@ -237,6 +241,13 @@ def test_lanes_are_shared_evenly_also_by_8_workers(name):
     assert config.pretrain.longest_pair <= config.shape.positions
 
 
+@pytest.mark.parametrize("name", ["modern-base", "reddit-base", "wikipedia-base"])
+def test_each_machine_of_a_long_run_may_die_more_than_once(name):
+    """Ray Train counts the deaths over the whole run, and a run of 14 days on 32 machines has many."""
+    resources = pretraining(name).resources
+    assert resources.max_restarts > 2 * resources.workers
+
+
 def test_recipes_are_found_outside_of_a_checkout_unless_there_is_another_file(
     tmp_path, monkeypatch
 ):
@@ -404,13 +415,51 @@ def test_kubernetes_and_aws_have_the_same_groups_and_one_version():
     for name, group in groups.items():
         assert (group["minReplicas"], group["maxReplicas"]) == (0, types[name]["max_workers"])
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    assert spec["authOptions"] == {"mode": "token"}
+    assert spec["authOptions"] == {"mode": "token", "secretName": "polyrank-auth"}
     image = f"registry.example.com/polyrank:{PROJECT['version']}"
     for file in (ROOT / "kuberay").iterdir():
         named = re.findall(r"registry\.example\.com/\S+", file.read_text())
         assert set(named) <= {image}, file
     copied = re.findall(r"^COPY (\w+) ", (ROOT / "kuberay/Dockerfile").read_text(), re.MULTILINE)
     assert {name for name in copied if (ROOT / name).is_dir()} == {"pipeline", "jobs", "serve"}
+
+
+SINCE = {"secretName": "1.6", "timeZone": "1.7"}
+"""KubeRay's version that first read a field, by its release notes. Later fields are here."""
+
+
+def keys_of(value: Any) -> set[str]:
+    """All keys, at any depth."""
+    if isinstance(value, dict):
+        return set(value).union(*map(keys_of, value.values()))
+    return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["kuberay/raycluster.yaml", "kuberay/rayjob.yaml", "kuberay/rayservice.yaml",
+     "jobs/schedules/raycronjob.yaml"],
+)  # fmt: skip
+def test_a_manifest_names_the_version_of_kuberay_that_its_fields_need(file):
+    text = (ROOT / file).read_text()
+    needed = max(SINCE[key] for key in keys_of(yaml.safe_load(text)) if key in SINCE)
+    assert f"needs KubeRay {needed}" in " ".join(text.replace("\n#", "").split())
+
+
+def test_the_service_and_the_cluster_have_names_and_head_services_of_their_own():
+    """KubeRay makes the service <name>-head-svc for each."""
+    cluster, service = manifest("raycluster"), manifest("rayservice")
+    assert cluster["metadata"]["name"] != service["metadata"]["name"]
+    night = yaml.safe_load((ROOT / "jobs" / "schedules" / "cronjob.yaml").read_text())
+    (container,) = night["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    environment = {variable["name"]: variable for variable in container["env"]}
+    address = environment["RAY_API_SERVER_ADDRESS"]["value"]
+    assert address == f"http://{cluster['metadata']['name']}-head-svc:8265"
+    secret = environment["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
+    for spec in (cluster["spec"], service["spec"]["rayClusterConfig"]):
+        assert secret == {"name": spec["authOptions"]["secretName"], "key": "auth_token"}
+    made = f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}="
+    assert made in (ROOT / "kuberay" / "raycluster.yaml").read_text()
 
 
 def test_every_shipped_cluster_has_nodes_for_the_service():
@@ -460,6 +509,50 @@ def test_the_lock_has_every_dependency_in_a_version_that_is_allowed(line):
     requirement = Requirement(line)
     version = LOCK[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(version)
+
+
+# Versions of Python
+
+PREFIX = "Programming Language :: Python :: "
+VERSIONS = [line.removeprefix(PREFIX) for line in PROJECT["classifiers"] if PREFIX in line]
+
+
+def test_the_versions_of_python_are_the_same_everywhere():
+    allowed = SpecifierSet(PROJECT["requires-python"])
+    assert [f"3.{minor}" for minor in range(30) if allowed.contains(f"3.{minor}.1")] == VERSIONS
+    tried = re.search(r"^PYTHON \?= .* for minor in ([\d ]+);", MAKEFILE, re.MULTILINE)
+    assert [f"3.{minor}" for minor in tried[1].split()] == VERSIONS
+    assert f"Python {VERSIONS[0]} to {VERSIONS[-1]}" in (ROOT / "README.md").read_text()
+    assert f"py{VERSIONS[0].replace('.', '')}" == TARGET_OF_RUFF
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_code_compiles_without_a_warning(version, tmp_path):
+    """What can be proved of a version on a machine that has it, but not its packages."""
+    in_pyenv = Path.home().glob(f".pyenv/versions/*/bin/python{version}")
+    places = [shutil.which(f"python{version}"), *map(str, in_pyenv)]
+    runs = (
+        each
+        for each in places
+        if each and not subprocess.call([each, "-c", ""], stderr=subprocess.DEVNULL)
+    )
+    if not (python := next(runs, None)):
+        pytest.skip(f"no Python {version} here")
+    command = [
+        python,
+        "-W",
+        "error",
+        "-m",
+        "compileall",
+        "-q",
+        "pipeline",
+        "jobs",
+        "serve",
+        "tests",
+    ]
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_an_unknown_option_of_any_job_is_refused():

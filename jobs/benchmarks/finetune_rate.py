@@ -59,7 +59,9 @@ def measure(
     for name in only:
         require(name in get_args(Precision), "only", name, ", ".join(get_args(Precision)))
     if find_spec("sentence_transformers") is None:
-        raise BadInput("finetune: needs the package sentence-transformers; pip install -e .[bench]")
+        raise BadInput(
+            "finetune: needs the package sentence-transformers; pip install -e '.[bench]'"
+        )
     work = work / "finetune"
     shutil.rmtree(work, ignore_errors=True)
     options = ["--finetune.max-steps", str(_STEPS[size]), *overrides]

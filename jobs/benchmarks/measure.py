@@ -64,6 +64,13 @@ def report(rows: list[BenchmarkRow], file: str, source: Mapping[str, str] | None
         print("{:44} {:>12} {:>12} {:>7} {:>12}  {}".format(row.row, *numbers, row.unit))
         for name, value in row.detail.items():
             print(f"    {name}: {value}")
+    write_rows(rows, file, source)
+
+
+def write_rows(
+    rows: Sequence[BenchmarkRow], file: str, source: Mapping[str, str] | None = None
+) -> None:
+    """Writes rows to a JSON file, each with its source; "": to none."""
     if file:
         entries = [{**asdict(row), "source": dict(source or {})} for row in rows]
         Path(file).parent.mkdir(parents=True, exist_ok=True)

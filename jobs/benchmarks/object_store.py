@@ -34,9 +34,7 @@ _BUCKET = "s3://lake"
 def measure(size: str, work: Path) -> list[BenchmarkRow]:
     """Both sides in turn. Equal fingerprints show that the jobs' outputs are the same on both."""
     if not (find_spec("moto") and find_spec("boto3")):
-        raise BadInput(
-            "the packages moto and boto3 are not installed: pip install 'polyrank[bench]'"
-        )
+        raise BadInput("the packages moto and boto3 are not installed: pip install -e '.[bench]'")
     sides: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
     fingerprints = set[tuple[str, ...]]()
     with _store(), cluster.session():

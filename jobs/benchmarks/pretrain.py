@@ -103,7 +103,7 @@ def measure(
         rows.append(_row("pretrain.vs_hf_trainer", mlm.rates, theirs))
     else:
         print("pretrain.vs_hf_trainer is left out: the Trainer of transformers needs the package "
-              "accelerate; pip install -e .[bench]", flush=True)  # fmt: skip
+              "accelerate; pip install -e '.[bench]'", flush=True)  # fmt: skip
     return rows
 
 

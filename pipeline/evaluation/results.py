@@ -17,6 +17,7 @@ from pipeline.evaluation.questions import Questions
 from pipeline.evaluation.significance import Comparison, Interval
 from pipeline.tasks.actors import HERE, Actors
 from pipeline.tasks.resources import cpus_each
+from pipeline.tasks.waiting import await_room
 
 if TYPE_CHECKING:
     from pipeline.evaluation.ranking import Latency, QuestionRanks, Scorer
@@ -96,6 +97,7 @@ def rank_questions(
 
     task_count = max(actors.count(len(questions)), min(actors.max_actors, len(questions)))
     cpus = cpus_each(task_count, actors.gpu, actors.cpus_per_actor)
+    await_room(cpus, int(actors.gpu))
     task = ray.remote(_rank_and_time).options(num_cpus=cpus, num_gpus=int(actors.gpu))
     shares = np.array_split(np.arange(len(questions)), task_count)
     tasks = [

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from pipeline.models.precision import resolve_precision
 from pipeline.retrieval.pools import embedder
 from pipeline.retrieval.pools.pool import Pool
 from tests.helpers import INTERRUPTED
@@ -13,6 +15,9 @@ from tests.helpers import INTERRUPTED
 Rows = dict[str, str]
 FIRST = {str(n): f"text {n}" for n in range(30)}
 # A text alone in its batch has the same vector, to the bit, whichever texts are embedded beside it.
+_AUTO = resolve_precision("auto", torch.device("cpu"))
+OTHER_PRECISION = ("--embed.precision", "fp32" if _AUTO == "bf16" else "bf16")
+"""Another one than a night has by default on this machine."""
 EXACT = ("--embed.batch-tokens", 1, "--embed.precision", "fp32", "--gate.sample", 0)
 
 

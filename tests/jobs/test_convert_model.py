@@ -22,7 +22,7 @@ TEXTS = ["i paint", "a nurse in the harbour", "yes"]
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
 
 
 def scores(uri):

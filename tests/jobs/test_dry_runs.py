@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from jobs import (
     clean_corpus,
@@ -235,3 +236,21 @@ def test_numbers_are_printed_for_people(capsys):
     text = capsys.readouterr().out
     for part in ("1.5 GB", "12,000", "0.0100", "rates from"):
         assert part in text
+
+
+def test_a_pretraining_counts_its_steps_tokens_and_epochs(
+    run_job_here, convai2_corpus, tiny_ranker, nowhere, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(estimate, "_MEASURED_SECONDS", 0.1)
+    tokens, tokenizer = tmp_path / "tokens", tiny_ranker("bi").local() / "context_encoder"
+    corpus = ("--corpus", convai2_corpus.uri, "--tokenizer", tokenizer, "--output", tokens)
+    assert run_job_here("tokenize_corpus", *corpus).code == 0
+    recipe = ROOT / "jobs" / "configs" / "pretrain" / "tiny-cpu.yaml"
+    found = run_job_here("pretrain", "--config", recipe, "--corpus", tokens, "--output", nowhere,
+                         "--dry-run").summary  # fmt: skip
+    sizes = (found["estimate"]["steps"], found["batch_tokens"], found["micro_batches_per_step"])
+    assert sizes == (1000, 1024, 2)
+    assert found["tokens_to_train"] == 1000 * 1024
+    assert found["epochs"] == pytest.approx(1000 * 1024 / found["corpus_tokens"], abs=0.01)
+    vocabulary = len(AutoTokenizer.from_pretrained(tokens / "tokenizer"))
+    assert found["parameters"] > 64 * vocabulary and found["tokens_per_s_per_worker"] > 0

@@ -18,7 +18,7 @@ from tests.helpers import INTERRUPTED, rows_of
 
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
-    monkeypatch.setattr("pipeline.models.precision.use_bf16", lambda device: False)
+    monkeypatch.setenv("POLYRANK_PROCESSOR", "avx2")
 
 
 def scores_alone(ranker, context, candidates):

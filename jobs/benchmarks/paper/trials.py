@@ -39,7 +39,7 @@ from pipeline.models.sources import Source, open_encoder
 from pipeline.tasks.actors import Actors
 from pipeline.tasks.failures import cause_of
 from pipeline.tasks.messages import listening
-from pipeline.tasks.resources import cpus_each, precision_of_tasks
+from pipeline.tasks.resources import cpus_each, fitting, precision_of_tasks
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
 _RANKS = "ranks.parquet"
@@ -292,7 +292,7 @@ def _cpus(job: Job) -> int:
     resources = job.train.resources
     processes = resources.workers
     if resources.gpu:
-        processes = max(processes, int(ray.cluster_resources().get("GPU", 0)))
+        processes = max(processes, fitting(1, 1))
     return resources.cpus_per_worker or cpus_each(processes)
 
 
@@ -310,17 +310,12 @@ def _with_resources(job: Job) -> Job:
 
 def _capacity(jobs: Sequence[Job]) -> int:
     """The number of such jobs that fit on the cluster."""
-    cluster_resources = ray.cluster_resources()
+    workers = [job.train.resources for job in jobs]
     rooms = [
-        cluster_resources.get("CPU", 0) // (_cpus(job) * job.train.resources.workers)
-        for job in jobs
+        fitting(_cpus(job), int(each.gpu)) // each.workers
+        for job, each in zip(jobs, workers, strict=True)
     ]
-    rooms += [
-        cluster_resources.get("GPU", 0) // job.train.resources.workers
-        for job in jobs
-        if job.train.resources.gpu
-    ]
-    return max(1, int(min(rooms)))
+    return max(1, min(rooms))
 
 
 def _reason(error: Exception) -> str:

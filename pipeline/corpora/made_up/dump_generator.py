@@ -31,6 +31,7 @@ from pipeline.arrays import Ints
 from pipeline.config import BadInput, require, to_dict
 from pipeline.corpora.made_up.dump_text import bodies, quantiles, vocabulary
 from pipeline.tasks import executors, progress
+from pipeline.tasks.waiting import await_room
 
 COMMENTS_PER_FILE = 2_000_000
 _LEAST_PER_FILE = 100
@@ -128,6 +129,7 @@ def _write_months(
         return ()
     import ray.data
 
+    await_room(1)
     dataset = ray.data.from_items(months, override_num_blocks=len(months))
     return dataset.map(write).iter_rows()  # type: ignore[no-any-return]
 

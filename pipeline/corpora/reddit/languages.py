@@ -34,6 +34,6 @@ def _py3langid() -> Any:
         import py3langid
     except ImportError:
         raise BadInput(
-            "reddit.languages needs the package py3langid: pip install 'polyrank[language]'"
+            "reddit.languages needs the package py3langid: pip install -e '.[language]'"
         ) from None
     return py3langid

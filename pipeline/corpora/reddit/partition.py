@@ -26,7 +26,7 @@ from pipeline.corpora.reddit.options import Options
 from pipeline.drafts import Draft
 from pipeline.files.retries import DELAYS_S
 from pipeline.shards import Starts
-from pipeline.tasks import costs, executors, progress, resources
+from pipeline.tasks import costs, executors, progress, resources, waiting
 from pipeline.tasks.records import TaskCost, TaskRecord, from_json, to_json
 
 _WAITING_BYTES = 256 << 20  # of decompressed lines, per core
@@ -159,9 +159,9 @@ def _parse_blocks(
     def run(dataset: Any, starts: Starts) -> Any:
         import ray.data
 
-        resources.await_node(1)
+        waiting.await_room(1)
         cores = resources.fitting(1)
-        if not resources.may_grow():  # else the bound would be that of the first node
+        if not waiting.may_grow():  # else the bound would be that of the first node
             # What is decompressed waits in Ray's object store, and decompression is the faster half.
             waiting_bytes = cores * max(_WAITING_BYTES, 2 * block_bytes)
             execution = dataset.context.execution_options
