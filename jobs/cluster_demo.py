@@ -31,7 +31,7 @@ import yaml
 
 from jobs import demo_data, program
 from pipeline import storage
-from pipeline.config import BadInput, Stopped
+from pipeline.config import BadInput, Stopped, require
 
 _ROOT = Path(__file__).parents[1]
 _PORTS = {"Ray": 6379, "dashboard": 8265, "service": 8000, "MLflow": 5000, "S3": 9000}
@@ -57,6 +57,10 @@ class Config:
     which others use them."""
     keep: bool = False
     """Leave the cluster and the service up until Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        most = 65535 - max(_PORTS.values())
+        require(0 <= self.ports_from <= most, "ports_from", self.ports_from, f"0 to {most}")
 
 
 def run(config: Config) -> program.Summary:

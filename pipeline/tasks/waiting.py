@@ -116,7 +116,8 @@ def _wait(group: Any, need: Need) -> None:
 def _is_refused(group: Any) -> bool:
     """Whether the autoscaler says that no node that it could start has room for the group.
 
-    Ray's older autoscaler (version 1) does not say so: the wait ends by its limit.
+    Ray's older autoscaler (version 1) says nothing: the wait ends by its limit where the cluster is known to
+    grow (`may_grow`), and else after `_GRACE_S`.
     """
     messages = (str(event["message"]) for event in _of_state_api("list_cluster_events"))
     return any("No available node types" in text and group.id.hex() in text for text in messages)
