@@ -24,7 +24,7 @@ VERBS = (
     # pools, and what follows them
     "embed_pool", "search", "promote", "serve", "deploy",
     # clusters, and everything at once
-    "submit", "workflow", "benchmark", "demo",
+    "submit", "workflow", "benchmark", "demo", "cluster_demo",
 )  # fmt: skip
 """In the order of the path from raw files to a service."""
 

@@ -39,17 +39,23 @@ def test_a_token_that_the_cluster_does_not_know_is_one_line(run_job_here, dashbo
     assert f"--address {dashboard}: " in refusal and "RAY_AUTH_TOKEN" in refusal
 
 
-class Cluster:
-    """Answers in turn, the last one again and again."""
+@pytest.fixture
+def cluster(monkeypatch) -> Any:
+    """`cluster(…)`: Serve's interface answers in turn, the last answer again and again."""
 
-    def __init__(self, *answers: str | Exception) -> None:
-        self._answers = list(answers)
+    def answering(*answers: str | Exception) -> None:
+        left = list(answers)
 
-    def get_serve_details(self) -> Any:
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return {"applications": {"dialogue": {"status": answer, "message": ""}}}
+        def applications(address: str) -> Any:
+            assert address == "http://cluster:8265"
+            answer = left.pop(0) if len(left) > 1 else left[0]
+            if isinstance(answer, Exception):
+                raise answer
+            return {"dialogue": {"status": answer, "message": ""}}
+
+        monkeypatch.setattr(deploy.dashboard, "applications", applications)
+
+    return answering
 
 
 @pytest.fixture
@@ -69,13 +75,13 @@ def clock(monkeypatch) -> Any:
 
 
 @pytest.mark.parametrize("error", [ConnectionError("reset"), RuntimeError("status code 500: …")])
-def test_a_lost_connection_does_not_end_the_wait(clock, error):
-    cluster = Cluster("DEPLOYING", error, error, "RUNNING")
-    assert deploy._wait_for(cluster, ["dialogue"], 60.0) == {}
+def test_a_lost_connection_does_not_end_the_wait(clock, cluster, error):
+    cluster("DEPLOYING", error, error, "RUNNING")
+    assert deploy._wait_for("http://cluster:8265", ["dialogue"], 60.0) == {}
 
 
-def test_a_cluster_that_does_not_answer_any_more_is_given_up(clock):
-    cluster = Cluster("DEPLOYING", ConnectionError("no route to host"))
-    problems = deploy._wait_for(cluster, ["dialogue"], 60.0)
+def test_a_cluster_that_does_not_answer_any_more_is_given_up(clock, cluster):
+    cluster("DEPLOYING", ConnectionError("no route to host"))
+    problems = deploy._wait_for("http://cluster:8265", ["dialogue"], 60.0)
     assert problems == {"dialogue": "UNREACHABLE: no route to host"}
     assert 60 < clock.now < 65

@@ -580,5 +580,7 @@ def test_a_folder_of_another_name_is_another_input_where_folders_decide_somethin
 def test_as_a_user_runs_it_bad_usage_is_one_line_and_exit_code_2(submit_job, tmp_path):
     done = submit_job("prepare_corpus", "--corpus", "reddit", "--input", tmp_path / "none",
                       "--output", tmp_path / "out")  # fmt: skip
-    assert (done.code, done.stdout) == (2, "")
+    assert done.code == 2
     assert done.stderr.splitlines() == [done.refusal]
+    [summary] = map(json.loads, done.stdout.splitlines())
+    assert (summary["exit_code"], f": {summary['error']}" in done.refusal) == (2, True)

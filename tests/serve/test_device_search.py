@@ -81,7 +81,8 @@ def test_a_kernel_is_compiled_before_the_first_request(
             logits_NQM = (rows_ND.float() @ vectors_QMD.flatten(0, 1).T).unflatten(
                 1, vectors_QMD.shape[:2]
             )
-            return ((logits_NQM * scale).softmax(2) * logits_NQM).sum(2).T
+            scores_QN = ((logits_NQM * scale).softmax(2) * logits_NQM).sum(2).T
+            return scores_QN, scores_QN, 1
 
     monkeypatch.setattr(device_scores, "kernel_module", lambda kind: Kernel)
     device_scores._agreement.clear()

@@ -18,8 +18,8 @@ from pipeline.retrieval.pools.shard import Shard
 from pipeline.retrieval.pools.vector_format import LENGTH, SCALE, DeviceDtype, Dtype
 from pipeline.tasks import progress
 
-# A search's own: the scores of a section (512 MiB), places among them, and the encoder's activations.
-_WORKING_MEMORY = 3 << 30
+# A search's own: the scores of a section (768 MiB), places among them, and the encoder's activations.
+_WORKING_MEMORY = 4 << 30
 _STAGED_BYTES = 64 << 20  # of a pinned buffer, of which there are two
 
 _log = logging.getLogger("polyrank.pools")

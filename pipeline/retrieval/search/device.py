@@ -9,8 +9,6 @@ rows remain, and `top_rows` scores those in float64 from the pool's own files, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,7 +18,8 @@ from pipeline.retrieval.pools.device_rows import DeviceRows
 from pipeline.retrieval.search.device_scores import Contexts, Scorer, is_bounded
 
 _CONTEXTS = 16  # in one pass
-_SCORES = 1 << 27  # in memory: 512 MiB
+_SCORES = 3 << 26  # in memory: 768 MiB
+_BLOCKS = 64  # so many times as many as rows are wanted: few of the best share one
 _ROUNDING = 2.0**-22  # of a sum in float32, and more
 _LOWEST = -float(np.finfo(np.float32).max)
 
@@ -72,52 +71,66 @@ def _reaching_rows(
     rows: DeviceRows, contexts: Contexts, top_k: int, allowed_N: Tensor | None
 ) -> list[Ints]:
     scorer = Scorer(rows, contexts, allowed_N)
-    errors, queries_Q = scorer.errors, torch.arange(len(contexts.vectors), device=rows.device)
-    highest_errors_Q = errors.of(torch.full_like(errors.constant_Q, rows.longest), queries_Q)
-    floors_QK = torch.empty(len(queries_Q), 0, device=rows.device)
-    floor_Q = torch.full_like(highest_errors_Q, -torch.inf)
-    open_rows = list[_OpenRows]()
-    step = max(1, _SCORES // len(queries_Q))
+    queries = len(contexts.vectors)
+    best_QK = torch.empty(queries, 0, device=rows.device)
+    found = list[Floats]()
+    step = max(1, _SCORES // queries)
     for start in range(0, len(rows), step):
         section = slice(start, min(len(rows), start + step))
-        lengths_N = rows.lengths_N[section]
-        scores_QN = scorer.scores(section)
-        # Any k rows give a floor; those with the highest scores give a high one.
-        values_QK, places_QK = scores_QN.topk(min(top_k, scores_QN.shape[1]))
-        lowest_QK = _below(values_QK, errors.of(lengths_N[places_QK], queries_Q[:, None]))
-        floors_QK = torch.cat([floors_QK, lowest_QK], dim=1)
-        floors_QK = floors_QK.topk(min(top_k, floors_QK.shape[1])).values
-        if floors_QK.shape[1] == top_k:
-            floor_Q = floors_QK[:, -1]
-        # First by one error for all rows, which reads only the scores; then by each row's own.
-        least_Q = _below(floor_Q, highest_errors_Q).clamp(min=_LOWEST)
+        scores_QN, highest_QB, block_rows = scorer.scores(section)
+        if highest_QB.shape[1] < _BLOCKS * top_k:  # some of the best k may share a block
+            highest_QB, block_rows = scores_QN, 1
+        # The best rows of any k blocks give a floor; those of the best blocks give a high one.
+        section_best_QK = highest_QB.topk(min(top_k, highest_QB.shape[1])).values
+        best_QK = torch.cat([best_QK, section_best_QK], dim=1)
+        best_QK = best_QK.topk(min(top_k, best_QK.shape[1])).values
+        least_Q = torch.full((queries,), _LOWEST, device=rows.device)
+        if best_QK.shape[1] == top_k:  # by one error for all rows, which reads only the scores
+            errors_Q = _on_device(scorer.errors.of(rows.longest, np.arange(queries)), rows.device)
+            least_Q = _below(_below(best_QK[:, -1], errors_Q), errors_Q).clamp(min=_LOWEST)
+        queries_R, places_R = _rows_from(scores_QN, highest_QB, block_rows, least_Q)
+        places_R = places_R + start
+        columns = (queries_R, places_R, scores_QN[queries_R, places_R - start],
+                   rows.lengths_N[places_R])  # fmt: skip
+        found.append(torch.stack([column.double() for column in columns]).cpu().numpy())
+    queries_R, places_R, scores_R, lengths_R = np.concatenate(found, axis=1)
+    errors_R = scorer.errors.of(lengths_R, queries_R.astype(np.int64))
+    errors_R += _ROUNDING * (abs(scores_R) + errors_R)
+    places = []
+    for query in range(queries):
+        [own] = np.nonzero(queries_R == query)
+        scores, errors = scores_R[own], errors_R[own]
+        reach = -np.inf
+        if len(own) >= top_k:  # now by each row's own error
+            reach = np.partition(scores - errors, -top_k)[-top_k]
+        own = own[scores + errors >= reach]
+        places.append(places_R[own[np.argsort(-scores_R[own])]].astype(np.int64))
+    return places
+
+
+def _rows_from(
+    scores_QN: Tensor, highest_QB: Tensor, block_rows: int, least_Q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The contexts and places of all scores from `least_Q` on. Only blocks with such a score are read."""
+    queries_S, blocks_S = torch.nonzero(highest_QB >= least_Q[:, None], as_tuple=True)
+    if block_rows == 1:
+        return queries_S, blocks_S
+    if len(blocks_S) > highest_QB.numel() // _BLOCKS:
         queries_R, places_R = torch.nonzero(scores_QN >= least_Q[:, None], as_tuple=True)
-        scores_R = scores_QN[queries_R, places_R]
-        bounds_R = _above(scores_R, errors.of(lengths_N[places_R], queries_R))
-        columns = [queries_R, places_R + start, scores_R, bounds_R]
-        is_open_R = bounds_R >= floor_Q[queries_R]
-        open_rows.append(_OpenRows(*(column[is_open_R].cpu().numpy() for column in columns)))
-    merged = _OpenRows(*(np.concatenate(columns) for columns in zip(*open_rows, strict=True)))
-    still_open = merged.bounds >= floor_Q.cpu().numpy()[merged.queries]
-    order = np.lexsort((-merged.scores, merged.queries))
-    order = order[still_open[order]]
-    edges = np.searchsorted(merged.queries[order], np.arange(1, len(queries_Q)))
-    return np.split(merged.places[order], edges)
+        return queries_R, places_R
+    rows = scores_QN.shape[1]
+    places_SN = blocks_S[:, None] * block_rows + torch.arange(block_rows, device=blocks_S.device)
+    scores_SN = scores_QN[queries_S[:, None], places_SN.clamp(max=rows - 1)]
+    is_open_SN = (scores_SN >= least_Q[queries_S, None]) & (places_SN < rows)
+    blocks_R, offsets_R = torch.nonzero(is_open_SN, as_tuple=True)
+    return queries_S[blocks_R], places_SN[blocks_R, offsets_R]
 
 
-class _OpenRows(NamedTuple):
-    """Pairs of a context and a row that may be among its best."""
-
-    queries: Ints
-    places: Ints
-    scores: Floats
-    bounds: Floats
+def _on_device(errors: Floats, device: torch.device) -> Tensor:
+    """float32, rounded up."""
+    return torch.from_numpy(np.nextafter(errors.astype(np.float32), np.float32(np.inf))).to(device)
 
 
 def _below(scores: Tensor, errors: Tensor) -> Tensor:
     """A sum in float32 that is not above the exact one."""
     return scores - errors - _ROUNDING * (scores.abs() + errors)
-
-
-def _above(scores: Tensor, errors: Tensor) -> Tensor:
-    return scores + errors + _ROUNDING * (scores.abs() + errors)

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.arrays import Floats
+from pipeline.arrays import Floats, Ints
 from pipeline.models.attention import no_autocast
 from pipeline.retrieval.pools.device_rows import DeviceRows
 
@@ -55,6 +55,7 @@ _SAFETY = 2.0**-6
 _LARGE = 2.0**100
 _LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26, "mps": 1 << 24}  # of a chunk, without the kernel
 _CHECKED_ROWS = 1024
+_BLOCK_ROWS = 128
 
 _log = logging.getLogger("polyrank.search")
 
@@ -88,11 +89,11 @@ class Contexts:
 class Errors:
     """What a score of each context may be off, by the length of the row."""
 
-    per_length_Q: Tensor
-    """float32"""
-    constant_Q: Tensor
+    per_length_Q: Floats
+    """float64"""
+    constant_Q: Floats
 
-    def of(self, lengths: Tensor, queries: Tensor) -> Tensor:
+    def of(self, lengths: Floats | float, queries: Ints) -> Floats:
         """The errors for pairs of a row's length and a context."""
         return self.per_length_Q[queries] * lengths + self.constant_Q[queries]
 
@@ -105,14 +106,23 @@ class Scorer:
         self._rows, self._contexts, self._allowed_N = rows, contexts, allowed_N
         kernel = kernel_module(rows.device.type)
         self._kernel = kernel if kernel is not None and self._agrees(kernel) else None
-        self.errors = error_bounds(rows, contexts, by_kernel=self._kernel is not None)
 
-    def scores(self, section: slice) -> Tensor:
-        """[Q, N] float32, of a section of the rows; -inf for rows that are not allowed."""
-        score = (
-            plain_scores if self._kernel is None else functools.partial(kernel_scores, self._kernel)
-        )
-        return score(self._rows, section, self._contexts, self._allowed_N)
+    @functools.cached_property
+    def errors(self) -> Errors:
+        """Computed on the CPU, while a GPU scores."""
+        return error_bounds(self._rows, self._contexts, by_kernel=self._kernel is not None)
+
+    def scores(self, section: slice) -> tuple[Tensor, Tensor, int]:
+        """The scores of a section of the rows, [Q, N] float32, -inf for rows that are not allowed; the highest
+        one of each block of rows, [Q, B]; and how many rows a block has."""
+        inputs = (self._rows, section, self._contexts, self._allowed_N)
+        if self._kernel is not None:
+            return kernel_scores(self._kernel, *inputs)
+        scores_QN = plain_scores(*inputs)
+        padding = (0, -scores_QN.shape[1] % _BLOCK_ROWS)
+        padded_QN = torch.nn.functional.pad(scores_QN, padding, value=-torch.inf)
+        blocks_QBN = padded_QN.view(len(padded_QN), -1, _BLOCK_ROWS)
+        return scores_QN, blocks_QBN.amax(2), _BLOCK_ROWS
 
     def _agrees(self, kernel: ModuleType) -> bool:
         """Whether the kernel runs for such contexts, and gives the scores that it should: it is compiled for
@@ -129,20 +139,20 @@ class Scorer:
         inputs = (self._rows, first_rows, self._contexts, self._allowed_N)
         expected_QN = plain_scores(*inputs)
         try:
-            differences_QN = (kernel_scores(kernel, *inputs) - expected_QN).abs()
+            differences_QN = (kernel_scores(kernel, *inputs)[0] - expected_QN).abs()
         except Exception as problem:  # whatever a compiler or a driver raises
             reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
             _log.warning("search: plain torch scores the rows, as Triton cannot (%s)", reason)
             return False
         differences_QN[expected_QN.isneginf()] = 0
-        lengths_N = self._rows.lengths_N[first_rows]
-        errors_Q1N = (
-            errors.per_length_Q[:, None] * lengths_N + errors.constant_Q[:, None]
-            for errors in (
-                error_bounds(self._rows, self._contexts, by_kernel) for by_kernel in (True, False)
+        lengths_N = self._rows.lengths_N[first_rows].double().cpu().numpy()
+        allowed_QN = sum(
+            error_bounds(self._rows, self._contexts, by_kernel).of(
+                lengths_N, np.arange(len(expected_QN))[:, None]
             )
+            for by_kernel in (True, False)
         )
-        if (differences_QN > sum(errors_Q1N)).any():
+        if not (differences_QN.double().cpu().numpy() <= allowed_QN).all():
             _log.warning("search: plain torch scores the rows, as Triton's scores on %s are wrong",
                          self._rows.device)  # fmt: skip
             return False
@@ -169,9 +179,9 @@ def kernel_scores(
     section: slice,
     contexts: Contexts,
     allowed_N: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, int]:
     """See `triton_scores.scores`."""
-    scores_QN: Tensor = kernel.scores(
+    scored: tuple[Tensor, Tensor, int] = kernel.scores(
         rows.matrix_ND[section],
         None if rows.scales_N is None else rows.scales_N[section],
         contexts.vectors_QMD,
@@ -179,7 +189,7 @@ def kernel_scores(
         None if allowed_N is None else allowed_N[section],
         contexts.scale,
     )
-    return scores_QN
+    return scored
 
 
 def plain_scores(
@@ -235,10 +245,7 @@ def error_bounds(rows: DeviceRows, contexts: Contexts, by_kernel: bool) -> Error
         slope = sensitivity(count)
         per_length.append((slope * of_logits + of_softmax) * (1 + _SAFETY))
         constant.append(slope * tiny * (exact + multiplied + 1) * (1 + _SAFETY))
-    return Errors(
-        torch.tensor(per_length, dtype=torch.float32, device=rows.device),
-        torch.tensor(constant, dtype=torch.float32, device=rows.device),
-    )
+    return Errors(np.array(per_length), np.array(constant))
 
 
 @functools.cache

@@ -40,7 +40,7 @@ from pipeline.retrieval.search.bounds import (
     vector_columns,
 )
 from pipeline.retrieval.search.choice import Form, fastest_form
-from pipeline.retrieval.search.scores import exact_scores, scorer
+from pipeline.retrieval.search.scores import Scorer, exact_scores, scorer
 
 # Where less of a pool is allowed, its rows are picked out instead of going through all.
 _FEW_ALLOWED = 1 / 64
@@ -148,7 +148,7 @@ def top_rows(
         most = np.asarray(vectors_QMD).shape[1]
         found = device.reaching_rows(pool.on_device, contexts, most, top_k, scale, among)
         for top, places in zip(tops, found, strict=True):
-            top.take(places)
+            top.take_few(places)
             top.certified = True
         todo = []
     elif among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
@@ -217,15 +217,25 @@ class _TopK:
         self.certified = False
         self.scale = scale
         self._pool, self._top_k, self._among = pool, top_k, among
-        self.scorer = scorer([vectors_MD], scale, pool.longest)
         self._places: Ints = np.empty(0, np.int64)
         self._scores: Floats = np.empty(0, np.float32)
         self._reach = np.float32(-np.inf)
         """No row with a lower score, or bound, belongs to the top k."""
         self._taken: Ints = np.empty(0, np.int64)
 
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        return scorer([self.vectors_MD], self.scale, self._pool.longest)
+
     def __len__(self) -> int:
         return len(self._places)
+
+    def take_few(self, places: Ints) -> None:
+        """Considers rows that may all be among the best, and none of those before: float64 decides."""
+        if len(places) > _SCORED_ROWS:
+            self.take(places)
+        else:
+            self._places = places
 
     def take(self, places: Ints) -> None:
         """Considers rows of which no bounds are known."""

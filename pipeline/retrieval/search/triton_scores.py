@@ -58,8 +58,9 @@ def scores(
     counts_Q: Tensor,
     allowed_N: Tensor | None,
     scale: float,
-) -> Tensor:
-    """[Q, N] float32: the scores of the rows, -inf for those that are not allowed.
+) -> tuple[Tensor, Tensor, int]:
+    """The scores of the rows, [Q, N] float32, -inf for those that are not allowed; the highest one of each
+    block of rows, [Q, B]; and how many rows a block has.
 
     `rows_ND`: bfloat16, float32 or int8; `scales_N`: factors of int8 rows. `vectors_QMD`: float32; the first
     `counts_Q` (int32) of each context count, one at least, and the others are zeros.
@@ -74,14 +75,17 @@ def scores(
     if INTERPRETED:  # Triton 3.9's interpreter multiplies the bits of bfloat16 as whole numbers
         vectors_QMD = vectors_QMD.float()
     scores_QN = torch.empty(contexts, count, dtype=torch.float32, device=rows_ND.device)
+    blocks = triton.cdiv(count, tile.rows)
+    highest_QB = torch.empty(contexts, blocks, dtype=torch.float32, device=rows_ND.device)
     groups = triton.cdiv(contexts, tile.contexts)
-    _kernel[(triton.cdiv(count, tile.rows) * groups,)](
+    _kernel[(blocks * groups,)](
         rows_ND,
         scales_N if scales_N is not None else counts_Q,  # not read
         vectors_QMD,
         counts_Q,
         allowed_N.view(torch.uint8) if allowed_N is not None else counts_Q,
         scores_QN,
+        highest_QB,
         count,
         contexts,
         scale,
@@ -97,7 +101,7 @@ def scores(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return scores_QN
+    return scores_QN, highest_QB, tile.rows
 
 
 def _tile(contexts: int, vectors: int, compute: torch.dtype, device: torch.device) -> _Tile:
@@ -113,7 +117,7 @@ def _tile(contexts: int, vectors: int, compute: torch.dtype, device: torch.devic
     columns = group * block_m
     rows, dimensions = (64, 32) if is_float32 else (128, 64)
     stage_bytes = (rows + columns) * dimensions * (4 if is_float32 else 2)
-    stages = max(1, min(3 if columns <= 64 else 4, shared_memory // stage_bytes))
+    stages = max(1, min(3, shared_memory // stage_bytes))
     return _Tile(rows, group, block_m, dimensions, 8 if columns > 64 else 4, stages)
 
 
@@ -134,6 +138,7 @@ def _kernel(
     counts,
     allowed,
     scores,
+    highest,
     count,
     contexts,
     scale,
@@ -198,9 +203,10 @@ def _kernel(
         highest_NG = top_NG
     scores_NG = tl.where(is_read_N[:, None], sums_NG / weights_NG, float("-inf"))
     places_NG = contexts_G[None, :].to(tl.int64) * count + first_row + n[:, None]
-    tl.store(
-        scores + places_NG, scores_NG, mask=is_row_N[:, None] & (contexts_G < contexts)[None, :]
-    )
+    is_context_G = contexts_G < contexts
+    tl.store(scores + places_NG, scores_NG, mask=is_row_N[:, None] & is_context_G[None, :])
+    places_G = contexts_G.to(tl.int64) * tl.cdiv(count, BLOCK_N) + first_row // BLOCK_N
+    tl.store(highest + places_G, tl.max(scores_NG, axis=0), mask=is_context_G)
 
 
 INTERPRETED = not isinstance(_kernel, triton.runtime.JITFunction)

@@ -112,7 +112,11 @@ def test_no_score_is_off_by_more_than_its_bound(task, data):
 
 def assert_bounded(scorer, pool, vectors, mask, attention="dot") -> float:
     """Returns the largest share of a bound that an error takes."""
-    found_QN = scorer.scores(slice(0, len(pool))).double().numpy()
+    scores_QN, highest_QB, block = scorer.scores(slice(0, len(pool)))
+    found_QN = scores_QN.double().numpy()
+    for start in range(0, len(pool), block):
+        highest_Q = scores_QN[:, start : start + block].amax(1)
+        torch.testing.assert_close(highest_QB[:, start // block], highest_Q, rtol=0, atol=0)
     errors = scorer.errors
     worst = 0.0
     for query, scores_N in enumerate(found_QN):
@@ -296,7 +300,8 @@ def test_a_kernel_that_fails_or_is_wrong_is_replaced_by_plain_torch(monkeypatch,
         raise RuntimeError("no such GPU\nmore")
 
     def be_wrong(rows_ND, scales_N, vectors_QMD, *more):
-        return torch.ones(len(vectors_QMD), len(rows_ND))
+        scores_QN = torch.ones(len(vectors_QMD), len(rows_ND))
+        return scores_QN, scores_QN, 1
 
     for scores, message in (
         (fail, "search: plain torch scores the rows, as Triton cannot (RuntimeError: no such GPU)"),
@@ -409,7 +414,7 @@ def test_vectors_that_do_not_fit_stay_where_they_are(pool_uri, monkeypatch, capl
     assert pool.on_device is None
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{pool_uri}: its 51 vectors need 0.0 GB of memory on cpu, beside 3.2 GB for the search, and "
+        f"{pool_uri}: its 51 vectors need 0.0 GB of memory on cpu, beside 4.3 GB for the search, and "
         "3.2 GB are free; they stay where they are, and CPUs search them"
     )
     assert top_rows(pool, np.eye(6)[None], 3).certified.all()
