@@ -82,14 +82,14 @@ def measure(device: torch.device, scale: Scale) -> list[BenchmarkRow]:
     flops = 2.0 * len(pool) * scale.width * scale.vectors * _TOGETHER
     peak = peak_flops(device, "bf16")
     contexts = list(questions.double().numpy())
-    open_rows = device_search.reaching_rows(
-        pool.on_device, contexts, scale.vectors, _TOP_K, 1.0, None
+    open_rows = dict(
+        device_search.reaching_rows(pool.on_device, contexts, scale.vectors, _TOP_K, 1.0, None)
     )
     detail = {
         "milliseconds": {name: round(value, 3) for name, value in ms.items()},
         "candidates": len(pool), "dimensions": scale.width, "vectors": scale.vectors,
         "GB/s read": round(matrix_ND.nbytes / ms["read"] / 1e6),
-        "scored again in float64, rows": [len(places) for places in open_rows],
+        "scored again in float64, rows": [len(open_rows[number]) for number in range(_TOGETHER)],
         "by": "Triton" if any(device_scores._agreement.values()) else "plain torch",
     }  # fmt: skip
     return [

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.arrays import Floats
 from pipeline.config import require
 from pipeline.retrieval.pools.shard import Shard
 from pipeline.retrieval.pools.vector_format import LENGTH, SCALE, DeviceDtype, Dtype
 from pipeline.tasks import progress
 
-# A search's own: the scores of a section (768 MiB), places among them, and the encoder's activations.
+# A search's own: the scores of two passes (384 MiB each), places among them, and the encoder's activations.
 _WORKING_MEMORY = 4 << 30
 _STAGED_BYTES = 64 << 20  # of a pinned buffer, of which there are two
 
@@ -33,8 +34,8 @@ class DeviceRows:
     """bfloat16, float32, or the codes of an int8 pool."""
     scales_N: Tensor | None
     """float32, of an int8 pool: what the codes are multiplied with."""
-    lengths_N: Tensor
-    """float32: Euclidean lengths of the pool's vectors, rounded up."""
+    lengths_N: Floats
+    """float32, not on the device: Euclidean lengths of the pool's vectors, rounded up."""
     longest: float
     is_rounded: bool
     """Whether the pool has more digits: float32 or float16 in bfloat16."""
@@ -74,7 +75,7 @@ def load(
     rows = sum(map(len, shards))
     held_dtype = _held_dtype(pool_dtype, dtype)
     is_coded = pool_dtype == "int8"
-    needed = rows * (dimensions * held_dtype.itemsize + (8 if is_coded else 4))
+    needed = rows * (dimensions * held_dtype.itemsize + (4 if is_coded else 0))
     free = _free_bytes(device)
     if needed + _WORKING_MEMORY > free:
         _log.warning(
@@ -91,7 +92,7 @@ def load(
     return DeviceRows(
         matrix_ND,
         torch.from_numpy(norms[SCALE].copy()).to(device) if is_coded else None,
-        torch.from_numpy(norms[LENGTH].copy()).to(device),
+        norms[LENGTH].copy(),
         float(norms[LENGTH].max(initial=0)),
         is_rounded=held_dtype == torch.bfloat16 and pool_dtype != "bfloat16",
     )

@@ -84,6 +84,10 @@ class Contexts:
         counts_Q = torch.tensor([len(v) for v in vectors], dtype=torch.int32)
         return cls(torch.from_numpy(padded_QMD).to(device), counts_Q.to(device), scale, vectors)
 
+    def part(self, some: slice) -> Contexts:
+        """Without a copy: one to a GPU would wait until it has scored what was begun before."""
+        return Contexts(self.vectors_QMD[some], self.counts_Q[some], self.scale, self.vectors[some])
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -93,7 +97,7 @@ class Errors:
     """float64"""
     constant_Q: Floats
 
-    def of(self, lengths: Floats | float, queries: Ints) -> Floats:
+    def of(self, lengths: Floats | float, queries: Ints | int) -> Floats:
         """The errors for pairs of a row's length and a context."""
         return self.per_length_Q[queries] * lengths + self.constant_Q[queries]
 
@@ -113,8 +117,8 @@ class Scorer:
         return error_bounds(self._rows, self._contexts, by_kernel=self._kernel is not None)
 
     def scores(self, section: slice) -> tuple[Tensor, Tensor, int]:
-        """The scores of a section of the rows, [Q, N] float32, -inf for rows that are not allowed; the highest
-        one of each block of rows, [Q, B]; and how many rows a block has."""
+        """The scores of a section of the rows, [Q, N] float32, -inf for rows that are not allowed; the
+        highest one of each block of rows, [Q, B]; and how many rows a block has."""
         inputs = (self._rows, section, self._contexts, self._allowed_N)
         if self._kernel is not None:
             return kernel_scores(self._kernel, *inputs)
@@ -145,7 +149,7 @@ class Scorer:
             _log.warning("search: plain torch scores the rows, as Triton cannot (%s)", reason)
             return False
         differences_QN[expected_QN.isneginf()] = 0
-        lengths_N = self._rows.lengths_N[first_rows].double().cpu().numpy()
+        lengths_N = self._rows.lengths_N[first_rows].astype(np.float64)
         allowed_QN = sum(
             error_bounds(self._rows, self._contexts, by_kernel).of(
                 lengths_N, np.arange(len(expected_QN))[:, None]

@@ -142,14 +142,16 @@ def top_rows(
     allowed_count = len(pool) if among is None else int(among.sum())
     scale = _scale(pool, attention)
     tops = [_TopK(pool, context, top_k, scale, among) for context in contexts]
+    results: dict[int, tuple[Ints, Floats]] = {}
     count = min(top_k, allowed_count)
     todo = tops
     if pool.on_device is not None and method in ("auto", "exact"):
         most = np.asarray(vectors_QMD).shape[1]
         found = device.reaching_rows(pool.on_device, contexts, most, top_k, scale, among)
-        for top, places in zip(tops, found, strict=True):
-            top.take_few(places)
-            top.certified = True
+        for number, places in found:  # while the device scores for the next ones
+            tops[number].take_few(places)
+            tops[number].certified = True
+            results[number] = tops[number].final()
         todo = []
     elif among is not None and method == "auto" and allowed_count <= _FEW_ALLOWED * len(pool):
         for top in tops:
@@ -164,10 +166,10 @@ def top_rows(
         todo = [top for top in tops if certify or len(top) < count]
     for start in range(0, len(todo), _CONTEXTS):
         _scan_pool(pool, todo[start : start + _CONTEXTS], method)
-    results = [top.final() for top in tops]
+    ordered = [results.get(number) or top.final() for number, top in enumerate(tops)]
     return TopRows(
-        np.array([places for places, _ in results], np.int64).reshape(len(tops), count),
-        np.array([scores for _, scores in results], np.float32).reshape(len(tops), count),
+        np.array([places for places, _ in ordered], np.int64).reshape(len(tops), count),
+        np.array([scores for _, scores in ordered], np.float32).reshape(len(tops), count),
         np.array([top.certified for top in tops], bool),
     )
 

@@ -121,7 +121,7 @@ def assert_bounded(scorer, pool, vectors, mask, attention="dot") -> float:
     worst = 0.0
     for query, scores_N in enumerate(found_QN):
         expected_N = float64_scores(pool, vectors[query], mask[query], attention)
-        lengths_N = pool.on_device.lengths_N.double().numpy()
+        lengths_N = pool.on_device.lengths_N.astype(np.float64)
         bounds_N = float(errors.per_length_Q[query]) * lengths_N + float(errors.constant_Q[query])
         assert (np.abs(scores_N - expected_N) <= bounds_N).all()
         worst = max(worst, float((np.abs(scores_N - expected_N) / bounds_N).max()))
@@ -177,8 +177,9 @@ def test_thousands_of_rows_of_many_dimensions(device, dtype, device_dtype, q, m)
     mask = np.ones((q, m), bool)
     check(pool, vectors, mask, top_rows(pool, vectors, 10), 10)
     contexts = list(vectors.astype(np.float64))
-    found = module.reaching_rows(pool.on_device, contexts, m, 10, 1.0, None)
-    assert max(map(len, found)) < 250
+    found = dict(module.reaching_rows(pool.on_device, contexts, m, 10, 1.0, None))
+    assert sorted(found) == list(range(q))
+    assert max(map(len, found.values())) < 250
 
 
 @pytest.mark.shared
