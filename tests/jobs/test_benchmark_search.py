@@ -54,7 +54,10 @@ def test_all_rows_are_there_and_answers_are_those_of_float64(run, tmp_path):
     assert sorted(rows) == sorted(summary["rows"]) == sorted(IDS)
     approximate = rows.pop("search.approximate_1m.time_share_of_exact")
     recall = rows["search.approximate_1m.recall_at_10"]["ours"]
-    assert (approximate["ours"] > 1) == (recall < 0.99), "a share counts only with its recall"
+    assert ("missed" in approximate["detail"]) == (recall < 0.99), (
+        "a share counts only with its recall"
+    )
+    assert approximate["ours"] > 1 or recall >= 0.99
     assert all(row["ours"] > 0 for row in rows.values())
     by_size = rows["search.auto.time_over_best"]["detail"]["milliseconds"]
     assert by_size["600 rows, m = 1, 1 contexts"].keys() == {

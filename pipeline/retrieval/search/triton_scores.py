@@ -10,12 +10,12 @@ bfloat16, and 64 vectors a context (H100 SXM: 3.35 TB/s, 989 TFLOPS of bf16, 132
     products              0.49 TFLOP           0.5 ms      7.9 TFLOP          7.9 ms
     exponentials          0.64 G, 16 a clock   0.2 ms      10.2 G             2.9 ms
     bound by              reading the rows                 products, then exponentials
+    measured              2.7 ms, 1.06 reads               17.3 ms, 0.46 of the peak
 
 Programs of the same rows and other contexts stand next to each other, so that the rows come from memory
-once, and from the L2 cache after that. 16 contexts, four in a program (256 columns), read 31 GB of rows and
-61 GB of vectors from L2. Nobody has measured the kernel yet: these are calculations. Compiled for sm_90 it
-uses wgmma; one context takes 136 registers of 128 threads and 72 KB, so that three programs share an SM and
-one reads while another one reduces; four contexts take 255 registers of 256 threads, which spill 8 bytes.
+once, and from the L2 cache after that. Of sixteen shapes of a program these were the fastest on an H100, with
+three stages. With four, int8 rows beside 256 columns gave wrong scores (Triton 3.6): `device_scores` compares
+the first scores with plain torch's, so that only speed was lost.
 
 A module of its own, because it needs Triton; `device_scores` decides where it runs.
 
