@@ -40,11 +40,14 @@ from pipeline.retrieval.pools.sketch import is_orthonormal
 from pipeline.retrieval.pools.vector_format import (
     FILE_DTYPES,
     LENGTH,
+    SCALE,
     DeviceDtype,
     Dtype,
     Layer,
     decode,
 )
+
+_FEW_NUMBERS = 1 << 24  # 64 MiB in float32: 43,000 rows of 384 dimensions
 
 if TYPE_CHECKING:
     from pipeline.ranking.inputs import Context
@@ -181,6 +184,17 @@ class Pool:
         return max(
             (float(s.vectors.norms[LENGTH].max(initial=0)) for s in self.shards), default=0.0
         )
+
+    @functools.cached_property
+    def multiplied_layers(self) -> list[Layer]:
+        """The vectors as `scores` multiplies them: float32 in memory where they are few, else the files."""
+        layers = [shard.vectors for shard in self.shards]
+        if not 0 < len(self) * self.dimensions <= _FEW_NUMBERS:
+            return layers
+        matrix_ND = np.concatenate([decode(layer) for layer in layers])
+        norms = np.concatenate([layer.norms for layer in layers], axis=1)
+        norms[SCALE] = 1
+        return [Layer(matrix_ND, norms)]
 
     @property
     def dtype(self) -> Dtype:

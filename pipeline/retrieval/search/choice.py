@@ -76,8 +76,9 @@ def _measure(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, _Seconds]:
     rows = min(max(_PRODUCTS // vectors, _LEAST_ROWS), _MOST_ROWS)
     shard = max(pool.shards, key=len)
     rows = min(rows, len(shard))
-    key = (pool.dimensions, pool.rotation.shape[1], pool.dtype, count, vectors.bit_length(),
-           rows.bit_length(), torch.get_num_threads())  # fmt: skip
+    multiplied = pool.multiplied_layers[0].take(slice(rows))
+    key = (pool.dimensions, pool.rotation.shape[1], pool.dtype, multiplied.matrix.dtype.str, count,
+           vectors.bit_length(), rows.bit_length(), torch.get_num_threads())  # fmt: skip
     if key not in _measured:
         layers = [getattr(shard, name).take(slice(rows)) for name in ("vectors", "sketch")]
         make_columns: dict[Form, Callable[[], Columns]] = {
@@ -87,7 +88,7 @@ def _measure(pool: Pool, contexts: Sequence[Floats]) -> dict[Form, _Seconds]:
         scored = scorer(contexts, 1.0, pool.longest)
         measured: dict[Form, _Seconds] = {
             "scores": _Seconds(
-                0.0, _alone(lambda: scored.scores(layers[0])) / rows, _bytes(layers[0])
+                0.0, _alone(lambda: scored.scores(multiplied)) / rows, _bytes(multiplied)
             )
         }
         for (form, columns_of), layer in zip(make_columns.items(), layers, strict=True):

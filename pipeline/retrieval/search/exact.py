@@ -333,9 +333,9 @@ def _score_pool(pool: Pool, tops: Sequence[_TopK]) -> None:
         together = scorer([top.vectors_MD for top in tops], together.scale, pool.longest)
     rows = min(max(_SCORED_PRODUCTS // len(together.vectors), _LEAST_SCORED), _BLOCK_ROWS)
     blocks = [
-        shard.vectors.take(slice(start, start + rows))
-        for shard in pool.shards
-        for start in range(0, len(shard), rows)
+        layer.take(slice(start, start + rows))
+        for layer in pool.multiplied_layers
+        for start in range(0, len(layer.matrix), rows)
     ]
     if not blocks:
         return
