@@ -33,21 +33,27 @@ def applications(url: str, settings: dict[str, Any] | None = None) -> Any:
 
     Raises AuthenticationError, and OSError for everything else that goes wrong.
     """
+    answer = _ask(
+        "PUT" if settings else "GET", f"{url.rstrip('/')}/api/serve/applications/", settings
+    )
+    return {} if settings else answer.json()["applications"]
+
+
+def ray_version(url: str) -> str:
+    """The version of Ray on the cluster. Raises as `applications`."""
+    return str(_ask("GET", f"{url.rstrip('/')}/api/version").json()["ray_version"])
+
+
+def _ask(method: str, url: str, content: dict[str, Any] | None = None) -> Any:
     import requests
     from ray.exceptions import AuthenticationError
 
-    answer = requests.request(
-        "PUT" if settings else "GET",
-        f"{url.rstrip('/')}/api/serve/applications/",
-        json=settings,
-        headers=_token_header(),
-        timeout=_ANSWER_S,
-    )
+    answer = requests.request(method, url, json=content, headers=_token_header(), timeout=_ANSWER_S)
     if answer.status_code in (401, 403):
         raise AuthenticationError(answer.text)
     if not answer.ok:
         raise OSError(answer.text or f"{answer.status_code} {answer.reason}")
-    return {} if settings else answer.json()["applications"]
+    return answer
 
 
 def _token_header() -> dict[str, str]:

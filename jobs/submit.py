@@ -31,6 +31,7 @@ _JOB = ("python", "-m")
 _PASSED_VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 _ACTIVE = ("PENDING", "RUNNING")
 _MAX_STARTS = 3
+_START_S, _NO_AGENT = 60.0, "No available agent"  # of a head in its first seconds
 _PATIENCE_S = 600.0  # a head that restarts is back by then
 _LONGEST_PAUSE_S = 30.0
 _QUIET_S = 300.0  # without output a connection may be dead, which no network has to tell
@@ -237,8 +238,8 @@ def _connect(address: str) -> Any:
     client = dashboard.connect(_job_client, url)
     import ray
 
-    cluster_version = client._server_ray_version
-    if cluster_version and cluster_version != ray.__version__:
+    cluster_version = dashboard.ray_version(url)
+    if cluster_version != ray.__version__:
         raise BadInput(f"--address {url}: the cluster runs Ray {cluster_version}, this machine "
                        f"{ray.__version__}; allowed: the same version")  # fmt: skip
     return client
@@ -266,15 +267,20 @@ def _submit(client: Any, name: str, parcel: _Parcel) -> str:
             target = Path(folder) / path
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-        try:
-            client.submit_job(
-                entrypoint=parcel.entrypoint,
-                submission_id=job_id,
-                runtime_env={"working_dir": folder, "env_vars": parcel.environment},
-                metadata={"revision": parcel.environment.get("POLYRANK_GIT_REVISION", "")},
-            )
-        except (OSError, RuntimeError, ValueError) as error:
-            raise BadInput(f"--name {job_id}: not taken ({first_line(error)})") from None
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                client.submit_job(
+                    entrypoint=parcel.entrypoint,
+                    submission_id=job_id,
+                    runtime_env={"working_dir": folder, "env_vars": parcel.environment},
+                    metadata={"revision": parcel.environment.get("POLYRANK_GIT_REVISION", "")},
+                )
+                break
+            except (OSError, RuntimeError, ValueError) as error:
+                if _NO_AGENT not in str(error) or time.monotonic() > deadline:
+                    raise BadInput(f"--name {job_id}: not taken ({first_line(error)})") from None
+            time.sleep(1)
     print(f"{job_id} is submitted", file=sys.stderr, flush=True)
     return job_id
 

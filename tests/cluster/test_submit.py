@@ -404,3 +404,27 @@ def test_a_dashboard_that_does_not_answer_is_one_line(run_job_here, tmp_path):
     address = f"http://127.0.0.1:{free_port()}"
     done = deploy(run_job_here, address, tmp_path)
     assert f"--address {address}: " in done.refusal
+
+
+@pytest.mark.parametrize(("refusals", "is_taken"), [(3, True), (100, False)])
+def test_a_head_in_its_first_seconds_is_asked_again(now, refusals, is_taken):
+    """It answers before it has a process that starts jobs."""
+    taken: list[str] = []
+    left = [
+        RuntimeError("Request failed with status code 500: No available agent to submit job, …")
+    ]
+    left *= refusals
+
+    def submit_job(submission_id, **_):
+        if left:
+            raise left.pop()
+        taken.append(submission_id)
+
+    head = SimpleNamespace(list_jobs=list, submit_job=submit_job)
+    parcel = submit._Parcel("python -m jobs.inspect", {}, {})
+    if is_taken:
+        assert submit._submit(head, "night", parcel) == "night" and taken == ["night"]
+    else:
+        with pytest.raises(BadInput, match=r"--name night: not taken .*No available agent"):
+            submit._submit(head, "night", parcel)
+        assert 60 <= now[0] < 65
