@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from jobs import cluster, program
 from pipeline import cost, storage
 from pipeline.artifact import MANIFEST, Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, Stopped, require, to_dict
-from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft, request_of
 from pipeline.models.precision import NUMERICS
@@ -57,8 +58,9 @@ class Config:
     """Folder of all pools; the version becomes <pools>/<name>/<version>."""
     name: str
     """The pool's name."""
-    redact: bool = field(default=True, metadata=NOT_IDENTITY)
-    """Replace e-mail addresses, u/names, IPs and phone numbers by tags, as jobs.prepare_corpus does."""
+    redact: bool = field(default=False, metadata=NOT_IDENTITY)
+    """Replace e-mail addresses, u/names, IPs and phone numbers by tags, as jobs.prepare_corpus does in public
+    dumps."""
     dry_run: bool = field(default=False, metadata=NOT_IDENTITY)
     """Print what would be done. The job still reads all candidates, and writes a plan below
     <pools>/_plans, which it removes at its end."""
@@ -246,6 +248,8 @@ def _plan(config: Config, job: _Job, out: Draft) -> tuple[embed.PlanRecord, Vers
     if newest and previous and newest.name != previous.name:
         # CURRENT is of another model, before this one is promoted, or is pinned: then it grows old.
         unfinished = [*shards_of_version(newest.artifact), *unfinished]
+    if not config.redact:
+        print(NOT_REDACTED, file=sys.stderr, flush=True)
     plan_record = embed.prepare(
         out,
         job.made_from.files,

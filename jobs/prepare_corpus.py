@@ -27,7 +27,7 @@ from pipeline.corpora.formats import (
     ubuntu,
     wikipedia,
 )
-from pipeline.corpora.privacy import Privacy
+from pipeline.corpora.privacy import NOT_REDACTED, Privacy
 from pipeline.corpora.raw import Reading
 from pipeline.drafts import Draft, draft
 from pipeline.files import fingerprints
@@ -61,8 +61,9 @@ class Config:
     """Files or folders: local, s3://, gs://, …; .zst, .bz2, .gz, .xz or plain."""
     output: str = field(metadata=NOT_IDENTITY)
     """Folder of the corpus: train/, valid/, test/ and manifest.json."""
-    redact: bool = True
-    """Replace e-mail addresses, u/names, IPs and phone numbers by tags."""
+    redact: bool | None = None
+    """Replace e-mail addresses, u/names, IPs and phone numbers by tags. null: in public dumps yes, in pairs
+    of your own no."""
     authors: Literal["hash", "plain"] = "hash"
     """How author names are stored (reddit): as keyed hashes, or as they are. The key is
     POLYRANK_AUTHOR_SALT. Without it, an output on this machine gets a random key that is kept in
@@ -104,6 +105,10 @@ class Config:
     """Rules for banking77."""
     pairs: pairs.Options = field(default_factory=pairs.Options, metadata=_read_by("pairs"))
     """Columns and splits of pairs."""
+
+    def __post_init__(self) -> None:
+        if self.redact is None:
+            object.__setattr__(self, "redact", self.format != "pairs")
 
     @property
     def needs_author_key(self) -> bool:
@@ -147,7 +152,7 @@ def run(config: Config) -> program.Summary:
         # Enough of the key's hash to notice another key, too little to find the key by.
         key_fingerprint = hashlib.sha256(f"polyrank {key}".encode()).hexdigest()[:6]
         inputs["author_key"] = {"uri": "", "kind": "secret", "fingerprint": key_fingerprint}
-    privacy = Privacy(redact=config.redact, authors=config.authors, salt=key)
+    privacy = Privacy(redact=bool(config.redact), authors=config.authors, salt=key)
     if config.format == "reddit":  # from here on nothing knows the names, so nothing can log them
         config = replace(config, reddit=config.reddit.with_name_keys(privacy))
     out = draft(config.output, "corpus", config, inputs, unused=set(FORMATS) - {config.format})
@@ -157,6 +162,8 @@ def run(config: Config) -> program.Summary:
 
     from pipeline import tracking
 
+    if not config.redact:
+        print(NOT_REDACTED, file=sys.stderr, flush=True)
     with tracking.start("prepare_corpus", out) as tracked, cluster.session(for_tasks=True):
         options = getattr(config, config.format, None)
         records = FORMATS[config.format](out, files, options, config.reading, privacy)

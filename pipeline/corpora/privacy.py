@@ -9,6 +9,10 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+NOT_REDACTED = (
+    "texts are kept as they are; --redact true replaces e-mail addresses and phone numbers by tags"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:

@@ -25,6 +25,12 @@ def one_line(error: ArgumentError) -> str:
         matches = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), n=1)
         hint = f"; did you mean {matches[0]}?" if matches else ""
         return f"{name}: {value!r} is not allowed; allowed: {expected}{hint}"
+    union = re.match(r"Parser key \"(.+?)\": Does not validate .* Given value: (.*)", text)
+    if union:
+        name, value = union.groups()
+        kinds = re.findall(r"Expected an? <class '(\w+)'>", text)
+        expected = ", ".join("null" if kind == "NoneType" else kind for kind in kinds)
+        return f"{name}: {value!r} is not allowed; allowed: {expected}"
     missing = re.match(r"the following arguments are required: (.*)", text)
     if missing:
         return f"--{missing[1].replace(', ', ', --')}: missing; see --help"

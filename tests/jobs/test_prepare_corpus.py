@@ -340,7 +340,7 @@ def test_a_file_without_records_is_refused(prepare, corpus, data):
         (["--reddit.max_characters", "0"], ["reddit.max_characters: 0", ">= 1"]),
         (["--reddit.train_share", "2"], ["reddit.train_share: 2.0", "above 0, to 1"]),
         (["--reading.max_malformed_share", "2"], ["reading.max_malformed_share: 2.0", "0 to 1"]),
-        (["--redact", "maybe"], ["redact: 'maybe'", "bool"]),
+        (["--redact", "maybe"], ["redact: 'maybe'", "bool, null"]),
         (["--config", "none.yaml"], ["none.yaml"]),
     ],
 )
@@ -584,3 +584,16 @@ def test_as_a_user_runs_it_bad_usage_is_one_line_and_exit_code_2(submit_job, tmp
     assert done.stderr.splitlines() == [done.refusal]
     [summary] = map(json.loads, done.stdout.splitlines())
     assert (summary["exit_code"], f": {summary['error']}" in done.refusal) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"), [((), True), (("--redact", "true"), False), (("--redact", "null"), True)]
+)
+def test_pairs_of_your_own_keep_their_addresses_unless_asked(prepare, options, kept):
+    """A FAQ is asked for the very phone numbers that a public dump must not have."""
+    rows = b"context,response\n" + b"how do i reach you ?,write to help@example.org\n" * 3
+    done = prepare({"pairs.csv": rows}, *options, corpus="pairs")
+    file, *_ = open_artifact(done.summary["output"], "corpus").files("", ".parquet")
+    [text] = set(pq.read_table(file)["response"].to_pylist())
+    assert text == f"write to {'help@example.org' if kept else '<email>'}"
+    assert ("texts are kept as they are; --redact true" in done.stderr) == kept
