@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,13 @@ class Config:
 
 
 def run(config: Config) -> program.Summary:
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:5.1f} s  {what}", flush=True)
+
+    pools = f" and {', '.join(config.pools)}" if config.pools else ""
+    say(f"reads {config.model}{pools}")
     cluster.require_free(config.host, config.port)
 
     from serve.app import build
@@ -53,10 +61,14 @@ def run(config: Config) -> program.Summary:
     from ray import serve
 
     url = f"http://{config.host}:{config.port}"
+    say("starts Ray")
     with cluster.session():
         with suppress(KeyboardInterrupt):
+            say("starts the proxy")
             serve.start(http_options={"host": config.host, "port": config.port})
+            say("starts a replica, which loads the model and opens the pools")
             serve.run(app)
+            say("answers")
             print(f"the playground:  {url}/\nthe interface:   {url}/openapi.json\n"
                   f"what is served:  {url}/info\nCtrl-C ends it.", flush=True)  # fmt: skip
             signal.pause()

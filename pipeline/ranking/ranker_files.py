@@ -28,14 +28,21 @@ def open_ranker(uri: str) -> RankerFiles:
     `uri`: a published ranker, a plain folder with a `ranker.json`, or `models:/name@alias`. Raises BadInput
     if there is no ranker at the URI.
     """
-    uri = storage.absolute(registry.model_uri(uri).rstrip("/"))
+    name, uri = uri, storage.absolute(registry.model_uri(uri).rstrip("/"))
     has_manifest = storage.exists(storage.join(uri, MANIFEST))
     if not has_manifest and storage.exists(storage.join(uri, SETTINGS)):
         return RankerFiles(uri, external_folder(uri), None)
     if not has_manifest and storage.exists(storage.join(uri, SENTENCE_TRANSFORMERS)):
         raise BadInput(f"{uri}: a model of sentence-transformers, not a ranker; load it with "
                        "Ranker.from_sentence_transformers")  # fmt: skip
-    artifact = open_artifact(uri, "ranker")
+    try:
+        artifact = open_artifact(uri, "ranker")
+    except BadInput as error:
+        if has_manifest or name.count("/") != 1:
+            raise
+        raise BadInput(
+            f"{error}; a model of the Hugging Face hub: Ranker.from_sentence_transformers({name!r})"
+        ) from None
     return RankerFiles(artifact.uri, artifact.local(), artifact)
 
 

@@ -216,7 +216,9 @@ def port(made, cluster) -> Iterator[int]:
         yield port
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
-        last = json.loads(log.read_text().splitlines()[-1])
+        first, *_, last_line = log.read_text().splitlines()
+        assert first.endswith(f"reads {made.work}/ranker and {made.work}/pools/replies")
+        last = json.loads(last_line)
         assert last == {"job": "serve", "served": f"http://127.0.0.1:{port}"}
     finally:
         with suppress(ProcessLookupError):

@@ -78,7 +78,7 @@ class PoolRow(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pool:
     """An open version of a pool."""
 
@@ -173,6 +173,10 @@ class Pool:
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
+
+    def __repr__(self) -> str:
+        numbers = f"{len(self):,} candidates, {self.dimensions} dimensions, {self.dtype}"
+        return f"Pool({self.artifact.uri!r}, {numbers})"
 
     @property
     def dimensions(self) -> int:

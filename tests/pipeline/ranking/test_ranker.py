@@ -154,6 +154,16 @@ def test_a_search_finds_the_best_of_all(home: Path):
     assert len(pool.search(ranker, CONTEXT, top_k=1000)) == len(REPLIES)
 
 
+def test_a_ranker_and_a_pool_print_as_one_line(home: Path):
+    ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
+    assert (
+        repr(pool)
+        == f"Pool('{home}/pools/replies/v-1', {len(REPLIES)} candidates, 16 dimensions, float32)"
+    )
+    assert repr(ranker).startswith(f"Ranker('{home}/rankers/poly', poly, ")
+    assert len(repr(ranker).splitlines()) == 1
+
+
 def test_a_search_keeps_to_its_filters(home: Path):
     ranker, pool = Ranker.load("rankers/poly"), Pool.open("pools/replies")
 
@@ -246,6 +256,7 @@ WRONG_CALLS = {
     'cross.encode_candidates(["a"])': "architecture: 'cross' has no candidate vectors",
     'cross.explain("a", ["b"])': "architecture: 'cross' has no candidate vectors",
     'Ranker.load("gone")': "gone: not a ranker (manifest.json is missing)",
+    'Ranker.load("some/model")': "hub: Ranker.from_sentence_transformers('some/model')",
     'Ranker.load("pools/replies/v-1")': "kind is 'pool'; needed here: ranker",
     'Ranker.load("st/candidate")': "Ranker.from_sentence_transformers",
     'Ranker.load("rankers/poly", precision="int8")': "precision: 'int8' is not allowed",
