@@ -17,7 +17,12 @@ from pipeline.artifact import Artifact, open_artifact
 from pipeline.config import NOT_IDENTITY, BadInput, require, to_dict
 from pipeline.evaluation import none_candidate, protocols
 from pipeline.evaluation.protocols import PROTOCOLS, Protocol
-from pipeline.evaluation.questions import CandidateSource, Questions, questions
+from pipeline.evaluation.questions import (
+    CandidateSource,
+    Questions,
+    questions,
+    train_responses,
+)
 from pipeline.evaluation.results import Measurement, ScorerResult, compare_all
 from pipeline.models import sources
 from pipeline.models.precision import Precision, Resolved, resolve_precision
@@ -32,6 +37,7 @@ AttachFiles = Callable[[Mapping[str, bytes]], None]
 _MAX_CROSS_CANDIDATES = 1000
 _ERRORS = 100
 _FEW_QUESTIONS = 100
+_MANY_KNOWN = 0.05
 _ERRORS_SHOWN = 3
 
 
@@ -51,14 +57,14 @@ class Config:
     """Add a row for the mean of the models' scores."""
     split: Literal["train", "valid", "test"] = "valid"
     """The split whose examples are ranked."""
-    protocol: protocols.Name = "convai2"
+    protocol: protocols.Name | Literal["auto"] = "auto"
     """Chooses source, candidates and recall_at where you do not set them. convai2: given, 20. dstc7:
     given, 100. ubuntu: given, 10. wikipedia: others, 10,001. polyai: blocks, 100. labels: sampled, all
-    that the split has. For pairs of your own take polyai. For texts with labels take labels: its R@1 is
-    the accuracy."""
+    that the split has; its R@1 is the accuracy. pairs: corpus, all. auto: that of the corpus' format."""
     source: CandidateSource | Literal["protocol"] = "protocol"
-    """given: the corpus' own candidates; sampled: the response among other responses; blocks: the
-    responses of a block of C random examples; others: the response among the corpus' others/."""
+    """given: the corpus' own candidates; sampled: the response among others of the split; corpus: among
+    those of all splits; blocks: the responses of a block of C random examples; others: the response among
+    the corpus' others/."""
     candidates_per_question: int = 0
     """C: candidates of an example, the right one among them; `--candidates` means the same. 0: the
     protocol's number. If the split is smaller, blocks and sampled then take all that it has."""
@@ -110,9 +116,10 @@ class Config:
                 "test or train with --none threshold, which is chosen on valid")  # fmt: skip
         require(not self.plot or self.latency_queries > 0, "latency_queries", 0, ">= 1 for --plot")
 
-    def rules(self) -> Protocol:
+    def rules(self, corpus: Artifact) -> Protocol:
         """The protocol, with what is set by hand."""
-        preset = PROTOCOLS[self.protocol]
+        name = protocols.of_corpus(corpus) if self.protocol == "auto" else self.protocol
+        preset = PROTOCOLS[name]
         source = preset.source if self.source == "protocol" else self.source
         return Protocol(
             source,
@@ -170,7 +177,10 @@ def run(config: Config) -> program.Summary:
         "skipped": skipped,
         **report.as_json(results, comparisons),
     }
-    notes = [*_notes(question_set, measure.protocol, config), f"models compute in {precision}"]
+    notes = [
+        *_notes(question_set, measure.protocol, config, corpus),
+        f"models compute in {precision}",
+    ]
     table = "\n".join([report.markdown(results, comparisons), "", *notes])
     print(table)
     for name, reason in skipped.items():
@@ -240,7 +250,9 @@ def _ask_models(
     return results, attach_to_runs
 
 
-def _notes(question_set: Questions, protocol: Protocol, config: Config) -> list[str]:
+def _notes(
+    question_set: Questions, protocol: Protocol, config: Config, corpus: Artifact
+) -> list[str]:
     """What a reader of the table has to know of its questions."""
     left_out = question_set.left_out
     notes = [
@@ -248,11 +260,19 @@ def _notes(question_set: Questions, protocol: Protocol, config: Config) -> list[
         f"{config.split}/ are asked"
         + "".join(f"; {count:,} are not: {reason}" for reason, count in left_out.items())
     ]
+    if protocol.source == "corpus" and config.split != "train":
+        trained = train_responses(corpus)
+        known = sum(question_set.texts[place] in trained for place in question_set.right_places())
+        if known > _MANY_KNOWN * len(question_set):
+            notes.append(
+                f"{known:,} of the {len(question_set):,} right answers also stand in train/: their questions "
+                "are new, but the answers are not"
+            )
     if len(question_set) < _FEW_QUESTIONS:
         notes.append(f"fewer than {_FEW_QUESTIONS} questions say little: the intervals are wide")
     if shorter := question_set.shorter_count():
         notes.append(f"questions with fewer than {protocol.candidates:,} candidates: {shorter:,}")
-    if protocol.candidates < (full_count := config.rules().candidates) != protocols.ALL:
+    if protocol.candidates < (full_count := config.rules(corpus).candidates) != protocols.ALL:
         notes.append(
             f"{protocol.candidates:,} candidates each, not {full_count:,}: {config.split}/ has no more"
         )
@@ -302,7 +322,7 @@ def _dry_run(
 
 def measurement(config: Config, corpus: Artifact) -> Measurement:
     """The questions for every model, and the rules of the count."""
-    rules = config.rules()
+    rules = config.rules(corpus)
     may_be_fewer = config.candidates_per_question == 0
     draw = (rules.source, rules.candidates, config.max_examples, config.seed, may_be_fewer)
     question_set = questions(corpus, config.split, *draw)

@@ -9,6 +9,8 @@ wikipedia   the article among it and 10,000 fixed others         R@1/10001
 polyai      1-of-100: the other responses of blocks of 100       R@1/100
 labels      classification: the response is a label, and all     R@1 (the accuracy), MRR
             labels of the split are candidates
+pairs       a FAQ: the answer among all answers of the corpus,   R@1, R@3, MRR
+            those of train and valid, too, as a pool has them
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.artifact import Artifact
 from pipeline.evaluation.questions import CandidateSource
 
-Name = Literal["convai2", "dstc7", "ubuntu", "wikipedia", "polyai", "labels"]
+Name = Literal["convai2", "dstc7", "ubuntu", "wikipedia", "polyai", "labels", "pairs"]
 
 ALL = 1_000_000_000
-"""More candidates than any split has."""
+"""More candidates than any corpus has."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Protocol:
 
     source: CandidateSource
     candidates: int
-    """C, the right one among them; `ALL`: every response of the split."""
+    """C, the right one among them; `ALL`: every response of the split, or of the corpus."""
     recall_at: tuple[int, ...]
 
 
@@ -41,4 +44,17 @@ PROTOCOLS: dict[Name, Protocol] = {
     "wikipedia": Protocol("others", 10_001, (1, 10, 100)),
     "polyai": Protocol("blocks", 100, (1,)),
     "labels": Protocol("sampled", ALL, (1,)),
+    "pairs": Protocol("corpus", ALL, (1, 3)),
 }
+_OF_FORMAT: dict[str, Name] = {
+    "dstc7": "dstc7", "ubuntu": "ubuntu", "reddit": "polyai", "amazonqa": "polyai",
+    "opensubtitles": "polyai", "banking77": "labels", "clinc150": "labels", "hwu64": "labels",
+    "snips": "labels", "pairs": "pairs",
+}  # fmt: skip
+
+
+def of_corpus(corpus: Artifact) -> Name:
+    """The protocol of the data set that a corpus was made from."""
+    if corpus.files("others/", ".parquet"):
+        return "wikipedia"
+    return _OF_FORMAT.get(corpus.manifest["config"].get("format", ""), "convai2")

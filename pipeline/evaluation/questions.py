@@ -3,6 +3,7 @@
     given     the corpus' own candidates. In DSTC7 an example with several right answers has fewer than the
               others, because only one right answer stays among its candidates
     sampled   the response among other responses of the split
+    corpus    the response among other responses of all splits
     blocks    1-of-C as PolyAI defines it (C = 100): examples at random in blocks of C; the block's C
               responses are the candidates of its contexts. PolyAI leaves out the last, smaller block;
               here, responses drawn from the other blocks fill it up to C
@@ -33,7 +34,7 @@ from pipeline.artifact import Artifact
 from pipeline.config import BadInput
 from pipeline.evaluation.drawn_rows import DrawnRow, draw_places, read_rows
 
-CandidateSource = Literal["given", "sampled", "blocks", "others"]
+CandidateSource = Literal["given", "sampled", "corpus", "blocks", "others"]
 
 
 NO_TEXT = -1
@@ -211,8 +212,9 @@ def _questions_at_places(
     rows = read_rows(corpus, split, sorted(places))
     if source == "given":
         return Questions.of(_read_given(row, candidates, seed) for row in rows)
-    if source == "sampled":
-        pool = _responses(corpus, split, candidates, fewer)
+    if source in ("sampled", "corpus"):
+        folder = f"{split}/" if source == "sampled" else ""
+        pool = _responses(corpus, folder, candidates, fewer)
         return Questions.of(_sample(row, pool, min(candidates, len(pool)), seed) for row in rows)
     return _article_questions(corpus, rows, candidates)
 
@@ -297,13 +299,21 @@ def _article_questions(corpus: Artifact, rows: Sequence[DrawnRow], candidates: i
     return Questions.of(questions, table["text"].to_pylist())
 
 
-def _responses(corpus: Artifact, split: str, candidates: int, fewer: bool) -> list[str]:
-    """The different responses of a split."""
-    table = _table(corpus.files(f"{split}/", ".parquet"), ["response"])
+def train_responses(corpus: Artifact) -> set[str]:
+    """The responses of the train split."""
+    files = corpus.files("train/", ".parquet")
+    return set(_table(files, ["response"])["response"].to_pylist()) if files else set()
+
+
+def _responses(corpus: Artifact, folder: str, candidates: int, fewer: bool) -> list[str]:
+    """The different responses of a split's folder; "": of all splits."""
+    files = [uri for name in ("train/", "valid/", "test/") for uri in corpus.files(name, ".parquet")
+             if name.startswith(folder)]  # fmt: skip
+    table = _table(files, ["response"])
     responses: list[str] = pc.unique(table["response"]).to_pylist()
     if len(responses) < (2 if fewer else candidates):
         raise BadInput(f"--candidates {candidates}: {corpus.uri} has {len(responses)} different "
-                       f"responses in {split}/; allowed: 2 to as many")  # fmt: skip
+                       f"responses{f' in {folder}' if folder else ''}; allowed: 2 to as many")  # fmt: skip
     return responses
 
 

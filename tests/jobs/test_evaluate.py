@@ -203,20 +203,43 @@ def test_candidates_are_sampled_where_the_corpus_gives_none(evaluate):
     assert (summary["split"], summary["examples"]) == ("train", 200)
 
 
-def test_a_protocol_sets_what_is_not_set_by_hand(evaluate):
+def test_a_protocol_sets_what_is_not_set_by_hand(convai2_corpus):
     rules = {"convai2": ("given", 20, [1, 2, 5, 10]), "dstc7": ("given", 100, [1, 10, 50]),
              "ubuntu": ("given", 10, [1, 2, 5]), "wikipedia": ("others", 10_001, [1, 10, 100]),
-             "polyai": ("blocks", 100, [1]), "labels": ("sampled", protocols.ALL, [1])}  # fmt: skip
+             "polyai": ("blocks", 100, [1]), "labels": ("sampled", protocols.ALL, [1]),
+             "pairs": ("corpus", protocols.ALL, [1, 3])}  # fmt: skip
     required = {"model": ("m",), "corpus": "c"}
     for name, wanted in rules.items():
         source, candidates, recall_at = wanted
-        found = evaluate_job.Config(protocol=name, **required).rules()
+        found = evaluate_job.Config(protocol=name, **required).rules(convai2_corpus)
         assert (found.source, found.candidates, list(found.recall_at)) == (
             source, candidates, recall_at
         )  # fmt: skip
     by_hand = {"source": "sampled", "candidates_per_question": 7, "recall_at": (3,)}
-    found = evaluate_job.Config(protocol="dstc7", **by_hand, **required).rules()
+    found = evaluate_job.Config(protocol="dstc7", **by_hand, **required).rules(convai2_corpus)
     assert (found.source, found.candidates, found.recall_at) == tuple(by_hand.values())
+
+
+def test_a_faq_is_asked_among_all_answers_and_says_which_were_trained_on(
+    evaluate, actors_in_process, tmp_path
+):
+    """By default, as a pool has all answers: those of train and of valid, each once."""
+    rows = {
+        "train": [(f"how do i open {n} ?", f"turn key {n} .") for n in range(30)],
+        "valid": [*((f"opening {n} , please", f"turn key {n} .") for n in range(2)),
+                  ("and the door ?", "there is none ."), ("a window ?", "push it .")],
+    }  # fmt: skip
+    for name, pairs in rows.items():
+        lines = ["context,response", *(f"{context},{response}" for context, response in pairs)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines).replace(" , ", " "))
+    files = tuple(str(tmp_path / f"{name}.csv") for name in rows)
+    config = prepare_corpus.Config(format="pairs", input=files, output=str(tmp_path / "corpus"))
+    corpus = prepare_corpus.run(config)["output"]
+    done = evaluate(*QUICK, corpus=corpus)
+    assert (done.summary["examples"], done.summary["candidates"]) == (4, 32)
+    assert list(done.summary["table"]["poly"]) == ["R@1/32", "R@3/32", "MRR"]
+    assert "2 of the 4 right answers also stand in train/" in done.stdout
+    assert "fewer than 100 questions say little" in done.stdout
 
 
 def test_questions_that_nobody_can_answer_are_counted(evaluate, actors_in_process, tmp_path):
