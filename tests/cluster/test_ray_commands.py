@@ -87,9 +87,9 @@ def started() -> Iterator[Head]:
     start += f" --temp-dir={home}/t --dashboard-agent-listen-port={free_port()} --node-ip-address=127.0.0.1"
     start += f" --object-store-memory={100 << 20}"
     try:
-        bash = ["bash", "-c"]
+        shell = ["bash", "-i", "-c"]  # `ray up` runs each command in one that reads .bashrc
         for command in ("~/venv/bin/ray get-auth-token --generate", *profile, *profile, start):
-            done = head.run(bash, command, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", **NOT_NICE)
+            done = head.run(shell, command, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", **NOT_NICE)
             assert done.returncode == 0, (command, done.stdout, done.stderr)
         yield head
     finally:
@@ -120,9 +120,8 @@ def test_they_work_in_the_shell_from_which_jobs_are_sent(started):
     (export,) = re.findall(r"^    export (.*)$", page, re.MULTILINE)
     assert export.split()[0] == "RAY_AUTH_MODE=token"
     shell = ["bash", "-c"]
-    done = started.run(
-        shell, f"export {export}; ~/venv/bin/ray job list --address $URL", URL=started.url
-    )
+    export = export.replace("http://127.0.0.1:8265", started.url)
+    done = started.run(shell, f"export {export}; ~/venv/bin/ray job list")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
