@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.config import NOT_IDENTITY, require
-from pipeline.options.unread import read_when
-from pipeline.training.finetune_settings import Taught
+from pipeline.options.unread import default_of, read_when
+from pipeline.training.finetune_settings import NegativeLimits, Taught
 
 TRAINING_STATE = "training_state"
 """Folder of a published model that holds what a longer run starts from."""
@@ -147,7 +147,7 @@ class Workers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeachingConfig:
+class TeachingConfig(NegativeLimits):
     """What the teachers score."""
 
     over: Taught = "candidates"
@@ -159,7 +159,11 @@ class TeachingConfig:
     it gets no candidates and no scores."""
     hardest_of: int = 0
     """Draws this many random candidates and keeps the ones that the first bi- or poly-encoder teacher
-    scores highest. Most random candidates are too easy to teach much. 0: keeps any."""
+    scores highest, up to the limits `margin` and `max_share`. Most random candidates are too easy to teach
+    much. 0: keeps any."""
+    same_group_negatives: bool = True
+    """false: no random candidate is a response of the example's group (dialogue, thread, product). None is
+    another response to the same context."""
     batch_tokens: int = 0
     """Tokens in a batch at most, padding included; 0: as many as suit the device."""
     held_out: bool = False
@@ -175,6 +179,12 @@ class TeachingConfig:
         require(self.hardest_of == 0 or self.hardest_of > self.random_candidates > 0,
                 "teaching.hardest_of", self.hardest_of,
                 f"0, or more than teaching.random_candidates, {self.random_candidates}, above 0")  # fmt: skip
+        self.check_limits("teaching")
+        for name, reader in (("margin", "hardest_of"), ("max_share", "hardest_of"),
+                             ("same_group_negatives", "random_candidates")):  # fmt: skip
+            value, default = getattr(self, name), default_of(TeachingConfig, name)
+            require(value == default or getattr(self, reader) > 0, f"teaching.{name}", value,
+                    f"{default} with teaching.{reader} 0")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
