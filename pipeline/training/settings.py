@@ -77,12 +77,16 @@ class LoopConfig(OptimizationConfig):
     """How weights are updated, and how often the loop validates, reports and saves."""
 
     validate_every_epochs: float = 0.5
-    """Epochs between two validations; the last step is validated, too. The weights of the best validation
-    are the result. 0: no validation by epochs; without `validate_every_steps` the last weights are the
-    result. Without a valid split nothing is validated."""
+    """Epochs between two validations; the last step is validated, too. 0: no validation by epochs; without
+    `validate_every_steps` the last weights are the result. Without a valid split nothing is validated."""
     validate_every_steps: int = 0
     """Steps between two validations, whatever the epochs; 0: `validate_every_epochs` decides."""
-    stop_after_validations: int = 10
+    keep_weights: Literal["best", "last"] = "best"
+    """The weights that are the result: of the best validation, or of the last step. last suits few epochs:
+    R@1 of 100 questions has a standard error of up to 0.05, so an early validation often wins by chance."""
+    stop_after_validations: int = field(
+        default=10, metadata=read_when({"loop.keep_weights": ("best",)})
+    )
     """Stop after this many validations in a row without a better one; 0: never."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: bf16 autocast with float32 weights. auto: bf16 where the hardware multiplies it."""
