@@ -156,6 +156,8 @@ class FinetuneConfig:
             require(getattr(self, name) >= 0, f"finetune.{name}", getattr(self, name), ">= 0")
         require(self.dropout is None or 0 <= self.dropout < 1, "finetune.dropout", self.dropout,
                 "0 to below 1, or null")  # fmt: skip
-        require(self.chunk_examples >= 0, "finetune.chunk_examples", self.chunk_examples, ">= 0")
+        require(0 <= self.chunk_examples < self.batch_examples, "finetune.chunk_examples",
+                self.chunk_examples,
+                f"0, or below finetune.batch_examples, {self.batch_examples}")  # fmt: skip
         for name in ("valid_examples", "valid_candidates"):
             require(getattr(self, name) >= 2, f"finetune.{name}", getattr(self, name), ">= 2")

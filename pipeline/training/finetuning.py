@@ -124,11 +124,12 @@ class Finetuning:
 
     def _miner(self, ranker: Ranker, rank: int, world: int) -> Miner | None:
         config = self.finetune
+        require(ranker.config.has_vectors or config.negatives_from in ("batch", "given"),
+                "finetune.negatives_from", config.negatives_from,
+                f"'batch' or 'given' with ranker.architecture {ranker.config.architecture!r}, which takes "
+                "given ones; jobs.score_candidates --teaching.hardest-of gives some")  # fmt: skip
         if config.negatives_from != "mined":
             return None
-        require(ranker.config.has_vectors, "finetune.negatives_from", "mined",
-                f"'batch' with ranker.architecture {ranker.config.architecture!r}, which searches no "
-                "responses, or candidates of jobs.score_candidates --teaching.hardest-of")  # fmt: skip
         rows = self._rows(example_columns(config.same_group_negatives), 0, 1)
         steps = round(config.mine.every_epochs * len(rows) / config.batch_examples)
         return Miner(

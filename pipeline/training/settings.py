@@ -19,7 +19,9 @@ class OptimizationConfig:
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
-    new_weights_factor: float = 10.0
+    new_weights_factor: float = field(
+        default=10.0, metadata=read_when({"ranker.architecture": ("bi", "poly", "cross")})
+    )
     """The learning rate of weights that were not pre-trained (codes, heads), as a multiple of
     `learning_rate`."""
     warmup_steps: float = 0.1
@@ -113,6 +115,9 @@ class LoopConfig(OptimizationConfig):
                      "checkpoint_every_minutes", "seed"):  # fmt: skip
             require(getattr(self, name) >= 0, f"loop.{name}", getattr(self, name), ">= 0")
         never = not self.validate_every_epochs and not self.validate_every_steps
+        patience = default_of(LoopConfig, "stop_after_validations")
+        require(not never or self.stop_after_validations in (0, patience), "loop.stop_after_validations",
+                self.stop_after_validations, f"0 or {patience} without validations")  # fmt: skip
         require(self.schedule != "plateau" or not never, "loop.schedule", self.schedule,
                 "another one where loop.validate_every_epochs is 0")  # fmt: skip
         for name in ("checkpoint_every_steps", "log_every_steps", "max_skipped_steps",
